@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Writes the stubs of proto/quartet/v1 below the folder given (default: src). PYTHON names the interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-src}
+python=$(command -v "${PYTHON:-.venv/bin/python}")
+mkdir -p "$out/quartet/v1"
+rm -f "$out"/quartet/v1/*_pb2*.py "$out"/quartet/v1/*_pb2*.pyi
+PATH="$(dirname "$python"):$PATH" "$python" -m grpc_tools.protoc --proto_path=proto \
+    --python_out="$out" --grpc_python_out="$out" --mypy_out="quiet:$out" --mypy_grpc_out="quiet:$out" \
+    proto/quartet/v1/*.proto
+# A file without a service gets an empty grpc stub; nobody needs it.
+for stub in "$out"/quartet/v1/*_pb2_grpc.py; do
+    grep -q '^class .*Stub' "$stub" || rm -f "$stub" "${stub}i"
+done

@@ -1,0 +1,134 @@
+"""The one entry point: ``python -m services ROLE... --config CONFIG``.
+
+Parses the config, then imports torch, builds each role's core, serves them together until SIGTERM, and drains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from quartet.config import Config, ServiceConfig, load_config
+from quartet.errors import ConfigError, QuartetError
+from quartet.telemetry.logs import configure_logs
+from quartet.topology import listen_address, threads_of
+from quartet.types import Role
+
+log = structlog.get_logger()
+
+
+class Announcer:
+    """Tells the process that started this one, through a pipe, when it is ready or why it ended."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._pipe = None if descriptor is None else os.fdopen(descriptor, "w", buffering=1)
+
+    def say(self, **message: Any) -> None:
+        """One JSON line; nobody listening is no error."""
+        if self._pipe is not None:
+            try:
+                self._pipe.write(json.dumps(message) + "\n")
+            except OSError:
+                self._pipe = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 after a drain, 2 for input that the user can mend, 1 for anything else."""
+    parser = argparse.ArgumentParser(prog="python -m services", description=__doc__)
+    parser.add_argument("roles", nargs="+", metavar="ROLE", choices=[role.value for role in Role])
+    parser.add_argument("--config", required=True, type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="overrides services.ROLE.listen")
+    parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    roles = [Role(role) for role in dict.fromkeys(options.roles)]
+    configure_logs("+".join(roles))
+    announcer = Announcer(options.ready_fd)
+    try:
+        return _serve(roles, options, announcer)
+    except Exception as error:
+        code = 2 if isinstance(error, ConfigError) else 1
+        log.error("ended", error=str(error), exc_info=None if isinstance(error, QuartetError) else error)
+        announcer.say(error=str(error) or type(error).__name__, exit_code=code)
+        print(f"error: {error}", file=sys.stderr)
+        return code
+
+
+def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer) -> int:
+    overrides = list(options.overrides)
+    url = os.environ.get("QUARTET_BUFFER_URL")
+    config = load_config(options.config, [*overrides, *([f"buffer.url={url}"] if url else [])])
+    if Role.ORCHESTRATOR in roles and len(roles) > 1:
+        raise ConfigError("roles: the orchestrator has a process of its own")
+    service: ServiceConfig = getattr(config.services, roles[0])
+    listen = options.listen or listen_address(service)
+    threads = threads_of(config, roles[0])
+    # Set before torch is imported: its pools are sized once.
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+
+    stop = threading.Event()
+    status = [0]
+
+    def on_signal(signum: int, _: Any) -> None:
+        log.info("stopping", signal=signal.Signals(signum).name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    if roles == [Role.ORCHESTRATOR]:
+        hosted, background = _orchestrator(config, stop, status)
+    else:
+        hosted, background = _models(roles, config, threads), None
+
+    from quartet.rpc.server import Server
+
+    server = Server(hosted, listen, config.security.allow_plaintext)
+    log.info("ready", address=server.address, threads=threads)
+    announcer.say(address=server.address)
+    if background is not None:
+        background.start()
+    stop.wait()
+    server.stop(config.timeouts.drain)
+    log.info("stopped")
+    return status[0]
+
+
+def _models(roles: list[Role], config: Config, threads: int) -> list[Any]:
+    from quartet.rpc.compute import ComputeThread
+    from services.roles import build_model_role, set_up_torch
+
+    set_up_torch(threads)
+    # Roles that share a process share a GPU, so they share the thread that computes.
+    compute = ComputeThread()
+    return [build_model_role(role, config, compute, threads) for role in roles]
+
+
+def _orchestrator(config: Config, stop: threading.Event, status: list[int]) -> tuple[list[Any], threading.Thread]:
+    from services.orchestrator.progress import ProgressBoard
+    from services.orchestrator.servicer import OrchestratorServicer
+    from services.orchestrator.training import Training, train
+    from services.roles import buffer_url, set_up_torch
+
+    set_up_torch(1)
+    board = ProgressBoard(config.run.name, config.run.steps)
+    training = Training(config, buffer_url(config), board)
+
+    def finished(code: int) -> None:
+        status[0] = code
+        stop.set()
+
+    thread = threading.Thread(target=train, args=(training, board, finished), name="training", daemon=True)
+    return [OrchestratorServicer(board, training.request_stop)], thread
+
+
+if __name__ == "__main__":
+    sys.exit(main())

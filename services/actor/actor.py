@@ -1,0 +1,158 @@
+"""The policy as a plain class: what the actor service does, without gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quartet.buffer.experience import ExperienceStore
+from quartet.buffer.rollouts import RolloutStream
+from quartet.config import TrainedModelConfig
+from quartet.errors import FailedPrecondition, InvalidRequest
+from quartet.files import confined, describe_files
+from quartet.models.engine import TorchEngine
+from quartet.models.loading import (
+    count_parameters,
+    load_causal_lm,
+    load_tokenizer,
+    save_policy,
+    stop_token_ids,
+    tokenizer_fingerprint,
+)
+from quartet.models.optimizer import create_optimizer, save_optimizer
+from quartet.models.scoring import response_log_probs
+from quartet.models.training import update_policy
+from quartet.models.update_log import UpdateLog
+from quartet.types import (
+    FloatArray,
+    GenerationRequest,
+    OptimizationSettings,
+    PolicyLossSettings,
+    Role,
+    SamplingParameters,
+    SavedFile,
+    SaveKind,
+    ServiceStatus,
+    TokenBatch,
+    UpdateResult,
+)
+
+FLUSH = 8
+"""Finished trajectories that may wait for one another before they go to the stream; scoring starts that much later."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferAccess:
+    """Where a run's trajectories go and its experience comes from."""
+
+    rollouts: RolloutStream
+    experience: ExperienceStore
+
+
+class Actor:
+    """The policy, its optimizer and its generation engine."""
+
+    def __init__(
+        self,
+        config: TrainedModelConfig,
+        device: str,
+        max_concurrent: int,
+        run_directory: Path,
+        buffer: Callable[[str], BufferAccess],
+    ) -> None:
+        """Loads the model. ``buffer`` gives access to the buffer of a run, by its name. Raises ModelError."""
+        self._config, self._device, self._buffer = config, device, buffer
+        self._root = run_directory
+        self._tokenizer = load_tokenizer(config.model)
+        self._model = load_causal_lm(config.model, config.dtype, device)
+        optimizer = config.optimizer
+        self._optimizer = create_optimizer(
+            self._model, config.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay
+        )
+        self._engine = TorchEngine(self._model, stop_token_ids(self._model, self._tokenizer), max_concurrent)
+        self._updates = UpdateLog()
+        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+        self._parameters = count_parameters(self._model)
+        self._fingerprint = tokenizer_fingerprint(self._tokenizer)
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParameters,
+        seed: int,
+        leader_epoch: int,
+        policy_version: int,
+        cancelled: Callable[[], bool],
+    ) -> tuple[int, int]:
+        """Generates one step's trajectories into the rollout stream, each as it finishes.
+
+        Returns (trajectories, response tokens). Raises FailedPrecondition when the policy is not of ``policy_version``.
+        """
+        self._updates.fence(leader_epoch)
+        if policy_version != self._updates.policy_version:
+            raise FailedPrecondition(
+                f"generate with policy version {policy_version}: this policy is version {self._updates.policy_version}; "
+                "restart the actor for a new run"
+            )
+        for request in requests:
+            if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self._vocabulary:
+                raise InvalidRequest(f"prompt {request.id}: token ids must lie in 0..{self._vocabulary - 1}")
+        stream = self._buffer(requests[0].id.run).rollouts
+        tokens = 0
+        finished = []
+        for trajectory in self._engine.generate(requests, sampling, seed, policy_version, cancelled):
+            tokens += len(trajectory.response_ids)
+            finished.append(trajectory)
+            if len(finished) == FLUSH:
+                stream.append(finished)
+                finished = []
+        if finished:
+            stream.append(finished)
+        return len(requests), tokens
+
+    def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
+        """Log-probs under the current policy, float32 [response tokens]."""
+        return response_log_probs(self._model, batch, temperature, self._config.micro_batch_tokens)
+
+    def update(
+        self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: PolicyLossSettings
+    ) -> UpdateResult:
+        """Takes one step's PPO update from the sealed experience. Idempotent by (run, step)."""
+        applied = self._updates.admit(run, step, leader_epoch)
+        if applied is not None:
+            return applied
+        experience = self._buffer(run).experience.load(step)
+        experience.batch.check_vocabulary(self._vocabulary)
+        metrics = update_policy(
+            self._model, self._optimizer, experience, settings, loss, self._config.micro_batch_tokens
+        )
+        return self._updates.record(run, step, metrics)
+
+    def save(self, directory: str, kind: SaveKind) -> list[SavedFile]:
+        """Writes the policy, and its optimizer in a checkpoint, below the run's directory."""
+        target = confined(self._root, directory)
+        save_policy(self._model, self._tokenizer, target)
+        if kind is SaveKind.CHECKPOINT:
+            save_optimizer(self._optimizer, target / "optimizer.safetensors")
+        return describe_files(self._root, target)
+
+    def status(self) -> ServiceStatus:
+        """What the actor says of itself."""
+        return ServiceStatus(
+            role=Role.ACTOR,
+            model=self._config.model,
+            device=self._device,
+            dtype=self._config.dtype,
+            parameters=self._parameters,
+            policy_version=self._updates.policy_version,
+            tokenizer_fingerprint=self._fingerprint,
+            vocabulary_size=self._vocabulary,
+            run=self._updates.run,
+            step=self._updates.step,
+        )
+
+    @property
+    def policy_version(self) -> int:
+        """Updates taken."""
+        return self._updates.policy_version

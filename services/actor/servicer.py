@@ -1,0 +1,99 @@
+"""The actor behind gRPC: convert, delegate, convert."""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+import numpy as np
+
+from quartet import codec
+from quartet.errors import InvalidRequest
+from quartet.rpc.role import ModelRole
+from quartet.types import GenerationRequest, Role, TrajectoryId
+from quartet.v1 import actor_pb2, actor_pb2_grpc
+from services.actor.actor import Actor
+
+MAX_TRAJECTORIES = 65_536
+"""Most trajectories of one Generate."""
+
+
+class ActorServicer(ModelRole[Actor], actor_pb2_grpc.ActorServiceServicer):
+    """ActorService over an Actor."""
+
+    role = Role.ACTOR
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds this servicer."""
+        actor_pb2_grpc.add_ActorServiceServicer_to_server(self, server)
+
+    def Generate(self, request: actor_pb2.GenerateRequest, context: grpc.ServicerContext) -> actor_pb2.GenerateResponse:
+        """Generates trajectories into the rollout stream."""
+        requests, sampling = _generation_requests(request), codec.sampling_from_proto(request.sampling)
+        start = time.perf_counter()
+        trajectories, tokens = self.compute.run(
+            "generate",
+            context,
+            lambda cancelled: self.core.generate(
+                requests, sampling, request.seed, request.leader_epoch, request.policy_version, cancelled
+            ),
+        )
+        seconds = time.perf_counter() - start
+        return actor_pb2.GenerateResponse(trajectories=trajectories, response_tokens=tokens, seconds=seconds)
+
+    def LogProbs(
+        self, request: actor_pb2.ActorServiceLogProbsRequest, context: grpc.ServicerContext
+    ) -> actor_pb2.ActorServiceLogProbsResponse:
+        """Log-probs under the current policy."""
+        batch, temperature = codec.batch_from_proto(request.batch), codec.positive(request.temperature, "temperature")
+        log_probs, version = self.compute.run(
+            "log_probs", context, lambda _: (self.core.log_probs(batch, temperature), self.core.policy_version)
+        )
+        return actor_pb2.ActorServiceLogProbsResponse(
+            log_probs=codec.tensor_to_proto(log_probs), policy_version=version
+        )
+
+    def Update(
+        self, request: actor_pb2.ActorServiceUpdateRequest, context: grpc.ServicerContext
+    ) -> actor_pb2.ActorServiceUpdateResponse:
+        """Takes one step's PPO update."""
+        settings, loss = codec.optimization_from_proto(request.optimization), codec.policy_loss_from_proto(request.loss)
+        result = self.compute.run(
+            "update",
+            context,
+            lambda _: self.core.update(request.run, request.step, request.leader_epoch, settings, loss),
+        )
+        return actor_pb2.ActorServiceUpdateResponse(
+            step=result.step, policy_version=result.policy_version, metrics=result.metrics
+        )
+
+    def Save(
+        self, request: actor_pb2.ActorServiceSaveRequest, context: grpc.ServicerContext
+    ) -> actor_pb2.ActorServiceSaveResponse:
+        """Writes the policy."""
+        kind = codec.save_kind_from_proto(request.kind)
+        files, version = self.compute.run(
+            "save", context, lambda _: (self.core.save(request.directory, kind), self.core.policy_version)
+        )
+        return actor_pb2.ActorServiceSaveResponse(
+            files=[codec.saved_file_to_proto(file) for file in files], policy_version=version
+        )
+
+
+def _generation_requests(request: actor_pb2.GenerateRequest) -> list[GenerationRequest]:
+    lengths = codec.ints_from_proto(request.prompt_lengths, "prompt_lengths", len(request.prompts))
+    if not len(lengths) or lengths.min() < 1 or not request.run or request.step < 1 or request.samples_per_prompt < 1:
+        raise InvalidRequest(
+            "generate: expected a run, a step and samples_per_prompt of 1 or more, and prompts of 1 token or more"
+        )
+    if len(set(request.prompts)) != len(lengths):
+        raise InvalidRequest("prompts: an index stands twice, its trajectories would have the same ids")
+    if len(lengths) * request.samples_per_prompt > MAX_TRAJECTORIES:
+        raise InvalidRequest(f"generate: expected at most {MAX_TRAJECTORIES} trajectories")
+    flat = codec.ints_from_proto(request.prompt_ids, "prompt_ids", int(lengths.sum(dtype=np.int64)))
+    prompts = np.split(flat, np.cumsum(lengths)[:-1])
+    return [
+        GenerationRequest(TrajectoryId(request.run, request.step, index, sample), prompt)
+        for index, prompt in zip(request.prompts, prompts, strict=True)
+        for sample in range(request.samples_per_prompt)
+    ]

@@ -1,0 +1,1 @@
+"""The critic: the value model. It values states and takes value updates."""

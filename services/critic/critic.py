@@ -1,0 +1,97 @@
+"""The value model as a plain class: what the critic service does, without gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from quartet.buffer.experience import ExperienceStore
+from quartet.config import CriticConfig
+from quartet.files import confined, describe_files
+from quartet.models.loading import count_parameters, load_critic, load_tokenizer, tokenizer_fingerprint
+from quartet.models.optimizer import create_optimizer, save_optimizer
+from quartet.models.scoring import response_values
+from quartet.models.training import update_value
+from quartet.models.update_log import UpdateLog
+from quartet.types import (
+    FloatArray,
+    OptimizationSettings,
+    Role,
+    SavedFile,
+    SaveKind,
+    ServiceStatus,
+    TokenBatch,
+    UpdateResult,
+    ValueLossSettings,
+)
+
+
+class Critic:
+    """The value model and its optimizer."""
+
+    def __init__(
+        self,
+        config: CriticConfig,
+        model: str,
+        device: str,
+        run_directory: Path,
+        experience: Callable[[str], ExperienceStore],
+    ) -> None:
+        """Loads ``model``. ``experience`` gives access to a run's sealed experience, by its name. Raises ModelError."""
+        self._config, self._name, self._device, self._experience = config, model, device, experience
+        self._root = run_directory
+        self._model = load_critic(model, config.dtype, device)
+        optimizer = config.optimizer
+        self._optimizer = create_optimizer(
+            self._model, config.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay
+        )
+        self._updates = UpdateLog()
+        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+        self._parameters = count_parameters(self._model)
+        self._fingerprint = tokenizer_fingerprint(load_tokenizer(model))
+
+    def values(self, batch: TokenBatch) -> FloatArray:
+        """Value of the state in which each response token was drawn, float32 [response tokens]."""
+        return response_values(self._model, batch, self._config.micro_batch_tokens)
+
+    def update(
+        self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: ValueLossSettings
+    ) -> UpdateResult:
+        """Takes one step's value update from the sealed experience. Idempotent by (run, step)."""
+        applied = self._updates.admit(run, step, leader_epoch)
+        if applied is not None:
+            return applied
+        experience = self._experience(run).load(step)
+        experience.batch.check_vocabulary(self._vocabulary)
+        metrics = update_value(
+            self._model, self._optimizer, experience, settings, loss, self._config.micro_batch_tokens
+        )
+        return self._updates.record(run, step, metrics)
+
+    def save(self, directory: str, kind: SaveKind) -> list[SavedFile]:
+        """Writes the value model, and its optimizer in a checkpoint, below the run's directory."""
+        target = confined(self._root, directory)
+        self._model.save(target)
+        if kind is SaveKind.CHECKPOINT:
+            save_optimizer(self._optimizer, target / "optimizer.safetensors")
+        return describe_files(self._root, target)
+
+    def status(self) -> ServiceStatus:
+        """What the critic says of itself."""
+        return ServiceStatus(
+            role=Role.CRITIC,
+            model=self._name,
+            device=self._device,
+            dtype=self._config.dtype,
+            parameters=self._parameters,
+            policy_version=self._updates.policy_version,
+            tokenizer_fingerprint=self._fingerprint,
+            vocabulary_size=self._vocabulary,
+            run=self._updates.run,
+            step=self._updates.step,
+        )
+
+    @property
+    def policy_version(self) -> int:
+        """Updates taken."""
+        return self._updates.policy_version

@@ -1,0 +1,1 @@
+"""The orchestrator: the algorithm. It turns trajectories into experience and experience into updates."""

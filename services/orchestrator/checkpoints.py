@@ -1,0 +1,66 @@
+"""Checkpoints: both trained models and all else that the run is, written aside, renamed when whole, the manifest last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from typing import Any
+
+from quartet.errors import ServiceFailed
+from quartet.files import write_durably
+from quartet.rpc.clients import ActorClient, CriticClient
+from quartet.telemetry.run_files import RunFiles
+from quartet.types import SavedFile, SaveKind
+from services.orchestrator.collector import wait_for_all
+
+FORMAT = 1
+"""Version of the manifest."""
+
+
+class Checkpoints:
+    """The checkpoints of one run: ``checkpoints/step-000020/{actor,critic}/`` and their ``manifest.json``."""
+
+    def __init__(self, files: RunFiles, keep: int, config_yaml: str) -> None:
+        self._files, self._keep = files, keep
+        self._config_hash = hashlib.sha256(config_yaml.encode()).hexdigest()
+
+    def save(self, run: str, step: int, actor: ActorClient, critic: CriticClient, state: dict[str, Any]) -> None:
+        """Saves both models and ``state`` (what the orchestrator itself must remember), then drops the oldest."""
+        name = f"step-{step:06d}"
+        partial = self._files.checkpoints / f".{name}.partial"
+        final = self._files.checkpoints / name
+        for leftover in (partial, final):
+            shutil.rmtree(leftover, ignore_errors=True)
+        relative = partial.relative_to(self._files.root).as_posix()
+        calls = [client.save(run, f"{relative}/{client.role}", SaveKind.CHECKPOINT) for client in (actor, critic)]
+        wait_for_all(calls)
+        saved = [file for call in calls for file in call.result()]
+        for file in saved:
+            self._check(file)
+        manifest = {
+            "format": FORMAT,
+            "run": run,
+            "step": step,
+            "config_sha256": self._config_hash,
+            "state": state,
+            "files": {
+                file.path.removeprefix(f"{relative}/"): {"bytes": file.bytes, "sha256": file.sha256} for file in saved
+            },
+        }
+        write_durably(partial / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+        partial.rename(final)
+        self._drop_oldest()
+
+    def _check(self, file: SavedFile) -> None:
+        path = self._files.root / file.path
+        if not path.is_file() or path.stat().st_size != file.bytes:
+            raise ServiceFailed(
+                f"checkpoint file {path}: not there as the service reported it; "
+                "run.directory must be a path that orchestrator, actor and critic share"
+            )
+
+    def _drop_oldest(self) -> None:
+        kept = sorted(path for path in self._files.checkpoints.glob("step-*") if path.is_dir())
+        for path in kept[: -self._keep]:
+            shutil.rmtree(path)

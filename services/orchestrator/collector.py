@@ -1,0 +1,186 @@
+"""Collecting a step: trajectories stream out of the buffer and are scored by three services at once as they arrive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quartet.buffer.rollouts import RolloutStream
+from quartet.errors import BufferFailed
+from quartet.rpc.clients import CriticClient, PendingResult, ReferenceClient, RewardClient
+from quartet.types import FloatArray, TokenBatch, Trajectory, TrajectoryId
+
+READ_BLOCK = 0.2
+"""Seconds that a read of the stream may wait; failures of generation and scoring are looked for in between."""
+POLL = 0.002
+"""Seconds between looks at calls under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTrajectory:
+    """A trajectory with what the three scoring services say of it.
+
+    ``score`` in units of reward; ``reference_log_probs`` and ``values`` float32 [response tokens].
+    """
+
+    trajectory: Trajectory
+    score: float
+    reference_log_probs: FloatArray
+    values: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedStep:
+    """A step's scored trajectories, sorted by id; the stream entries to acknowledge; seconds spent."""
+
+    scored: list[ScoredTrajectory]
+    entry_ids: list[str]
+    seconds_generate: float
+    seconds_score: float
+
+
+class ScoringServices:
+    """Reward, reference and critic, asked together."""
+
+    def __init__(
+        self, reward: RewardClient, reference: ReferenceClient, critic: CriticClient, temperature: float
+    ) -> None:
+        self._reward, self._reference, self._critic, self._temperature = reward, reference, critic, temperature
+
+    def begin(self, trajectories: list[Trajectory]) -> ScoringBatch:
+        """Sends one ragged batch to all three."""
+        batch = TokenBatch.of(trajectories)
+        return ScoringBatch(
+            trajectories,
+            self._reward.score(batch),
+            self._reference.log_probs(batch, self._temperature),
+            self._critic.values(batch),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringBatch:
+    """One batch under way at all three services."""
+
+    trajectories: list[Trajectory]
+    scores: PendingResult[FloatArray]
+    reference_log_probs: PendingResult[FloatArray]
+    values: PendingResult[FloatArray]
+
+    @property
+    def pending(self) -> tuple[PendingResult[FloatArray], ...]:
+        """The three calls."""
+        return self.scores, self.reference_log_probs, self.values
+
+    def scored(self) -> list[ScoredTrajectory]:
+        """The answers, trajectory by trajectory."""
+        ends = np.cumsum([len(trajectory.response_ids) for trajectory in self.trajectories])[:-1]
+        parts = zip(
+            self.trajectories,
+            self.scores.result(),
+            np.split(self.reference_log_probs.result(), ends),
+            np.split(self.values.result(), ends),
+            strict=True,
+        )
+        return [
+            ScoredTrajectory(trajectory, float(score), log_probs, values)
+            for trajectory, score, log_probs, values in parts
+        ]
+
+
+class Collector:
+    """Reads one run's rollout stream, step by step."""
+
+    def __init__(self, stream: RolloutStream, services: ScoringServices, score_batch: int) -> None:
+        self._stream, self._services, self._score_batch = stream, services, score_batch
+
+    def collect(
+        self,
+        expected: set[TrajectoryId],
+        policy_version: int,
+        generation: PendingResult[int],
+        on_progress: Callable[[int], None],
+    ) -> CollectedStep:
+        """Waits for every expected trajectory and its scores. ``on_progress`` hears how many have been scored.
+
+        Batches are made of ``score_batch`` trajectories in the order in which the engine finished them, so that what a
+        batch holds does not depend on timing. Raises what generation or scoring failed with, BufferFailed when the
+        stream holds something else than was asked for.
+        """
+        start = time.perf_counter()
+        batches: list[ScoringBatch] = []
+        try:
+            entry_ids, generated = self._receive(expected, policy_version, generation, batches, on_progress)
+            calls = [call for batch in batches for call in batch.pending]
+            wait_for_all([generation, *calls], lambda: on_progress(_finished(batches)))
+        except BaseException:
+            generation.cancel()
+            for batch in batches:
+                for call in batch.pending:
+                    call.cancel()
+            raise
+        scored = [item for batch in batches for item in batch.scored()]
+        scored.sort(key=lambda item: item.trajectory.id)
+        return CollectedStep(scored, entry_ids, generated - start, time.perf_counter() - generated)
+
+    def _receive(
+        self,
+        expected: set[TrajectoryId],
+        policy_version: int,
+        generation: PendingResult[int],
+        batches: list[ScoringBatch],
+        on_progress: Callable[[int], None],
+    ) -> tuple[list[str], float]:
+        seen: set[TrajectoryId] = set()
+        entry_ids: list[str] = []
+        waiting: list[Trajectory] = []
+        while len(seen) < len(expected):
+            ended = generation.done()
+            deliveries = self._stream.read(self._score_batch, READ_BLOCK)
+            if not deliveries and ended:
+                generation.result()
+                raise BufferFailed(
+                    f"rollout stream: generation ended with {len(seen)} of {len(expected)} trajectories in the stream"
+                )
+            for delivery in deliveries:
+                trajectory = delivery.trajectory
+                entry_ids.append(delivery.entry_id)
+                if trajectory.id not in expected or trajectory.policy_version != policy_version:
+                    raise BufferFailed(
+                        f"rollout stream: {trajectory.id} of policy version {trajectory.policy_version} was not asked for"
+                    )
+                if trajectory.id in seen:
+                    continue
+                seen.add(trajectory.id)
+                waiting.append(trajectory)
+            while len(waiting) >= self._score_batch or (waiting and len(seen) == len(expected)):
+                batches.append(self._services.begin(waiting[: self._score_batch]))
+                waiting = waiting[self._score_batch :]
+            raise_failures([call for batch in batches for call in batch.pending])
+            on_progress(_finished(batches))
+        return entry_ids, time.perf_counter()
+
+
+def _finished(batches: Sequence[ScoringBatch]) -> int:
+    return sum(len(batch.trajectories) for batch in batches if all(call.done() for call in batch.pending))
+
+
+def raise_failures(calls: Sequence[PendingResult[Any]]) -> None:
+    """Raises the failure of the first call that has ended with one."""
+    for call in calls:
+        if call.done():
+            call.result()
+
+
+def wait_for_all(calls: Sequence[PendingResult[Any]], tick: Callable[[], None] = lambda: None) -> None:
+    """Waits until every call has ended; raises the first failure as soon as it is there, whatever the others still do."""
+    while True:
+        raise_failures(calls)
+        tick()
+        if all(call.done() for call in calls):
+            return
+        time.sleep(POLL)

@@ -1,0 +1,96 @@
+"""The progress board: the training thread writes it, any number of watchers read it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class RunState(StrEnum):
+    """Where a run stands."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self in (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
+
+
+@dataclass(slots=True)
+class Progress:
+    """A run's progress; ``metrics`` are the last committed step's."""
+
+    run: str
+    total_steps: int
+    state: RunState = RunState.STARTING
+    step: int = 0
+    phase: str = "starting"
+    scored: int = 0
+    wanted: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+    exit_code: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+class ProgressBoard:
+    """Thread-safe: one writer, many watchers."""
+
+    def __init__(self, run: str, total_steps: int) -> None:
+        self._progress = Progress(run, total_steps)
+        self._history: list[dict[str, float]] = []
+        self._changes = 0
+        self._changed = threading.Condition()
+
+    def update(self, **values: object) -> None:
+        """Sets fields of the progress and wakes the watchers."""
+        with self._changed:
+            for name, value in values.items():
+                setattr(self._progress, name, value)
+            self._changes += 1
+            self._changed.notify_all()
+
+    def note(self, text: str) -> None:
+        """Adds something that a user should know."""
+        with self._changed:
+            self.update(notes=[*self._progress.notes, text])
+
+    def commit(self, step: int, metrics: dict[str, float]) -> None:
+        """Notes a committed step."""
+        with self._changed:
+            self._history.append(metrics)
+            self.update(step=step, metrics=metrics)
+
+    def current(self) -> Progress:
+        """A copy of the progress."""
+        with self._changed:
+            return deepcopy(self._progress)
+
+    def watch(self, after_step: int, poll: float = 1.0) -> Iterator[Progress | None]:
+        """Every step after ``after_step``, every change, until the run ends. None after ``poll`` seconds without news."""
+        sent, seen = after_step, -1
+        while True:
+            with self._changed:
+                if seen == self._changes:
+                    self._changed.wait(poll)
+                news: list[Progress] = []
+                if seen != self._changes:
+                    for metrics in self._history[sent:]:
+                        news.append(deepcopy(self._progress))
+                        news[-1].step, news[-1].metrics = int(metrics["step"]), metrics
+                    sent = max(sent, len(self._history))
+                    news.append(deepcopy(self._progress))
+                seen = self._changes
+            if not news:
+                yield None
+            yield from news
+            if news and news[-1].state.ended:
+                return

@@ -1,0 +1,79 @@
+"""The orchestrator behind gRPC: convert, delegate, convert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from quartet.types import Role, ServiceStatus
+from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from services.orchestrator.progress import Progress, ProgressBoard, RunState
+
+_STATES = {
+    RunState.STARTING: orchestrator_pb2.RUN_STATE_STARTING,
+    RunState.TRAINING: orchestrator_pb2.RUN_STATE_TRAINING,
+    RunState.FINISHED: orchestrator_pb2.RUN_STATE_FINISHED,
+    RunState.STOPPED: orchestrator_pb2.RUN_STATE_STOPPED,
+    RunState.FAILED: orchestrator_pb2.RUN_STATE_FAILED,
+}
+
+
+class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
+    """OrchestratorService over a progress board. ``stop`` asks the training thread to stop after the step in hand."""
+
+    role = Role.ORCHESTRATOR
+
+    def __init__(self, board: ProgressBoard, stop: Callable[[], None]) -> None:
+        self._board, self._stop = board, stop
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds this servicer."""
+        orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(self, server)
+
+    def status(self) -> ServiceStatus:
+        """What the orchestrator says of itself."""
+        progress = self._board.current()
+        return ServiceStatus(role=Role.ORCHESTRATOR, run=progress.run, step=progress.step)
+
+    def close(self) -> None:
+        """Nothing to close; the training thread has ended or ends with the process."""
+
+    def GetProgress(
+        self, request: orchestrator_pb2.GetProgressRequest, context: grpc.ServicerContext
+    ) -> orchestrator_pb2.GetProgressResponse:
+        """Where the run stands."""
+        return orchestrator_pb2.GetProgressResponse(progress=_to_proto(self._board.current()))
+
+    def WatchProgress(
+        self, request: orchestrator_pb2.WatchProgressRequest, context: grpc.ServicerContext
+    ) -> Iterator[orchestrator_pb2.WatchProgressResponse]:
+        """Every step as it is committed and every change of phase."""
+        for progress in self._board.watch(request.after_step):
+            if not context.is_active():
+                return
+            if progress is not None:
+                yield orchestrator_pb2.WatchProgressResponse(progress=_to_proto(progress))
+
+    def Stop(
+        self, request: orchestrator_pb2.StopRequest, context: grpc.ServicerContext
+    ) -> orchestrator_pb2.StopResponse:
+        """Stops after the step in hand."""
+        self._stop()
+        return orchestrator_pb2.StopResponse()
+
+
+def _to_proto(progress: Progress) -> orchestrator_pb2.Progress:
+    return orchestrator_pb2.Progress(
+        run=progress.run,
+        state=_STATES[progress.state],
+        step=progress.step,
+        total_steps=progress.total_steps,
+        phase=progress.phase,
+        scored=progress.scored,
+        wanted=progress.wanted,
+        metrics=progress.metrics,
+        error=progress.error,
+        exit_code=progress.exit_code,
+        notes=progress.notes,
+    )

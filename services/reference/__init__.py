@@ -1,0 +1,1 @@
+"""The reference: the frozen initial policy."""

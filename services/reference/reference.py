@@ -1,0 +1,35 @@
+"""The reference as a plain class: what the reference service does, without gRPC."""
+
+from __future__ import annotations
+
+from quartet.models.loading import count_parameters, load_causal_lm, load_tokenizer, tokenizer_fingerprint
+from quartet.models.scoring import response_log_probs
+from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
+
+
+class Reference:
+    """A frozen causal language model."""
+
+    def __init__(self, model: str, dtype: str, device: str, micro_batch_tokens: int) -> None:
+        """Loads the model. Raises ModelError."""
+        self._name, self._dtype, self._device, self._micro_batch_tokens = model, dtype, device, micro_batch_tokens
+        self._model = load_causal_lm(model, dtype, device)
+        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+        self._parameters = count_parameters(self._model)
+        self._fingerprint = tokenizer_fingerprint(load_tokenizer(model))
+
+    def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
+        """Log-probs of the responses, float32 [response tokens], nats."""
+        return response_log_probs(self._model, batch, temperature, self._micro_batch_tokens)
+
+    def status(self) -> ServiceStatus:
+        """What the reference says of itself."""
+        return ServiceStatus(
+            role=Role.REFERENCE,
+            model=self._name,
+            device=self._device,
+            dtype=self._dtype,
+            parameters=self._parameters,
+            tokenizer_fingerprint=self._fingerprint,
+            vocabulary_size=self._vocabulary,
+        )

@@ -1,0 +1,114 @@
+"""Building each role's core and servicer from the config. Imports torch: the entry point imports this last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from quartet.buffer.connection import connect
+from quartet.buffer.experience import ExperienceStore
+from quartet.buffer.rollouts import RolloutStream
+from quartet.config import Config, ServiceConfig
+from quartet.errors import ConfigError
+from quartet.rpc.compute import ComputeThread
+from quartet.rpc.server import HostedRole
+from quartet.types import Role
+from services.actor.actor import Actor, BufferAccess
+from services.actor.servicer import ActorServicer
+from services.critic.critic import Critic
+from services.critic.servicer import CriticServicer
+from services.reference.reference import Reference
+from services.reference.servicer import ReferenceServicer
+from services.reward.reward import RewardModel
+from services.reward.servicer import RewardServicer
+
+
+def set_up_torch(threads: int) -> None:
+    """This process's threads, and the same result for the same work."""
+    torch.set_num_threads(threads)
+    torch.set_num_interop_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def build_model_role(role: Role, config: Config, compute: ComputeThread, threads: int) -> HostedRole:
+    """Loads one role's model. Raises ModelError, ConfigError or ServiceUnavailable."""
+    build = _BUILDERS[role]
+    return build(config, compute, threads)
+
+
+def _build_actor(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
+    url = buffer_url(config)
+    client = connect(url)
+
+    def access(run: str) -> BufferAccess:
+        return BufferAccess(RolloutStream(client, url, run), ExperienceStore(client, url, run))
+
+    device = device_of(config.services.actor)
+    actor = Actor(config.actor, device, config.rollout.max_concurrent, run_root(config), access)
+    return ActorServicer(actor, compute, threads)
+
+
+def _build_critic(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
+    url = buffer_url(config)
+    client = connect(url)
+    critic = Critic(
+        config.critic,
+        config.critic_model,
+        device_of(config.services.critic),
+        run_root(config),
+        lambda run: ExperienceStore(client, url, run),
+    )
+    return CriticServicer(critic, compute, threads)
+
+
+def _build_reward(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
+    return RewardServicer(RewardModel(config.reward, device_of(config.services.reward)), compute, threads)
+
+
+def _build_reference(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
+    reference = Reference(
+        config.reference_model,
+        config.reference.dtype or config.actor.dtype,
+        device_of(config.services.reference),
+        config.reference.micro_batch_tokens,
+    )
+    return ReferenceServicer(reference, compute, threads)
+
+
+_BUILDERS: dict[Role, Callable[[Config, ComputeThread, int], HostedRole]] = {
+    Role.ACTOR: _build_actor,
+    Role.CRITIC: _build_critic,
+    Role.REWARD: _build_reward,
+    Role.REFERENCE: _build_reference,
+}
+
+
+def buffer_url(config: Config) -> str:
+    """The buffer's address. Raises ConfigError without one: only `quartet` starts an embedded server."""
+    if config.buffer.url is None:
+        raise ConfigError(
+            "buffer.url: null; a service started by itself needs the Redis that the others use: set buffer.url, "
+            "or the environment variable QUARTET_BUFFER_URL"
+        )
+    return config.buffer.url
+
+
+def device_of(service: ServiceConfig) -> str:
+    """The torch device of a service. Raises ConfigError when it is not there."""
+    if not service.devices:
+        return "cpu"
+    found = torch.cuda.device_count()
+    if len(service.devices) > 1:
+        raise ConfigError(f"devices {list(service.devices)}: a model on several GPUs is not supported yet; give one")
+    if service.devices[0] >= found:
+        raise ConfigError(
+            f"devices {list(service.devices)}: this machine has {found} CUDA devices; give [] for the CPU"
+        )
+    return f"cuda:{service.devices[0]}"
+
+
+def run_root(config: Config) -> Path:
+    """The directory below which saves are confined."""
+    return config.run_directory.absolute()

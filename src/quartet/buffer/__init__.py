@@ -1,0 +1,1 @@
+"""The rollout buffer: trajectories and sealed experience over Redis. The only package that knows Redis."""

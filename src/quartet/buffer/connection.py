@@ -1,0 +1,46 @@
+"""Connecting to Redis, and what its failures mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import redis
+
+from quartet.config import redact_url
+from quartet.errors import BufferFailed, ConfigError, ServiceUnavailable
+
+Redis = redis.Redis
+CONNECT_TIMEOUT = 5.0
+"""Seconds to wait for a connection."""
+COMMAND_TIMEOUT = 60.0
+"""Seconds to wait for an answer."""
+
+
+def connect(url: str) -> Redis:
+    """A client whose server answered a ping. Raises ConfigError for a malformed url, ServiceUnavailable without a server."""
+    try:
+        client: Redis = redis.Redis.from_url(
+            url, socket_connect_timeout=CONNECT_TIMEOUT, socket_timeout=COMMAND_TIMEOUT, health_check_interval=30
+        )
+    except ValueError as error:
+        raise ConfigError(f"buffer.url {redact_url(url)}: {error}") from None
+    with translated(url):
+        client.ping()
+    return client
+
+
+@contextmanager
+def translated(url: str) -> Iterator[None]:
+    """Turns redis-py's exceptions into domain exceptions that name the buffer."""
+    where = f"rollout buffer at {redact_url(url)}"
+    try:
+        yield
+    except redis.exceptions.AuthenticationError as error:
+        raise ConfigError(f"{where}: refused the credentials ({error}); correct buffer.url") from None
+    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
+        raise ServiceUnavailable(
+            f"{where}: unreachable ({error}); start Redis there, correct buffer.url, or set it null for an embedded one"
+        ) from None
+    except redis.exceptions.RedisError as error:
+        raise BufferFailed(f"{where}: {error}") from None

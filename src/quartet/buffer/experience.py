@@ -1,0 +1,49 @@
+"""Sealed experience: what actor and critic train on in one step. Written once by the orchestrator, replayable from here."""
+
+from __future__ import annotations
+
+from quartet import codec
+from quartet.buffer.connection import Redis, translated
+from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest
+from quartet.types import Experience
+
+
+class ExperienceStore:
+    """The sealed experience of one run, a key for each step."""
+
+    def __init__(self, client: Redis, url: str, run: str) -> None:
+        self._client, self._url, self._run = client, url, run
+
+    def key(self, step: int) -> str:
+        """The Redis key of one step's experience."""
+        return f"quartet:{self._run}:experience:{step}"
+
+    def seal(self, experience: Experience) -> None:
+        """Stores a step's experience whole, in one command."""
+        with translated(self._url):
+            self._client.set(self.key(experience.step), codec.experience_to_bytes(experience))
+
+    def load(self, step: int) -> Experience:
+        """A step's experience. Raises FailedPrecondition when it is not sealed, BufferFailed when it is damaged."""
+        with translated(self._url):
+            data = self._client.get(self.key(step))
+        if not isinstance(data, bytes):
+            raise FailedPrecondition(f"experience of step {step} of run {self._run}: not in the buffer")
+        try:
+            experience = codec.experience_from_bytes(data)
+        except InvalidRequest as error:
+            raise BufferFailed(f"{self.key(step)}: {error}") from None
+        if (experience.run, experience.step) != (self._run, step):
+            raise BufferFailed(f"{self.key(step)}: holds step {experience.step} of run {experience.run}")
+        return experience
+
+    def discard(self, step: int) -> None:
+        """Frees a step's experience."""
+        with translated(self._url):
+            self._client.delete(self.key(step))
+
+    def reset(self) -> None:
+        """Frees every step's experience. For a run that starts from nothing."""
+        with translated(self._url):
+            for key in self._client.scan_iter(match=f"quartet:{self._run}:experience:*", count=1000):
+                self._client.delete(key)

@@ -1,0 +1,174 @@
+"""What a person sees while a run goes on: a live view in a terminal, a line for each step elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from quartet.v1 import orchestrator_pb2
+
+HISTORY = 48
+"""Steps that the small curves show."""
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class View(Protocol):
+    """Shows progress until it is closed."""
+
+    def show(self, progress: orchestrator_pb2.Progress) -> None:
+        """One piece of news."""
+
+    def __enter__(self) -> View: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def make_view(console: Console) -> View:
+    """A live view where there is a terminal, else lines."""
+    return LiveView(console) if console.is_terminal else LineView(console)
+
+
+class Pace:
+    """Tokens per second and time left, from the steps seen so far."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=20)
+        self.tokens_per_second = 0.0
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """One committed step."""
+        self._seconds.append(metrics["seconds"])
+        self.tokens_per_second = metrics["response_tokens"] / max(metrics["seconds"], 1e-9)
+
+    def left(self, steps: int) -> str:
+        """Time that so many steps will take, as [h:]mm:ss."""
+        if not self._seconds:
+            return "--:--"
+        seconds = round(steps * sum(self._seconds) / len(self._seconds))
+        hours, rest = divmod(seconds, 3600)
+        clock = f"{rest // 60:02d}:{rest % 60:02d}"
+        return f"{hours}:{clock}" if hours else clock
+
+
+class LineView:
+    """One line for each step: for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._pace = Pace()
+        self._step = 0
+        self._notes = 0
+
+    def show(self, progress: orchestrator_pb2.Progress) -> None:
+        """Prints notes and newly committed steps."""
+        for note in progress.notes[self._notes :]:
+            self._print(f"note: {note}")
+        self._notes = len(progress.notes)
+        if progress.step <= self._step:
+            return
+        self._step = progress.step
+        metrics = dict(progress.metrics)
+        self._pace.add(metrics)
+        self._print(
+            f"step {progress.step}/{progress.total_steps}  reward {metrics['reward_mean']:+.3f}  "
+            f"kl {metrics['kl_mean']:.3f}  entropy {metrics['entropy']:.2f}  eos {metrics['eos_rate']:.2f}  "
+            f"{self._pace.tokens_per_second:.0f} tokens/s  left {self._pace.left(progress.total_steps - progress.step)}"
+        )
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> LineView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class LiveView:
+    """A bar, the figures that matter with small curves, and what the step in hand is doing."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._pace = Pace()
+        self._curves: dict[str, deque[float]] = {}
+        self._step = 0
+        self._notes = 0
+        self._progress = orchestrator_pb2.Progress()
+        self._since = time.monotonic()
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left {task.fields[left]}"),
+            console=console,
+            expand=True,
+        )
+        self._task = self._bar.add_task("starting", total=None, left="--:--")
+        self._live = Live(self._render(), console=console, refresh_per_second=4, transient=False)
+
+    def show(self, progress: orchestrator_pb2.Progress) -> None:
+        """Redraws."""
+        for note in progress.notes[self._notes :]:
+            self._live.console.print(Text(f"note: {note}", style="yellow"))
+        self._notes = len(progress.notes)
+        if progress.step > self._step:
+            self._step = progress.step
+            self._pace.add(dict(progress.metrics))
+            for name in ("reward_mean", "kl_mean", "entropy", "eos_rate", "response_tokens_mean"):
+                self._curves.setdefault(name, deque(maxlen=HISTORY)).append(progress.metrics[name])
+        self._progress = progress
+        self._bar.update(
+            self._task,
+            description=progress.run,
+            completed=progress.step,
+            total=progress.total_steps,
+            left=self._pace.left(progress.total_steps - progress.step),
+        )
+        self._live.update(self._render())
+
+    def _render(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        titles = {
+            "reward_mean": "reward",
+            "kl_mean": "KL, nats per response",
+            "entropy": "entropy, nats per token",
+            "eos_rate": "finished responses",
+            "response_tokens_mean": "tokens per response",
+        }
+        for name, curve in self._curves.items():
+            table.add_row(
+                titles[name], f"{curve[-1]:+.3f}" if name == "reward_mean" else f"{curve[-1]:.3f}", _spark(curve)
+            )
+        table.add_row("tokens per second", f"{self._pace.tokens_per_second:.0f}", "")
+        phase = self._progress.phase or "starting the services"
+        if phase == "generate" and self._progress.wanted:
+            phase = f"generate and score: {self._progress.scored} of {self._progress.wanted} scored"
+        return Group(self._bar, table, Text(phase, style="dim"))
+
+    def __enter__(self) -> LiveView:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop_task(self._task)
+        self._live.__exit__(kind, error, trace)
+
+
+def _spark(values: deque[float]) -> str:
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)

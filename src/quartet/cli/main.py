@@ -1,0 +1,155 @@
+"""The `quartet` command: each subcommand parses, delegates, and prints. Heavy imports wait until they are needed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import click
+import typer
+
+from quartet import __version__
+from quartet.errors import ConfigError, QuartetError
+
+app = typer.Typer(
+    name="quartet",
+    help="RLHF training as microservices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Look at a config without starting anything.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads the annotation at run time
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one setting, for example run.steps=10. May be repeated."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Drop an earlier run of the same name.")]
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
+    """Train: start whatever the config does not point at, run PPO, stop what was started."""
+    from quartet.cli.runs import train as run
+
+    run(config, overrides or [], overwrite)
+
+
+@app.command()
+def up(config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
+    """Start everything, train, and keep the services up afterwards, until Ctrl-C."""
+    from quartet.cli.runs import up as run
+
+    run(config, overrides or [], overwrite)
+
+
+@app.command()
+def demo(
+    directory: Annotated[Path, typer.Option(help="Where the demo keeps its world and its run.")] = Path("runs"),
+    overrides: Overrides = None,
+) -> None:
+    """Make a tiny world, train on it with PPO, and show completions before and after."""
+    from quartet.cli.demo import demo as run
+
+    run(directory, overrides or [])
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")],
+    prompts: Annotated[Optional[list[str]], typer.Argument(metavar="PROMPT...", help="Texts to complete.")] = None,  # noqa: UP045
+    file: Annotated[Optional[Path], typer.Option(help="JSON Lines of prompts instead.")] = None,  # noqa: UP045
+    max_tokens: Annotated[int, typer.Option(min=1, help="Token limit of a completion.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Keep this many tokens; 0 is off.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="Completions for each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random streams.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda:0, ...")] = "cpu",
+    json_lines: Annotated[bool, typer.Option("--json", help="One JSON object for each completion.")] = False,
+) -> None:
+    """Complete prompts with any checkpoint."""
+    from quartet.cli.generate import generate as run
+    from quartet.types import SamplingParameters
+
+    if top_p == 0:
+        raise ConfigError("--top-p 0: expected more than 0 and at most 1")
+    run(
+        model,
+        prompts or [],
+        file,
+        SamplingParameters(max_tokens, temperature, top_p, top_k),
+        samples,
+        seed,
+        device,
+        json_lines,
+    )
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Optional[Path], typer.Argument(metavar="[CONFIG]", help="Say what this config needs, too.")
+    ] = None,  # noqa: UP045
+    overrides: Overrides = None,
+) -> None:
+    """What this machine offers: cores, GPUs, bf16, Redis, ports; and what a config needs."""
+    from quartet.cli.doctor import doctor as run
+
+    if not run(config, overrides or []):
+        raise typer.Exit(1)
+
+
+@config_app.command("check")
+def config_check(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Check a config, its prompts and its local checkpoints."""
+    from quartet.config import load_config
+    from quartet.preflight import check_inputs
+
+    for note in check_inputs(load_config(config, overrides or [])):
+        typer.echo(note)
+    typer.echo(f"{config}: fine")
+
+
+@config_app.command("show")
+def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Print a config as resolved, defaults included."""
+    from quartet.config import load_config
+
+    typer.echo(load_config(config, overrides or []).to_yaml(), nl=False)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def main() -> None:
+    """Runs the command. Exit status: 0; 2 for input that the user can mend; 130 after Ctrl-C; 1 for anything else."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGHUP, interrupt)
+    try:
+        status = app(standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
+    except click.exceptions.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
+    except QuartetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+if __name__ == "__main__":
+    main()

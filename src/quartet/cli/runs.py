@@ -1,0 +1,136 @@
+"""`quartet train` and `quartet up`: a run from the command line."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import grpc
+from rich.console import Console
+
+from quartet.cli.live import View, make_view
+from quartet.config import Config, load_config
+from quartet.errors import ConfigError, ServiceFailed
+from quartet.launcher import Launcher
+from quartet.preflight import check_inputs
+from quartet.rpc.limits import CHANNEL_OPTIONS
+from quartet.telemetry.run_files import RunFiles
+from quartet.types import Role
+from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+
+console = Console()
+
+
+def train(config_path: Path, overrides: list[str], overwrite: bool) -> None:
+    """Trains and stops everything that was started."""
+    config = load_config(config_path, overrides)
+    run(config, overwrite)
+    files = RunFiles(config.run_directory)
+    console.print(f"policy: {files.policy}\nmetrics: {files.metrics}", highlight=False, soft_wrap=True)
+
+
+def up(config_path: Path, overrides: list[str], overwrite: bool) -> None:
+    """Trains, then keeps the services up until interrupted."""
+    config = load_config(config_path, overrides)
+    with _started(config, overwrite) as launcher:
+        for role, address in launcher.addresses.items():
+            console.print(f"{role:<13} {address}", highlight=False)
+        console.print(f"redis         {launcher.url}", highlight=False, soft_wrap=True)
+        watch(launcher)
+        console.print("run ended; the model services stay up, Ctrl-C stops them", highlight=False)
+        while True:
+            launcher.check()
+            time.sleep(0.5)
+
+
+def run(config: Config, overwrite: bool) -> None:
+    """One run from start to end, every process of it stopped afterwards. Raises what ends it early."""
+    with _started(config, overwrite) as launcher:
+        watch(launcher)
+
+
+def _started(config: Config, overwrite: bool) -> Launcher:
+    check_inputs(config)
+    files = RunFiles(config.run_directory)
+    if overwrite:
+        drop_run(files.root)
+    files.check_unused()
+    # An embedded Redis of a run that ended early is not this run's.
+    shutil.rmtree(files.redis, ignore_errors=True)
+    files.write_config(config.to_yaml())
+    launcher = Launcher(config, files.config)
+    try:
+        with console.status("starting the services"):
+            launcher.start()
+    except BaseException:
+        launcher.__exit__()
+        raise
+    return launcher
+
+
+def drop_run(root: Path) -> None:
+    """Removes what an earlier run left in its directory, and nothing that is not a run's."""
+    if not root.exists():
+        return
+    if any(root.iterdir()) and not (root / "config.yaml").is_file():
+        raise ConfigError(
+            f"--overwrite: {root} has no config.yaml, so it is not a run of Quartet's; choose another run.name"
+        )
+    shutil.rmtree(root)
+
+
+def watch(launcher: Launcher) -> None:
+    """Shows the run until it ends. Raises ConfigError or ServiceFailed when it, or a process of it, fails."""
+    news: queue.Queue[orchestrator_pb2.Progress | None] = queue.Queue()
+    channel = grpc.insecure_channel(launcher.addresses[Role.ORCHESTRATOR], options=CHANNEL_OPTIONS)
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+
+    def receive() -> None:
+        try:
+            for response in stub.WatchProgress(orchestrator_pb2.WatchProgressRequest()):
+                news.put(response.progress)
+        except grpc.RpcError:
+            news.put(None)
+
+    threading.Thread(target=receive, name="watch", daemon=True).start()
+    try:
+        with make_view(console) as view:
+            _follow(launcher, news, view)
+    finally:
+        channel.close()
+
+
+def _follow(launcher: Launcher, news: queue.Queue[orchestrator_pb2.Progress | None], view: View) -> None:
+    while True:
+        try:
+            progress = news.get(timeout=0.2)
+        except queue.Empty:
+            launcher.check()
+            continue
+        if progress is None:
+            _explain_loss(launcher)
+            continue
+        view.show(progress)
+        if progress.state == orchestrator_pb2.RUN_STATE_FAILED:
+            _blame_a_service(launcher)
+            kind = ConfigError if progress.exit_code == 2 else ServiceFailed
+            raise kind(progress.error)
+        if progress.state in (orchestrator_pb2.RUN_STATE_FINISHED, orchestrator_pb2.RUN_STATE_STOPPED):
+            return
+
+
+def _blame_a_service(launcher: Launcher, wait: float = 1.0) -> None:
+    """Raises for a service that has died: the orchestrator may have heard of it before the kernel told us."""
+    deadline = time.monotonic() + wait
+    while time.monotonic() < deadline:
+        launcher.check(orchestrator=False)
+        time.sleep(0.05)
+
+
+def _explain_loss(launcher: Launcher) -> None:
+    _blame_a_service(launcher)
+    launcher.check()
+    raise ServiceFailed("orchestrator: its news ended before the run did; see logs/orchestrator.log of the run")

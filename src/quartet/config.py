@@ -1,0 +1,433 @@
+"""The one typed config tree: one YAML file for laptop, compose and Helm alike. Unknown keys are errors. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from quartet.errors import ConfigError
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A part of the tree: immutable, and strict about unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    """What the run is called, where it is kept, how long it is."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
+    """Letters, digits, '.', '_' and '-'; the run's folder and the prefix of its ids."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Every random number of the run is derived from it."""
+    steps: Count = 100
+    """Training steps."""
+    directory: Path = Path("runs")
+    """Runs are kept in DIRECTORY/NAME."""
+
+
+class DataConfig(Section):
+    """The prompts."""
+
+    prompts: Path
+    """JSON Lines: one object a line with `text` or `token_ids`."""
+    max_prompt_tokens: Count = 512
+    """Longer prompts are dropped, and counted."""
+
+
+class TruncationConfig(Section):
+    """What becomes of responses that the token limit cut off."""
+
+    treatment: Literal["keep", "penalty", "mask", "scale"] = "keep"
+    """keep: as scored; penalty: subtract `penalty`; mask: out of the policy loss; scale: multiply the score by `scale`."""
+    penalty: NonNegative = 1.0
+    """Subtracted from the score, in units of reward."""
+    scale: Fraction = 0.5
+    """Factor on the score."""
+
+
+class KLControllerConfig(Section):
+    """How the KL coefficient moves."""
+
+    kind: Literal["fixed", "adaptive", "simple"] = "fixed"
+    """fixed; adaptive (Ziegler et al., clipped); simple (the same without the clip)."""
+    target: Positive = 6.0
+    """Wanted KL to the reference, nats per response."""
+    horizon: Positive = 10_000.0
+    """Responses over which the coefficient adapts."""
+
+
+class AlgorithmConfig(Section):
+    """PPO."""
+
+    estimator: Literal["gae"] = "gae"
+    """How advantages are estimated."""
+    gamma: Fraction = 1.0
+    """Discount factor."""
+    gae_lambda: Fraction = 0.95
+    """λ of generalized advantage estimation."""
+    kl_coefficient: NonNegative = 0.05
+    """β: weight of the KL penalty in the token rewards."""
+    kl_estimator: Literal["k1", "absolute"] = "k1"
+    """KL of one token in the reward: log π − log π_ref, or its absolute value."""
+    kl_controller: KLControllerConfig = KLControllerConfig()
+    """How β moves."""
+    kl_loss: Literal["none", "k2", "k3"] = "none"
+    """KL term in the policy loss."""
+    kl_loss_coefficient: NonNegative = 0.0
+    """Its weight."""
+    clip_ratio: Positive = 0.2
+    """ε: ratios count within [1 − ε, 1 + clip_ratio_high]."""
+    clip_ratio_high: Positive | None = None
+    """Upper ε; null is clip_ratio."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """With negative advantage A the policy loss is at most −dual_clip·A; null is off."""
+    value_clip: NonNegative = 0.2
+    """Values count within this distance of those at generation; 0 is off."""
+    entropy_bonus: NonNegative = 0.0
+    """Weight of the entropy in the policy loss."""
+    normalize_advantages: bool = True
+    """Shift and scale advantages to mean 0, standard deviation 1 over the step's response tokens."""
+    whiten_rewards: bool = False
+    """Scale token rewards to standard deviation 1 over the step, keeping their mean."""
+    truncation: TruncationConfig = TruncationConfig()
+    """What becomes of truncated responses."""
+    epochs: Count = 4
+    """Passes over a step's experience."""
+    mini_batches: Count = 1
+    """Optimizer steps per pass."""
+
+
+class RolloutConfig(Section):
+    """How responses are generated."""
+
+    prompts_per_step: Count = 64
+    """Prompts of one step."""
+    samples_per_prompt: Count = 1
+    """Responses for each prompt."""
+    max_response_tokens: Count = 64
+    """Token limit of a response."""
+    temperature: Positive = 1.0
+    """Sampling temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; 1 is off."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Keep this many tokens; 0 is off."""
+    engine: Literal["torch"] = "torch"
+    """What generates."""
+    max_concurrent: Count = 256
+    """Sequences decoded at once."""
+    score_batch: Count = 16
+    """Finished responses are scored in batches of this many, in the order in which they finish."""
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: Positive = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of matrices."""
+    max_grad_norm: NonNegative = 1.0
+    """Gradients are scaled down to this norm; 0 is off."""
+
+
+class TrainedModelConfig(Section):
+    """A model that takes updates."""
+
+    model: str
+    """Path or hub id."""
+    dtype: Dtype = "float32"
+    """Parameter type."""
+    learning_rate: Positive = 1e-5
+    """Constant learning rate."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW's settings."""
+    micro_batch_tokens: Count = 4096
+    """Most tokens, padding included, of one forward pass. Changes speed and memory, not the result."""
+
+
+class CriticConfig(TrainedModelConfig):
+    """The value model. `model` null: initialised from the reward model."""
+
+    model: str | None = None  # type: ignore[assignment]
+    """Path or hub id of a sequence classifier or a causal LM; null: the reward model."""
+
+
+class RewardConfig(Section):
+    """The scorer."""
+
+    source: Literal["model"] = "model"
+    """What scores."""
+    model: str
+    """Path or hub id of a sequence classifier with one output."""
+    dtype: Dtype = "float32"
+    """Parameter type."""
+    micro_batch_tokens: Count = 16384
+    """Most tokens, padding included, of one forward pass."""
+    normalize: bool = False
+    """Shift and scale scores to mean 0, standard deviation 1 on the first step's responses, which the initial policy wrote."""
+
+
+class ReferenceConfig(Section):
+    """The frozen initial policy."""
+
+    model: str | None = None
+    """Path or hub id; null: the actor's initial weights."""
+    dtype: Dtype | None = None
+    """Parameter type; null: the actor's."""
+    micro_batch_tokens: Count = 16384
+    """Most tokens, padding included, of one forward pass."""
+
+
+class CheckpointConfig(Section):
+    """When the run is saved."""
+
+    every: Annotated[int, Field(ge=0)] = 50
+    """Steps between checkpoints; 0: only the policy, at the end."""
+    keep: Count = 2
+    """Newest checkpoints kept."""
+
+
+class BufferConfig(Section):
+    """The rollout buffer."""
+
+    url: str | None = None
+    """redis://, rediss:// or unix:// address; null starts an embedded server."""
+
+    @field_validator("url")
+    @classmethod
+    def _scheme(cls, url: str | None) -> str | None:
+        if url is not None and not re.match(r"^(rediss?|unix)://.", url):
+            raise ValueError("expected redis://HOST:PORT/DB, rediss://… or unix:///PATH")
+        return url
+
+
+class ServiceConfig(Section):
+    """Where one service runs."""
+
+    address: str | None = None
+    """HOST:PORT at which it already runs; null: start it here."""
+    listen: str | None = None
+    """HOST:PORT to listen on; port 0 takes a free one. Null: 127.0.0.1 and the port of `address`, or a free one."""
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """CUDA devices; none: the CPU."""
+    threads: Count | None = None
+    """CPU threads; null: its share of the cores."""
+
+    @field_validator("address", "listen")
+    @classmethod
+    def _host_port(cls, value: str | None) -> str | None:
+        if value is not None:
+            host, _, port = value.rpartition(":")
+            if not host or not port.isdecimal() or int(port) > 65535:
+                raise ValueError(f"{value!r}: expected HOST:PORT")
+        return value
+
+
+class ServicesConfig(Section):
+    """Where the services run."""
+
+    actor: ServiceConfig = ServiceConfig()
+    """The policy."""
+    critic: ServiceConfig = ServiceConfig()
+    """The value model."""
+    reward: ServiceConfig = ServiceConfig()
+    """The scorer."""
+    reference: ServiceConfig = ServiceConfig()
+    """The frozen initial policy."""
+    orchestrator: ServiceConfig = ServiceConfig()
+    """The algorithm."""
+
+
+class TimeoutsConfig(Section):
+    """Deadlines, in seconds."""
+
+    load: Positive = 600.0
+    """From start to ready."""
+    generate: Positive = 1800.0
+    """One step's generation."""
+    score: Positive = 600.0
+    """One batch at reward, reference or critic."""
+    update: Positive = 1800.0
+    """One step's update."""
+    save: Positive = 600.0
+    """One save."""
+    drain: Positive = 30.0
+    """From SIGTERM to the end of calls in hand."""
+
+
+class SecurityConfig(Section):
+    """What the processes let in."""
+
+    allow_plaintext: bool = False
+    """Listen without TLS on addresses other than loopback. Only inside a network that you trust."""
+
+
+class Config(Section):
+    """Everything a run is, in one tree."""
+
+    run: RunConfig = RunConfig()
+    data: DataConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    actor: TrainedModelConfig
+    critic: CriticConfig = CriticConfig()
+    reward: RewardConfig
+    reference: ReferenceConfig = ReferenceConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    buffer: BufferConfig = BufferConfig()
+    services: ServicesConfig = ServicesConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    security: SecurityConfig = SecurityConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+        if self.algorithm.mini_batches > samples:
+            raise ValueError(
+                f"algorithm.mini_batches {self.algorithm.mini_batches}: expected at most the {samples} responses of a step"
+            )
+        if self.algorithm.kl_loss != "none" and self.algorithm.kl_loss_coefficient == 0:
+            raise ValueError(
+                f"algorithm.kl_loss {self.algorithm.kl_loss}: set kl_loss_coefficient above 0, or kl_loss none"
+            )
+        return self
+
+    @property
+    def critic_model(self) -> str:
+        """The checkpoint that the critic starts from."""
+        return self.critic.model or self.reward.model
+
+    @property
+    def reference_model(self) -> str:
+        """The checkpoint of the frozen initial policy."""
+        return self.reference.model or self.actor.model
+
+    @property
+    def run_directory(self) -> Path:
+        """Where this run is kept."""
+        return self.run.directory / self.run.name
+
+    def to_yaml(self) -> str:
+        """The whole tree as YAML, defaults included, without the password of the buffer's url."""
+        tree = self.model_dump(mode="json")
+        if self.buffer.url:
+            tree["buffer"]["url"] = redact_url(self.buffer.url)
+        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def redact_url(url: str) -> str:
+    """The url with its password, if any, replaced by stars."""
+    return re.sub(r"(?<=:)[^:/@]+(?=@)", "***", url)
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """Reads a config file and applies ``a.b=c`` overrides. Raises ConfigError naming file, line and key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path}: cannot be read ({_reason(error)}); give the path of a YAML file") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or "malformed"
+        raise ConfigError(f"config {where}: not YAML ({problem})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config {path}: expected a mapping of sections (run, data, actor, reward, ...)")
+    lines = _key_lines(node)
+    for override in overrides or []:
+        _apply_override(tree, override)
+    return parse_config(tree, source=str(path), lines=lines)
+
+
+def parse_config(tree: dict[str, Any], source: str, lines: dict[tuple[str, ...], int] | None = None) -> Config:
+    """Checks a tree of plain values. Raises ConfigError naming every wrong key."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        problems = [_describe(dict(item), source, lines or {}) for item in error.errors()]
+        raise ConfigError("; ".join(problems)) from None
+
+
+def _describe(item: dict[str, Any], source: str, lines: dict[tuple[str, ...], int]) -> str:
+    location = tuple(str(part) for part in item["loc"])
+    line = lines.get(location)
+    where = f"{source}:{line}" if line else source
+    key = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        known = _keys_beside(location)
+        close = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"config {where}: {key}: unknown key; {hint}"
+    if item["type"] == "missing":
+        return f"config {source}: {key}: missing; it has no default"
+    message = item["msg"].removeprefix("Value error, ")
+    if not key:
+        return f"config {where}: {message}"
+    return f"config {where}: {key}: {message}, not {item['input']!r}"
+
+
+def _keys_beside(location: tuple[str, ...]) -> list[str]:
+    section: type[BaseModel] = Config
+    for part in location[:-1]:
+        field = section.model_fields.get(part)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return []
+        section = field.annotation
+    return list(section.model_fields)
+
+
+def _key_lines(node: yaml.Node | None, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:
+    if not isinstance(node, yaml.MappingNode):
+        return {}
+    found: dict[tuple[str, ...], int] = {}
+    for key, value in node.value:
+        path = (*prefix, str(key.value))
+        found[path] = key.start_mark.line + 1
+        found |= _key_lines(value, path)
+    return found
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {override}: expected KEY.KEY=VALUE, for example run.steps=10")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    # YAML 1.1 reads 1e-5 as a string; everyone here means the number.
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        value = float(value)
+    here = tree
+    for part in parts[:-1]:
+        if here.get(part) is None:
+            here[part] = {}
+        if not isinstance(here[part], dict):
+            raise ConfigError(f"--set {override}: {part} is a value, not a section")
+        here = cast("dict[str, Any]", here[part])
+    here[parts[-1]] = value
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return (error.strerror or "failed") if isinstance(error, OSError) else f"not UTF-8 at byte {error.start}"

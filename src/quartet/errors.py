@@ -1,0 +1,51 @@
+"""Domain exceptions. The edges (rpc, cli) decide what each one means to a caller; nothing here knows gRPC or HTTP."""
+
+from __future__ import annotations
+
+
+class QuartetError(Exception):
+    """Base of every error that Quartet raises on purpose. The message says what, where, what was expected, what to do."""
+
+
+class ConfigError(QuartetError):
+    """The configuration, or a file it names, is wrong: the user can mend it."""
+
+
+class DataError(ConfigError):
+    """A prompts file is missing, empty or malformed."""
+
+
+class ModelError(ConfigError):
+    """A checkpoint is missing, unreadable, or of a kind that the role cannot use."""
+
+
+class MismatchError(ConfigError):
+    """Two parts that must agree do not: role and address, vocabularies, tokenizers, policy versions."""
+
+
+class InvalidRequest(QuartetError):
+    """A request is malformed: wrong dtype, shape, length, range, or a token id outside the vocabulary."""
+
+
+class FailedPrecondition(QuartetError):
+    """A request is well formed but cannot be met in this state: wrong step order, stale policy version, unknown experience."""
+
+
+class Cancelled(QuartetError):
+    """The caller went away or its deadline passed before the work was done."""
+
+
+class ServiceUnavailable(QuartetError):
+    """A service, or the rollout buffer, cannot be reached."""
+
+
+class ServiceFailed(QuartetError):
+    """A service answered with an error, or its process died."""
+
+
+class ComputationFailed(QuartetError):
+    """The numerics went wrong (NaN or infinity where a finite number is required)."""
+
+
+class BufferFailed(QuartetError):
+    """The rollout buffer answered, but not with what was stored."""

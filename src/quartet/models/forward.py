@@ -1,0 +1,77 @@
+"""One forward pass of a transformers model, with vocabulary logits only where they are needed, and the checks before it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quartet.errors import InvalidRequest
+from quartet.types import IntArray, TokenBatch
+
+
+def logits_at(model: nn.Module, input_ids: torch.Tensor, keep: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    """The logits at the positions where ``keep`` bool [rows, longest] is set, row after row: [n, vocabulary].
+
+    ``input_ids`` int64 [rows, longest]; ``arguments`` go to the model. The other positions never meet the vocabulary
+    projection, which for small models is the larger part of the work.
+    """
+    if takes(model, "logits_to_keep"):
+        arguments["logits_to_keep"] = keep
+    logits: torch.Tensor = model(input_ids=input_ids, **arguments).logits
+    # A model that does not know the boolean form, or has no such argument, answers for every position.
+    return logits if logits.ndim == 2 else logits[keep]
+
+
+def takes(model: nn.Module, argument: str) -> bool:
+    """Whether the model's forward method has a parameter of this name."""
+    kind: Any = type(model)
+    return argument in _parameters(kind)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's inputs belong."""
+    return next(model.parameters()).device
+
+
+def check_batch(model: Any, batch: TokenBatch) -> None:
+    """Raises InvalidRequest when a token id is outside the model's vocabulary or a sequence longer than its positions."""
+    batch.check_vocabulary(vocabulary_size(model))
+    check_lengths(model, batch.lengths)
+
+
+def check_lengths(model: Any, lengths: IntArray) -> None:
+    """Raises InvalidRequest when a sequence of that many tokens does not fit the model."""
+    limit, longest = max_positions(model), int(np.max(lengths))
+    if limit is not None and longest > limit:
+        raise InvalidRequest(
+            f"a sequence of {longest} tokens: the model has positions for {limit}; "
+            "shorten data.max_prompt_tokens or rollout.max_response_tokens"
+        )
+
+
+def vocabulary_size(model: Any) -> int:
+    """How many token ids the model has an embedding for."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def max_positions(model: Any) -> int | None:
+    """How many tokens a sequence may have, or None where the config sets no limit."""
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    if "roberta" in config.model_type or config.model_type == "camembert":
+        # These count positions from the pad id + 1, so that the first rows of their table are never used.
+        limit -= (config.pad_token_id or 0) + 1
+    return limit
+
+
+@functools.cache
+def _parameters(kind: Any) -> frozenset[str]:
+    """Looked up once per class: a signature takes as long as a few small matrix products, at every token."""
+    return frozenset(inspect.signature(kind.forward).parameters)

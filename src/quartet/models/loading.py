@@ -1,0 +1,226 @@
+"""Checkpoints in Hugging Face format, read and written: tokenizers, causal LMs, reward models, critics.
+
+Safetensors only, no code from a checkpoint, nothing half initialised: what cannot be loaded whole is a ModelError that says what
+was wrong and what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from quartet.errors import ModelError
+from quartet.models.directories import replace_directory
+from quartet.models.value_head import HEAD_FILE, ValueModel
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Never from the checkpoint: its code could do anything, and so could a pickle.
+_SAFE = {"trust_remote_code": False}
+
+
+def load_tokenizer(model: str | Path) -> Any:
+    """The tokenizer of a checkpoint directory or hub id. Raises ModelError."""
+    _check_location(model)
+    with _explained(model, "tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(str(model), **_SAFE)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256 in hex over vocabulary and special tokens: equal where two tokenizers give every id the same meaning."""
+    digest = hashlib.sha256()
+    for token, index in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{token!r} {index}\n".encode())
+    for name in ("bos", "eos", "pad", "unk"):
+        digest.update(f"{name} {getattr(tokenizer, f'{name}_token_id', None)}\n".encode())
+    return digest.hexdigest()
+
+
+def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
+    """A causal language model in evaluation mode, without dropout. Raises ModelError, for a classifier too."""
+    config = _load_config(model)
+    _check_architecture(model, config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "a causal language model")
+    return _load(model, config, transformers.AutoModelForCausalLM, dtype, device)
+
+
+def load_reward_model(model: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
+    """A sequence classifier with one output in evaluation mode, without dropout. Raises ModelError, for a causal LM too."""
+    config = _load_config(model)
+    _check_architecture(model, config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, "a sequence classifier")
+    if config.num_labels != 1:
+        raise ModelError(
+            f"model {model}: a classifier with {config.num_labels} outputs; a reward model has exactly one (num_labels: 1)"
+        )
+    return _load(model, config, transformers.AutoModelForSequenceClassification, dtype, device)
+
+
+def load_critic(model: str | Path, dtype: str = "float32", device: str = "cpu") -> ValueModel:
+    """A value model in evaluation mode, from one of three checkpoints, told apart by their files and architecture.
+
+    From what ``ValueModel.save`` wrote; from a decoder classifier with one output (backbone and head); or from a causal LM
+    (backbone, and a head of zeros: every value starts at 0). Raises ModelError.
+    """
+    if (Path(model) / HEAD_FILE).is_file():
+        config = _load_config(model)
+        backbone = _load(model, config, transformers.AutoModel, dtype, device)
+        with _explained(model, "value head"):
+            return _frozen_dropout(ValueModel.with_saved_head(backbone, Path(model)).to(device))
+    config = _load_config(model)
+    names = set(config.architectures or ())
+    if names & _names(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
+        classifier = load_reward_model(model, dtype, device)
+        if not isinstance(getattr(classifier, "score", None), nn.Linear):
+            raise ModelError(
+                f"model {model}: {type(classifier).__name__} reads whole texts and has no value per token; "
+                "give the critic a decoder (a causal LM, or a classifier built on one)"
+            )
+        return _frozen_dropout(ValueModel.of_classifier(classifier))
+    return _frozen_dropout(ValueModel.of_causal_lm(load_causal_lm(model, dtype, device)))
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token id that ends a response, by the generation config, the model config or the tokenizer."""
+    sources = (
+        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+        getattr(model.config, "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+    found: set[int] = set()
+    for ids in sources:
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return frozenset(int(index) for index in found)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Parameters of the model, shared ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def save_policy(model: Any, tokenizer: Any, directory: str | Path) -> None:
+    """Writes model and tokenizer in Hugging Face format; the same weights give the same bytes. Raises ModelError."""
+
+    def write(target: Path) -> None:
+        model.save_pretrained(target)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+
+    with _explained(directory, "model directory, writing"), _quiet():
+        replace_directory(Path(directory), write)
+
+
+def _load_config(model: str | Path) -> Any:
+    _check_location(model)
+    with _explained(model, "config.json"):
+        return transformers.AutoConfig.from_pretrained(str(model), **_SAFE)
+
+
+def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) -> Any:
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    with _explained(model, "weights"), _quiet():
+        loaded, report = kind.from_pretrained(
+            str(model), config=config, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True, **_SAFE
+        )
+    absent = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
+    if absent:
+        raise ModelError(
+            f"model {model}: {len(absent)} weights are missing or of another shape than config.json says, the first "
+            f"{absent[0]!r}; they would start random. Give a complete {type(loaded).__name__} checkpoint"
+        )
+    try:
+        loaded = loaded.to(torch.device(device))
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {device!r}: {_first_line(error)}; expected cpu or a GPU that is present") from error
+    return _frozen_dropout(loaded)
+
+
+def _frozen_dropout(model: _Module) -> _Module:
+    """Evaluation mode, and dropout rates of 0, so that no later ``train()`` can bring dropout back into PPO's ratios."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model.eval()
+
+
+def _check_location(model: str | Path) -> None:
+    """Tells a directory that is not there from a hub id that cannot be reached, before the hub is asked."""
+    text = str(model)
+    looks_local = (
+        isinstance(model, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1 or os.sep * 2 in text
+    )
+    if looks_local and not Path(model).is_dir():
+        raise ModelError(
+            f"model {model}: no such directory; expected a checkpoint directory or a hub id (NAME or OWNER/NAME)"
+        )
+    if Path(model).is_dir() and not any(Path(model).iterdir()):
+        raise ModelError(
+            f"model {model}: the directory is empty; expected config.json, safetensors and tokenizer files"
+        )
+
+
+def _check_architecture(model: str | Path, config: Any, mapping: Any, wanted: str) -> None:
+    """Refuses a checkpoint of another kind: transformers would give it a new head with random weights, or a tied one."""
+    names = list(config.architectures or ())
+    if not set(names) & _names(mapping):
+        raise ModelError(
+            f"model {model}: config.json says architectures {names}; expected {wanted}. "
+            "Give a checkpoint of that kind, or mend 'architectures' if it is one"
+        )
+
+
+def _names(mapping: Any) -> set[str]:
+    """The class names in one of transformers' tables, whose entries are a name or several."""
+    return {name for entry in mapping.values() for name in ([entry] if isinstance(entry, str) else entry)}
+
+
+@contextlib.contextmanager
+def _explained(model: str | Path, part: str) -> Iterator[None]:
+    """Turns whatever a library raises about a broken checkpoint into one line."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except (
+        Exception
+    ) as error:  # transformers, tokenizers, safetensors and json each raise their own, some only Exception
+        raise ModelError(
+            f"model {model}: the {part} cannot be used: {_first_line(error)} ({type(error).__name__}); "
+            "expected a complete Hugging Face checkpoint with safetensors weights"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and load reports: what matters of them is raised."""
+    logging: Any = transformers.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

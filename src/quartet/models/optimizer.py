@@ -1,0 +1,119 @@
+"""AdamW as PPO uses it: what decays, how a step is refused, how its state is kept in safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+from quartet.errors import ComputationFailed, ModelError
+from quartet.models.directories import flush
+
+
+def create_optimizer(
+    model: nn.Module,
+    learning_rate: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter 2019) over the parameters that take gradients; none of the decay on biases and norms (one
+    dimension).
+
+    The fused kernel: one pass over each parameter, the same bits every time for the same number of threads.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """The learning rate of the next steps, for every parameter."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def apply_gradients(
+    optimizer: torch.optim.Optimizer, losses: Sequence[torch.Tensor], max_grad_norm: float, what: str
+) -> float:
+    """Clips the gradients to ``max_grad_norm`` (0 leaves them), takes one step, clears them. Gives the norm before clipping.
+
+    ``losses`` are the losses [] that the gradients came from. Raises ComputationFailed, before any weight is touched, when one of
+    them or the norm is not finite.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm if max_grad_norm > 0 else math.inf)
+    # One transfer for everything: each would otherwise wait for the device.
+    *loss_values, norm_value = torch.stack([*(loss.detach().float() for loss in losses), norm.float()]).tolist()
+    if not all(map(math.isfinite, (*loss_values, norm_value))):
+        optimizer.zero_grad(set_to_none=True)
+        raise ComputationFailed(
+            f"{what} update: loss {sum(loss_values)}, gradient norm {norm_value}: expected finite numbers; the weights are those "
+            "before this mini-batch. Lower the learning rate, or look for outliers in rewards and advantages"
+        )
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm_value)
+
+
+def save_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:
+    """Writes moments, step counts and hyperparameters to one safetensors file, whole or not at all."""
+    path = Path(path)
+    state = optimizer.state_dict()
+    tensors = {
+        f"{index}.{name}": value.detach().cpu().contiguous()
+        for index, entry in state["state"].items()
+        for name, value in entry.items()
+    }
+    # One metadata entry: safetensors writes several in no fixed order.
+    metadata = {"param_groups": json.dumps(state["param_groups"], sort_keys=True)}
+    fresh = path.with_name(f".{path.name}.writing")
+    safetensors.torch.save_file(tensors, fresh, metadata=metadata)
+    flush(fresh)
+    os.replace(fresh, path)
+    flush(path.parent)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:
+    """Puts back exactly what ``save_optimizer`` wrote. Raises ModelError when the file is broken or of another model."""
+    path = Path(path)
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            groups = json.loads((file.metadata() or {})["param_groups"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # safetensors raises its own error, OSError, KeyError or JSON's
+        raise ModelError(
+            f"optimizer state {path}: cannot be read: {error}; take the checkpoint before it, or start without"
+        ) from error
+    state: dict[int, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = tensor
+    _check_shapes(optimizer, groups, state, path)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _check_shapes(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: dict[int, dict[str, Any]], path: Path
+) -> None:
+    sizes = [[len(group["params"]) for group in optimizer.param_groups], [len(group["params"]) for group in groups]]
+    if sizes[0] != sizes[1]:
+        raise ModelError(f"optimizer state {path}: is for {sizes[1]} parameters in groups, the model has {sizes[0]}")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entry in state.items():
+        shape, expected = tuple(entry["exp_avg"].shape), tuple(parameters[index].shape)
+        if shape != expected:
+            raise ModelError(f"optimizer state {path}: parameter {index} has shape {shape}, the model's {expected}")

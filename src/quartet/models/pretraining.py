@@ -1,0 +1,396 @@
+"""Makes small checkpoints from scratch: a tokenizer, a policy, a reward model. For demos, examples and tests, on a CPU.
+
+Every function is a pure function of its arguments: the same seed gives the same bits on the same machine, whatever its
+number of cores, because training runs on one thread. Sequences are token lists without BOS; those that are complete end
+in EOS, so that a policy learns to stop and a reward model reads a finished response at its EOS. Models are Llamas without
+dropout, with pad distinct from EOS, saved with ``save_pretrained`` as safetensors beside their tokenizer.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from quartet.errors import InvalidRequest
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+"""Special tokens, ids 0, 1 and 2. None is added on encode; BOS is there for those who want it."""
+
+TokenIds = Sequence[int]
+SMALLEST_VOCABULARY = 3 + 256
+"""The special tokens and every byte: any text can be encoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of a Llama. The feed-forward layer is ``8 / 3 * hidden`` wide, rounded up to a multiple of 16."""
+
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    positions: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How a model is trained: AdamW, a linear warm-up, then a cosine down to a fiftieth of ``learning_rate``."""
+
+    steps: int
+    batch_sequences: int = 64
+    learning_rate: float = 2e-3
+    warmup_steps: int = 40
+    weight_decay: float = 0.05
+    max_grad_norm: float = 1.0
+
+    def factor(self, step: int) -> float:
+        """The share of ``learning_rate`` that holds at ``step``, counted from 0."""
+        warmup = min(self.warmup_steps, max(1, self.steps // 5))
+        if step < warmup:
+            return (step + 1) / warmup
+        through = (step - warmup) / max(1, self.steps - warmup)
+        return 0.02 + 0.49 * (1.0 + math.cos(math.pi * through))
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One finished training step: ``step`` of ``steps`` (from 1) of the stage, and that batch's loss."""
+
+    stage: str
+    step: int
+    steps: int
+    loss: float
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+@contextmanager
+def deterministic(seed: int) -> Iterator[None]:
+    """One thread and torch's global generator seeded; both are put back afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocabulary_size: int, directory: Path | None = None
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most ``vocabulary_size`` tokens; saved in ``directory`` when one is given.
+
+    Raises InvalidRequest when the vocabulary has no room for the special tokens and every byte.
+    """
+    if vocabulary_size < SMALLEST_VOCABULARY:
+        raise InvalidRequest(f"vocabulary_size {vocabulary_size}: expected at least {SMALLEST_VOCABULARY}")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
+    )
+    if directory is not None:
+        tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], *, eos: bool) -> list[list[int]]:
+    """Each text's token ids, ended by EOS when ``eos``."""
+    end = [tokenizer.eos_token_id] if eos else []
+    return [list(ids) + end for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+
+
+def train_causal_lm(
+    sequences: Sequence[str] | Sequence[TokenIds],
+    tokenizer: PreTrainedTokenizerFast,
+    shape: Shape,
+    schedule: Schedule,
+    *,
+    seed: int = 0,
+    progress: ProgressCallback | None = None,
+    stage: str = "policy",
+) -> LlamaForCausalLM:
+    """A language model of ``sequences``: texts, which are encoded and ended by EOS, or token lists, taken as they are.
+
+    The loss is the mean cross-entropy per token. Raises InvalidRequest when there is nothing to train on.
+    """
+    rows = _token_lists(sequences, tokenizer)
+    _check_rows(rows, shape, least=2)
+
+    with deterministic(seed):
+        model = LlamaForCausalLM(_config(tokenizer, shape))
+        pad = _pad_id(model)
+
+        def loss(batch: Sequence[int]) -> Tensor:
+            ids, _ = _pad([rows[i] for i in batch], pad)
+            hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+            targets = ids[:, 1:]
+            wanted = targets != pad
+            return functional.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted])
+
+        _train(model, loss, [len(row) for row in rows], schedule, seed, progress, stage)
+    return model
+
+
+def train_reward_classifier(
+    sequences: Sequence[str] | Sequence[TokenIds],
+    labels: Sequence[float],
+    tokenizer: PreTrainedTokenizerFast,
+    shape: Shape,
+    schedule: Schedule,
+    *,
+    body: LlamaForCausalLM | None = None,
+    truncated_share: float = 1 / 3,
+    seed: int = 0,
+    progress: ProgressCallback | None = None,
+    stage: str = "reward",
+) -> LlamaForSequenceClassification:
+    """A scorer with one logit, trained by binary cross-entropy on ``labels`` (1 favourable, 0 not).
+
+    The logit is read at the last token. Of each batch ``truncated_share`` of the rows are cut at a random length, without
+    EOS, so that an unfinished response gets a sensible score too. ``body`` gives the transformer its initial weights.
+    Raises InvalidRequest when there is nothing to train on.
+    """
+    rows = _token_lists(sequences, tokenizer)
+    _check_rows(rows, shape, least=2)
+    if len(labels) != len(rows):
+        raise InvalidRequest(f"{len(labels)} labels for {len(rows)} sequences: expected one each")
+    draw = random.Random(f"{seed}/cuts")
+
+    with deterministic(seed):
+        model = _scorer(tokenizer, shape, body)
+
+        def loss(batch: Sequence[int]) -> Tensor:
+            seen = [_cut(rows[i], draw) if draw.random() < truncated_share else rows[i] for i in batch]
+            targets = torch.tensor([float(labels[i]) for i in batch])
+            return functional.binary_cross_entropy_with_logits(scores(model, seen), targets)
+
+        _train(model, loss, [len(row) for row in rows], schedule, seed, progress, stage)
+    return model
+
+
+def train_preference_model(
+    pairs: Sequence[tuple[TokenIds, TokenIds]],
+    tokenizer: PreTrainedTokenizerFast,
+    shape: Shape,
+    schedule: Schedule,
+    *,
+    body: LlamaForCausalLM | None = None,
+    centring: float = 0.01,
+    seed: int = 0,
+    progress: ProgressCallback | None = None,
+    stage: str = "reward",
+) -> LlamaForSequenceClassification:
+    """A scorer with one logit, trained on ``pairs`` (chosen, rejected) of token lists.
+
+    The loss is Bradley and Terry's (1952), ``-log sigmoid(chosen - rejected)``, plus ``centring`` times the squared mean
+    score of the batch: the pairs alone leave the zero point open. Raises InvalidRequest when there is nothing to train on.
+    """
+    _check_rows([row for pair in pairs for row in pair], shape, least=1)
+
+    with deterministic(seed):
+        model = _scorer(tokenizer, shape, body)
+
+        def loss(batch: Sequence[int]) -> Tensor:
+            chosen, rejected = scores(model, [pairs[i][side] for side in (0, 1) for i in batch]).chunk(2)
+            centre = 0.5 * (chosen + rejected).mean()
+            return -functional.logsigmoid(chosen - rejected).mean() + centring * centre.square()
+
+        _train(model, loss, [max(map(len, pair)) for pair in pairs], schedule, seed, progress, stage)
+    return model
+
+
+def scores(model: LlamaForSequenceClassification, rows: Sequence[TokenIds]) -> Tensor:
+    """The logit at each row's last token, float32 [sequences]. Causal attention makes right padding invisible."""
+    ids, lengths = _pad(rows, _pad_id(model))
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    last: Tensor = model.score(hidden[torch.arange(len(rows)), lengths - 1])[:, 0]
+    return last
+
+
+@torch.no_grad()
+def score_all(model: LlamaForSequenceClassification, rows: Sequence[TokenIds], batch_sequences: int = 256) -> Tensor:
+    """``scores`` of many rows, batch by batch, without gradients, float32 [sequences]."""
+    parts = [scores(model, rows[at : at + batch_sequences]) for at in range(0, len(rows), batch_sequences)]
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+@torch.no_grad()
+def sample(
+    model: LlamaForCausalLM,
+    prompts: Sequence[TokenIds],
+    max_response_tokens: int,
+    *,
+    temperature: float = 1.0,
+    seed: int = 0,
+    batch_sequences: int = 256,
+) -> list[list[int]]:
+    """One response to each prompt, the EOS included when there is one. For measuring checkpoints, not for training."""
+    eos, pad = model.config.eos_token_id, _pad_id(model)
+    generate: Callable[..., Tensor] = cast(Any, model).generate
+    responses: list[list[int]] = []
+    with deterministic(seed):
+        for at in range(0, len(prompts), batch_sequences):
+            batch = prompts[at : at + batch_sequences]
+            width = max(map(len, batch))
+            ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in batch])
+            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
+            output = generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=max_response_tokens,
+                do_sample=True,
+                temperature=temperature,
+                top_k=0,
+                top_p=1.0,
+            )
+            for row in output[:, width:].tolist():
+                responses.append(row[: row.index(eos) + 1] if eos in row else row)
+    return responses
+
+
+def save_checkpoint(model: Any, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """The model as safetensors with its config, and the tokenizer beside it."""
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    # safetensors makes its files private; a service in a container runs as another user.
+    for weights in directory.glob("*.safetensors"):
+        weights.chmod((directory / "config.json").stat().st_mode)
+
+
+def _config(tokenizer: PreTrainedTokenizerFast, shape: Shape, **more: Any) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden,
+        intermediate_size=-(-8 * shape.hidden // 48) * 16,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=shape.positions,
+        attention_dropout=0.0,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **more,
+    )
+
+
+def _scorer(
+    tokenizer: PreTrainedTokenizerFast, shape: Shape, body: LlamaForCausalLM | None
+) -> LlamaForSequenceClassification:
+    model = LlamaForSequenceClassification(  # type: ignore[no-untyped-call]
+        _config(tokenizer, shape, num_labels=1)
+    )
+    if body is not None:
+        model.model.load_state_dict(body.model.state_dict())
+    return model
+
+
+def _train(
+    model: Any,
+    loss: Callable[[Sequence[int]], Tensor],
+    lengths: Sequence[int],
+    schedule: Schedule,
+    seed: int,
+    progress: ProgressCallback | None,
+    stage: str,
+) -> None:
+    """Takes ``schedule.steps`` steps of AdamW on ``loss``; weight decay for matrices alone. Leaves ``model`` in eval mode."""
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": schedule.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        lr=schedule.learning_rate,
+        betas=(0.9, 0.98),
+    )
+    batches = _batches(lengths, schedule.batch_sequences, random.Random(f"{seed}/batches"))
+    model.train()
+    for step in range(schedule.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.learning_rate * schedule.factor(step)
+        value = loss(next(batches))
+        optimizer.zero_grad(set_to_none=True)
+        value.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), schedule.max_grad_norm)
+        optimizer.step()
+        if progress is not None:
+            progress(Progress(stage, step + 1, schedule.steps, float(value.detach())))
+    model.eval()
+
+
+def _batches(lengths: Sequence[int], size: int, order: random.Random, window: int = 50) -> Iterator[list[int]]:
+    """Batches of row numbers for ever, epoch after epoch; rows of like length together, to spare padding."""
+    while True:
+        rows = list(range(len(lengths)))
+        order.shuffle(rows)
+        batches: list[list[int]] = []
+        for at in range(0, len(rows), size * window):
+            near = sorted(rows[at : at + size * window], key=lambda row: lengths[row])
+            batches += [near[first : first + size] for first in range(0, len(near), size)]
+        order.shuffle(batches)
+        yield from batches
+
+
+def _pad(rows: Sequence[TokenIds], pad: int) -> tuple[Tensor, Tensor]:
+    """``rows`` padded on the right, int64 [sequences, longest], and their lengths, int64 [sequences]."""
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.full((len(rows), int(lengths.max())), pad)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = torch.tensor(row)
+    return ids, lengths
+
+
+def _pad_id(model: Any) -> int:
+    return int(model.config.pad_token_id)
+
+
+def _cut(row: TokenIds, draw: random.Random) -> TokenIds:
+    """The first part of ``row``: at least one token, at most all but the last (its EOS)."""
+    return row[: draw.randint(1, max(1, len(row) - 1))]
+
+
+def _token_lists(
+    sequences: Sequence[str] | Sequence[TokenIds], tokenizer: PreTrainedTokenizerFast
+) -> Sequence[TokenIds]:
+    texts = [row for row in sequences if isinstance(row, str)]
+    if not texts:
+        return [row for row in sequences if not isinstance(row, str)]
+    if len(texts) != len(sequences):
+        raise InvalidRequest("sequences: expected all texts or all token lists, found both")
+    return encode(tokenizer, texts, eos=True)
+
+
+def _check_rows(rows: Sequence[TokenIds], shape: Shape, least: int) -> None:
+    if not rows:
+        raise InvalidRequest("nothing to train on: expected at least one sequence")
+    for index, row in enumerate(rows):
+        if not least <= len(row) <= shape.positions:
+            raise InvalidRequest(f"sequence {index}: {len(row)} tokens; expected {least} to {shape.positions}")

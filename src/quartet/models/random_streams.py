@@ -1,0 +1,35 @@
+"""Random numbers that depend on names, not on history: one counter-based stream per trajectory, one order per epoch.
+
+The run's name is no part of the key: the same config and seed under another name give the same run. The numbers are the raw
+output of Philox, whose definition is fixed, rather than of NumPy's distributions, which may change between versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet.types import TrajectoryId
+
+
+def uniforms(seed: int, id: TrajectoryId, count: int) -> NDArray[np.float64]:
+    """``count`` numbers of the trajectory's own stream, float64 [count], multiples of 2^-32 in [0, 1).
+
+    The first n of a longer request are the n of a shorter one: the t-th number always draws the t-th response token.
+    """
+    words = _stream("sample", seed, id.step, id.prompt, id.sample).random_raw(count)
+    high: NDArray[np.float64] = (words >> np.uint64(32)).astype(np.float64) * 2.0**-32
+    return high
+
+
+def permutation(seed: int, step: int, epoch: int, n: int) -> NDArray[np.int64]:
+    """The order of ``n`` sequences in one epoch of a step's update, int64 [n]."""
+    return np.argsort(_stream("permutation", seed, step, epoch).random_raw(n), kind="stable")
+
+
+def _stream(purpose: str, *numbers: int) -> np.random.Philox:
+    """The Philox stream whose key is a hash of the purpose and the numbers: streams for different keys are independent."""
+    name = "/".join([purpose, *map(str, numbers)])
+    return np.random.Philox(key=int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little"))

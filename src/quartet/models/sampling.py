@@ -1,0 +1,70 @@
+"""Drawing the next token by inverting the cumulative distribution at a given uniform number."""
+
+from __future__ import annotations
+
+import torch
+
+from quartet.errors import InvalidRequest
+from quartet.types import SamplingParameters
+
+
+def check_sampling(sampling: SamplingParameters) -> None:
+    """Raises InvalidRequest for parameters outside their ranges."""
+    if sampling.max_response_tokens < 1:
+        raise InvalidRequest(f"max_response_tokens {sampling.max_response_tokens}: expected at least 1")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise InvalidRequest(f"temperature {sampling.temperature}: expected 0 (greedy) or more")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidRequest(f"top_p {sampling.top_p}: expected more than 0, at most 1 (off)")
+    if sampling.top_k < 0:
+        raise InvalidRequest(f"top_k {sampling.top_k}: expected 0 (off) or more")
+
+
+def draw(
+    logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingParameters
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token per row, and its log-prob in nats: logits [n, vocabulary], uniforms float64 [n, 1] -> int64 [n], float32 [n].
+
+    The token is the first whose cumulative probability exceeds the uniform number, so never one of probability 0. The log-probs
+    are those of the whole distribution at the temperature (1 when greedy), before top_k and top_p: they are what the trainer
+    computes for the same tokens. NaN logits give NaN log-probs, for the caller to refuse.
+    """
+    # At most a handful of passes over [n, vocabulary]: on a CPU they cost as much as a layer of a small model.
+    scaled = logits.float()
+    if sampling.temperature not in (0.0, 1.0):
+        scaled = scaled / sampling.temperature
+    if sampling.temperature == 0:
+        tokens = scaled.argmax(-1, keepdim=True)
+        log_probs = scaled.gather(1, tokens) - scaled.logsumexp(-1, keepdim=True)
+        return tokens.squeeze(1), log_probs.squeeze(1)
+    shifted = scaled - scaled.amax(-1, keepdim=True)
+    weights = shifted.exp()
+    # float64, so that thousands of tiny probabilities do not drown in the sum before them.
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    if sampling.top_k or sampling.top_p < 1:
+        kept = _truncate(weights, sampling)
+        cumulative = kept.cumsum(-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    # Only NaN can put an index past the end; clamped, it reaches the caller's check instead of a device assertion.
+    tokens = tokens.clamp_(max=logits.shape[1] - 1)
+    log_probs = shifted.gather(1, tokens) - total.log()
+    return tokens.squeeze(1), log_probs.squeeze(1).float()
+
+
+def _truncate(weights: torch.Tensor, sampling: SamplingParameters) -> torch.Tensor:
+    """``weights`` [n, vocabulary] with 0 outside the ``top_k`` likeliest tokens and outside the nucleus of ``top_p``.
+
+    The nucleus is the smallest set of likeliest tokens whose probability reaches top_p (Holtzman et al. 2020). The earlier token
+    id wins a tie.
+    """
+    ordered, order = weights.sort(stable=True, dim=-1, descending=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if sampling.top_k:
+        keep[:, sampling.top_k :] = False
+    if sampling.top_p < 1:
+        # Nucleus of what top_k left, as everywhere else.
+        left = torch.where(keep, ordered, 0.0).to(torch.float64)
+        before = left.cumsum(-1) - left
+        keep &= before < sampling.top_p * left.sum(-1, keepdim=True)
+    return torch.zeros_like(weights).scatter(1, order, torch.where(keep, ordered, 0.0))

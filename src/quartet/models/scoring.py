@@ -1,0 +1,109 @@
+"""What the frozen models say of finished sequences: log-probs, values, scores. And the forward passes that training shares."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from quartet.errors import ComputationFailed
+from quartet.models.batching import MicroBatch, lay_out, micro_batches, right_pad
+from quartet.models.forward import check_batch, device_of, logits_at
+from quartet.models.value_head import ValueModel
+from quartet.ppo.distributions import entropy, token_log_probs
+from quartet.types import FloatArray, TokenBatch
+
+EntropyUse = Literal["none", "report", "train"]
+
+
+def forward_log_probs(
+    model: Any, micro_batch: MicroBatch, temperature: float, entropy_use: EntropyUse = "none"
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs and, if asked for, entropies of one micro-batch's response tokens, in nats: float32 [n] each.
+
+    With gradients where the caller has them on; the entropy's only for "train" (its backward pass costs as much again).
+    """
+    logits = logits_at(model, micro_batch.input_ids, micro_batch.predicts, use_cache=False)
+    log_probs = token_log_probs(logits, micro_batch.targets, temperature)
+    if entropy_use == "none":
+        return log_probs, None
+    return log_probs, entropy(logits if entropy_use == "train" else logits.detach(), temperature)
+
+
+def forward_values(value_model: ValueModel, micro_batch: MicroBatch) -> torch.Tensor:
+    """Values of one micro-batch's response tokens, each read at the position that predicts the token: float32 [n]."""
+    values: torch.Tensor = value_model(micro_batch.input_ids, micro_batch.predicts)
+    return values
+
+
+def response_log_probs(model: Any, batch: TokenBatch, temperature: float, max_tokens: int) -> FloatArray:
+    """Log-probs in nats of every response token at ``temperature``: float32 [response tokens], flat in the batch's order.
+
+    ``max_tokens`` bounds a micro-batch, pads included. Raises InvalidRequest; ComputationFailed where one is not finite.
+    """
+    check_batch(model, batch)
+    found = np.empty(int(batch.response_lengths.sum()), np.float32)
+    with torch.inference_mode():
+        for rows in micro_batches(batch.lengths, max_tokens):
+            micro_batch = lay_out(batch, rows, device_of(model))
+            log_probs, _ = forward_log_probs(model, micro_batch, temperature)
+            found[micro_batch.places.cpu().numpy()] = log_probs.float().cpu().numpy()
+    return _finite(found, "log-probs", model)
+
+
+def response_values(value_model: ValueModel, batch: TokenBatch, max_tokens: int) -> FloatArray:
+    """Values before every response token: float32 [response tokens], flat in the batch's order.
+
+    The value of response token t is read at the position that predicts it, as its log-prob is. Raises InvalidRequest;
+    ComputationFailed where one is not finite.
+    """
+    check_batch(value_model, batch)
+    found = np.empty(int(batch.response_lengths.sum()), np.float32)
+    with torch.inference_mode():
+        for rows in micro_batches(batch.lengths, max_tokens):
+            micro_batch = lay_out(batch, rows, device_of(value_model))
+            found[micro_batch.places.cpu().numpy()] = forward_values(value_model, micro_batch).cpu().numpy()
+    return _finite(found, "values", value_model)
+
+
+def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> FloatArray:
+    """The reward model's score of every prompt + response: float32 [sequences].
+
+    A decoder classifier is read at the last token, found by the length: comparing with a pad id would skip an EOS that shares
+    it. An encoder classifier reads the whole sequence under an attention mask. Raises InvalidRequest; ComputationFailed where a
+    score is not finite.
+    """
+    check_batch(reward_model, batch)
+    sequences = batch.sequences()
+    found = np.empty(len(batch), np.float32)
+    with torch.inference_mode():
+        for rows in micro_batches(batch.lengths, max_tokens):
+            input_ids = right_pad([sequences[row] for row in rows], device_of(reward_model))
+            lengths = torch.from_numpy(batch.lengths[rows].astype(np.int64)).to(input_ids.device)
+            found[rows] = _scores(reward_model, input_ids, lengths).float().cpu().numpy()
+    return _finite(found, "scores", reward_model)
+
+
+def _scores(reward_model: Any, input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Scores [rows] of right-padded ``input_ids`` [rows, longest]."""
+    scores: torch.Tensor
+    if isinstance(getattr(reward_model, "score", None), nn.Module):
+        hidden = reward_model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        last = hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1]
+        scores = reward_model.score(last)
+    else:
+        mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
+        scores = reward_model(input_ids=input_ids, attention_mask=mask.long()).logits
+    return scores.squeeze(-1)
+
+
+def _finite(values: FloatArray, name: str, model: nn.Module) -> FloatArray:
+    bad = int(np.count_nonzero(~np.isfinite(values)))
+    if bad:
+        raise ComputationFailed(
+            f"{type(model).__name__}: {bad} of {values.size} {name} are not finite; "
+            "the weights have diverged, or the dtype is too narrow for them (try bfloat16 or float32)"
+        )
+    return values

@@ -1,0 +1,53 @@
+"""What makes Update harmless to repeat: the order of steps, the fence of leader epochs, and the recorded result."""
+
+from __future__ import annotations
+
+from quartet.errors import FailedPrecondition
+from quartet.types import UpdateResult
+
+
+class UpdateLog:
+    """The updates that one trained model has taken. Steps rise by one; a repeated step answers with its recorded result."""
+
+    def __init__(self) -> None:
+        self.run = ""
+        self.step = 0
+        self._leader_epoch = 0
+        self._last: UpdateResult | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """Updates taken."""
+        return self.step
+
+    def fence(self, leader_epoch: int) -> None:
+        """Remembers the highest leader epoch. Raises FailedPrecondition for a lower one: another orchestrator leads."""
+        if leader_epoch < self._leader_epoch:
+            raise FailedPrecondition(
+                f"leader_epoch {leader_epoch}: an orchestrator of epoch {self._leader_epoch} has taken over"
+            )
+        self._leader_epoch = leader_epoch
+
+    def admit(self, run: str, step: int, leader_epoch: int) -> UpdateResult | None:
+        """The recorded result when this step is applied already, None when it is the next.
+
+        Raises FailedPrecondition for any other step, another run, or a lower leader epoch.
+        """
+        self.fence(leader_epoch)
+        if self._last is not None and (run, step) == (self.run, self.step):
+            return self._last
+        if self.step and run != self.run:
+            raise FailedPrecondition(
+                f"update of run {run}: this model is at step {self.step} of run {self.run}; restart the service"
+            )
+        if step != self.step + 1:
+            raise FailedPrecondition(
+                f"update of step {step}: this model is at step {self.step}, the next is {self.step + 1}"
+            )
+        return None
+
+    def record(self, run: str, step: int, metrics: dict[str, float]) -> UpdateResult:
+        """Notes an applied update."""
+        self.run, self.step = run, step
+        self._last = UpdateResult(step=step, policy_version=self.policy_version, metrics=metrics)
+        return self._last

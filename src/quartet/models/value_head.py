@@ -1,0 +1,95 @@
+"""The critic's model: a decoder backbone and a linear head that gives one value per position."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from quartet.errors import ModelError
+from quartet.models.directories import replace_directory
+
+HEAD_FILE = "value_head.safetensors"
+
+
+class ValueModel(nn.Module):
+    """Values in fp32, whatever the backbone computes in: a return of -7.31 needs more than bf16's eight bits.
+
+    ``backbone`` is the base model of a causal LM or of a decoder classifier; ``head`` a linear layer, hidden -> 1, in fp32.
+    """
+
+    def __init__(self, backbone: Any, head: nn.Linear) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head.float()
+
+    @classmethod
+    def of_classifier(cls, classifier: Any) -> ValueModel:
+        """Backbone and ``score`` head of a decoder classifier with one output: values start as the reward model's opinion."""
+        score = classifier.score
+        head = _empty_head(score.in_features, score.bias is not None, score.weight.device)
+        head.load_state_dict({name: value.float() for name, value in score.state_dict().items()})
+        return cls(classifier.base_model, head)
+
+    @classmethod
+    def of_causal_lm(cls, model: Any) -> ValueModel:
+        """Backbone of a causal LM, and a head of zeros: every value starts at 0."""
+        projection = model.get_output_embeddings().weight
+        return cls(model.base_model, _empty_head(projection.shape[1], True, projection.device))
+
+    @classmethod
+    def with_saved_head(cls, backbone: Any, directory: Path) -> ValueModel:
+        """``backbone`` with the head that ``save`` left in ``directory``. Raises ModelError."""
+        tensors = safetensors.torch.load_file(directory / HEAD_FILE)
+        weight, bias = tensors.get("weight"), tensors.get("bias")
+        if weight is None or weight.ndim != 2 or weight.shape[0] != 1:
+            raise ModelError(f"{directory / HEAD_FILE}: expected a weight of shape [1, hidden]")
+        head = _empty_head(weight.shape[1], bias is not None, torch.device("cpu"))
+        head.load_state_dict(tensors)
+        return cls(backbone, head)
+
+    @property
+    def config(self) -> Any:
+        """The backbone's transformers config."""
+        return self.backbone.config
+
+    def get_input_embeddings(self) -> Any:
+        """The backbone's token embedding."""
+        return self.backbone.get_input_embeddings()
+
+    def forward(self, input_ids: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """Values at the positions where ``keep`` bool [rows, longest] is set, row after row: float32 [n].
+
+        ``input_ids`` int64 [rows, longest], padded on the right.
+        """
+        hidden = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+        values: torch.Tensor = self.head(hidden[keep].float()).squeeze(-1)
+        return values
+
+    def save(self, directory: str | Path) -> None:
+        """Writes the backbone in Hugging Face format and the head beside it, for ``load_critic``. Raises ModelError."""
+        try:
+            replace_directory(Path(directory), self._write)
+        except OSError as error:
+            raise ModelError(f"value model directory {directory}: cannot be written: {error}") from error
+
+    def _write(self, directory: Path) -> None:
+        self.backbone.save_pretrained(directory)
+        # A base model keeps the name of the class it came from; what is written here is the base model.
+        config = directory / "config.json"
+        content = {**json.loads(config.read_text()), "architectures": [type(self.backbone).__name__]}
+        config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        tensors = {name: value.detach().cpu().contiguous() for name, value in self.head.state_dict().items()}
+        safetensors.torch.save_file(tensors, directory / HEAD_FILE)
+
+
+def _empty_head(hidden: int, bias: bool, device: torch.device) -> nn.Linear:
+    head = nn.Linear(hidden, 1, bias=bias, device=device, dtype=torch.float32)
+    nn.init.zeros_(head.weight)
+    if bias:
+        nn.init.zeros_(head.bias)
+    return head

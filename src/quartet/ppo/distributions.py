@@ -1,0 +1,43 @@
+"""From logits to log-probs and entropies, at the sampling temperature and in at least fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quartet.errors import InvalidRequest
+
+
+def token_log_probs(logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
+    """Log-probability in nats of each token: logits [n, vocabulary], ids [n] -> [n].
+
+    The caller aligns them: the logits at position t-1 score token t. The log-softmax of logits / temperature, the same
+    temperature for rollout, old, new and reference log-probs. Source: numerics items 1, 6 and 19.
+
+    Raises InvalidRequest.
+    """
+    if token_ids.shape != logits.shape[:1]:
+        raise InvalidRequest(
+            f"token_ids {tuple(token_ids.shape)}: expected one for each of {logits.shape[0]} logit rows"
+        )
+    return _log_softmax(logits, temperature).gather(1, token_ids.long()[:, None]).squeeze(1)
+
+
+def entropy(logits: Tensor, temperature: float) -> Tensor:
+    """Entropy in nats of each row's full distribution: [n, vocabulary] -> [n]. Source: numerics item 13.
+
+    Raises InvalidRequest.
+    """
+    log_probs = _log_softmax(logits, temperature)
+    probs = log_probs.exp()
+    # A token that cannot occur (logit -inf) adds 0, as p log p does in the limit; 0 * -inf would be NaN.
+    return -(probs * log_probs.masked_fill(probs == 0, 0.0)).sum(1)
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    if logits.ndim != 2:
+        raise InvalidRequest(f"logits {tuple(logits.shape)}: expected [n, vocabulary]")
+    if not temperature > 0:
+        raise InvalidRequest(f"temperature {temperature}: expected more than 0 (greedy decoding has no log-probs)")
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.log_softmax(precise / temperature, dim=1)

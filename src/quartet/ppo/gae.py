@@ -1,0 +1,48 @@
+"""Generalized advantage estimation over ragged episodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quartet.ppo.ragged import check_flat, from_padded, last_token_index, to_padded
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """``advantages`` and ``returns`` (advantages + rollout-time values), both [tokens]."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+@torch.no_grad()
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, gae_lambda: float
+) -> Advantages:
+    """Advantages and returns of every response token.
+
+    A(t) = delta(t) + gamma lambda A(t+1) with delta(t) = r(t) + gamma V(t+1) - V(t), where V and A after a response's
+    last token are 0: the episode is finished. Source: Schulman et al. 2016, equations 11-12 and 16; numerics item 3.
+
+    ``rewards`` and ``values`` [tokens], ``values`` as they were at rollout time; ``lengths`` [sequences]. A sequence's
+    result has the same bits whatever else is in the batch. No gradient flows. Raises InvalidRequest.
+    """
+    check_flat(rewards=rewards, values=values)
+    exact = values.double()
+    next_values = torch.cat([exact[1:], exact.new_zeros(1)])
+    next_values[last_token_index(lengths)] = 0.0
+    deltas = rewards.double() + gamma * next_values - exact
+
+    # Padding is 0 and only ever follows a sequence's tokens, so walking back through it adds exactly nothing.
+    # Time first, so that each step of the walk reads contiguous memory. Product and sum stay two operations, each
+    # rounded as IEEE says: how a fused one rounds depends on the CPU's instructions.
+    by_time = to_padded(deltas, lengths).t().contiguous()
+    rows = by_time.unbind(0)
+    for now, after in zip(rows[-2::-1], rows[:0:-1], strict=True):
+        now += (gamma * gae_lambda) * after
+
+    advantages = from_padded(by_time.t(), lengths)
+    return Advantages(advantages.to(values.dtype), (advantages + exact).to(values.dtype))

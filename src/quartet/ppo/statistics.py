@@ -1,0 +1,79 @@
+"""Moments over all response tokens of a batch, and the numbers that are watched during training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quartet.errors import InvalidRequest
+from quartet.ppo.ragged import check_flat
+from quartet.types import IntArray
+
+# Keeps a constant input finite (it becomes 0, not NaN).
+_VARIANCE_FLOOR = 1e-8
+
+
+def whiten(values: Tensor, shift_mean: bool, mask: Tensor | None = None) -> Tensor:
+    """(values - mean) / sqrt(variance + 1e-8), the mean added back unless ``shift_mean``: [tokens] -> [tokens].
+
+    Mean and population variance (divided by the count) are taken over the tokens where ``mask`` [tokens] is not 0, all
+    by default; tokens outside are transformed by the same moments. When no token defines them, values come back as they
+    are. Give it the whole batch: whitening parts differs. Source: Ziegler et al. 2019 (lm-human-preferences,
+    core.whiten); numerics item 10. Raises InvalidRequest.
+    """
+    exact = values.double()
+    if mask is None:
+        check_flat(values=values)
+        counted = exact
+    else:
+        check_flat(values=values, mask=mask)
+        counted = exact[mask != 0]
+    if counted.numel() == 0:
+        return values.clone()
+    mean = counted.mean()
+    whitened = (exact - mean) * torch.rsqrt(counted.var(correction=0) + _VARIANCE_FLOOR)
+    return (whitened if shift_mean else whitened + mean).to(values.dtype)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of ``values`` [tokens] where ``mask`` [tokens] is not 0: []. 0 when it is 0 everywhere.
+
+    Raises InvalidRequest.
+    """
+    check_flat(values=values, mask=mask)
+    keep = mask != 0
+    # Selected, not multiplied: 0 * NaN is NaN, and what the mask leaves out must not matter.
+    return torch.where(keep, values, 0.0).sum() / keep.sum().clamp(min=1)
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over [tokens]; 1 is a perfect critic. 0 when all returns are equal.
+
+    Raises InvalidRequest.
+    """
+    check_flat(values=values, returns=returns)
+    exact = returns.double()
+    # Equal numbers, and not a variance of 0: the rounded mean of equal numbers can differ from them.
+    if exact.numel() == 0 or bool((exact == exact[0]).all()):
+        return 0.0
+    return 1.0 - float((exact - values.double()).var(correction=0) / exact.var(correction=0))
+
+
+def repetition(token_ids: Sequence[Sequence[int] | IntArray], n: int = 3) -> float:
+    """Share of a response's n-grams that repeat an earlier one of it, averaged over responses: 0..1.
+
+    ``token_ids``: per response its ids [response tokens]. A response of fewer than n+1 tokens counts 0. Raises
+    InvalidRequest.
+    """
+    if n < 1:
+        raise InvalidRequest(f"n-grams of {n} tokens: expected at least 1")
+    shares = [_repeated_share(response, n) for response in token_ids]
+    return sum(shares) / len(shares) if shares else 0.0
+
+
+def _repeated_share(response: Sequence[int] | IntArray, n: int) -> float:
+    ids = [int(token) for token in response]
+    grams = list(zip(*(ids[offset:] for offset in range(n)), strict=False))
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0

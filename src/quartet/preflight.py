@@ -1,0 +1,81 @@
+"""What can be found wrong with a config's files before anything is started. No torch here."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+from quartet.config import Config, ServiceConfig
+from quartet.data import read_prompt_lines
+from quartet.errors import ConfigError, ModelError
+from quartet.topology import listen_address
+from quartet.types import Role
+
+
+def check_inputs(config: Config) -> list[str]:
+    """Reads the prompts and looks at every local checkpoint; says what it found, one line each. Raises ConfigError."""
+    notes = [f"data.prompts {config.data.prompts}: {len(read_prompt_lines(config.data.prompts))} prompts"]
+    models = {
+        Role.ACTOR: config.actor.model,
+        Role.CRITIC: config.critic_model,
+        Role.REWARD: config.reward.model,
+        Role.REFERENCE: config.reference_model,
+    }
+    for role, model in models.items():
+        service: ServiceConfig = getattr(config.services, role)
+        if service.address is None:
+            notes.append(_check_model(role, model))
+            _check_port(role, listen_address(service))
+    return notes
+
+
+def looks_local(model: str) -> bool:
+    """Whether a model name is a path rather than a hub id such as NAME or OWNER/NAME."""
+    return Path(model).exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
+
+
+def _check_model(role: Role, model: str) -> str:
+    if not looks_local(model):
+        return f"{role}.model {model}: a hub id; it is looked up when the {role} starts"
+    directory = Path(model)
+    if not directory.is_dir():
+        raise ModelError(
+            f"{role}.model {model}: no such directory; expected a Hugging Face checkpoint, or a hub id (NAME or OWNER/NAME)"
+        )
+    description = _read_json(role, directory / "config.json")
+    if not list(directory.glob("*.safetensors")):
+        raise ModelError(f"{role}.model {model}: no safetensors weights in it; save the model with save_pretrained")
+    return f"{role}.model {model}: {', '.join(description.get('architectures') or ['unknown architecture'])}"
+
+
+def _read_json(role: Role, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(
+            f"{role}.model {path.parent}: config.json cannot be read ({error.strerror}); expected a Hugging Face checkpoint"
+        ) from None
+    except ValueError as error:
+        raise ModelError(f"{role}.model {path}: not JSON ({error}); save the model again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{role}.model {path}: expected a JSON object; save the model again")
+    return value
+
+
+def _check_port(role: Role, listen: str) -> None:
+    host, _, port = listen.rpartition(":")
+    if port == "0":
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As the server will: a port whose last connections still linger is not taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            raise ConfigError(
+                f"services.{role}.listen {listen}: cannot listen there ({error.strerror}); "
+                "stop what does, choose another port, or leave it null for a free one"
+            ) from None

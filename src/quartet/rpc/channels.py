@@ -1,0 +1,116 @@
+"""Calling a service: every call has a deadline, every failure becomes a domain exception that names the service."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from quartet.errors import Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
+from quartet.rpc.limits import CHANNEL_OPTIONS
+from quartet.rpc.status_codes import error_of
+from quartet.v1 import status_pb2, status_pb2_grpc
+
+Response = TypeVar("Response")
+
+FOREIGN_AFTER = 8.0
+"""Seconds for which a port may accept connections without speaking Quartet before it counts as something else."""
+
+
+class Peer:
+    """One service at one address."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name = name
+        self.address = address
+        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def call(self, method: Callable[..., Response], request: Any, timeout: float, title: str) -> Response:
+        """Calls a stub's method. ``timeout`` is in seconds. Raises the domain exception of the answer's status code."""
+        try:
+            return method(request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise self._error(error, title, timeout) from None
+
+    def start(self, method: Any, request: Any, timeout: float, title: str) -> PendingCall:
+        """Begins a call without waiting for its answer."""
+        return PendingCall(self, method.future(request, timeout=timeout), title, timeout)
+
+    def _error(self, error: grpc.RpcError, title: str, timeout: float) -> QuartetError:
+        where = f"{self.name} at {self.address}: {title}"
+        return error_of(error.code(), error.details() or "no details", where, timeout)
+
+    def wait_until_ready(
+        self, timeout: float, alive: Callable[[], None] = lambda: None
+    ) -> status_pb2.GetStatusResponse:
+        """The status, as soon as the service answers; ``alive`` may raise to end the wait.
+
+        Raises ServiceUnavailable after ``timeout`` seconds, ConfigError when something else than gRPC answers there.
+        """
+        deadline = time.monotonic() + timeout
+        silent_since: float | None = None
+        stub = status_pb2_grpc.StatusServiceStub(self.channel)
+        while True:
+            alive()
+            try:
+                return self.call(stub.GetStatus, status_pb2.GetStatusRequest(), 2.0, "GetStatus")
+            except QuartetError as error:
+                now = time.monotonic()
+                if isinstance(error, ServiceUnavailable) and not _accepts_connections(self.address):
+                    silent_since = None
+                elif silent_since is None:
+                    silent_since = now
+                foreign = isinstance(error, MismatchError) or (
+                    silent_since is not None and now - silent_since > FOREIGN_AFTER
+                )
+                if foreign:
+                    raise ConfigError(
+                        f"{self.name} at {self.address}: what answers there is not a Quartet service; "
+                        f"check services.{self.name}.address"
+                    ) from None
+                if now > deadline:
+                    raise ServiceUnavailable(
+                        f"{self.name} at {self.address}: no Quartet service answered within {timeout:g} s; "
+                        f"start it, or correct services.{self.name}.address"
+                    ) from None
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """Closes the channel."""
+        self.channel.close()
+
+
+def _accepts_connections(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+class PendingCall:
+    """A call under way."""
+
+    def __init__(self, peer: Peer, future: Any, title: str, timeout: float) -> None:
+        self._peer, self._future, self._title, self._timeout = peer, future, title, timeout
+
+    def done(self) -> bool:
+        """Whether the answer, or the failure, is there."""
+        return bool(self._future.done())
+
+    def result(self) -> Any:
+        """The answer. Raises the domain exception of its status code."""
+        try:
+            return self._future.result()
+        except grpc.RpcError as error:
+            raise self._peer._error(error, self._title, self._timeout) from None
+        except grpc.FutureCancelledError:
+            raise Cancelled(f"{self._peer.name}: {self._title}: cancelled") from None
+
+    def cancel(self) -> None:
+        """Tells the service that nobody waits any more."""
+        self._future.cancel()

@@ -1,0 +1,230 @@
+"""Typed clients of the four model services: types in, types out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from quartet import codec
+from quartet.config import TimeoutsConfig
+from quartet.errors import MismatchError
+from quartet.rpc.channels import Peer, PendingCall
+from quartet.types import (
+    FloatArray,
+    OptimizationSettings,
+    PolicyLossSettings,
+    Prompt,
+    Role,
+    SamplingParameters,
+    SavedFile,
+    SaveKind,
+    ServiceStatus,
+    TokenBatch,
+    UpdateResult,
+    ValueLossSettings,
+)
+from quartet.v1 import (
+    actor_pb2,
+    actor_pb2_grpc,
+    critic_pb2,
+    critic_pb2_grpc,
+    reference_pb2,
+    reference_pb2_grpc,
+    reward_pb2,
+    reward_pb2_grpc,
+)
+
+T = TypeVar("T")
+
+
+class PendingResult(Generic[T]):
+    """An answer under way, and how to read it."""
+
+    def __init__(self, pending: PendingCall, read: Callable[..., T]) -> None:
+        self._pending, self._read = pending, read
+
+    def done(self) -> bool:
+        """Whether the answer, or the failure, is there."""
+        return self._pending.done()
+
+    def result(self) -> T:
+        """The answer. Raises the domain exception that the service answered with."""
+        return self._read(self._pending.result())
+
+    def cancel(self) -> None:
+        """Tells the service that nobody waits any more."""
+        self._pending.cancel()
+
+
+class ServiceClient:
+    """What the clients share."""
+
+    role: Role
+
+    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
+        self.peer = Peer(self.role, address)
+        self.timeouts = timeouts
+
+    def wait_until_ready(self, alive: Callable[[], None] = lambda: None) -> ServiceStatus:
+        """The status of this client's role at its address. Raises MismatchError when another role answers there."""
+        answer = self.peer.wait_until_ready(self.timeouts.load, alive)
+        statuses = [codec.status_from_proto(message) for message in answer.roles]
+        for status in statuses:
+            if status.role == self.role:
+                return status
+        found = ", ".join(status.role for status in statuses)
+        raise MismatchError(
+            f"services.{self.role}.address {self.peer.address}: the {found} service answers there, "
+            f"expected the {self.role}; correct the address"
+        )
+
+    def close(self) -> None:
+        """Closes the channel."""
+        self.peer.close()
+
+
+class ActorClient(ServiceClient):
+    """The policy."""
+
+    role = Role.ACTOR
+
+    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
+        super().__init__(address, timeouts)
+        self._stub = actor_pb2_grpc.ActorServiceStub(self.peer.channel)
+
+    def generate(
+        self,
+        run: str,
+        step: int,
+        leader_epoch: int,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        sampling: SamplingParameters,
+        seed: int,
+        policy_version: int,
+    ) -> PendingResult[int]:
+        """Begins a step's generation; the result is the number of trajectories in the rollout stream."""
+        request = actor_pb2.GenerateRequest(
+            run=run,
+            step=step,
+            leader_epoch=leader_epoch,
+            prompt_ids=codec.tensor_to_proto(np.concatenate([prompt.token_ids for prompt in prompts])),
+            prompt_lengths=codec.tensor_to_proto(np.array([len(p.token_ids) for p in prompts], np.int32)),
+            prompts=[prompt.index for prompt in prompts],
+            samples_per_prompt=samples_per_prompt,
+            sampling=codec.sampling_to_proto(sampling),
+            seed=seed,
+            policy_version=policy_version,
+        )
+        pending = self.peer.start(self._stub.Generate, request, self.timeouts.generate, "Generate")
+        return PendingResult(pending, lambda answer: int(answer.trajectories))
+
+    def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
+        """Log-probs under the current policy, float32 [response tokens]."""
+        request = actor_pb2.ActorServiceLogProbsRequest(batch=codec.batch_to_proto(batch), temperature=temperature)
+        answer = self.peer.call(self._stub.LogProbs, request, self.timeouts.score, "LogProbs")
+        return codec.floats_from_proto(answer.log_probs, "log_probs", int(batch.response_lengths.sum()))
+
+    def update(
+        self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: PolicyLossSettings
+    ) -> PendingResult[UpdateResult]:
+        """Begins the step's update."""
+        request = actor_pb2.ActorServiceUpdateRequest(
+            run=run,
+            step=step,
+            leader_epoch=leader_epoch,
+            optimization=codec.optimization_to_proto(settings),
+            loss=codec.policy_loss_to_proto(loss),
+        )
+        pending = self.peer.start(self._stub.Update, request, self.timeouts.update, "Update")
+        return PendingResult(pending, _update_result)
+
+    def save(self, run: str, directory: str, kind: SaveKind) -> PendingResult[list[SavedFile]]:
+        """Begins a save below the run's directory."""
+        request = actor_pb2.ActorServiceSaveRequest(run=run, directory=directory, kind=codec.save_kind_to_proto(kind))
+        return PendingResult(self.peer.start(self._stub.Save, request, self.timeouts.save, "Save"), _saved_files)
+
+
+class CriticClient(ServiceClient):
+    """The value model."""
+
+    role = Role.CRITIC
+
+    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
+        super().__init__(address, timeouts)
+        self._stub = critic_pb2_grpc.CriticServiceStub(self.peer.channel)
+
+    def values(self, batch: TokenBatch) -> PendingResult[FloatArray]:
+        """Begins to compute values, float32 [response tokens]."""
+        request = critic_pb2.ValuesRequest(batch=codec.batch_to_proto(batch))
+        tokens = int(batch.response_lengths.sum())
+        pending = self.peer.start(self._stub.Values, request, self.timeouts.score, "Values")
+        return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.values, "values", tokens))
+
+    def update(
+        self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: ValueLossSettings
+    ) -> PendingResult[UpdateResult]:
+        """Begins the step's update."""
+        request = critic_pb2.CriticServiceUpdateRequest(
+            run=run,
+            step=step,
+            leader_epoch=leader_epoch,
+            optimization=codec.optimization_to_proto(settings),
+            loss=codec.value_loss_to_proto(loss),
+        )
+        pending = self.peer.start(self._stub.Update, request, self.timeouts.update, "Update")
+        return PendingResult(pending, _update_result)
+
+    def save(self, run: str, directory: str, kind: SaveKind) -> PendingResult[list[SavedFile]]:
+        """Begins a save below the run's directory."""
+        request = critic_pb2.CriticServiceSaveRequest(run=run, directory=directory, kind=codec.save_kind_to_proto(kind))
+        return PendingResult(self.peer.start(self._stub.Save, request, self.timeouts.save, "Save"), _saved_files)
+
+
+class RewardClient(ServiceClient):
+    """The scorer."""
+
+    role = Role.REWARD
+
+    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
+        super().__init__(address, timeouts)
+        self._stub = reward_pb2_grpc.RewardServiceStub(self.peer.channel)
+
+    def score(self, batch: TokenBatch) -> PendingResult[FloatArray]:
+        """Begins to score, float32 [sequences]."""
+        request = reward_pb2.ScoreRequest(batch=codec.batch_to_proto(batch))
+        pending = self.peer.start(self._stub.Score, request, self.timeouts.score, "Score")
+        return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.scores, "scores", len(batch)))
+
+
+class ReferenceClient(ServiceClient):
+    """The frozen initial policy."""
+
+    role = Role.REFERENCE
+
+    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
+        super().__init__(address, timeouts)
+        self._stub = reference_pb2_grpc.ReferenceServiceStub(self.peer.channel)
+
+    def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
+        """Begins to compute log-probs, float32 [response tokens]."""
+        request = reference_pb2.ReferenceServiceLogProbsRequest(
+            batch=codec.batch_to_proto(batch), temperature=temperature
+        )
+        tokens = int(batch.response_lengths.sum())
+        pending = self.peer.start(self._stub.LogProbs, request, self.timeouts.score, "LogProbs")
+        return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.log_probs, "log_probs", tokens))
+
+
+def _update_result(
+    answer: actor_pb2.ActorServiceUpdateResponse | critic_pb2.CriticServiceUpdateResponse,
+) -> UpdateResult:
+    return UpdateResult(answer.step, answer.policy_version, dict(answer.metrics))
+
+
+def _saved_files(
+    answer: actor_pb2.ActorServiceSaveResponse | critic_pb2.CriticServiceSaveResponse,
+) -> list[SavedFile]:
+    return [codec.saved_file_from_proto(file) for file in answer.files]

@@ -1,0 +1,70 @@
+"""The compute thread: model work runs one piece at a time, beside the threads that answer health and status."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Protocol, TypeVar
+
+from quartet.errors import Cancelled
+
+Result = TypeVar("Result")
+
+
+class Caller(Protocol):
+    """What the compute thread needs of a gRPC context: how long the caller waits, and when it went away."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the deadline; None without one."""
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """Calls back when the call ends; False when it already has."""
+
+
+class ComputeThread:
+    """Runs work in order on one thread, so that one model never computes two things at once."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._busy: defaultdict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+
+    def run(self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]) -> Result:
+        """Runs ``work(cancelled)`` and waits for it.
+
+        Work that has not begun when the caller goes away is dropped; work that has begun may ask ``cancelled()``.
+        Raises Cancelled when the caller's deadline passes first.
+        """
+        gone = threading.Event()
+        if not caller.add_callback(gone.set):
+            raise Cancelled(f"{kind}: the caller went away")
+
+        def timed() -> Result:
+            if gone.is_set():
+                raise Cancelled(f"{kind}: the caller went away before the work began")
+            start = time.perf_counter()
+            try:
+                return work(gone.is_set)
+            finally:
+                with self._lock:
+                    self._busy[kind] += time.perf_counter() - start
+
+        future = self._executor.submit(timed)
+        try:
+            return future.result(timeout=caller.time_remaining())
+        except FutureTimeoutError:
+            gone.set()
+            raise Cancelled(f"{kind}: the deadline passed") from None
+
+    def busy_seconds(self) -> dict[str, float]:
+        """Seconds spent on finished work, by kind."""
+        with self._lock:
+            return dict(self._busy)
+
+    def close(self) -> None:
+        """Waits for the work in hand; drops what has not begun."""
+        self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,35 @@
+"""Limits and options that every server and channel shares."""
+
+from __future__ import annotations
+
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+"""Largest message in either direction."""
+
+MAX_CONCURRENT_CALLS = 64
+"""Calls that a server works on at once; further ones answer RESOURCE_EXHAUSTED."""
+
+WORKERS = 32
+"""Threads that answer calls. Model work has one thread of its own, so these mostly wait."""
+
+_MESSAGE_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+SERVER_OPTIONS = (
+    *_MESSAGE_OPTIONS,
+    # Without this a second server binds the same port silently and takes half of the calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+CHANNEL_OPTIONS = (
+    *_MESSAGE_OPTIONS,
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)

@@ -1,0 +1,164 @@
+"""One server builder for every process: health, status, error translation, limits, graceful drain."""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from quartet import __version__, codec
+from quartet.errors import ConfigError
+from quartet.rpc.limits import MAX_CONCURRENT_CALLS, SERVER_OPTIONS, WORKERS
+from quartet.rpc.status_codes import code_of
+from quartet.types import Role, ServiceStatus
+from quartet.v1 import status_pb2, status_pb2_grpc
+
+log = structlog.get_logger()
+
+
+class HostedRole(Protocol):
+    """One role of a process, as the server sees it."""
+
+    role: Role
+
+    def status(self) -> ServiceStatus:
+        """What the role says of itself; must not wait for model work."""
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds the role's servicer."""
+
+    def close(self) -> None:
+        """Called once, after the last call has ended."""
+
+
+class StatusServicer(status_pb2_grpc.StatusServiceServicer):
+    """Answers for all roles of the process."""
+
+    def __init__(self, roles: Sequence[HostedRole]) -> None:
+        self._roles = roles
+
+    def GetStatus(
+        self, request: status_pb2.GetStatusRequest, context: grpc.ServicerContext
+    ) -> status_pb2.GetStatusResponse:
+        """What this process is and has done."""
+        statuses = [codec.status_to_proto(role.status()) for role in self._roles]
+        return status_pb2.GetStatusResponse(roles=statuses, version=__version__)
+
+
+class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Turns domain exceptions into status codes. The cause goes to the log, only safe text leaves the process."""
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wraps the method's handler."""
+        handler = continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(
+                self._guard(handler.unary_unary, method), handler.request_deserializer, handler.response_serializer
+            )
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(
+                self._guard_stream(handler.unary_stream, method),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        return handler
+
+    @staticmethod
+    def _guard(behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
+        def guarded(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return behaviour(request, context)
+            except Exception as error:
+                _abort(error, method, context)
+
+        return guarded
+
+    @staticmethod
+    def _guard_stream(behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
+        def guarded(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                yield from behaviour(request, context)
+            except Exception as error:
+                _abort(error, method, context)
+
+        return guarded
+
+
+def _abort(error: Exception, method: str, context: grpc.ServicerContext) -> None:
+    code, text = code_of(error)
+    if code is grpc.StatusCode.INTERNAL:
+        log.error("call failed", method=method, code=code.name, exc_info=error)
+    else:
+        log.warning("call refused", method=method, code=code.name, error=str(error))
+    context.abort(code, text)
+
+
+class Server:
+    """A listening gRPC server for the given roles. It answers health and status from its start to its end."""
+
+    def __init__(self, roles: Sequence[HostedRole], listen: str, allow_plaintext: bool = False) -> None:
+        """Binds and starts. Raises ConfigError when the address is taken, invalid, or not loopback without leave."""
+        check_listen_address(listen, allow_plaintext)
+        self._roles = roles
+        self._stopping = threading.Event()
+        self._server = grpc.server(
+            ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="rpc"),
+            interceptors=[ErrorInterceptor()],
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
+        )
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(StatusServicer(roles), self._server)
+        for role in roles:
+            role.register(self._server)
+        host = listen.rpartition(":")[0]
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise ConfigError(
+                f"listen {listen}: the port is taken or the address is not this machine's; "
+                "stop what listens there or choose another port"
+            )
+        self.address = f"{host}:{port}"
+        self._server.start()
+        for name in ("", *(f"quartet.v1.{role.role.capitalize()}Service" for role in roles)):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def stop(self, drain: float) -> None:
+        """Refuses new calls, gives those in hand ``drain`` seconds, then closes the roles. May be called once."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace=drain).wait()
+        for role in self._roles:
+            role.close()
+
+
+def check_listen_address(listen: str, allow_plaintext: bool) -> None:
+    """Refuses to listen beyond loopback in plaintext unless told so in words. Raises ConfigError."""
+    host = listen.rpartition(":")[0].strip("[]")
+    if allow_plaintext or host == "localhost":
+        return
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(
+            f"listen {listen}: not a loopback address, and calls are not encrypted; listen on 127.0.0.1, "
+            "or set security.allow_plaintext true inside a network that you trust"
+        )

@@ -1,0 +1,50 @@
+"""The one table between domain exceptions and gRPC status codes, read in both directions."""
+
+from __future__ import annotations
+
+import grpc
+
+from quartet import errors
+
+# Most specific first: the first class that an exception is an instance of decides.
+CODES: tuple[tuple[type[errors.QuartetError], grpc.StatusCode], ...] = (
+    (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.FailedPrecondition, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.MismatchError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.Cancelled, grpc.StatusCode.CANCELLED),
+    (errors.ServiceUnavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.ComputationFailed, grpc.StatusCode.DATA_LOSS),
+    (errors.BufferFailed, grpc.StatusCode.DATA_LOSS),
+    (errors.ServiceFailed, grpc.StatusCode.INTERNAL),
+    (errors.QuartetError, grpc.StatusCode.INTERNAL),
+)
+
+INTERNAL_TEXT = "internal error; the service's log has the cause"
+
+
+def code_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
+    """The status code of an exception and the text that may leave the process: unforeseen errors keep theirs inside."""
+    for kind, code in CODES:
+        if isinstance(error, kind):
+            return code, str(error)
+    return grpc.StatusCode.INTERNAL, INTERNAL_TEXT
+
+
+def error_of(code: grpc.StatusCode, text: str, where: str, timeout: float) -> errors.QuartetError:
+    """The exception that a caller raises for an answer. ``where`` names service and method; ``timeout`` is in seconds."""
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return errors.InvalidRequest(f"{where}: {text}")
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        return errors.FailedPrecondition(f"{where}: {text}")
+    if code is grpc.StatusCode.CANCELLED:
+        return errors.Cancelled(f"{where}: cancelled")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return errors.ServiceUnavailable(f"{where}: unavailable ({text})")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.MismatchError(f"{where}: the process there does not offer this method; check the address")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.ServiceFailed(f"{where}: no answer within {timeout:g} s")
+    if code is grpc.StatusCode.DATA_LOSS:
+        return errors.ComputationFailed(f"{where}: {text}")
+    return errors.ServiceFailed(f"{where}: {text} ({code.name})")

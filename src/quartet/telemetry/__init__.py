@@ -1,0 +1,1 @@
+"""What a run says of itself: logs, metrics, and the files it leaves."""

@@ -1,0 +1,35 @@
+"""What runs where: listening addresses and each service's share of the cores. No torch here."""
+
+from __future__ import annotations
+
+import os
+
+from quartet.config import Config, ServiceConfig
+from quartet.types import MODEL_ROLES, Role
+
+
+def listen_address(service: ServiceConfig) -> str:
+    """Where a service that is started here listens: as told, or on loopback at its address's port or a free one."""
+    if service.listen is not None:
+        return service.listen
+    port = service.address.rpartition(":")[2] if service.address else "0"
+    return f"127.0.0.1:{port}"
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_of(config: Config, role: Role) -> int:
+    """CPU threads of a service: as told, or its share of the cores among the model services of this machine.
+
+    More threads than cores make every service crawl: their pools wait for one another by spinning.
+    """
+    service: ServiceConfig = getattr(config.services, role)
+    if service.threads is not None:
+        return service.threads
+    if role is Role.ORCHESTRATOR:
+        return 1
+    here = [other for other in MODEL_ROLES if getattr(config.services, other).address is None or other is role]
+    return max(1, cores() // len(here))

@@ -1,0 +1,98 @@
+"""Flat tensors with lengths: sums, padding, positions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+
+from quartet.errors import InvalidRequest
+from quartet.ppo.ragged import check_flat, from_padded, last_token_index, sequence_sum, to_padded
+from tests.unit.ppo.batches import check, draw, gradient, ragged_lengths, seeds, split
+
+
+@check
+@given(ragged_lengths, seeds)
+def test_a_sequence_sum_is_the_sum_of_its_tokens(lengths: list[int], seed: int) -> None:
+    values = draw(seed, sum(lengths))
+    expected = [math.fsum(sequence) for sequence in split(values, lengths)]
+    sums = sequence_sum(values, torch.tensor(lengths))
+    assert sums.dtype == torch.float32
+    assert sums.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@check
+@given(ragged_lengths, ragged_lengths, seeds)
+def test_appending_other_sequences_changes_no_bit_of_a_sum(lengths: list[int], others: list[int], seed: int) -> None:
+    values, more = draw(seed, sum(lengths)), draw(seed + 1, sum(others), scale=1e6)
+    alone = sequence_sum(values, torch.tensor(lengths))
+    together = sequence_sum(torch.cat([values, more]), torch.tensor(lengths + others))
+    assert torch.equal(together[: len(lengths)], alone)
+
+
+def test_a_sum_gives_every_token_its_sequence_gradient() -> None:
+    weights = torch.tensor([2.0, 5.0])
+    lengths = torch.tensor([1, 2], dtype=torch.int32)
+    assert gradient(lambda x: (sequence_sum(x, lengths) * weights).sum(), torch.ones(3)) == [2.0, 5.0, 5.0]
+
+
+@check
+@given(ragged_lengths, seeds)
+def test_padding_keeps_every_token_in_its_place(lengths: list[int], seed: int) -> None:
+    values = draw(seed, sum(lengths))
+    padded = to_padded(values, torch.tensor(lengths), fill=-7.0)
+    longest = max(lengths)
+    assert padded.tolist() == [row + [-7.0] * (longest - len(row)) for row in split(values, lengths)]
+
+
+@check
+@given(ragged_lengths, seeds)
+def test_unpadding_never_lets_padding_in(lengths: list[int], seed: int) -> None:
+    values = draw(seed, sum(lengths))
+    padded = to_padded(values, torch.tensor(lengths), fill=math.nan)
+    wider = torch.cat([padded, torch.full((len(lengths), 3), math.nan)], dim=1)
+    assert torch.equal(from_padded(padded, torch.tensor(lengths)), values)
+    assert torch.equal(from_padded(wider, torch.tensor(lengths)), values)
+
+
+def test_gradients_pass_through_padding_and_back() -> None:
+    lengths = torch.tensor([2, 1])
+    assert gradient(lambda x: (to_padded(x, lengths) * 3).sum(), torch.ones(3)) == [3.0, 3.0, 3.0]
+    padded = torch.ones(2, 2, requires_grad=True)
+    from_padded(padded, lengths).sum().backward()
+    assert padded.grad is not None
+    assert padded.grad.tolist() == [[1.0, 1.0], [1.0, 0.0]]
+
+
+@check
+@given(ragged_lengths)
+def test_the_last_token_is_the_one_before_the_next_sequence(lengths: list[int]) -> None:
+    index = last_token_index(torch.tensor(lengths, dtype=torch.int32))
+    assert index.dtype == torch.int64
+    assert index.tolist() == [sum(lengths[: i + 1]) - 1 for i in range(len(lengths))]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[2, 2], [3, 0], [4, -1], [], [[1, 2]], [1.0, 2.0], [True, True, True]],
+    ids=["too many", "empty sequence", "negative", "no sequence", "two-dimensional", "float", "bool"],
+)
+def test_lengths_that_do_not_describe_the_tokens_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(InvalidRequest):
+        sequence_sum(torch.zeros(3), torch.tensor(lengths))
+
+
+def test_a_padded_matrix_that_is_too_small_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="at least 3 columns"):
+        from_padded(torch.zeros(2, 2), torch.tensor([3, 1]))
+    with pytest.raises(InvalidRequest, match="2 rows"):
+        from_padded(torch.zeros(1, 3), torch.tensor([3, 1]))
+
+
+def test_shapes_that_would_broadcast_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="same length"):
+        check_flat(values=torch.zeros(3), mask=torch.zeros(1))
+    with pytest.raises(InvalidRequest, match="one-dimensional"):
+        check_flat(values=torch.zeros(3, 1), mask=torch.zeros(3, 1))

@@ -1,0 +1,143 @@
+"""Whitening and the watched numbers, against NumPy in float64."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from quartet.errors import InvalidRequest
+from quartet.ppo.ragged import from_padded, to_padded
+from quartet.ppo.statistics import explained_variance, masked_mean, repetition, whiten
+from tests.unit.ppo.batches import check, draw, draw_mask, ragged_lengths, seeds
+
+
+@check
+@given(st.integers(1, 60), seeds, st.booleans(), st.booleans())
+def test_whitening_follows_its_definition(tokens: int, seed: int, shift_mean: bool, masked: bool) -> None:
+    values = draw(seed, tokens, scale=3.0) + 2
+    mask = draw_mask(seed + 1, tokens) if masked else None
+    counts = [1.0] * tokens if mask is None else mask.tolist()
+    chosen = [v for v, counted in zip(values.tolist(), counts, strict=True) if counted]
+    mean = math.fsum(chosen) / len(chosen)
+    variance = math.fsum((v - mean) ** 2 for v in chosen) / len(chosen)
+    back = 0.0 if shift_mean else mean
+    expected = [(v - mean) / math.sqrt(variance + 1e-8) + back for v in values.tolist()]
+    assert whiten(values, shift_mean, mask).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@check
+@given(st.integers(20, 60), seeds)
+def test_whitened_advantages_have_mean_zero_and_rewards_keep_theirs(tokens: int, seed: int) -> None:
+    values = draw(seed, tokens, scale=3.0) + 2
+    advantages, rewards = whiten(values, shift_mean=True).numpy(), whiten(values, shift_mean=False).numpy()
+    assert np.mean(advantages, dtype=np.float64) == pytest.approx(0.0, abs=1e-6)
+    assert np.mean(rewards, dtype=np.float64) == pytest.approx(values.mean().item(), rel=1e-5)
+    assert np.std(advantages, dtype=np.float64) == pytest.approx(1.0, rel=1e-5)
+    assert np.std(rewards, dtype=np.float64) == pytest.approx(1.0, rel=1e-5)
+
+
+@check
+@given(ragged_lengths, seeds)
+def test_padding_never_enters_the_moments(lengths: list[int], seed: int) -> None:
+    values, sizes = draw(seed, sum(lengths)), torch.tensor(lengths)
+    padded = to_padded(values, sizes, fill=math.nan)
+    inside = to_padded(torch.ones_like(values), sizes)
+    whitened = whiten(padded.flatten(), True, inside.flatten()).view(padded.shape)
+    assert torch.equal(from_padded(whitened, sizes), whiten(values, True))
+    assert masked_mean(padded.flatten(), inside.flatten()).item() == pytest.approx(values.mean().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("values", [[3.0], [0.1] * 7, [1e6 + 0.5] * 1001], ids=["one token", "constant", "large"])
+def test_whitening_without_variance_gives_zeros_or_the_mean(values: list[float]) -> None:
+    tensor = torch.tensor(values)
+    assert whiten(tensor, shift_mean=True).tolist() == pytest.approx([0.0] * len(values), abs=1e-5)
+    assert whiten(tensor, shift_mean=False).tolist() == pytest.approx(tensor.tolist(), rel=1e-6)
+
+
+def test_whitening_with_an_empty_mask_leaves_the_values() -> None:
+    values = torch.tensor([1.0, 2.0])
+    assert torch.equal(whiten(values, True, torch.zeros(2)), values)
+
+
+def test_moments_do_not_lose_a_small_spread_around_a_large_mean() -> None:
+    values = torch.tensor([4096.0, 4096.5] * 50_000)
+    assert whiten(values, True)[:2].tolist() == pytest.approx([-1.0, 1.0], rel=1e-5)
+
+
+@check
+@given(st.integers(1, 30), seeds)
+def test_a_masked_mean_counts_chosen_tokens_only(tokens: int, seed: int) -> None:
+    values, mask = draw(seed, tokens), draw_mask(seed + 1, tokens)
+    chosen = values.numpy().astype(np.float64)[mask.numpy() == 1]
+    values[mask == 0] = math.nan
+    assert masked_mean(values, mask).item() == pytest.approx(chosen.sum() / chosen.size, rel=1e-5, abs=1e-6)
+    assert masked_mean(values, mask.bool()).item() == masked_mean(values, mask).item()
+
+
+def test_a_masked_mean_of_nothing_is_zero() -> None:
+    assert masked_mean(torch.tensor([1.0, math.nan]), torch.zeros(2)).item() == 0.0
+
+
+@check
+@given(st.integers(2, 60), seeds)
+def test_explained_variance_follows_its_definition(tokens: int, seed: int) -> None:
+    values, returns = draw(seed, tokens), draw(seed + 1, tokens)
+    v, r = values.numpy().astype(np.float64), returns.numpy().astype(np.float64)
+    residual = np.mean((r - v - (r - v).mean()) ** 2)
+    assert explained_variance(values, returns) == pytest.approx(1 - residual / np.mean((r - r.mean()) ** 2), rel=1e-6)
+
+
+def test_explained_variance_of_a_perfect_a_constant_and_an_opposite_critic() -> None:
+    returns = torch.tensor([1.0, 2.0, 3.0])
+    assert explained_variance(returns, returns) == 1.0
+    assert explained_variance(returns + 10, returns) == pytest.approx(1.0)
+    assert explained_variance(torch.full((3,), 9.0), returns) == pytest.approx(0.0)
+    assert explained_variance(-returns, returns) == pytest.approx(-3.0)
+
+
+@check
+@given(st.floats(-1e3, 1e3), st.integers(1, 2000))
+def test_explained_variance_of_equal_returns_is_zero(value: float, tokens: int) -> None:
+    # In float64 the rounded mean of equal numbers is often not that number, so their computed variance is not 0.
+    assert explained_variance(draw(0, tokens), torch.full((tokens,), value, dtype=torch.float64)) == 0.0
+
+
+def repeated_by_definition(ids: list[int], n: int) -> float:
+    if len(ids) < n + 1:
+        return 0.0
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return sum(grams[i] in grams[:i] for i in range(len(grams))) / len(grams)
+
+
+@check
+@given(st.lists(st.lists(st.integers(0, 2), max_size=15), min_size=1, max_size=6), st.integers(1, 4))
+def test_repetition_counts_ngrams_seen_before_in_the_same_response(responses: list[list[int]], n: int) -> None:
+    expected = sum(repeated_by_definition(ids, n) for ids in responses) / len(responses)
+    assert repetition(responses, n) == pytest.approx(expected)
+    assert repetition([np.array(ids, np.int32) for ids in responses], n) == pytest.approx(expected)
+
+
+def test_repetition_worked_by_hand() -> None:
+    assert repetition([[1, 1, 1, 1, 1]]) == pytest.approx(2 / 3)
+    assert repetition([[1, 2, 3, 1, 2, 3]]) == pytest.approx(1 / 4)
+    assert repetition([[1, 2, 3], [1, 2, 3]]) == 0.0
+    assert repetition([]) == 0.0
+
+
+def test_repetition_needs_an_ngram() -> None:
+    with pytest.raises(InvalidRequest):
+        repetition([[1, 2]], n=0)
+
+
+def test_shapes_that_would_broadcast_are_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        whiten(torch.zeros(3), True, torch.ones(1))
+    with pytest.raises(InvalidRequest):
+        masked_mean(torch.zeros(3), torch.ones(1))
+    with pytest.raises(InvalidRequest):
+        explained_variance(torch.zeros(3), torch.ones(1))
