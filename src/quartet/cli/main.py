@@ -92,9 +92,7 @@ def generate(
 
 @app.command()
 def doctor(
-    config: Annotated[
-        Optional[Path], typer.Argument(metavar="[CONFIG]", help="Say what this config needs, too.")
-    ] = None,  # noqa: UP045
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Say what this config needs, too.")] = None,
     overrides: Overrides = None,
 ) -> None:
     """What this machine offers: cores, GPUs, bf16, Redis, ports; and what a config needs."""

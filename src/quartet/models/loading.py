@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 
 from quartet.errors import ModelError
 from quartet.models.directories import replace_directory
+from quartet.models.quiet import quiet
 from quartet.models.value_head import HEAD_FILE, ValueModel
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -37,7 +39,10 @@ def load_tokenizer(model: str | Path) -> Any:
     """The tokenizer of a checkpoint directory or hub id. Raises ModelError."""
     _check_location(model)
     with _explained(model, "tokenizer"):
-        return transformers.AutoTokenizer.from_pretrained(str(model), **_SAFE)
+        kind: Any = transformers.AutoTokenizer
+        if _is_generic(Path(model)):
+            kind = transformers.PreTrainedTokenizerFast
+        return kind.from_pretrained(str(model), **_SAFE)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -118,8 +123,20 @@ def save_policy(model: Any, tokenizer: Any, directory: str | Path) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
 
-    with _explained(directory, "model directory, writing"), _quiet():
+    with _explained(directory, "model directory, writing"), quiet():
         replace_directory(Path(directory), write)
+
+
+def _is_generic(directory: Path) -> bool:
+    """Whether tokenizer.json says everything, by the directory's own word.
+
+    For some model types (qwen2 among them) AutoTokenizer does not take that word and builds the type's usual tokenizer around
+    whatever vocabulary is there: the same text then has other ids.
+    """
+    path = directory / "tokenizer_config.json"
+    if not path.is_file() or not (directory / "tokenizer.json").is_file():
+        return False
+    return json.loads(path.read_text()).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def _load_config(model: str | Path) -> Any:
@@ -131,7 +148,7 @@ def _load_config(model: str | Path) -> Any:
 def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) -> Any:
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
-    with _explained(model, "weights"), _quiet():
+    with _explained(model, "weights"), quiet():
         loaded, report = kind.from_pretrained(
             str(model), config=config, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True, **_SAFE
         )
@@ -209,18 +226,3 @@ def _explained(model: str | Path, part: str) -> Iterator[None]:
 def _first_line(error: BaseException) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
     return text if len(text) <= 200 else text[:200] + "..."
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and load reports: what matters of them is raised."""
-    logging: Any = transformers.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

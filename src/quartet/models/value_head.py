@@ -12,6 +12,7 @@ from torch import nn
 
 from quartet.errors import ModelError
 from quartet.models.directories import replace_directory
+from quartet.models.quiet import quiet
 
 HEAD_FILE = "value_head.safetensors"
 
@@ -73,7 +74,8 @@ class ValueModel(nn.Module):
     def save(self, directory: str | Path) -> None:
         """Writes the backbone in Hugging Face format and the head beside it, for ``load_critic``. Raises ModelError."""
         try:
-            replace_directory(Path(directory), self._write)
+            with quiet():
+                replace_directory(Path(directory), self._write)
         except OSError as error:
             raise ModelError(f"value model directory {directory}: cannot be written: {error}") from error
 

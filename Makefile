@@ -1,0 +1,61 @@
+# Quartet's commands. `make demo` and `make test` need nothing but Python 3.11+ and a way to install packages.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test check format proto acceptance clean
+.DEFAULT_GOAL := help
+
+help: ## Show the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than 3.11; run make PYTHON=python3.11 (or newer)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed ## Train a tiny model from nothing and show what changed
+	$(BIN)/quartet demo
+
+test: $(VENV)/.installed-dev ## Run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.installed-dev ## Lint, types, committed stubs, forbidden constructs
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && \
+		PYTHON=$(BIN)/python proto/generate.sh "$$scratch" && \
+		diff -r -x __init__.py -x __pycache__ "$$scratch/quartet/v1" src/quartet/v1 || \
+		{ echo "error: src/quartet/v1 differs from proto/; run make proto and commit" >&2; exit 1; }
+	@! grep -rnE '(^|[^a-z_])(import pickle|from pickle|pickle\.loads?\()|torch\.load\(|trust_remote_code"?[=:] *True' \
+		--include='*.py' src services examples || { echo "error: unsafe deserialisation" >&2; exit 1; }
+	@echo "check: fine"
+
+format: $(VENV)/.installed-dev ## Format the code
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+proto: $(VENV)/.installed-dev ## Regenerate src/quartet/v1 from proto/
+	PYTHON=$(BIN)/python proto/generate.sh
+
+acceptance: $(VENV)/.installed-dev ## The review run on real data (POSITIVE=... NEGATIVE=...), with its plot
+	@test -n "$(POSITIVE)" -a -n "$(NEGATIVE)" || \
+		{ echo "error: give two files of sentences: make acceptance POSITIVE=... NEGATIVE=..." >&2; exit 2; }
+	OMP_NUM_THREADS=2 $(BIN)/python examples/reviews/prepare.py "$(POSITIVE)" "$(NEGATIVE)" build/reviews
+	$(BIN)/quartet train configs/reviews.yaml --overwrite
+	$(BIN)/python examples/reviews/report.py runs/reviews
+
+clean: ## Remove what the commands made
+	rm -rf $(VENV) build runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

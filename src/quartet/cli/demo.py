@@ -1,0 +1,132 @@
+"""`quartet demo`: a tiny world, a PPO run on it, and what changed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from quartet.cli.runs import drop_run, run
+from quartet.config import Config, load_config
+from quartet.telemetry.run_files import RunFiles, read_metrics
+
+console = Console()
+SHOWN = 5
+"""Completions in the table."""
+SCORED = 64
+"""Completions behind the mean scores."""
+WINDOW = 10
+"""Steps at each end that are compared."""
+
+
+def demo(directory: Path, overrides: list[str]) -> None:
+    """Makes the world on first use, trains on it, and prints completions before and after."""
+    start = time.monotonic()
+    world = directory.absolute() / "demo-world"
+    _make_world(world)
+    settings = [
+        f"run.directory={directory.absolute()}",
+        f"data.prompts={world / 'prompts.jsonl'}",
+        f"actor.model={world / 'policy'}",
+        f"reward.model={world / 'reward'}",
+    ]
+    with resources.as_file(resources.files("quartet.demo") / "demo.yaml") as path:
+        config = load_config(path, [*settings, *overrides])
+    console.print(
+        f"training: {config.run.steps} steps of {config.rollout.prompts_per_step} responses, "
+        "four model services, Redis and an orchestrator",
+        highlight=False,
+    )
+    drop_run(config.run_directory)
+    run(config, overwrite=False)
+    files = RunFiles(config.run_directory)
+    _print_completions(config, files)
+    print_verdict(read_metrics(files.metrics))
+    console.print(
+        f"policy: {files.policy}\ntry it: quartet generate {files.policy} 'a quick lunch with friends :'\n"
+        f"whole demo: {time.monotonic() - start:.0f} s",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _make_world(world: Path) -> None:
+    # Torch takes every core unless told otherwise, and says so before it is first imported.
+    from quartet.demo.world import make_world
+
+    with console.status("making a tiny world: corpus, tokenizer, policy, reward model (first use only)"):
+        start = time.monotonic()
+        make_world(world)
+        if time.monotonic() - start > 1:
+            console.print(f"world: {world}, made in {time.monotonic() - start:.0f} s", highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A completion and its score."""
+
+    prompt: str
+    text: str
+    score: float
+
+
+def _scored_completions(config: Config, policy: str) -> list[Scored]:
+    from quartet.cli.generate import complete
+    from quartet.data import read_prompt_lines
+    from quartet.models.loading import load_reward_model
+    from quartet.models.scoring import sequence_scores
+    from quartet.types import SamplingParameters, TokenBatch
+
+    lines = read_prompt_lines(config.data.prompts)[:SCORED]
+    sampling = SamplingParameters(config.rollout.max_response_tokens, config.rollout.temperature)
+    completions = complete(policy, config.data.prompts, lines, sampling, seed=config.run.seed)
+    reward = load_reward_model(config.reward.model)
+    batch = TokenBatch.of([item.trajectory for item in completions])
+    scores = sequence_scores(reward, batch, config.reward.micro_batch_tokens)
+    return [Scored(item.prompt, item.text, float(score)) for item, score in zip(completions, scores, strict=True)]
+
+
+def _print_completions(config: Config, files: RunFiles) -> None:
+    before = _scored_completions(config, config.actor.model)
+    after = _scored_completions(config, str(files.policy))
+    table = Table(title="the same prompts, before and after", show_lines=True)
+    for title, style in (("prompt", ""), ("before", ""), ("score", "red"), ("after", ""), ("score", "green")):
+        table.add_column(title, style=style, overflow="fold", justify="right" if title == "score" else "left")
+    for old, new in zip(before[:SHOWN], after[:SHOWN], strict=True):
+        table.add_row(old.prompt, old.text.strip(), f"{old.score:+.2f}", new.text.strip(), f"{new.score:+.2f}")
+    table.add_section()
+    table.add_row(f"mean of {len(before)}", "", f"{_mean(before):+.2f}", "", f"{_mean(after):+.2f}", style="bold")
+    console.print(table)
+
+
+def _mean(completions: Sequence[Scored]) -> float:
+    return statistics.fmean(item.score for item in completions)
+
+
+def print_verdict(steps: Sequence[dict[str, float]]) -> None:
+    """Compares the run's first and last steps: the gain in mean reward, in standard deviations between responses."""
+    window = min(WINDOW, len(steps) // 2)
+    if not window:
+        return
+    first, last = steps[:window], steps[-window:]
+    gain = _mean_of(last, "reward_mean") - _mean_of(first, "reward_mean")
+    spread = math.sqrt(statistics.fmean(step["reward_std"] ** 2 for step in first))
+    console.print(
+        f"reward: {_mean_of(first, 'reward_mean'):+.2f} over the first {window} steps, "
+        f"{_mean_of(last, 'reward_mean'):+.2f} over the last: a gain of {gain:+.2f}, "
+        f"{gain / max(spread, 1e-9):.1f} standard deviations between responses; "
+        f"KL {_mean_of(last, 'kl_mean'):.1f} nats per response",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _mean_of(steps: Sequence[dict[str, float]], name: str) -> float:
+    return statistics.fmean(step[name] for step in steps)

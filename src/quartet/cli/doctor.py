@@ -1,0 +1,145 @@
+"""`quartet doctor`: what this machine offers, and what a config needs of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quartet import __version__
+from quartet.buffer.connection import connect
+from quartet.buffer.embedded import find_server
+from quartet.config import Config, load_config, redact_url
+from quartet.errors import QuartetError
+from quartet.preflight import check_inputs, looks_local
+from quartet.topology import cores, listen_address, threads_of
+from quartet.types import MODEL_ROLES, Role
+
+console = Console()
+
+OPTIMIZER_FACTOR = 4
+"""A trained fp32 parameter costs itself, its gradient and AdamW's two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at: whether it is as it should be, and what was seen."""
+
+    what: str
+    fine: bool
+    seen: str
+
+
+def doctor(config_path: Path | None, overrides: list[str]) -> bool:
+    """Prints the findings; True when nothing stands in the way."""
+    findings = list(_machine())
+    if config_path is not None:
+        findings += _needs(load_config(config_path, overrides))
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    for finding in findings:
+        mark = "[green]fine[/]" if finding.fine else "[red]mend[/]"
+        table.add_row(mark, finding.what, finding.seen)
+    console.print(table)
+    return all(finding.fine for finding in findings)
+
+
+def _machine() -> Iterator[Finding]:
+    import torch
+
+    yield Finding("quartet", True, f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}")
+    yield Finding("cores", True, f"{cores()} usable")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Finding("memory", True, f"{total / 2**30:.1f} GiB")
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    seen = ", ".join(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices)
+    yield Finding("GPUs", True, seen or "none: every service computes on the CPU")
+    yield Finding("bf16", True, _bf16(torch))
+    yield _redis_server()
+
+
+def _bf16(torch: Any) -> str:
+    """Times a matrix product in both types: what the processor has counts, not what torch accepts."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 4096 if device == "cuda" else 768
+
+    def seconds(dtype: Any) -> float:
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        best = float("inf")
+        for _ in range(4):
+            start = time.perf_counter()
+            matrix @ matrix
+            if device == "cuda":
+                torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    ratio = seconds(torch.float32) / seconds(torch.bfloat16)
+    verdict = "worth it" if ratio > 1.2 else "not worth it: use float32"
+    return f"matrix product {ratio:.1f} times the speed of float32 on this {device}; {verdict}"
+
+
+def _redis_server() -> Finding:
+    try:
+        server = find_server()
+        version = subprocess.run([str(server), "--version"], capture_output=True, text=True, timeout=10, check=True)
+    except (QuartetError, OSError, subprocess.SubprocessError) as error:
+        return Finding("embedded Redis", False, str(error))
+    return Finding("embedded Redis", True, f"{server} ({version.stdout.strip().split(' sha')[0]})")
+
+
+def _needs(config: Config) -> Iterator[Finding]:
+    import torch
+
+    try:
+        for note in check_inputs(config):
+            yield Finding("input", True, note)
+    except QuartetError as error:
+        yield Finding("input", False, str(error))
+    threads = 0
+    for role in MODEL_ROLES:
+        service = getattr(config.services, role)
+        if service.address is not None:
+            yield Finding(role, True, f"already runs at {service.address}")
+            continue
+        missing = [index for index in service.devices if index >= torch.cuda.device_count()]
+        where = f"CUDA {list(service.devices)}" if service.devices else f"CPU, {threads_of(config, role)} threads"
+        threads += 0 if service.devices else threads_of(config, role)
+        detail = f"{where}, listens on {listen_address(service)}{_memory(config, role)}"
+        yield Finding(role, not missing, f"{detail}; CUDA {missing} not there" if missing else detail)
+    if threads > max(cores(), len(MODEL_ROLES)):
+        yield Finding(
+            "threads", False, f"{threads} for {cores()} cores: every service will crawl; lower services.*.threads"
+        )
+    if config.buffer.url is not None:
+        yield _buffer(config.buffer.url)
+
+
+def _memory(config: Config, role: Role) -> str:
+    models = {
+        Role.ACTOR: config.actor.model,
+        Role.CRITIC: config.critic_model,
+        Role.REWARD: config.reward.model,
+        Role.REFERENCE: config.reference_model,
+    }
+    model = models[role]
+    if not looks_local(model):
+        return ""
+    weights = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
+    factor = OPTIMIZER_FACTOR if role in (Role.ACTOR, Role.CRITIC) else 1
+    return f", about {weights * factor / 2**20:.0f} MiB for weights" + (" and optimizer" if factor > 1 else "")
+
+
+def _buffer(url: str) -> Finding:
+    try:
+        connect(url).close()
+    except QuartetError as error:
+        return Finding("buffer", False, str(error))
+    return Finding("buffer", True, f"{redact_url(url)} answers")

@@ -1,0 +1,148 @@
+"""``examples/reviews/prepare.py`` as its user runs it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "reviews" / "prepare.py"
+FAST = [
+    "--vocabulary=300",
+    "--hidden=16",
+    "--layers=1",
+    "--heads=2",
+    "--policy-steps=3",
+    "--reward-steps=3",
+    "--samples=8",
+]
+Files = Callable[..., tuple[Path, Path, Path]]
+
+
+def sentences(words: str, seed: int) -> list[str]:
+    draw = random.Random(seed)
+    return [
+        f"the {draw.choice('plot cast score'.split())} of this {draw.choice(words.split())} film no {i}"
+        for i in range(100)
+    ]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    """Writes the two files, of good sentences where nothing else is given; (POSITIVE, NEGATIVE, OUT)."""
+
+    def write(positive: bytes | None = None, negative: bytes | None = None) -> tuple[Path, Path, Path]:
+        good, bad = "\n".join(sentences("fine warm", 0)), "\n".join(sentences("dull cold", 1))
+        (tmp_path / "positive.txt").write_bytes(good.encode() if positive is None else positive)
+        (tmp_path / "negative.txt").write_bytes(bad.encode() if negative is None else negative)
+        return tmp_path / "positive.txt", tmp_path / "negative.txt", tmp_path / "build" / "out"
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def prepare() -> ModuleType:
+    spec = spec_from_file_location("prepare_reviews", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_two_files_become_checkpoints_and_prompts(files: Files) -> None:
+    positive, negative, out = files()
+    done = subprocess.run(
+        [sys.executable, SCRIPT, positive, negative, out, *FAST], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "held-out" in done.stdout
+    assert sorted(path.name for path in out.iterdir()) == ["policy", "prompts.jsonl", "reward"]
+    assert list(out.parent.iterdir()) == [out]
+    tokenizer = AutoTokenizer.from_pretrained(out / "policy")
+    assert AutoModelForCausalLM.from_pretrained(out / "policy").config.eos_token_id == tokenizer.eos_token_id
+    assert AutoModelForSequenceClassification.from_pretrained(out / "reward").config.num_labels == 1
+    prompts = [json.loads(line)["text"] for line in (out / "prompts.jsonl").read_text().splitlines()]
+    assert set(prompts) == {" ".join(s.split()[:5]) for s in sentences("fine warm", 0) + sentences("dull cold", 1)}
+    assert len(prompts) == len(set(prompts))
+
+
+def test_an_earlier_result_is_replaced_by_the_same_bytes(
+    prepare: ModuleType, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*map(str, files()), *FAST]
+    out = Path(arguments[2])
+    assert prepare.main(arguments) == 0
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert prepare.main(arguments) == 0
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert "error" not in capsys.readouterr().err
+
+
+LINES = "\n".join(f"a film of some note no {i}" for i in range(100)).encode()
+
+
+@pytest.mark.parametrize(
+    ("positive", "negative", "message"),
+    [
+        (b"", None, "positive.txt: empty"),
+        (b"\n \n\n", None, "positive.txt: empty"),
+        (None, b"one sentence\n", "negative.txt: 1 sentences; expected at least 50"),
+        (None, LINES + b"\nmoti\xe9\nmore", "negative.txt:101: not UTF-8"),
+        (b"first\nsec\0ond\n" + LINES, None, "positive.txt:2: holds a NUL"),
+        (b"good\n" * 60, b"bad\n" * 60, "no sentence has more than 5 words"),
+        (b"good " * 400 + b"\n" + b"\n".join([b"xyzzy-" * 100] * 99), None, ""),
+    ],
+    ids=["empty", "blank", "too few", "not utf-8", "nul", "too short", "partly too long"],
+)
+def test_bad_input_is_one_line_and_exit_2_and_nothing_made(
+    prepare: ModuleType,
+    files: Files,
+    capsys: pytest.CaptureFixture[str],
+    positive: bytes | None,
+    negative: bytes | None,
+    message: str,
+) -> None:
+    arguments = [*map(str, files(positive, negative)), *FAST]
+    code = prepare.main(arguments)
+    error = capsys.readouterr().err
+    if not message:  # Long sentences are skipped while enough are left.
+        assert code == 0
+        return
+    assert code == 2
+    assert error.count("\n") == 1
+    assert message in error
+    assert not Path(arguments[2]).exists()
+
+
+def test_missing_and_unreadable_files_are_named(
+    prepare: ModuleType, files: Files, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    positive, negative, out = files()
+    assert prepare.main([str(tmp_path / "none.txt"), str(negative), str(out)]) == 2
+    assert "none.txt: no such file" in capsys.readouterr().err
+    assert prepare.main([str(positive), str(tmp_path), str(out)]) == 2
+    assert f"{tmp_path}: cannot be read: Is a directory" in capsys.readouterr().err
+    assert not out.parent.exists()
+
+
+def test_an_out_that_is_not_ours_is_left_alone(
+    prepare: ModuleType, files: Files, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    positive, negative, _ = files()
+    assert prepare.main([str(positive), str(negative), str(tmp_path)]) == 2
+    assert "which this program did not make" in capsys.readouterr().err
+    assert prepare.main([str(positive), str(negative), str(positive)]) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert prepare.main([str(positive), str(negative), str(positive / "under")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
+    assert positive.read_text().startswith("the ")

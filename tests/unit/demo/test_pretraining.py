@@ -1,0 +1,96 @@
+"""The training loops: they learn, and read sequences where they say."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from quartet.errors import InvalidRequest
+from quartet.models import pretraining
+from quartet.models.pretraining import Schedule, Shape
+
+SHAPE = Shape(hidden=32, layers=1, heads=2, positions=32)
+TEXTS = [f"{noun} is {word}" for noun in ("food", "wine", "room") for word in ("good", "fine", "bad", "poor")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return pretraining.train_tokenizer(TEXTS * 5, 300)
+
+
+def test_a_vocabulary_without_room_for_every_byte_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="at least 259"):
+        pretraining.train_tokenizer(TEXTS, 200)
+
+
+def test_a_language_model_learns_its_texts_and_to_stop(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = pretraining.train_causal_lm(
+        TEXTS, tokenizer, SHAPE, Schedule(steps=120, batch_sequences=12, learning_rate=1e-2, warmup_steps=5)
+    )
+    prompts = pretraining.encode(tokenizer, ["food", "wine", "room"] * 10, eos=False)
+    responses = pretraining.sample(model, prompts, 12)
+    texts = [tokenizer.decode(p + r[:-1]) for p, r in zip(prompts, responses, strict=True)]
+    assert sum(r[-1] == tokenizer.eos_token_id for r in responses) >= 28
+    assert sum(text in TEXTS for text in texts) >= 27
+    assert pretraining.sample(model, prompts, 12) == responses
+
+
+def test_a_reward_classifier_separates_its_labels(tokenizer: PreTrainedTokenizerFast) -> None:
+    labels = [float(text.endswith(("good", "fine"))) for text in TEXTS]
+    model = pretraining.train_reward_classifier(
+        TEXTS, labels, tokenizer, SHAPE, Schedule(steps=80, batch_sequences=12, learning_rate=1e-2, warmup_steps=5)
+    )
+    logits = pretraining.score_all(model, pretraining.encode(tokenizer, TEXTS, eos=True))
+    assert torch.equal(logits > 0, torch.tensor(labels) > 0.5)
+
+
+def test_a_preference_model_ranks_its_pairs_about_zero(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = {text: row for text, row in zip(TEXTS, pretraining.encode(tokenizer, TEXTS, eos=True), strict=True)}
+    pairs = [(ids[f"{noun} is good"], ids[f"{noun} is bad"]) for noun in ("food", "wine", "room")]
+    model = pretraining.train_preference_model(
+        pairs, tokenizer, SHAPE, Schedule(steps=60, learning_rate=1e-2, warmup_steps=5), centring=0.1
+    )
+    chosen, rejected = (pretraining.score_all(model, [pair[side] for pair in pairs]) for side in (0, 1))
+    assert (chosen > rejected + 1).all()
+    assert abs(float((chosen + rejected).mean())) < 0.5
+
+
+def test_scores_are_those_of_the_model_at_the_last_token_whatever_the_padding(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    rows = pretraining.encode(tokenizer, ["food", "the room is good"], eos=True)
+    model = pretraining.train_reward_classifier(rows, [0.0, 1.0], tokenizer, SHAPE, Schedule(steps=2))
+    together = pretraining.score_all(model, rows)
+    alone = [float(model(input_ids=torch.tensor([row])).logits) for row in rows]
+    assert together.tolist() == pytest.approx(alone, abs=1e-5)
+
+
+def test_the_learning_rate_warms_up_then_falls() -> None:
+    schedule = Schedule(steps=100, warmup_steps=10)
+    factors = [schedule.factor(step) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == factors[9] == 1.0
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert factors[-1] < 0.05
+
+
+def test_batches_cover_every_row_once_an_epoch() -> None:
+    lengths = [random.Random(0).randint(2, 30) for _ in range(50)]
+    batches = pretraining._batches(lengths, 8, random.Random(0))
+    rows = [row for batch in [next(batches) for _ in range(7)] for row in batch]
+    assert sorted(rows) == list(range(50))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "message"),
+    [([], "nothing to train on"), ([[5] * 33], "33 tokens; expected 2 to 32"), (["food", [5, 6]], "found both")],
+    ids=["none", "too long", "mixed"],
+)
+def test_unusable_sequences_are_refused(
+    tokenizer: PreTrainedTokenizerFast, sequences: list[list[int]], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        pretraining.train_causal_lm(sequences, tokenizer, SHAPE, Schedule(steps=1))

@@ -1,0 +1,148 @@
+"""A miniature of the demo's world: loadable, reproducible to the byte, whole or made again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from quartet.demo.world import Recipe, World, make_world
+from quartet.errors import ConfigError
+from quartet.models.pretraining import Progress, Schedule, Shape
+
+MINIATURE = Recipe(
+    vocabulary=300,
+    shape=Shape(hidden=16, layers=1, heads=2, positions=256),
+    reviews=64,
+    preferences=32,
+    policy=Schedule(steps=4, batch_sequences=8),
+    reward=Schedule(steps=3, batch_sequences=8),
+)
+
+
+def miniature(directory: Path, seed: int = 0) -> tuple[World, list[Progress]]:
+    """The world and the progress its making reported: none when it was reused."""
+    progress: list[Progress] = []
+    return make_world(directory, seed=seed, progress=progress.append, recipe=MINIATURE), progress
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return miniature(tmp_path_factory.mktemp("made") / "world")[0]
+
+
+def test_checkpoints_load_with_the_auto_classes(world: World) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(world.policy)
+    policy = AutoModelForCausalLM.from_pretrained(world.policy)
+    reward = AutoModelForSequenceClassification.from_pretrained(world.reward)
+    assert policy.config.vocab_size == reward.config.vocab_size == len(tokenizer)
+    assert reward.config.num_labels == 1
+    for config in (policy.config, reward.config):
+        assert config.pad_token_id == tokenizer.pad_token_id
+        assert config.eos_token_id == tokenizer.eos_token_id
+        assert config.pad_token_id != config.eos_token_id
+    ids = tokenizer("a quick lunch with friends :", return_tensors="pt").input_ids
+    assert torch.isfinite(policy(ids).logits).all()
+    assert reward(ids).logits.shape == (1, 1)
+
+
+def test_both_checkpoints_carry_the_same_tokenizer_which_adds_no_special_tokens(world: World) -> None:
+    assert (world.policy / "tokenizer.json").read_bytes() == (world.reward / "tokenizer.json").read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(world.policy)
+    text = "a quick lunch, naïve – 日本 :"
+    ids = tokenizer(text).input_ids
+    assert not set(ids) & set(tokenizer.all_special_ids)
+    assert tokenizer.decode(ids) == text
+
+
+def test_prompts_are_json_lines_of_text(world: World) -> None:
+    lines = [json.loads(line) for line in world.prompts.read_text().splitlines()]
+    assert len(lines) >= 200
+    assert all(set(line) == {"text"} and line["text"].strip() for line in lines)
+
+
+def test_progress_counts_every_step_of_both_stages(tmp_path: Path) -> None:
+    _, progress = miniature(tmp_path / "world")
+    assert [(p.stage, p.step, p.steps) for p in progress] == [
+        *(("policy", step, 4) for step in (1, 2, 3, 4)),
+        *(("reward", step, 3) for step in (1, 2, 3)),
+    ]
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(world: World, tmp_path: Path) -> None:
+    torch.manual_seed(12345)  # The caller's random state is of no account,
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # nor is the number of threads.
+    try:
+        again, _ = miniature(tmp_path / "again")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    other, _ = miniature(tmp_path / "other", seed=1)
+    for piece in ("policy", "reward"):
+        weights = [(getattr(w, piece) / "model.safetensors").read_bytes() for w in (world, again, other)]
+        assert weights[0] == weights[1]
+        assert weights[0] != weights[2]
+
+
+def test_making_a_world_leaves_the_callers_random_state_alone(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    miniature(tmp_path / "world")
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_complete_world_is_reused(tmp_path: Path) -> None:
+    first, _ = miniature(tmp_path / "world")
+    stamp = (first.policy / "model.safetensors").stat().st_mtime_ns
+    again, progress = miniature(tmp_path / "world")
+    assert again == first
+    assert progress == []
+    assert (first.policy / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("lost", ["world.json", "prompts.jsonl", "reward/model.safetensors", "policy/config.json"])
+def test_a_world_that_lacks_a_file_is_made_again(tmp_path: Path, lost: str) -> None:
+    world, _ = miniature(tmp_path / "world")
+    expected = (world.reward / "model.safetensors").read_bytes()
+    (tmp_path / "world" / lost).unlink()
+    _, progress = miniature(tmp_path / "world")
+    assert progress
+    assert (tmp_path / "world" / lost).exists()
+    assert (world.reward / "model.safetensors").read_bytes() == expected
+
+
+def test_a_world_with_a_truncated_checkpoint_is_made_again(tmp_path: Path) -> None:
+    world, _ = miniature(tmp_path / "world")
+    weights = world.policy / "model.safetensors"
+    expected = weights.read_bytes()
+    weights.write_bytes(expected[:100])
+    assert miniature(tmp_path / "world")[1]
+    assert weights.read_bytes() == expected
+
+
+def test_a_world_of_another_seed_is_replaced(tmp_path: Path) -> None:
+    miniature(tmp_path / "world")
+    assert miniature(tmp_path / "world", seed=1)[1]
+    assert not miniature(tmp_path / "world", seed=1)[1]
+
+
+def test_an_interrupted_making_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.stage == "reward":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_world(tmp_path / "world", progress=interrupt, recipe=MINIATURE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_no_world_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ConfigError, match=r"thesis\.txt"):
+        miniature(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
