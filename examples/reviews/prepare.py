@@ -7,7 +7,10 @@ logit, above 0 for favourable) and OUT/prompts.jsonl (the first five words of ea
 Hugging Face format with their tokenizer.
 
 The policy learns only from sentences of at most 48 tokens: a longer one could not end within a response of 48 tokens,
-and PPO would see it cut off. The reward model learns from all that fit its 128 positions, a tenth held out to measure it.
+and PPO would see it cut off. The reward model starts from the policy's weights and learns the labels of all sentences
+that fit its 128 positions but for a tenth, held out to measure it (the policy has seen their text, not their labels). It
+is trained past the best calibration on purpose: its final norm bounds the logit, and a short training bounds it so low
+(about 2.5) that PPO has nowhere to go.
 """
 
 from __future__ import annotations
@@ -82,7 +85,7 @@ def parse(arguments: list[str] | None) -> Options:
         "layers": (2, 1, "layers of both models"),
         "heads": (4, 1, "attention heads of both models"),
         "policy-steps": (1300, 1, "training steps of the policy"),
-        "reward-steps": (450, 1, "training steps of the reward model"),
+        "reward-steps": (900, 1, "training steps of the reward model"),
         "samples": (1000, 1, "policy samples to measure"),
     }
     for name, (default, least, text) in defaults.items():
@@ -105,10 +108,11 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 def check_out(out: Path) -> None:
     """Raises DataError where OUT holds anything but the result of an earlier run, which is replaced."""
+    for place in (out, *out.parents):
+        if place.exists() and not place.is_dir():
+            raise DataError(f"{place}: is a file, expected a directory")
     if not out.exists():
         return
-    if not out.is_dir():
-        raise DataError(f"{out}: is a file, expected a directory to make")
     strangers = sorted({entry.name for entry in out.iterdir()} - MADE)
     if strangers:
         raise DataError(f"{out}: holds {strangers[0]!r}, which this program did not make; give an empty directory")
@@ -186,7 +190,8 @@ def prepare(options: Options, positive: list[str], negative: list[str], director
         [label for _, label in training],
         tokenizer,
         shape,
-        pretraining.Schedule(options.reward_steps, learning_rate=1e-3),
+        pretraining.Schedule(options.reward_steps, learning_rate=2e-3),
+        body=policy,
         seed=options.seed,
         progress=_reporter(),
     )

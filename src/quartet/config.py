@@ -334,7 +334,9 @@ class Config(Section):
 
 def redact_url(url: str) -> str:
     """The url with its password, if any, replaced by stars."""
-    return re.sub(r"(?<=:)[^:/@]+(?=@)", "***", url)
+    # Up to the last @: a password that nobody escaped may hold any of ":/@".
+    url = re.sub(r"(?<=://)([^:@]*):.*(?=@)", r"\1:***", url)
+    return re.sub(r"(?<=[?&]password=)[^&]*", "***", url)
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
@@ -344,8 +346,10 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path}: cannot be read ({_reason(error)}); give the path of a YAML file") from None
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        places = _key_places(yaml.compose(text, Loader=yaml.SafeLoader), str(path))
         tree = yaml.safe_load(text)
+    except RecursionError:
+        raise ConfigError(f"config {path}: nested too deeply; expected a mapping of sections") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -353,37 +357,38 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"config {where}: not YAML ({problem})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config {path}: expected a mapping of sections (run, data, actor, reward, ...)")
-    lines = _key_lines(node)
     for override in overrides or []:
-        _apply_override(tree, override)
-    return parse_config(tree, source=str(path), lines=lines)
+        places[_apply_override(tree, override)] = "--set "
+    return parse_config(tree, source=str(path), places=places)
 
 
-def parse_config(tree: dict[str, Any], source: str, lines: dict[tuple[str, ...], int] | None = None) -> Config:
-    """Checks a tree of plain values. Raises ConfigError naming every wrong key."""
+def parse_config(tree: dict[str, Any], source: str, places: dict[tuple[str, ...], str] | None = None) -> Config:
+    """Checks a tree of plain values; ``places`` says where a key stands. Raises ConfigError naming every wrong key."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        problems = [_describe(dict(item), source, lines or {}) for item in error.errors()]
+        problems = [_describe(dict(item), source, places or {}) for item in error.errors()]
         raise ConfigError("; ".join(problems)) from None
 
 
-def _describe(item: dict[str, Any], source: str, lines: dict[tuple[str, ...], int]) -> str:
+def _describe(item: dict[str, Any], source: str, places: dict[tuple[str, ...], str]) -> str:
     location = tuple(str(part) for part in item["loc"])
-    line = lines.get(location)
-    where = f"{source}:{line}" if line else source
+    # An element of a list, or a key that is missing, stands where its parent does.
+    known_places = (places[location[:end]] for end in range(len(location), 0, -1) if location[:end] in places)
+    where = next(known_places, f"config {source}: ")
     key = ".".join(location)
     if item["type"] == "extra_forbidden":
         known = _keys_beside(location)
         close = difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
-        return f"config {where}: {key}: unknown key; {hint}"
+        return f"{where}{key}: unknown key; {hint}"
     if item["type"] == "missing":
-        return f"config {source}: {key}: missing; it has no default"
+        return f"{where}{key}: missing; it has no default"
     message = item["msg"].removeprefix("Value error, ")
     if not key:
-        return f"config {where}: {message}"
-    return f"config {where}: {key}: {message}, not {item['input']!r}"
+        return f"{where}{message}"
+    found = redact_url(item["input"]) if isinstance(item["input"], str) else item["input"]
+    return f"{where}{key}: {message}, not {found!r}"
 
 
 def _keys_beside(location: tuple[str, ...]) -> list[str]:
@@ -396,18 +401,21 @@ def _keys_beside(location: tuple[str, ...]) -> list[str]:
     return list(section.model_fields)
 
 
-def _key_lines(node: yaml.Node | None, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:
+def _key_places(node: yaml.Node | None, source: str, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
     if not isinstance(node, yaml.MappingNode):
         return {}
-    found: dict[tuple[str, ...], int] = {}
+    found: dict[tuple[str, ...], str] = {}
     for key, value in node.value:
-        path = (*prefix, str(key.value))
-        found[path] = key.start_mark.line + 1
-        found |= _key_lines(value, path)
+        path, place = (*prefix, str(key.value)), f"config {source}:{key.start_mark.line + 1}: "
+        if path in found:
+            raise ConfigError(f"{place}{'.'.join(path)}: stands twice; expected each key once, remove one")
+        found[path] = place
+        found |= _key_places(value, source, path)
     return found
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, ...]:
+    """Sets the key, and gives its path."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -427,6 +435,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {override}: {part} is a value, not a section")
         here = cast("dict[str, Any]", here[part])
     here[parts[-1]] = value
+    return tuple(parts)
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:

@@ -72,6 +72,8 @@ def _parse(raw: bytes, where: str, number: int) -> PromptLine:
     if text is not None:
         if not isinstance(text, str) or not text:
             raise DataError(f"{where}: text is {'empty' if text == '' else 'not a string'}; {EXPECTED}")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise DataError(f"{where}: text holds half of a character (a lone surrogate); {EXPECTED}")
         return PromptLine(number, text, None)
     whole = isinstance(token_ids, list) and all(type(token) is int and 0 <= token < 2**31 for token in token_ids)
     if not whole or not token_ids:

@@ -11,12 +11,13 @@ from quartet.types import SavedFile
 
 
 def confined(root: Path, relative: str) -> Path:
-    """``root / relative``. Raises InvalidRequest when that would lie outside the root, also through links."""
+    """``root / relative``. Raises InvalidRequest unless that lies below the root, also through links."""
     path = PurePosixPath(relative)
-    if not relative or path.is_absolute() or ".." in path.parts or "\\" in relative or "\0" in relative:
+    # The root itself is refused too: what is saved there would take the place of the whole run.
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\\" in relative or "\0" in relative:
         raise InvalidRequest(f"directory {relative!r}: expected a path below the run's directory, such as policy")
     target = root / path
-    if not target.resolve().is_relative_to(root.resolve()):
+    if root.resolve() not in target.resolve().parents:
         raise InvalidRequest(f"directory {relative!r}: leaves the run's directory")
     return target
 

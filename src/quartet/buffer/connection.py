@@ -23,8 +23,12 @@ def connect(url: str) -> Redis:
         client: Redis = redis.Redis.from_url(
             url, socket_connect_timeout=CONNECT_TIMEOUT, socket_timeout=COMMAND_TIMEOUT, health_check_interval=30
         )
-    except ValueError as error:
-        raise ConfigError(f"buffer.url {redact_url(url)}: {error}") from None
+    except ValueError:
+        # Its text may quote a part of the password.
+        raise ConfigError(
+            f"buffer.url {redact_url(url)}: malformed; expected redis://HOST:PORT/DB, rediss://… or unix:///PATH, "
+            "special characters of a password escaped as %XX"
+        ) from None
     with translated(url):
         client.ping()
     return client

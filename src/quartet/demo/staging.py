@@ -25,6 +25,11 @@ def staged_directory(target: Path) -> Iterator[Path]:
         yield staging
         if target.exists():
             os.rename(target, replaced)
-        os.rename(staging, target)
+        try:
+            os.rename(staging, target)
+        except OSError:
+            if replaced.exists():
+                os.rename(replaced, target)
+            raise
     finally:
         shutil.rmtree(workplace, ignore_errors=True)

@@ -46,23 +46,29 @@ def test_the_best_response_lies_three_standard_deviations_above_the_mean() -> No
     assert corpus.CLAUSES - statistics.mean(counts) > 3 * statistics.stdev(counts)
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "",
-        " the soup was superb .",
-        " the soup was superb , the fish was great , the wine was sad , our waiter was bad , the room was fair ,",
-        " the fish was great , the soup was superb , the wine was sad , our waiter was bad , the room was fair , the bill was fair .",
-        " the soup was salty , the fish was great , the wine was sad , our waiter was bad , the room was fair , the bill was fair .",
-    ],
-    ids=["empty", "one clause", "broken off", "out of order", "unknown word"],
+COMPLETE = (
+    " the soup was superb",
+    "the fish was great",
+    "the wine was sad",
+    "our waiter was bad",
+    "the room was fair",
+    "the bill was poor .",
 )
-def test_a_response_that_is_not_complete_is_not_well_formed(response: str) -> None:
-    assert not corpus.is_well_formed(response)
+
+
+def test_completeness_asks_for_every_aspect_in_order_and_an_end() -> None:
+    complete = " , ".join(COMPLETE)
+    assert corpus.is_well_formed(complete)
+    assert not corpus.is_well_formed("")
+    assert not corpus.is_well_formed(" the soup was superb .")
+    assert not corpus.is_well_formed(complete.removesuffix(" ."))
+    assert not corpus.is_well_formed(complete.replace("superb", "salty"))
+    assert not corpus.is_well_formed(complete.replace("fish", "wine"))
+    assert not corpus.is_well_formed(complete.replace(" .", " , the staff was great ."))
 
 
 def test_the_judge_prefers_more_favourable_clauses_but_errs() -> None:
-    pairs = [p for p in corpus.preferences(3000, seed=2, unfinished_share=0.0)]
+    pairs = corpus.preferences(3000, seed=2, unfinished_share=0.0)
     differences = [corpus.favourable_clauses(p.chosen) - corpus.favourable_clauses(p.rejected) for p in pairs]
     ones = [difference for difference in differences if abs(difference) == 1]
     assert sum(difference > 0 for difference in ones) / len(ones) == pytest.approx(0.731, abs=0.05)  # sigmoid(1)

@@ -48,7 +48,7 @@ def test_a_reward_classifier_separates_its_labels(tokenizer: PreTrainedTokenizer
 
 
 def test_a_preference_model_ranks_its_pairs_about_zero(tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = {text: row for text, row in zip(TEXTS, pretraining.encode(tokenizer, TEXTS, eos=True), strict=True)}
+    ids = dict(zip(TEXTS, pretraining.encode(tokenizer, TEXTS, eos=True), strict=True))
     pairs = [(ids[f"{noun} is good"], ids[f"{noun} is bad"]) for noun in ("food", "wine", "room")]
     model = pretraining.train_preference_model(
         pairs, tokenizer, SHAPE, Schedule(steps=60, learning_rate=1e-2, warmup_steps=5), centring=0.1
@@ -64,7 +64,7 @@ def test_scores_are_those_of_the_model_at_the_last_token_whatever_the_padding(
     rows = pretraining.encode(tokenizer, ["food", "the room is good"], eos=True)
     model = pretraining.train_reward_classifier(rows, [0.0, 1.0], tokenizer, SHAPE, Schedule(steps=2))
     together = pretraining.score_all(model, rows)
-    alone = [float(model(input_ids=torch.tensor([row])).logits) for row in rows]
+    alone = [model(input_ids=torch.tensor([row])).logits.item() for row in rows]
     assert together.tolist() == pytest.approx(alone, abs=1e-5)
 
 

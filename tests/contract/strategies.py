@@ -1,0 +1,120 @@
+"""Random values of the types that travel: hypothesis strategies."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import settings
+
+from quartet.types import (
+    Experience,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    OptimizationSettings,
+    PolicyLossSettings,
+    Role,
+    SamplingParameters,
+    ServiceStatus,
+    TokenBatch,
+    Trajectory,
+    TrajectoryId,
+    ValueLossSettings,
+)
+
+check = settings(max_examples=60, deadline=None, derandomize=True)
+
+names = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
+uint32 = st.integers(0, 2**32 - 1)
+uint64 = st.integers(0, 2**64 - 1)
+float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+positive32 = st.floats(2.0**-40, 2.0**40, width=32)
+doubles = st.floats(0, 1e300, allow_nan=False)
+lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6)
+
+
+def ints(size: int) -> st.SearchStrategy[IntArray]:
+    values = st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size)
+    return values.map(lambda found: np.array(found, np.int32))
+
+
+def floats(size: int) -> st.SearchStrategy[FloatArray]:
+    return st.lists(float32, min_size=size, max_size=size).map(lambda found: np.array(found, np.float32))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> TokenBatch:
+    pairs = draw(lengths)
+    prompts, responses = (np.array(column, np.int32) for column in zip(*pairs, strict=True))
+    return TokenBatch(draw(ints(int(prompts.sum() + responses.sum()))), prompts, responses)
+
+
+ids = st.builds(TrajectoryId, names, uint64, uint64, uint32)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    response = draw(st.integers(1, 12))
+    return Trajectory(
+        draw(ids),
+        draw(uint64),
+        draw(ints(draw(st.integers(1, 12)))),
+        draw(ints(response)),
+        draw(floats(response)),
+        draw(st.sampled_from(FinishReason)),
+    )
+
+
+@st.composite
+def experiences(draw: st.DrawFn) -> Experience:
+    batch = draw(batches())
+    tokens = int(batch.response_lengths.sum())
+    return Experience(
+        draw(names),
+        draw(uint64),
+        draw(uint64),
+        tuple(draw(st.lists(names, min_size=len(batch), max_size=len(batch)))),
+        batch,
+        draw(floats(len(batch))),
+        *(draw(floats(tokens)) for _ in range(6)),
+    )
+
+
+statuses = st.builds(
+    ServiceStatus,
+    role=st.sampled_from(Role),
+    model=names,
+    device=names,
+    dtype=names,
+    parameters=uint64,
+    policy_version=uint64,
+    tokenizer_fingerprint=names,
+    vocabulary_size=uint64,
+    run=names,
+    step=uint64,
+    threads=uint32,
+    busy_seconds=st.dictionaries(names, doubles, max_size=4),
+)
+samplings = st.builds(
+    SamplingParameters,
+    st.integers(1, 2**32 - 1),
+    st.one_of(st.just(0.0), positive32),
+    st.floats(2.0**-20, 1, width=32),
+    uint32,
+    st.booleans(),
+)
+optimizations = st.builds(
+    OptimizationSettings, st.integers(1, 2**32 - 1), st.integers(1, 2**32 - 1), doubles, doubles, uint64
+)
+non_negative32 = st.floats(0, 2.0**40, width=32)
+policy_losses = st.builds(
+    PolicyLossSettings,
+    temperature=positive32,
+    clip_low=non_negative32,
+    clip_high=non_negative32,
+    dual_clip=st.one_of(st.just(0.0), st.floats(1.5, 100, width=32)),
+    entropy_bonus=non_negative32,
+    kl_loss=st.sampled_from(["none", "k2", "k3"]),
+    kl_loss_coefficient=non_negative32,
+)
+value_losses = st.builds(ValueLossSettings, non_negative32)

@@ -1,0 +1,325 @@
+"""What travels arrives as it left, and what is malformed is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from quartet import codec
+from quartet.errors import InvalidRequest
+from quartet.types import (
+    Experience,
+    FinishReason,
+    OptimizationSettings,
+    PolicyLossSettings,
+    SamplingParameters,
+    SavedFile,
+    SaveKind,
+    ServiceStatus,
+    TokenBatch,
+    Trajectory,
+    TrajectoryId,
+    ValueLossSettings,
+)
+from quartet.v1 import actor_pb2, critic_pb2, experience_pb2, status_pb2, tensor_pb2, trajectory_pb2, update_pb2
+from tests.contract import strategies
+from tests.contract.strategies import check
+
+FLOAT, INT = tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_INT32
+
+
+def same(left: Any, right: Any) -> None:
+    """Equal field by field; arrays by dtype and bits."""
+    if isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype
+        assert left.tobytes() == right.tobytes()
+    elif dataclasses.is_dataclass(left):
+        assert type(left) is type(right)
+        for field in dataclasses.fields(left):
+            same(getattr(left, field.name), getattr(right, field.name))
+    else:
+        assert left == right
+        assert type(left) is type(right)
+
+
+@check
+@given(strategies.batches())
+def test_ragged_batches_arrive(batch: TokenBatch) -> None:
+    same(codec.batch_from_proto(codec.batch_to_proto(batch)), batch)
+
+
+@check
+@given(strategies.batches())
+def test_no_padding_crosses_the_wire(batch: TokenBatch) -> None:
+    message = codec.batch_to_proto(batch)
+    assert len(message.token_ids.data) == 4 * int(batch.lengths.sum())
+    assert message.token_ids.data == b"".join(sequence.astype("<i4").tobytes() for sequence in batch.sequences())
+    # Besides ids and lengths, a batch costs no more than a few bytes of headers.
+    assert message.ByteSize() <= 4 * (int(batch.lengths.sum()) + 2 * len(batch)) + 64
+
+
+@check
+@given(strategies.trajectories())
+def test_trajectories_arrive(trajectory: Trajectory) -> None:
+    same(codec.trajectory_from_bytes(codec.trajectory_to_bytes(trajectory)), trajectory)
+
+
+@check
+@given(strategies.experiences())
+def test_experience_arrives(experience: Experience) -> None:
+    same(codec.experience_from_bytes(codec.experience_to_bytes(experience)), experience)
+
+
+@check
+@given(strategies.statuses)
+def test_statuses_arrive(status: ServiceStatus) -> None:
+    same(codec.status_from_proto(codec.status_to_proto(status)), status)
+
+
+@check
+@given(strategies.samplings)
+def test_sampling_parameters_arrive(sampling: SamplingParameters) -> None:
+    same(codec.sampling_from_proto(codec.sampling_to_proto(sampling)), sampling)
+
+
+@check
+@given(strategies.optimizations)
+def test_optimization_settings_arrive(settings: OptimizationSettings) -> None:
+    same(codec.optimization_from_proto(codec.optimization_to_proto(settings)), settings)
+
+
+@check
+@given(strategies.policy_losses)
+def test_policy_loss_settings_arrive(loss: PolicyLossSettings) -> None:
+    same(codec.policy_loss_from_proto(codec.policy_loss_to_proto(loss)), loss)
+
+
+@check
+@given(strategies.value_losses)
+def test_value_loss_settings_arrive(loss: ValueLossSettings) -> None:
+    same(codec.value_loss_from_proto(codec.value_loss_to_proto(loss)), loss)
+
+
+@pytest.mark.parametrize("kind", list(SaveKind))
+def test_save_kinds_arrive(kind: SaveKind) -> None:
+    assert codec.save_kind_from_proto(codec.save_kind_to_proto(kind)) is kind
+
+
+def test_saved_files_arrive() -> None:
+    file = SavedFile("policy/model.safetensors", 2**40, "ab" * 32)
+    same(codec.saved_file_from_proto(codec.saved_file_to_proto(file)), file)
+
+
+def test_tensors_are_little_endian_and_keep_their_shape_whatever_their_memory_looks_like() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for layout in (array, np.asfortranarray(array), array.astype(">f4"), np.repeat(array, 2, axis=1)[:, ::2]):
+        message = codec.tensor_to_proto(layout)
+        assert list(message.shape) == [2, 3]
+        assert message.data == array.astype("<f4").tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint32, np.float16, np.bool_])
+def test_other_dtypes_do_not_leave(dtype: type) -> None:
+    with pytest.raises(InvalidRequest, match="expected float32 or int32"):
+        codec.tensor_to_proto(np.zeros(1, dtype))
+
+
+def tensor(dtype: int, shape: list[int], data: bytes) -> tensor_pb2.Tensor:
+    return tensor_pb2.Tensor(dtype=dtype, shape=shape, data=data)  # type: ignore[arg-type]
+
+
+MALFORMED = {
+    "another dtype": (tensor(FLOAT, [1], b"\0" * 4), "expected dtype int32, got float32"),
+    "no dtype": (tensor(0, [1], b"\0" * 4), "expected dtype int32, got none"),
+    "an unknown dtype": (tensor(77, [1], b"\0" * 4), "expected dtype int32, got none"),
+    "too few bytes": (tensor(INT, [2], b"\0" * 7), r"shape \[2\] of int32 needs 8 bytes, got 7"),
+    "too many bytes": (tensor(INT, [2], b"\0" * 12), r"shape \[2\] of int32 needs 8 bytes, got 12"),
+    "a huge shape with few bytes": (tensor(INT, [2**62], b"\0" * 4), "needs 18446744073709551616 bytes, got 4"),
+    "a negative extent": (tensor(INT, [-1], b""), r"expected one dimension, got shape \[-1\]"),
+    "two dimensions": (tensor(INT, [1, 1], b"\0" * 4), r"expected one dimension, got shape \[1, 1\]"),
+    "a million dimensions": (tensor(INT, [1] * 1000, b"\0" * 4), "expected one dimension"),
+    "no dimension": (tensor(INT, [], b"\0" * 4), r"expected one dimension, got shape \[\]"),
+    "nothing": (tensor_pb2.Tensor(), "expected dtype int32, got none"),
+    "another length": (tensor(INT, [3], b"\0" * 12), "expected 2 elements, got 3"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_tensor_is_refused_by_the_name_of_its_field(name: str) -> None:
+    message, expected = MALFORMED[name]
+    with pytest.raises(InvalidRequest, match=f"^prompt_lengths: .*{expected}"):
+        codec.ints_from_proto(message, "prompt_lengths", 2)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
+    with pytest.raises(InvalidRequest, match="^log_probs: found NaN or infinity"):
+        codec.floats_from_proto(codec.tensor_to_proto(np.array([0, value], np.float32)), "log_probs")
+
+
+@check
+@given(st.integers(0, 3), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3), st.binary(max_size=40))
+def test_any_tensor_is_read_or_refused_and_never_anything_else(dtype: int, shape: list[int], data: bytes) -> None:
+    message = tensor(dtype, shape, data)
+    for read, size in ((codec.ints_from_proto, 4), (codec.floats_from_proto, 4)):
+        try:
+            found = read(message, "field")
+        except InvalidRequest:
+            continue
+        assert [len(found)] == shape
+        assert found.nbytes == len(data) == size * shape[0]
+
+
+def small_trajectory() -> Trajectory:
+    ids = np.array([1, 2], np.int32)
+    return Trajectory(TrajectoryId("r", 1, 0, 0), 0, ids, ids, np.zeros(2, np.float32), FinishReason.EOS)
+
+
+def small_experience() -> Experience:
+    batch = TokenBatch(np.array([1, 2, 3], np.int32), np.array([1], np.int32), np.array([2], np.int32))
+    flat = np.zeros(2, np.float32)
+    return Experience("r", 1, 0, ("r/1/0/0",), batch, np.zeros(1, np.float32), flat, flat, flat, flat, flat, flat)
+
+
+def changed_trajectory(change: Callable[[trajectory_pb2.Trajectory], None]) -> bytes:
+    message = trajectory_pb2.Trajectory.FromString(codec.trajectory_to_bytes(small_trajectory()))
+    change(message)
+    return message.SerializeToString()
+
+
+def drop(field: str) -> Callable[[Any], None]:
+    return lambda message: message.ClearField(field)
+
+
+@pytest.mark.parametrize("field", ["id", "prompt_ids", "response_ids", "log_probs", "finish_reason"])
+def test_a_trajectory_without_one_of_its_parts_is_refused(field: str) -> None:
+    with pytest.raises(InvalidRequest, match="trajectory"):
+        codec.trajectory_from_bytes(changed_trajectory(drop(field)))
+
+
+def test_a_trajectory_with_a_log_prob_too_few_or_no_tokens_is_refused() -> None:
+    def short(message: trajectory_pb2.Trajectory) -> None:
+        message.log_probs.CopyFrom(codec.tensor_to_proto(np.zeros(1, np.float32)))
+
+    def empty(message: trajectory_pb2.Trajectory) -> None:
+        message.prompt_ids.CopyFrom(codec.tensor_to_proto(np.zeros(0, np.int32)))
+
+    for change in (short, empty):
+        with pytest.raises(InvalidRequest, match="trajectory"):
+            codec.trajectory_from_bytes(changed_trajectory(change))
+
+
+FLAT = ("log_probs", "reference_log_probs", "values", "advantages", "returns", "actor_mask")
+
+
+@pytest.mark.parametrize("field", [*FLAT, "scores", "ids", "batch"])
+def test_experience_without_one_of_its_parts_is_refused(field: str) -> None:
+    message = experience_pb2.Experience.FromString(codec.experience_to_bytes(small_experience()))
+    message.ClearField(field)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest):
+        codec.experience_from_bytes(message.SerializeToString())
+
+
+@pytest.mark.parametrize("field", [*FLAT, "scores"])
+def test_experience_of_another_length_or_with_nan_is_refused(field: str) -> None:
+    for wrong in (np.zeros(9, np.float32), np.full(1 if field == "scores" else 2, np.nan, np.float32)):
+        message = experience_pb2.Experience.FromString(codec.experience_to_bytes(small_experience()))
+        getattr(message, field).CopyFrom(codec.tensor_to_proto(wrong))
+        with pytest.raises(InvalidRequest, match=f"experience.{field}"):
+            codec.experience_from_bytes(message.SerializeToString())
+
+
+@check
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_as_invalid_and_never_as_anything_else(data: bytes) -> None:
+    for read in (codec.trajectory_from_bytes, codec.experience_from_bytes):
+        with pytest.raises(InvalidRequest):
+            read(data)
+
+
+@check
+@given(st.data())
+def test_a_damaged_entry_is_read_or_refused_and_never_anything_else(data: st.DataObject) -> None:
+    for whole, read in (
+        (codec.trajectory_to_bytes(small_trajectory()), codec.trajectory_from_bytes),
+        (codec.experience_to_bytes(small_experience()), codec.experience_from_bytes),
+    ):
+        damaged = bytearray(whole)
+        damaged[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+        try:
+            read(bytes(damaged[: data.draw(st.integers(0, len(whole)))]))
+        except InvalidRequest:
+            continue
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_response_tokens": 0},
+        {"temperature": -0.1},
+        {"temperature": NAN},
+        {"temperature": INFINITY},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_p": NAN},
+    ],
+)
+def test_sampling_parameters_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    good = {"max_response_tokens": 1, "temperature": 1.0, "top_p": 1.0}
+    codec.sampling_from_proto(trajectory_pb2.SamplingParameters(**good))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=f"sampling.{next(iter(wrong))}"):
+        codec.sampling_from_proto(trajectory_pb2.SamplingParameters(**{**good, **wrong}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"epochs": 0}, {"mini_batches": 0}]
+    + [{name: value} for name in ("learning_rate", "max_grad_norm") for value in (-1e-9, NAN, INFINITY)],
+)
+def test_optimization_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    good = {"epochs": 1, "mini_batches": 1, "learning_rate": 0.1, "max_grad_norm": 0.0}
+    codec.optimization_from_proto(update_pb2.OptimizationSettings(**good))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+        codec.optimization_from_proto(update_pb2.OptimizationSettings(**{**good, **wrong}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": 0.0}, {"temperature": NAN}, {"dual_clip": 1.0}, {"dual_clip": 0.5}, {"kl_loss": 9}]
+    + [
+        {name: value}
+        for name in ("clip_low", "clip_high", "dual_clip", "entropy_bonus", "kl_loss_coefficient")
+        for value in (-0.1, NAN, INFINITY)
+    ],
+)
+def test_policy_loss_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    codec.policy_loss_from_proto(actor_pb2.PolicyLossSettings(temperature=1.0))
+    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+        codec.policy_loss_from_proto(actor_pb2.PolicyLossSettings(**{"temperature": 1.0, **wrong}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [-0.1, NAN, INFINITY])
+def test_a_value_clip_out_of_range_is_refused(value: float) -> None:
+    with pytest.raises(InvalidRequest, match="value_clip"):
+        codec.value_loss_from_proto(critic_pb2.ValueLossSettings(value_clip=value))
+
+
+@pytest.mark.parametrize("kind", [0, 3, 99])
+def test_an_unknown_save_kind_is_refused(kind: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"kind {kind}: expected SAVE_KIND_CHECKPOINT or SAVE_KIND_MODEL"):
+        codec.save_kind_from_proto(kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("role", [0, 99])
+def test_an_unknown_role_is_refused(role: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"status.role {role}: unknown"):
+        codec.status_from_proto(status_pb2.RoleStatus(role=role))  # type: ignore[arg-type]

@@ -1,0 +1,174 @@
+"""The `quartet` command as a user runs it: a process of its own, watched from outside."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+QUARTET = Path(sys.executable).with_name("quartet")
+START = 90.0
+"""Seconds that a run may take until its first step is committed, on a machine with other things to do."""
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended. ``left`` names the processes and temporary files that outlived it."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    left: list[str]
+
+
+class Command:
+    """A command under way. Whatever it starts, however deep, is known by the private TMPDIR that it inherits."""
+
+    def __init__(self, *command: str | Path, cwd: Path, terminal: bool = False) -> None:
+        """``terminal`` gives it a terminal of its own, whose text is what ``out`` returns."""
+        # A unix socket's path has room for about 100 bytes: pytest's own folders are too deep.
+        self.scratch = Path(tempfile.mkdtemp(prefix="e2e-"))
+        (self.scratch / "tmp").mkdir()
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("QUARTET_", "OMP_"))}
+        self._screen = bytearray()
+        self._started = time.monotonic()
+        with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as err:
+            ours, theirs = pty.openpty() if terminal else (None, None)
+            if theirs is not None:
+                fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+            self.process = subprocess.Popen(
+                [str(part) for part in command],
+                cwd=cwd,
+                env={
+                    **inherited,
+                    "TMPDIR": str(self.scratch / "tmp"),
+                    "HF_HUB_OFFLINE": "1",
+                    "TERM": "xterm-256color" if terminal else "dumb",
+                },
+                stdin=subprocess.DEVNULL if theirs is None else theirs,
+                stdout=out if theirs is None else theirs,
+                stderr=err if theirs is None else theirs,
+                start_new_session=True,
+                preexec_fn=None if theirs is None else _take_terminal,
+            )
+        self._terminal = ours
+        if ours is not None and theirs is not None:
+            os.close(theirs)
+            threading.Thread(target=self._read_screen, args=(ours,), daemon=True).start()
+
+    def _read_screen(self, descriptor: int) -> None:
+        while True:
+            try:
+                self._screen += os.read(descriptor, 65536)
+            except OSError:  # The last process with this terminal has ended.
+                return
+
+    @property
+    def out(self) -> str:
+        """What it has printed so far; from a terminal, without the escape sequences."""
+        if self._terminal is not None:
+            return _ESCAPES.sub("", self._screen.decode(errors="replace"))
+        return (self.scratch / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        """What it has printed on standard error so far."""
+        return (self.scratch / "err").read_text()
+
+    def type(self, text: str) -> None:
+        """Types into the terminal."""
+        assert self._terminal is not None
+        os.write(self._terminal, text.encode())
+
+    def processes(self) -> dict[int, list[str]]:
+        """Its living descendants, by process id: their command lines."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == self.process.pid:
+                continue
+            try:
+                line = (entry / "cmdline").read_bytes()
+                # Valkey writes its title over its environment; its title names the socket, which is in TMPDIR.
+                known = line + (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if str(self.scratch).encode() in known:
+                found[int(entry.name)] = line.decode(errors="replace").rstrip("\0").split("\0")
+        return found
+
+    def child(self, name: str) -> int:
+        """The process id of the service of this role, or of redis."""
+        for pid, line in self.processes().items():
+            if line[1:4] == ["-m", "services", name] or (name == "redis" and "redis.sock" in line[0]):
+                return pid
+        raise AssertionError(f"no {name} among {self.processes()}")
+
+    def wait_for(self, condition: Callable[[], Value], seconds: float = START) -> Value:
+        """What ``condition`` returns, once that is true. Fails when the command ends first, or at the deadline."""
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            assert self.process.poll() is None, f"ended early: {self.ended()}"
+            assert time.monotonic() < deadline, f"still waiting after {seconds} s: {self.out}{self.err}"
+            time.sleep(0.02)
+        return value
+
+    def ended(self, seconds: float = START) -> Ended:
+        """Waits for its end."""
+        self.process.wait(seconds)
+        lasted = time.monotonic() - self._started
+        left = [" ".join(line) for line in self.processes().values()]
+        left += [str(path) for path in (self.scratch / "tmp").iterdir()]
+        return Ended(self.process.returncode, self.out, self.err, lasted, left)
+
+    def clean_up(self) -> None:
+        """Ends whatever still runs and removes its temporary files."""
+        for pid in (self.process.pid, *self.processes()) if self.process.poll() is None else self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether ``condition`` came true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def committed_steps(run: Path) -> int:
+    """Lines of the run's metrics."""
+    metrics = run / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def settings(*assignments: str) -> list[str]:
+    """``--set`` for each of ``KEY=VALUE``."""
+    return [part for assignment in assignments for part in ("--set", assignment)]

@@ -1,0 +1,119 @@
+"""What is found wrong before anything is started."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import Config, parse_config
+from quartet.errors import ConfigError, DataError, ModelError
+from quartet.preflight import check_inputs, looks_local
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """Two directories that look like checkpoints, and a prompts file."""
+    for name, architecture in (("policy", "LlamaForCausalLM"), ("reward", "LlamaForSequenceClassification")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+    (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    return tmp_path
+
+
+def config(models: Path, **services: dict[str, Any]) -> Config:
+    tree = {
+        "data": {"prompts": models / "prompts.jsonl"},
+        "actor": {"model": str(models / "policy")},
+        "reward": {"model": str(models / "reward")},
+        "services": services,
+    }
+    return parse_config(tree, "test")
+
+
+def test_what_is_found_is_said_in_one_line_each(models: Path) -> None:
+    notes = check_inputs(config(models))
+    assert notes[0] == f"data.prompts {models}/prompts.jsonl: 2 prompts"
+    assert [note.split()[0] for note in notes[1:]] == ["actor.model", "critic.model", "reward.model", "reference.model"]
+    assert notes[1].endswith("LlamaForCausalLM")
+    assert notes[2].endswith("LlamaForSequenceClassification")
+
+
+def test_bad_prompts_are_found(models: Path) -> None:
+    (models / "prompts.jsonl").write_text("nonsense\n")
+    with pytest.raises(DataError, match=r"prompts\.jsonl:1: not JSON"):
+        check_inputs(config(models))
+
+
+def test_a_missing_model_is_named_with_its_role(models: Path) -> None:
+    (models / "reward/config.json").unlink()
+    (models / "reward/model.safetensors").unlink()
+    (models / "reward").rmdir()
+    with pytest.raises(ModelError, match=rf"critic\.model {models}/reward: no such directory; expected a Hugging Face"):
+        check_inputs(config(models))
+
+
+@pytest.mark.parametrize(
+    ("file", "contents", "expected"),
+    [
+        ("config.json", None, "config.json cannot be read (No such file or directory)"),
+        ("config.json", "{", "config.json: not JSON"),
+        ("config.json", "[]", "config.json: expected a JSON object"),
+        ("model.safetensors", None, "no safetensors weights in it; save the model with save_pretrained"),
+    ],
+)
+def test_a_broken_checkpoint_is_named(file: str, contents: str | None, expected: str, models: Path) -> None:
+    if contents is None:
+        (models / "policy" / file).unlink()
+    else:
+        (models / "policy" / file).write_text(contents)
+    with pytest.raises(ModelError) as refused:
+        check_inputs(config(models))
+    assert str(refused.value).startswith(f"actor.model {models}/policy")
+    assert expected in str(refused.value)
+
+
+def test_a_file_where_a_checkpoint_should_be_is_refused(models: Path) -> None:
+    tree = config(models).model_dump()
+    tree["actor"]["model"] = str(models / "prompts.jsonl")
+    with pytest.raises(ModelError, match="no such directory"):
+        check_inputs(parse_config(tree, "test"))
+
+
+def test_a_taken_port_is_named_with_its_key(models: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"services\.reward\.listen {address}: cannot listen there"):
+            check_inputs(config(models, reward={"listen": address}))
+    check_inputs(config(models, reward={"listen": address}))
+
+
+def test_an_address_of_another_machine_is_refused(models: Path) -> None:
+    with pytest.raises(ConfigError, match=r"services\.actor\.listen 192\.0\.2\.1:7000: cannot listen there"):
+        check_inputs(config(models, actor={"listen": "192.0.2.1:7000"}))
+
+
+def test_the_model_of_a_service_elsewhere_is_not_looked_for(models: Path) -> None:
+    (models / "policy/config.json").unlink()
+    elsewhere = {"address": "far:7001"}
+    notes = check_inputs(config(models, actor=elsewhere, reference=elsewhere))
+    assert [note.split()[0] for note in notes] == ["data.prompts", "critic.model", "reward.model"]
+
+
+@pytest.mark.parametrize(
+    ("model", "local"),
+    [("gpt2", False), ("owner/name", False), ("./gpt2", True), ("/models/a", True), ("~/a", True), ("a/b/c", True)],
+)
+def test_paths_are_told_from_hub_ids(model: str, local: bool) -> None:
+    assert looks_local(model) is local
+
+
+def test_a_hub_id_is_left_to_the_service(models: Path) -> None:
+    tree = config(models).model_dump()
+    tree["actor"]["model"] = "no-such-owner/no-such-model"
+    notes = check_inputs(parse_config(tree, "test"))
+    assert notes[1] == "actor.model no-such-owner/no-such-model: a hub id; it is looked up when the actor starts"

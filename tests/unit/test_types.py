@@ -1,0 +1,69 @@
+"""Ids that are derived, and ragged batches that check themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quartet.errors import InvalidRequest
+from quartet.types import FinishReason, TokenBatch, Trajectory, TrajectoryId
+
+
+def test_an_id_is_its_text_and_back() -> None:
+    for identifier in (TrajectoryId("run", 1, 0, 0), TrajectoryId("a/b", 12, 345, 6)):
+        assert TrajectoryId.parse(str(identifier)) == identifier
+
+
+@pytest.mark.parametrize("text", ["", "run", "run/1/2", "/1/2/3", "run/1/2/x", "run/1/-2/3", "run/1/2/"])
+def test_what_is_no_id_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="expected RUN/STEP/PROMPT/SAMPLE"):
+        TrajectoryId.parse(text)
+
+
+def test_ids_sort_by_number_and_not_by_text() -> None:
+    ids = [TrajectoryId("r", 1, prompt, sample) for prompt in (2, 10) for sample in (2, 10)]
+    assert sorted(reversed(ids)) == ids
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def test_a_batch_lays_prompt_and_response_of_each_trajectory_one_after_the_other() -> None:
+    def trajectory(prompt: np.ndarray, response: np.ndarray) -> Trajectory:
+        log_probs = np.zeros(len(response), np.float32)
+        return Trajectory(TrajectoryId("r", 1, 0, 0), 0, prompt, response, log_probs, FinishReason.EOS)
+
+    batch = TokenBatch.of([trajectory(ints(1, 2), ints(3)), trajectory(ints(4), ints(5, 6))])
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert (batch.prompt_lengths.tolist(), batch.response_lengths.tolist()) == ([2, 1], [1, 2])
+    assert [sequence.tolist() for sequence in batch.sequences()] == [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "prompts", "responses"),
+    [
+        (ints(), ints(), ints()),
+        (ints(1, 2), ints(0), ints(2)),
+        (ints(1, 2), ints(2), ints(0)),
+        (ints(1, 2), ints(-1), ints(3)),
+        (ints(1, 2), ints(1), ints(2)),
+        (ints(1, 2, 3), ints(1), ints(1)),
+        (ints(1, 2), ints(1), ints(1, 1)),
+        (ints(1, 2), ints(2**31 - 1), ints(2**31 - 1)),
+        (ints(1, 2).reshape(1, 2), ints(1), ints(1)),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(token_ids: np.ndarray, prompts: np.ndarray, responses: np.ndarray) -> None:
+    with pytest.raises(InvalidRequest):
+        TokenBatch(token_ids, prompts, responses)
+
+
+@pytest.mark.parametrize(("token", "fits"), [(0, True), (9, True), (10, False), (-1, False)])
+def test_token_ids_outside_the_vocabulary_are_refused(token: int, fits: bool) -> None:
+    batch = TokenBatch(ints(1, token), ints(1), ints(1))
+    if fits:
+        batch.check_vocabulary(10)
+        return
+    with pytest.raises(InvalidRequest, match=f"found {token}, the vocabulary is 0..9"):
+        batch.check_vocabulary(10)

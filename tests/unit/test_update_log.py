@@ -1,0 +1,71 @@
+"""Updates happen once, in order, for one run, under the newest leader."""
+
+from __future__ import annotations
+
+import pytest
+
+from quartet.errors import FailedPrecondition
+from quartet.models.update_log import UpdateLog
+from quartet.types import UpdateResult
+
+
+def applied(log: UpdateLog, step: int, run: str = "run", epoch: int = 1) -> UpdateResult:
+    assert log.admit(run, step, epoch) is None
+    return log.record(run, step, {"policy_loss": float(step)})
+
+
+def test_steps_rise_by_one_and_count_the_policy_version() -> None:
+    log = UpdateLog()
+    assert log.policy_version == 0
+    for step in (1, 2, 3):
+        assert applied(log, step) == UpdateResult(step, step, {"policy_loss": float(step)})
+        assert log.policy_version == step
+
+
+def test_a_repeated_step_answers_with_its_recorded_result() -> None:
+    log = UpdateLog()
+    applied(log, 1)
+    second = applied(log, 2)
+    assert log.admit("run", 2, 1) == second
+    assert log.admit("run", 2, 7) == second
+    assert log.policy_version == 2
+
+
+@pytest.mark.parametrize("step", [0, 1, 4])
+def test_any_other_step_is_refused(step: int) -> None:
+    log = UpdateLog()
+    applied(log, 1)
+    applied(log, 2)
+    with pytest.raises(FailedPrecondition, match=f"update of step {step}: this model is at step 2, the next is 3"):
+        log.admit("run", step, 1)
+
+
+def test_a_first_step_other_than_1_is_refused() -> None:
+    with pytest.raises(FailedPrecondition, match="at step 0, the next is 1"):
+        UpdateLog().admit("run", 2, 1)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_another_run_is_refused(step: int) -> None:
+    log = UpdateLog()
+    applied(log, 1)
+    with pytest.raises(FailedPrecondition, match="of run other: this model is at step 1 of run run"):
+        log.admit("other", step, 1)
+
+
+def test_an_update_that_failed_may_be_tried_again() -> None:
+    log = UpdateLog()
+    assert log.admit("run", 1, 1) is None
+    assert log.admit("run", 1, 1) is None
+
+
+def test_a_lower_leader_epoch_is_refused_from_then_on() -> None:
+    log = UpdateLog()
+    applied(log, 1, epoch=3)
+    for step in (1, 2):
+        with pytest.raises(FailedPrecondition, match="leader_epoch 2: an orchestrator of epoch 3 has taken over"):
+            log.admit("run", step, 2)
+    log.fence(4)
+    with pytest.raises(FailedPrecondition, match="epoch 4 has taken over"):
+        log.fence(3)
+    applied(log, 2, epoch=4)
