@@ -54,6 +54,7 @@ def page(steps: list[dict[str, float]]) -> str:
         cells = [f"{mean(part, name):.2f}" for name in COLUMNS]
         rows.append(f"| {start + 1}-{start + len(part)} | " + " | ".join(cells) + " |")
     last = steps[-WINDOW:]
+    lowest_eos = min(step["eos_rate"] for step in steps)
     return "\n".join(
         [
             "# Results",
@@ -68,9 +69,9 @@ def page(steps: list[dict[str, float]]) -> str:
             "make acceptance POSITIVE=positive.txt NEGATIVE=negative.txt",
             "```",
             "",
-            f"Over the first {WINDOW} steps the mean reward is {mean(steps[:WINDOW], 'reward_mean'):.2f}; over the last {WINDOW} it is "
-            f"**{mean(last, 'reward_mean'):.2f}** at a KL of **{mean(last, 'kl_mean'):.1f}** nats per response. The EOS rate is "
-            f"{mean(last, 'eos_rate'):.2f} there, and {min(step['eos_rate'] for step in steps):.2f} in the step where it is lowest.",
+            f"The mean reward is {mean(steps[:WINDOW], 'reward_mean'):.2f} over the first {WINDOW} steps and "
+            f"**{mean(last, 'reward_mean'):.2f}** over the last {WINDOW}, at a KL of **{mean(last, 'kl_mean'):.1f}** nats per "
+            f"response. The EOS rate is {mean(last, 'eos_rate'):.2f} there, and {lowest_eos:.2f} in the step where it is lowest.",
             "",
             "![reward, KL and EOS rate over the steps](results.svg)",
             "",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
-from quartet.config import TrainedModelConfig
+from quartet.config import ActorConfig
 from quartet.errors import FailedPrecondition, InvalidRequest
 from quartet.files import confined, describe_files
 from quartet.models.engine import TorchEngine
@@ -55,7 +55,7 @@ class Actor:
 
     def __init__(
         self,
-        config: TrainedModelConfig,
+        config: ActorConfig,
         device: str,
         max_concurrent: int,
         run_directory: Path,

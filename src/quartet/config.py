@@ -148,10 +148,8 @@ class OptimizerConfig(Section):
 
 
 class TrainedModelConfig(Section):
-    """A model that takes updates."""
+    """What actor and critic share: how a model that takes updates is kept and trained."""
 
-    model: str
-    """Path or hub id."""
     dtype: Dtype = "float32"
     """Parameter type."""
     learning_rate: Positive = 1e-5
@@ -162,10 +160,17 @@ class TrainedModelConfig(Section):
     """Most tokens, padding included, of one forward pass. Changes speed and memory, not the result."""
 
 
-class CriticConfig(TrainedModelConfig):
-    """The value model. `model` null: initialised from the reward model."""
+class ActorConfig(TrainedModelConfig):
+    """The policy."""
 
-    model: str | None = None  # type: ignore[assignment]
+    model: str
+    """Path or hub id of a causal LM."""
+
+
+class CriticConfig(TrainedModelConfig):
+    """The value model."""
+
+    model: str | None = None
     """Path or hub id of a sequence classifier or a causal LM; null: the reward model."""
 
 
@@ -286,7 +291,7 @@ class Config(Section):
     data: DataConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
-    actor: TrainedModelConfig
+    actor: ActorConfig
     critic: CriticConfig = CriticConfig()
     reward: RewardConfig
     reference: ReferenceConfig = ReferenceConfig()

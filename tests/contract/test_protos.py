@@ -25,7 +25,7 @@ def protos(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorProto
     command += ["--include_source_info", *(f"quartet/v1/{name}" for name in FILES)]
     subprocess.run(command, cwd=ROOT, check=True)
     found = list(FileDescriptorSet.FromString(out.read_bytes()).file)
-    assert [Path(file.name).name for file in found] == FILES
+    assert sorted(Path(file.name).name for file in found) == FILES
     return found
 
 

@@ -112,7 +112,9 @@ def _needs(config: Config) -> Iterator[Finding]:
         missing = [index for index in service.devices if index >= torch.cuda.device_count()]
         where = f"CUDA {list(service.devices)}" if service.devices else f"CPU, {threads_of(config, role)} threads"
         threads += 0 if service.devices else threads_of(config, role)
-        detail = f"{where}, listens on {listen_address(service)}{_memory(config, role)}"
+        listen = listen_address(service).removesuffix(":0")
+        port = listen if ":" in listen else f"a free port of {listen}"
+        detail = f"{where}, listens on {port}{_memory(config, role)}"
         yield Finding(role, not missing, f"{detail}; CUDA {missing} not there" if missing else detail)
     if threads > max(cores(), len(MODEL_ROLES)):
         yield Finding(

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
-import click
 import typer
 
 from quartet import __version__
@@ -29,6 +28,9 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override one setting, for example run.steps=10. May be repeated."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Drop an earlier run of the same name.")]
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
 
 
 @app.command()
@@ -136,14 +138,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGHUP, interrupt)
     try:
-        status = app(standalone_mode=False)
-        sys.exit(status if isinstance(status, int) else 0)
-    except click.exceptions.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (click.exceptions.Abort, KeyboardInterrupt):
+        app()
+    except (SystemExit, KeyboardInterrupt) as end:
+        # Typer itself reports mistyped options (2), and makes an exit of KeyboardInterrupt.
+        if isinstance(end, SystemExit) and end.code != INTERRUPTED:
+            raise
         print("stopped", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

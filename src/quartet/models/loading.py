@@ -46,12 +46,13 @@ def load_tokenizer(model: str | Path) -> Any:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """SHA-256 in hex over vocabulary and special tokens: equal where two tokenizers give every id the same meaning."""
+    """SHA-256 in hex over the vocabulary: equal where two tokenizers give the same ids the same meaning.
+
+    Which of the ids ends or pads a text is left out: a reward model may well pad where its policy does not.
+    """
     digest = hashlib.sha256()
     for token, index in sorted(tokenizer.get_vocab().items()):
         digest.update(f"{token!r} {index}\n".encode())
-    for name in ("bos", "eos", "pad", "unk"):
-        digest.update(f"{name} {getattr(tokenizer, f'{name}_token_id', None)}\n".encode())
     return digest.hexdigest()
 
 

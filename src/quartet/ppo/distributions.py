@@ -40,4 +40,5 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     if not temperature > 0:
         raise InvalidRequest(f"temperature {temperature}: expected more than 0 (greedy decoding has no log-probs)")
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.log_softmax(precise / temperature, dim=1)
+    # At 1 the division would cost a pass over the logits and change nothing.
+    return torch.log_softmax(precise if temperature == 1 else precise / temperature, dim=1)

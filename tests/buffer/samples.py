@@ -1,0 +1,41 @@
+"""Trajectories and experience to put in the buffer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quartet.types import Experience, FinishReason, TokenBatch, Trajectory, TrajectoryId
+
+
+def trajectory(run: str, prompt: int, step: int = 1, sample: int = 0, response: int = 3, version: int = 0) -> Trajectory:
+    """A trajectory whose tokens and log-probs follow from its numbers."""
+    return Trajectory(
+        TrajectoryId(run, step, prompt, sample),
+        version,
+        np.array([prompt + 1, 2], np.int32),
+        np.arange(response, dtype=np.int32) + prompt,
+        -np.arange(response, dtype=np.float32) - prompt,
+        FinishReason.LENGTH if prompt % 2 else FinishReason.EOS,
+    )
+
+
+def experience(run: str, step: int = 1) -> Experience:
+    """Experience of two sequences with three response tokens."""
+
+    def flat(start: float) -> np.ndarray:
+        return np.arange(3, dtype=np.float32) + np.float32(start)
+
+    return Experience(
+        run=run,
+        step=step,
+        policy_version=step - 1,
+        ids=(f"{run}/{step}/0/0", f"{run}/{step}/1/0"),
+        batch=TokenBatch(np.array([5, 6, 7, 5, 8], np.int32), np.array([1, 1], np.int32), np.array([2, 1], np.int32)),
+        scores=np.array([0.5, -0.25], np.float32),
+        log_probs=flat(-3),
+        reference_log_probs=flat(-4),
+        values=flat(1),
+        advantages=flat(2),
+        returns=flat(3),
+        actor_mask=np.ones(3, np.float32),
+    )

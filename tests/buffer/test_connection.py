@@ -1,0 +1,58 @@
+"""What a failing connection says, and what it keeps to itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quartet.buffer.connection import connect
+from quartet.buffer.embedded import EmbeddedRedis
+from quartet.buffer.rollouts import RolloutStream
+from quartet.errors import ConfigError, ServiceUnavailable
+from tests.buffer.samples import trajectory
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:s3cret@127.0.0.1:1/0",
+        "redis://user:s3:cr3t@127.0.0.1:1/0",
+        "redis://127.0.0.1:1/0?password=s3cret",
+        "unix:///nowhere/redis.sock?password=s3cret",
+    ],
+)
+def test_an_unreachable_server_is_said_with_what_to_do_and_without_the_password(url: str) -> None:
+    with pytest.raises(ServiceUnavailable) as refused:
+        connect(url)
+    said = str(refused.value)
+    assert said.startswith("rollout buffer at ")
+    assert "unreachable" in said
+    assert "start Redis there, correct buffer.url" in said
+    assert not {"s3", "cr3t", "s3cret"} & set(said.replace(":", " ").replace("@", " ").replace("=", " ").split())
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://h", "redis://:s3cret@host:port/0", "redis://:s3cret/x@host:1/0"])
+def test_a_malformed_url_is_refused_with_the_key_and_without_the_password(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^buffer\.url .*expected redis://HOST:PORT/DB") as refused:
+        connect(url)
+    assert "s3cret" not in str(refused.value)
+
+
+def test_wrong_or_missing_credentials_are_for_the_user_to_mend(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
+        connect(server.url).config_set("requirepass", "right")
+        connect(f"{server.url}?password=right").close()
+        for url in (f"{server.url}?password=s3cret", server.url):
+            with pytest.raises(ConfigError, match=r"refused the credentials .*correct buffer\.url") as refused:
+                connect(url)
+            assert "s3cret" not in str(refused.value)
+
+
+def test_a_server_that_goes_away_is_an_error_and_not_an_empty_stream(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
+        stream = RolloutStream(connect(server.url), server.url, "run")
+        stream.reset()
+    for act in (lambda: stream.read(1, 0.01), lambda: stream.append([trajectory("run", 1)]), stream.depth):
+        with pytest.raises(ServiceUnavailable, match="rollout buffer at unix://"):
+            act()

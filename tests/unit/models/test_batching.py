@@ -1,0 +1,49 @@
+"""Micro-batches: every sequence once, within the budget, by rule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet.errors import InvalidRequest
+from quartet.models.batching import lay_out, micro_batches, right_pad
+from tests.unit.models import tiny
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200))
+def test_every_sequence_is_in_one_micro_batch_within_the_budget(lengths: list[int], budget: int) -> None:
+    groups = micro_batches(lengths, budget)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    for group in groups:
+        assert len(group) == 1 or len(group) * max(lengths[index] for index in group) <= budget
+    assert groups == micro_batches(np.array(lengths, np.int32), budget)
+
+
+def test_neighbours_in_length_share_a_micro_batch_and_equal_lengths_keep_their_order() -> None:
+    assert micro_batches([3, 9, 3, 8, 3], 18) == [[1, 3], [0, 2, 4]]
+
+
+def test_a_sequence_longer_than_the_budget_goes_alone() -> None:
+    assert micro_batches([2, 30, 2], 4) == [[1], [0, 2]]
+
+
+def test_a_budget_of_nothing_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens 0"):
+        micro_batches([1], 0)
+
+
+def test_padding_is_on_the_right_and_zero() -> None:
+    padded = right_pad([np.array([5, 6], np.int32), np.array([7], np.int32)], "cpu")
+    assert padded.tolist() == [[5, 6], [7, 0]]
+
+
+def test_layout_finds_each_response_token_and_the_position_before_it() -> None:
+    batch = tiny.batch([2, 3, 1], [2, 1, 3])
+    micro_batch = lay_out(batch, [2, 0], "cpu")
+    assert micro_batch.predicts.tolist() == [[True, True, True, False], [False, True, True, False]]
+    sequences = batch.sequences()
+    assert micro_batch.targets.tolist() == [*sequences[2][1:], *sequences[0][2:]]
+    assert micro_batch.places.tolist() == [3, 4, 5, 0, 1]
+    assert len(micro_batch) == 5

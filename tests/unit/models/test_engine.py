@@ -1,0 +1,227 @@
+"""The torch engine against plain loops, and the promises on streams, order and endings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quartet.errors import Cancelled, ComputationFailed, InvalidRequest
+from quartet.models import engine as engine_module
+from quartet.models.engine import TorchEngine
+from quartet.models.random_streams import uniforms
+from quartet.models.scoring import response_log_probs
+from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, TrajectoryId
+from tests.unit.models import tiny
+
+STOPS = frozenset({tiny.EOS, 7, 9})
+# Beside the plain kinds: one with a sliding window shorter than the texts, one that counts positions from the padding mask.
+DECODERS = (*tiny.KINDS, "mistral", "bloom")
+
+
+def plain(model: Any, request: GenerationRequest, limit: int, temperature: float, seed: int) -> list[int]:
+    """One prompt, no cache, no batch, no padding: the whole sequence again for every token."""
+    ids = request.prompt_ids.tolist()
+    numbers = uniforms(seed, request.id, limit)
+    for place in range(limit):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0, -1].double()
+        if temperature == 0:
+            ids.append(int(logits.argmax()))
+        else:
+            cumulative = torch.softmax(logits / temperature, 0).cumsum(0).numpy()
+            ids.append(int(np.searchsorted(cumulative, numbers[place] * cumulative[-1], side="right")))
+        if ids[-1] in STOPS:
+            break
+    return ids[len(request.prompt_ids) :]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_tokens_are_those_of_a_plain_loop_per_prompt(kind: str, temperature: float) -> None:
+    model, asked = tiny.causal(kind), tiny.requests(12)
+    found = tiny.generated(TorchEngine(model, STOPS, 32), asked, seed=4, temperature=temperature)
+    expected = [plain(model, request, 12, temperature, seed=4) for request in asked]
+    assert [trajectory.response_ids.tolist() for trajectory in found] == expected
+    assert len({len(response) for response in expected}) > 1  # some stopped early, so rows were dropped
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_log_probs_are_those_of_the_trainer(kind: str) -> None:
+    model = tiny.causal(kind)
+    found = tiny.generated(TorchEngine(model, STOPS, 32), tiny.requests(16), temperature=0.7)
+    expected = response_log_probs(model, TokenBatch.of(found), 0.7, 256)
+    assert np.allclose(np.concatenate([t.log_probs for t in found]), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 2.0])
+def test_when_rows_are_dropped_changes_nothing(monkeypatch: pytest.MonkeyPatch, fraction: float) -> None:
+    model, asked = tiny.causal("llama"), tiny.requests(24)
+    expected = tiny.generated(TorchEngine(model, STOPS, 32), asked)
+    monkeypatch.setattr(engine_module, "DROP_FRACTION", fraction)
+    found = tiny.generated(TorchEngine(model, STOPS, 32), asked)
+    assert [t.response_ids.tolist() for t in found] == [t.response_ids.tolist() for t in expected]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+def test_other_rows_in_the_batch_change_no_tokens(kind: str) -> None:
+    engine, asked = TorchEngine(tiny.causal(kind), STOPS, 32), tiny.requests(20)
+    together = {t.id: t.response_ids.tolist() for t in tiny.generated(engine, asked)}
+    for some in (asked[:1], asked[3:9], asked[::3]):
+        assert all(t.response_ids.tolist() == together[t.id] for t in tiny.generated(engine, some))
+
+
+def test_waves_change_no_tokens_and_come_in_id_order() -> None:
+    model, asked = tiny.causal("llama"), tiny.requests(11)
+    whole = tiny.generated(TorchEngine(model, STOPS, 32), asked)
+    sampling = SamplingParameters(12)
+    waves = list(TorchEngine(model, STOPS, 4).generate(asked[::-1], sampling, 0, 0, lambda: False))
+    assert [t.response_ids.tolist() for t in sorted(waves, key=lambda t: t.id)] == [
+        t.response_ids.tolist() for t in whole
+    ]
+    assert [t.id.prompt // 4 for t in waves] == sorted(t.id.prompt // 4 for t in waves)
+
+
+def test_the_seed_and_the_step_decide_the_tokens_the_run_name_does_not() -> None:
+    engine, asked = TorchEngine(tiny.causal("llama"), STOPS, 32), tiny.requests(8)
+    renamed = [
+        GenerationRequest(TrajectoryId("other", r.id.step, r.id.prompt, r.id.sample), r.prompt_ids) for r in asked
+    ]
+    first = [t.response_ids.tolist() for t in tiny.generated(engine, asked)]
+    assert first == [t.response_ids.tolist() for t in tiny.generated(engine, asked)]
+    assert first == [t.response_ids.tolist() for t in tiny.generated(engine, renamed)]
+    assert first != [t.response_ids.tolist() for t in tiny.generated(engine, asked, seed=1)]
+    assert first != [t.response_ids.tolist() for t in tiny.generated(engine, tiny.requests(8, step=1))]
+
+
+def test_the_same_call_gives_the_same_bits_in_the_same_order() -> None:
+    engine, asked = TorchEngine(tiny.causal("qwen2"), STOPS, 32), tiny.requests(20)
+    first, second = (list(engine.generate(asked, SamplingParameters(12), 0, 3, lambda: False)) for _ in range(2))
+    assert [t.id for t in first] == [t.id for t in second]
+    assert all(a.log_probs.tobytes() == b.log_probs.tobytes() for a, b in zip(first, second, strict=True))
+    ends = [(len(t.response_ids), t.id) for t in first]
+    assert ends == sorted(ends)
+    assert {t.policy_version for t in first} == {3}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_several_samples_of_one_prompt_are_those_of_each_alone(kind: str) -> None:
+    engine = TorchEngine(tiny.causal(kind), STOPS, 32)
+    prompts = [np.array(ids, np.int32) for ids in ([5, 6, 7, 8], [9, 3], [4, 4, 4, 2, 2, 3])]
+    asked = [GenerationRequest(TrajectoryId("r", 0, i, s), prompts[i]) for i in range(3) for s in range(4)]
+    together = tiny.generated(engine, asked)
+    alone = [tiny.generated(engine, [request])[0] for request in asked]
+    assert [t.response_ids.tolist() for t in together] == [t.response_ids.tolist() for t in alone]
+    assert len({tuple(t.response_ids.tolist()) for t in together[:4]}) > 1
+
+
+def test_a_prefill_in_several_passes_is_the_prefill_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = tiny.causal("llama"), tiny.requests(12)
+    expected = tiny.generated(TorchEngine(model, STOPS, 32), asked)
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 20)
+    found = tiny.generated(TorchEngine(model, STOPS, 32), asked)
+    assert [t.response_ids.tolist() for t in found] == [t.response_ids.tolist() for t in expected]
+
+
+def test_a_response_ends_with_its_stop_token_or_at_the_limit() -> None:
+    found = tiny.generated(TorchEngine(tiny.causal("llama"), STOPS, 32), tiny.requests(30))
+    assert {t.finish_reason for t in found} == {FinishReason.EOS, FinishReason.LENGTH}
+    for t in found:
+        stops = [index for index, token in enumerate(t.response_ids) if token in STOPS]
+        if t.finish_reason is FinishReason.EOS:
+            assert stops == [len(t.response_ids) - 1]
+        else:
+            assert stops == []
+            assert len(t.response_ids) == 12
+        assert (t.response_ids.dtype, t.log_probs.dtype, t.prompt_ids.dtype) == (np.int32, np.float32, np.int32)
+
+
+def test_a_stop_token_at_the_limit_is_an_eos() -> None:
+    engine, asked = TorchEngine(tiny.causal("llama"), STOPS, 32), tiny.requests(30)
+    stopped = [t for t in tiny.generated(engine, asked) if t.finish_reason is FinishReason.EOS]
+    limit = len(stopped[0].response_ids)
+    again = tiny.generated(engine, [r for r in asked if r.id == stopped[0].id], max_response_tokens=limit)
+    assert again[0].finish_reason is FinishReason.EOS
+
+
+def test_stop_tokens_can_be_ignored() -> None:
+    found = tiny.generated(TorchEngine(tiny.causal("llama"), STOPS, 32), tiny.requests(10), ignore_eos=True)
+    assert {len(t.response_ids) for t in found} == {12}
+    assert {t.finish_reason for t in found} == {FinishReason.LENGTH}
+
+
+def test_the_first_token_follows_the_models_distribution() -> None:
+    model = tiny.causal("llama", initializer_range=0.1)
+    prompt = np.array([5, 6, 7], np.int32)
+    asked = [GenerationRequest(TrajectoryId("r", 0, 0, sample), prompt) for sample in range(4000)]
+    found = tiny.generated(TorchEngine(model, frozenset(), 4000), asked, max_response_tokens=1)
+    counts = np.bincount([int(t.response_ids[0]) for t in found], minlength=tiny.VOCABULARY)
+    with torch.no_grad():
+        expected = 4000 * torch.softmax(model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].double(), 0).numpy()
+    assert ((counts - expected) ** 2 / expected).sum() < 99.6  # chi-square, 60 degrees of freedom, p = 0.001
+
+
+def test_cancellation_is_seen_at_the_next_token() -> None:
+    calls = iter([False, False, True])
+    running = TorchEngine(tiny.causal("llama"), frozenset(), 4).generate(
+        tiny.requests(4), SamplingParameters(12), 0, 0, lambda: next(calls)
+    )
+    with pytest.raises(Cancelled):
+        next(running)
+    assert next(calls, None) is None
+
+
+def test_weights_that_are_not_finite_stop_generation() -> None:
+    model = tiny.causal("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(ComputationFailed, match="not finite at response token 0"):
+        tiny.generated(TorchEngine(model, STOPS, 4), tiny.requests(3))
+
+
+def test_the_caller_between_trajectories_is_not_in_inference_mode() -> None:
+    running = TorchEngine(tiny.causal("llama"), STOPS, 8).generate(
+        tiny.requests(8), SamplingParameters(12), 0, 0, lambda: False
+    )
+    next(running)
+    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+
+
+def test_new_weights_are_used_at_once() -> None:
+    model, asked = tiny.causal("llama"), tiny.requests(6)
+    engine = TorchEngine(model, STOPS, 8)
+    tiny.generated(engine, asked)
+    model.load_state_dict(tiny.causal("llama", seed=1).state_dict())
+    fresh = TorchEngine(tiny.causal("llama", seed=1), STOPS, 8)
+    assert [t.response_ids.tolist() for t in tiny.generated(engine, asked)] == [
+        t.response_ids.tolist() for t in tiny.generated(fresh, asked)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "message"),
+    [
+        ([3] * 60, 5, "positions for 64"),
+        ([], 5, "at least one token"),
+        ([3, tiny.VOCABULARY], 5, "vocabulary"),
+        ([-1], 5, "vocabulary"),
+        ([3], 0, "max_response_tokens"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused_at_the_call(prompt: list[int], limit: int, message: str) -> None:
+    asked = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(prompt, np.int32))]
+    with pytest.raises(InvalidRequest, match=message):
+        TorchEngine(tiny.causal("llama"), STOPS, 4).generate(asked, SamplingParameters(limit), 0, 0, lambda: False)
+
+
+def test_nothing_asked_is_nothing_given() -> None:
+    assert tiny.generated(TorchEngine(tiny.causal("llama"), STOPS, 4), []) == []
+
+
+def test_a_sequence_may_fill_every_position() -> None:
+    asked = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array([3] * 59, np.int32))]
+    found = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4), asked, max_response_tokens=5)
+    assert len(found[0].response_ids) == 5

@@ -1,0 +1,263 @@
+"""Checkpoints: what loads, what is refused and in which words, what is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from quartet.errors import ModelError
+from quartet.models.loading import (
+    count_parameters,
+    load_causal_lm,
+    load_critic,
+    load_reward_model,
+    load_tokenizer,
+    save_policy,
+    stop_token_ids,
+    tokenizer_fingerprint,
+)
+from tests.unit.models import tiny
+
+IDS = torch.tensor([[3, 4, 5, 6]])
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def drop_weight(directory: Path, name: str) -> None:
+    path = directory / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    del tensors[name]
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_causal_lm_comes_back_as_it_was_saved(kind: str, tmp_path: Path) -> None:
+    model = tiny.causal(kind)
+    loaded = load_causal_lm(str(tiny.saved(model, tmp_path / "m")))
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert not loaded.training
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_dtype_is_the_one_asked_for(dtype: str, tmp_path: Path) -> None:
+    loaded = load_reward_model(tiny.saved(tiny.classifier("llama"), tmp_path / "m"), dtype)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_dropout_stays_off_even_in_training_mode(kind: str, tmp_path: Path) -> None:
+    rates = {"gpt2": {"attn_pdrop": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5}, "gpt_neox": {"attention_dropout": 0.5}}
+    changes = rates.get(kind, {"attention_dropout": 0.5})
+    loaded = load_causal_lm(tiny.saved(tiny.causal(kind, **changes), tmp_path / "m"))
+    expected = loaded(IDS).logits
+    assert torch.equal(loaded.train()(IDS).logits, expected)
+
+
+def missing(directory: Path) -> Path:
+    return directory / "nowhere"
+
+
+def empty(directory: Path) -> Path:
+    (directory / "empty").mkdir()
+    return directory / "empty"
+
+
+def without_config(directory: Path) -> Path:
+    (directory / "config.json").unlink()
+    return directory
+
+
+def broken_config(directory: Path) -> Path:
+    (directory / "config.json").write_text('{"model_type": "llama",')
+    return directory
+
+
+def unknown_kind(directory: Path) -> Path:
+    edit_config(directory, model_type="no-such-model")
+    return directory
+
+
+def own_code(directory: Path) -> Path:
+    edit_config(
+        directory, model_type="mine", auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    )
+    (directory / "code.py").write_text("raise SystemExit('code from a checkpoint ran')\n")
+    return directory
+
+
+def without_weights(directory: Path) -> Path:
+    (directory / "model.safetensors").unlink()
+    return directory
+
+
+def truncated(directory: Path) -> Path:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-500])
+    return directory
+
+
+def pickled(directory: Path) -> Path:
+    (directory / "model.safetensors").unlink()
+    # Whole and harmless, so that only the rule against pickles refuses it.
+    torch.save(tiny.causal("llama").state_dict(), directory / "pytorch_model.bin")
+    return directory
+
+
+def weight_missing(directory: Path) -> Path:
+    drop_weight(directory, "model.layers.1.mlp.up_proj.weight")
+    return directory
+
+
+def head_missing(directory: Path) -> Path:
+    drop_weight(directory, "lm_head.weight")
+    return directory
+
+
+def other_shape(directory: Path) -> Path:
+    edit_config(directory, intermediate_size=40)
+    return directory
+
+
+def no_architecture(directory: Path) -> Path:
+    edit_config(directory, architectures=["LlamaModel"])
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("breaking", "words"),
+    [
+        (missing, "no such directory"),
+        (empty, "empty"),
+        (without_config, "config.json"),
+        (broken_config, "config.json"),
+        (unknown_kind, "no-such-model"),
+        (own_code, "config.json"),
+        (without_weights, "weights"),
+        (truncated, "weights"),
+        (pickled, "weights"),
+        (weight_missing, "layers.1.mlp.up_proj.weight"),
+        (head_missing, "lm_head.weight"),
+        (other_shape, "weights"),
+        (no_architecture, r"architectures \['LlamaModel'\]"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_used_is_one_line_that_names_it(
+    breaking: Callable[[Path], Path], words: str, tmp_path: Path
+) -> None:
+    path = breaking(tiny.saved(tiny.causal("llama"), tmp_path / "m"))
+    with pytest.raises(ModelError, match=words) as caught:
+        load_causal_lm(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_classifier_is_no_causal_lm_and_a_causal_lm_no_reward_model(tied: bool, tmp_path: Path) -> None:
+    tiny.saved(tiny.classifier("llama", tie_word_embeddings=tied), tmp_path / "classifier")
+    tiny.saved(tiny.causal("llama", tie_word_embeddings=tied), tmp_path / "causal")
+    with pytest.raises(ModelError, match="expected a causal language model"):
+        load_causal_lm(tmp_path / "classifier")
+    with pytest.raises(ModelError, match="expected a sequence classifier"):
+        load_reward_model(tmp_path / "causal")
+
+
+def test_a_reward_model_and_a_critic_have_exactly_one_output(tmp_path: Path) -> None:
+    tiny.saved(tiny.classifier("llama", num_labels=3), tmp_path / "m")
+    for load in (load_reward_model, load_critic):
+        with pytest.raises(ModelError, match="3 outputs"):
+            load(tmp_path / "m")
+
+
+def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
+    tiny.saved(tiny.classifier("llama"), tmp_path / "m")
+    drop_weight(tmp_path / "m", "score.weight")
+    with pytest.raises(ModelError, match=r"score\.weight"):
+        load_reward_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("float8", "cpu"), "float8"), (("float32", "cuda:99"), "cuda:99"), (("float32", "toaster"), "toaster")],
+)
+def test_an_unknown_dtype_or_device_is_refused(arguments: tuple[str, str], words: str, tmp_path: Path) -> None:
+    tiny.saved(tiny.causal("llama"), tmp_path / "m")
+    with pytest.raises(ModelError, match=words):
+        load_causal_lm(tmp_path / "m", *arguments)
+
+
+def test_a_tokenizer_comes_back_with_the_same_fingerprint(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.save_pretrained(tmp_path / "t")
+    fingerprint = tokenizer_fingerprint(load_tokenizer(tmp_path / "t"))
+    assert fingerprint == tokenizer_fingerprint(tokenizer)
+    assert len(fingerprint) == 64
+    assert fingerprint == tokenizer_fingerprint(tiny.tokenizer(eos="w3")), "the same ids mean the same"
+    tokenizer.add_tokens(["new"])
+    assert fingerprint != tokenizer_fingerprint(tokenizer)
+
+
+def test_a_checkpoint_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
+    tiny.saved(tiny.causal("llama"), tmp_path / "m")
+    with pytest.raises(ModelError, match="tokenizer"):
+        load_tokenizer(tmp_path / "m")
+    with pytest.raises(ModelError, match="no such directory"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_stop_ids_come_from_every_source() -> None:
+    model = tiny.causal("llama", eos_token_id=[4, 5])
+    model.generation_config.eos_token_id = 6
+    assert stop_token_ids(model, tiny.tokenizer()) == {1, 4, 5, 6}
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    assert stop_token_ids(model, None) == frozenset()
+
+
+def test_shared_parameters_are_counted_once() -> None:
+    tied, untied = tiny.causal("llama", tie_word_embeddings=True), tiny.causal("llama", tie_word_embeddings=False)
+    assert count_parameters(untied) - count_parameters(tied) == tiny.VOCABULARY * 32
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_saved_policy_loads_again_and_has_the_same_bytes_every_time(kind: str, tmp_path: Path) -> None:
+    model, tokenizer = tiny.causal(kind), tiny.tokenizer()
+    for name in ("a", "b"):
+        save_policy(model, tokenizer, tmp_path / "deep" / name)
+    a, b = tmp_path / "deep" / "a", tmp_path / "deep" / "b"
+    assert sorted(path.name for path in a.iterdir()) == sorted(path.name for path in b.iterdir())
+    assert all(path.read_bytes() == (b / path.name).read_bytes() for path in a.iterdir())
+    assert torch.equal(load_causal_lm(a)(IDS).logits, model(IDS).logits)
+    assert tokenizer_fingerprint(load_tokenizer(a)) == tokenizer_fingerprint(tokenizer)
+    assert load_tokenizer(a)("w3 w4 w60").input_ids == [3, 4, 60]
+    assert not list(a.glob("*.bin"))
+
+
+def test_saving_again_replaces_the_whole_directory(tmp_path: Path) -> None:
+    save_policy(tiny.causal("llama"), None, tmp_path / "p")
+    (tmp_path / "p" / "leftover").touch()
+    save_policy(tiny.causal("llama", seed=1), None, tmp_path / "p")
+    assert not (tmp_path / "p" / "leftover").exists()
+    assert torch.equal(load_causal_lm(tmp_path / "p")(IDS).logits, tiny.causal("llama", seed=1)(IDS).logits)
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(tmp_path: Path) -> None:
+    class Broken:
+        def save_pretrained(self, directory: Path) -> None:
+            (directory / "half").touch()
+            raise OSError("disk full")
+
+    save_policy(tiny.causal("llama"), None, tmp_path / "p")
+    with pytest.raises(ModelError, match="disk full"):
+        save_policy(Broken(), None, tmp_path / "p")
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+    load_causal_lm(tmp_path / "p")

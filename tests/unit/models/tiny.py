@@ -1,0 +1,97 @@
+"""Tiny models with random weights, built from configs: the same shapes of code as the real ones, small enough for every test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+
+from quartet.types import GenerationRequest, SamplingParameters, TokenBatch, Trajectory, TrajectoryId
+
+VOCABULARY = 61
+EOS = 1
+KINDS = ("llama", "gpt2", "gpt_neox", "qwen2")
+
+
+def config(kind: str, **changes: Any) -> Any:
+    """A config of two layers, hidden size 32, four heads. The pad id is the EOS id, as in many real checkpoints."""
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "bos_token_id": 0,
+        "eos_token_id": EOS,
+        "pad_token_id": EOS,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.25,
+    }
+    own = {
+        "llama": {"intermediate_size": 48, "num_key_value_heads": 2, "attention_dropout": 0.5},
+        "qwen2": {"intermediate_size": 48, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        "mistral": {"intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": 5},
+        "gpt_neox": {"intermediate_size": 48, "hidden_dropout": 0.5},
+        "gpt2": {"n_inner": 48},
+        "bloom": {},
+        "bert": {"intermediate_size": 48},
+    }[kind]
+    return transformers.AutoConfig.for_model(kind, **{**common, **own, **changes})
+
+
+def causal(kind: str, seed: int = 0, **changes: Any) -> Any:
+    """A causal LM in fp32, in evaluation mode."""
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config(kind, **changes)).eval()
+
+
+def classifier(kind: str, seed: int = 0, **changes: Any) -> Any:
+    """A sequence classifier with one output, in evaluation mode."""
+    torch.manual_seed(seed)
+    changes = {"num_labels": 1, **changes}
+    return transformers.AutoModelForSequenceClassification.from_config(config(kind, **changes)).eval()
+
+
+def saved(model: Any, directory: Path) -> Path:
+    """The model written to ``directory``."""
+    model.save_pretrained(directory)
+    return directory
+
+
+def tokenizer(eos: str = "w1") -> Any:
+    """A word-level tokenizer over the words w0, w1, ..."""
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=eos, unk_token="w2")
+
+
+def batch(prompts: list[int], responses: list[int], seed: int = 0) -> TokenBatch:
+    """Random tokens with these lengths."""
+    generator = np.random.default_rng(seed)
+    return TokenBatch(
+        token_ids=generator.integers(0, VOCABULARY, sum(prompts) + sum(responses)).astype(np.int32),
+        prompt_lengths=np.array(prompts, np.int32),
+        response_lengths=np.array(responses, np.int32),
+    )
+
+
+def requests(count: int, step: int = 0, seed: int = 0, lengths: tuple[int, int] = (1, 12)) -> list[GenerationRequest]:
+    """Random prompts of different lengths."""
+    generator = np.random.default_rng(seed)
+    return [
+        GenerationRequest(
+            TrajectoryId("run", step, index, 0),
+            generator.integers(2, VOCABULARY, generator.integers(*lengths)).astype(np.int32),
+        )
+        for index in range(count)
+    ]
+
+
+def generated(engine: Any, asked: list[GenerationRequest], seed: int = 0, **sampling: Any) -> list[Trajectory]:
+    """The trajectories by id."""
+    parameters = SamplingParameters(**{"max_response_tokens": 12, **sampling})
+    return sorted(engine.generate(asked, parameters, seed, 0, lambda: False), key=lambda trajectory: trajectory.id)
