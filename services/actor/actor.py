@@ -119,15 +119,14 @@ class Actor:
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: PolicyLossSettings
     ) -> UpdateResult:
         """Takes one step's PPO update from the sealed experience. Idempotent by (run, step)."""
-        applied = self._updates.admit(run, step, leader_epoch)
-        if applied is not None:
-            return applied
-        experience = self._buffer(run).experience.load(step)
-        experience.batch.check_vocabulary(self._vocabulary)
-        metrics = update_policy(
-            self._model, self._optimizer, experience, settings, loss, self._config.micro_batch_tokens
-        )
-        return self._updates.record(run, step, metrics)
+
+        def apply() -> dict[str, float]:
+            experience = self._buffer(run).experience.load(step)
+            return update_policy(
+                self._model, self._optimizer, experience, settings, loss, self._config.micro_batch_tokens
+            )
+
+        return self._updates.once(run, step, leader_epoch, apply)
 
     def save(self, directory: str, kind: SaveKind) -> list[SavedFile]:
         """Writes the policy, and its optimizer in a checkpoint, below the run's directory."""

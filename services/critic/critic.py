@@ -58,15 +58,14 @@ class Critic:
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: ValueLossSettings
     ) -> UpdateResult:
         """Takes one step's value update from the sealed experience. Idempotent by (run, step)."""
-        applied = self._updates.admit(run, step, leader_epoch)
-        if applied is not None:
-            return applied
-        experience = self._experience(run).load(step)
-        experience.batch.check_vocabulary(self._vocabulary)
-        metrics = update_value(
-            self._model, self._optimizer, experience, settings, loss, self._config.micro_batch_tokens
-        )
-        return self._updates.record(run, step, metrics)
+
+        def apply() -> dict[str, float]:
+            experience = self._experience(run).load(step)
+            return update_value(
+                self._model, self._optimizer, experience, settings, loss, self._config.micro_batch_tokens
+            )
+
+        return self._updates.once(run, step, leader_epoch, apply)
 
     def save(self, directory: str, kind: SaveKind) -> list[SavedFile]:
         """Writes the value model, and its optimizer in a checkpoint, below the run's directory."""

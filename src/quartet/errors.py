@@ -32,7 +32,11 @@ class FailedPrecondition(QuartetError):
 
 
 class Cancelled(QuartetError):
-    """The caller went away or its deadline passed before the work was done."""
+    """The caller went away before the work was done."""
+
+
+class DeadlinePassed(Cancelled):
+    """The caller's deadline passed before the work was done."""
 
 
 class ServiceUnavailable(QuartetError):

@@ -46,7 +46,9 @@ def test_an_unforeseen_error_keeps_its_text_inside(unforeseen: Exception) -> Non
     [
         (errors.InvalidRequest, errors.InvalidRequest),
         (errors.FailedPrecondition, errors.FailedPrecondition),
-        (errors.Cancelled, errors.Cancelled),
+        # Only who cancels a call sees Cancelled; who did not, sees a service that gave up.
+        (errors.Cancelled, errors.ServiceFailed),
+        (errors.DeadlinePassed, errors.ServiceFailed),
         (errors.ServiceUnavailable, errors.ServiceUnavailable),
         (errors.ComputationFailed, errors.ComputationFailed),
         (errors.ServiceFailed, errors.ServiceFailed),
@@ -59,7 +61,7 @@ def test_what_a_service_raises_its_caller_raises_and_names_the_service(
     error = error_of(code, text, "critic at 127.0.0.1:1: Values", 3.0)
     assert type(error) is raised
     assert str(error).startswith("critic at 127.0.0.1:1: Values: ")
-    assert kind is errors.Cancelled or "the cause" in str(error)
+    assert kind is errors.DeadlinePassed or "the cause" in str(error)
 
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode), ids=lambda code: code.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quartet.errors import FailedPrecondition
+from quartet.errors import ComputationFailed, FailedPrecondition
 from quartet.models.update_log import UpdateLog
 from quartet.types import UpdateResult
 
@@ -69,3 +69,28 @@ def test_a_lower_leader_epoch_is_refused_from_then_on() -> None:
     with pytest.raises(FailedPrecondition, match="epoch 4 has taken over"):
         log.fence(3)
     applied(log, 2, epoch=4)
+
+
+def test_an_update_that_broke_off_half_way_admits_no_other() -> None:
+    log = UpdateLog()
+    applied(log, 1)
+
+    def diverge() -> dict[str, float]:
+        raise ComputationFailed("the policy loss is nan")
+
+    with pytest.raises(ComputationFailed):
+        log.once("run", 2, 1, diverge)
+    with pytest.raises(FailedPrecondition, match="step 2 broke off"):
+        log.once("run", 2, 1, dict)
+
+
+def test_once_applies_an_update_once() -> None:
+    log = UpdateLog()
+    calls = []
+
+    def apply() -> dict[str, float]:
+        calls.append(1)
+        return {"policy_loss": 1.0}
+
+    assert log.once("run", 1, 1, apply) == log.once("run", 1, 1, apply)
+    assert calls == [1]

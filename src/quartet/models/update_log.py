@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from quartet.errors import FailedPrecondition
+from collections.abc import Callable
+
+from quartet.errors import ComputationFailed, FailedPrecondition
 from quartet.types import UpdateResult
 
 
@@ -14,6 +16,7 @@ class UpdateLog:
         self.step = 0
         self._leader_epoch = 0
         self._last: UpdateResult | None = None
+        self._broken_at: int | None = None
 
     @property
     def policy_version(self) -> int:
@@ -31,9 +34,14 @@ class UpdateLog:
     def admit(self, run: str, step: int, leader_epoch: int) -> UpdateResult | None:
         """The recorded result when this step is applied already, None when it is the next.
 
-        Raises FailedPrecondition for any other step, another run, or a lower leader epoch.
+        Raises FailedPrecondition for any other step, another run, a lower leader epoch, or after an update that broke off.
         """
         self.fence(leader_epoch)
+        if self._broken_at is not None:
+            raise FailedPrecondition(
+                f"update of step {step}: the update of step {self._broken_at} broke off and left the weights between two "
+                "steps; restart the service"
+            )
         if self._last is not None and (run, step) == (self.run, self.step):
             return self._last
         if self.step and run != self.run:
@@ -51,3 +59,17 @@ class UpdateLog:
         self.run, self.step = run, step
         self._last = UpdateResult(step=step, policy_version=self.policy_version, metrics=metrics)
         return self._last
+
+    def once(self, run: str, step: int, leader_epoch: int, apply: Callable[[], dict[str, float]]) -> UpdateResult:
+        """Applies a step's update unless it is applied already. ``apply`` returns its metrics; raises as ``admit``.
+
+        After a ComputationFailed some of the optimizer's steps may have been taken, so no further update is admitted.
+        """
+        applied = self.admit(run, step, leader_epoch)
+        if applied is not None:
+            return applied
+        try:
+            return self.record(run, step, apply())
+        except ComputationFailed:
+            self._broken_at = step
+            raise

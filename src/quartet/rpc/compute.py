@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Protocol, TypeVar
 
-from quartet.errors import Cancelled
+from quartet.errors import Cancelled, DeadlinePassed
 
 Result = TypeVar("Result")
 
@@ -37,7 +37,7 @@ class ComputeThread:
         """Runs ``work(cancelled)`` and waits for it.
 
         Work that has not begun when the caller goes away is dropped; work that has begun may ask ``cancelled()``.
-        Raises Cancelled when the caller's deadline passes first.
+        Raises DeadlinePassed when the caller's deadline passes first, Cancelled when the caller goes away.
         """
         gone = threading.Event()
         if not caller.add_callback(gone.set):
@@ -58,7 +58,7 @@ class ComputeThread:
             return future.result(timeout=caller.time_remaining())
         except FutureTimeoutError:
             gone.set()
-            raise Cancelled(f"{kind}: the deadline passed") from None
+            raise DeadlinePassed(f"{kind}: the deadline passed") from None
 
     def busy_seconds(self) -> dict[str, float]:
         """Seconds spent on finished work, by kind."""

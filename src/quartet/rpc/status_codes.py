@@ -12,6 +12,7 @@ CODES: tuple[tuple[type[errors.QuartetError], grpc.StatusCode], ...] = (
     (errors.FailedPrecondition, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.MismatchError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.DeadlinePassed, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.Cancelled, grpc.StatusCode.CANCELLED),
     (errors.ServiceUnavailable, grpc.StatusCode.UNAVAILABLE),
     (errors.ComputationFailed, grpc.StatusCode.DATA_LOSS),
@@ -38,7 +39,8 @@ def error_of(code: grpc.StatusCode, text: str, where: str, timeout: float) -> er
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         return errors.FailedPrecondition(f"{where}: {text}")
     if code is grpc.StatusCode.CANCELLED:
-        return errors.Cancelled(f"{where}: cancelled")
+        # What the caller itself cancels never gets here: the service gave up, and nobody asked it to.
+        return errors.ServiceFailed(f"{where}: cancelled by the service ({text})")
     if code is grpc.StatusCode.UNAVAILABLE:
         return errors.ServiceUnavailable(f"{where}: unavailable ({text})")
     if code is grpc.StatusCode.UNIMPLEMENTED:
