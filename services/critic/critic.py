@@ -48,7 +48,8 @@ class Critic:
         self._updates = UpdateLog()
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self._parameters = count_parameters(self._model)
-        self._fingerprint = tokenizer_fingerprint(load_tokenizer(model))
+        self._tokenizer = load_tokenizer(model)
+        self._fingerprint = tokenizer_fingerprint(self._tokenizer)
 
     def values(self, batch: TokenBatch) -> FloatArray:
         """Value of the state in which each response token was drawn, float32 [response tokens]."""
@@ -71,6 +72,8 @@ class Critic:
         """Writes the value model, and its optimizer in a checkpoint, below the run's directory."""
         target = confined(self._root, directory)
         self._model.save(target)
+        # A critic starts from a directory with a tokenizer; what it writes can be started from too.
+        self._tokenizer.save_pretrained(target)
         if kind is SaveKind.CHECKPOINT:
             save_optimizer(self._optimizer, target / "optimizer.safetensors")
         return describe_files(self._root, target)

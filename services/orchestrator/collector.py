@@ -117,6 +117,7 @@ class Collector:
             entry_ids, generated = self._receive(expected, policy_version, generation, batches, on_progress)
             calls = [call for batch in batches for call in batch.pending]
             wait_for_all([generation, *calls], lambda: on_progress(_finished(batches)))
+            entry_ids += self._late_repeats(expected, policy_version)
         except BaseException:
             generation.cancel()
             for batch in batches:
@@ -149,10 +150,7 @@ class Collector:
             for delivery in deliveries:
                 trajectory = delivery.trajectory
                 entry_ids.append(delivery.entry_id)
-                if trajectory.id not in expected or trajectory.policy_version != policy_version:
-                    raise BufferFailed(
-                        f"rollout stream: {trajectory.id} of policy version {trajectory.policy_version} was not asked for"
-                    )
+                _check_asked_for(trajectory, expected, policy_version)
                 if trajectory.id in seen:
                     continue
                 seen.add(trajectory.id)
@@ -163,6 +161,25 @@ class Collector:
             raise_failures([call for batch in batches for call in batch.pending])
             on_progress(_finished(batches))
         return entry_ids, time.perf_counter()
+
+    def _late_repeats(self, expected: set[TrajectoryId], policy_version: int) -> list[str]:
+        """Entries that repeat what is there already. They are this step's to free, or the next one would meet them.
+
+        To be called when generation has ended, so that nothing can follow.
+        """
+        entry_ids: list[str] = []
+        while deliveries := self._stream.read(self._score_batch, 0.0):
+            for delivery in deliveries:
+                _check_asked_for(delivery.trajectory, expected, policy_version)
+                entry_ids.append(delivery.entry_id)
+        return entry_ids
+
+
+def _check_asked_for(trajectory: Trajectory, expected: set[TrajectoryId], policy_version: int) -> None:
+    if trajectory.id not in expected or trajectory.policy_version != policy_version:
+        raise BufferFailed(
+            f"rollout stream: {trajectory.id} of policy version {trajectory.policy_version} was not asked for"
+        )
 
 
 def _finished(batches: Sequence[ScoringBatch]) -> int:

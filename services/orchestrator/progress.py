@@ -86,6 +86,8 @@ class ProgressBoard:
                     for metrics in self._history[sent:]:
                         news.append(deepcopy(self._progress))
                         news[-1].step, news[-1].metrics = int(metrics["step"]), metrics
+                        # A watcher stops listening at the end, and more follows.
+                        news[-1].state = RunState.TRAINING
                     sent = max(sent, len(self._history))
                     news.append(deepcopy(self._progress))
                 seen = self._changes

@@ -17,10 +17,11 @@ from quartet.types import Role
 def check_inputs(config: Config) -> list[str]:
     """Reads the prompts and looks at every local checkpoint; says what it found, one line each. Raises ConfigError."""
     notes = [f"data.prompts {config.data.prompts}: {len(read_prompt_lines(config.data.prompts))} prompts"]
+    # The reward before the critic, which starts from it unless told otherwise: an error is to name a key that is in the file.
     models = {
         Role.ACTOR: config.actor.model,
-        Role.CRITIC: config.critic_model,
         Role.REWARD: config.reward.model,
+        Role.CRITIC: config.critic_model,
         Role.REFERENCE: config.reference_model,
     }
     for role, model in models.items():

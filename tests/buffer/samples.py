@@ -7,7 +7,9 @@ import numpy as np
 from quartet.types import Experience, FinishReason, TokenBatch, Trajectory, TrajectoryId
 
 
-def trajectory(run: str, prompt: int, step: int = 1, sample: int = 0, response: int = 3, version: int = 0) -> Trajectory:
+def trajectory(
+    run: str, prompt: int, step: int = 1, sample: int = 0, response: int = 3, version: int = 0
+) -> Trajectory:
     """A trajectory whose tokens and log-probs follow from its numbers."""
     return Trajectory(
         TrajectoryId(run, step, prompt, sample),

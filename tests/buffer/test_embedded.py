@@ -106,7 +106,7 @@ def test_a_server_that_does_not_start_says_its_last_words(tmp_path: Path) -> Non
     data = tmp_path / "data/appendonlydir"
     data.mkdir(parents=True)
     (data / "appendonly.aof.manifest").write_text("nonsense\n")
-    with pytest.raises(ServiceFailed, match="embedded Redis: ended with status 1: .*manifest"):
+    with pytest.raises(ServiceFailed, match=r"embedded Redis: ended with status 1: .*manifest"):
         EmbeddedRedis(tmp_path / "data", tmp_path / "log")
 
 

@@ -159,7 +159,7 @@ def test_a_malformed_tensor_is_refused_by_the_name_of_its_field(name: str) -> No
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
-    with pytest.raises(InvalidRequest, match="^log_probs: found NaN or infinity"):
+    with pytest.raises(InvalidRequest, match=r"^log_probs: found NaN or infinity"):
         codec.floats_from_proto(codec.tensor_to_proto(np.array([0, value], np.float32)), "log_probs")
 
 

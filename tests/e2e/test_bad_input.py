@@ -17,7 +17,7 @@ from quartet.demo.world import World, make_world
 from tests.e2e.commands import Ended, settings
 from tests.e2e.conftest import MINIATURE, STEPS, Run, Service, Start
 
-Refuse = Callable[..., str]
+Refuse = Callable[..., None]
 
 
 def assert_refused(ended: Ended, *mentioned: str | Path) -> None:

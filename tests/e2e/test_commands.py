@@ -17,14 +17,14 @@ from tests.e2e.conftest import Run, Service, Start
 PROMPTS = ("a quick lunch with friends :", "a late dinner for two :")
 
 
-def test_generate_completes_prompts_reproducibly_from_arguments_and_from_a_file(
+def test_generate_completes_prompts_the_same_from_arguments_and_from_a_file(
     first_run: Run, start: Start, tmp_path: Path
 ) -> None:
     policy = first_run.directory / "policy"
-    options = ("--max-tokens", "8", "--samples", "2", "--json", "--seed", "5")
-    from_arguments = start("generate", policy, *PROMPTS, *options).ended()
-    assert (from_arguments.code, from_arguments.err) == (0, "")
-    records = [json.loads(line) for line in from_arguments.out.splitlines()]
+    options = ("--max-tokens", "8", "--samples", "2", "--seed", "5")
+    as_json = start("generate", policy, *PROMPTS, *options, "--json").ended()
+    assert (as_json.code, as_json.err) == (0, "")
+    records = [json.loads(line) for line in as_json.out.splitlines()]
     assert [record["prompt"] for record in records] == [prompt for prompt in PROMPTS for _ in range(2)]
     for record in records:
         assert 1 <= record["tokens"] <= 8
@@ -33,12 +33,9 @@ def test_generate_completes_prompts_reproducibly_from_arguments_and_from_a_file(
 
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"text": prompt}) + "\n" for prompt in PROMPTS))
-    from_file = start("generate", policy, "--file", file, *options).ended()
-    assert from_file.out == from_arguments.out
-
-    as_text = start("generate", policy, PROMPTS[0], "--max-tokens", "8", "--seed", "6").ended()
-    assert as_text.out.startswith(PROMPTS[0])
-    assert records[0]["completion"] not in as_text.out, "another seed, another completion"
+    as_text = start("generate", policy, "--file", file, *options).ended()
+    assert (as_text.code, as_text.err) == (0, "")
+    assert as_text.out == "".join(f"{record['prompt']}{record['completion']}\n" for record in records)
 
 
 def test_generate_refuses_a_model_that_is_not_there(start: Start, tmp_path: Path) -> None:

@@ -73,11 +73,17 @@ def test_a_terminal_shows_reward_kl_pace_and_time_left_and_ctrl_c_stops_everythi
     assert not (tmp_path / "runs" / "tiny" / "policy").exists()
 
 
-def test_sigterm_while_the_services_start_stops_everything(start: Start, config: Path) -> None:
-    command = start("train", config)
-    command.wait_for(
-        lambda: all(any(role in line for line in command.processes().values()) for role in ("actor", "reference"))
+def starting(command: Command) -> bool:
+    """Whether Redis and the services that are to be started here have been, and are still loading."""
+    lines = list(command.processes().values())
+    return any("redis.sock" in line[0] for line in lines) and all(
+        ["-m", "services", role] in [line[1:4] for line in lines] for role in ("actor", "critic")
     )
+
+
+def test_sigterm_while_the_services_start_stops_everything(start: Start, config: Path, frozen: Service) -> None:
+    command = start("train", config, *frozen.serving("reward", "reference"))
+    command.wait_for(lambda: starting(command))
     command.process.terminate()
     asked = time.monotonic()
     ended = command.ended(30)
@@ -85,11 +91,8 @@ def test_sigterm_while_the_services_start_stops_everything(start: Start, config:
     assert (ended.code, ended.err, ended.left) == (130, "stopped\n", [])
 
 
-def test_sigkill_of_the_command_takes_every_child_with_it(
-    start: Start, config: Path, frozen: Service, tmp_path: Path
-) -> None:
-    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS)
-    wait_for_steps(command, tmp_path)
-    assert len(command.processes()) == 4, "actor, critic, orchestrator and redis"
+def test_sigkill_of_the_command_takes_every_child_with_it(start: Start, config: Path, frozen: Service) -> None:
+    command = start("train", config, *frozen.serving("reward", "reference"))
+    command.wait_for(lambda: starting(command))
     command.process.kill()
     assert wait_until(lambda: not command.processes(), 5), command.processes()

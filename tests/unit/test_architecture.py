@@ -39,7 +39,10 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.telemetry": FOUNDATION | {"quartet.files"},
     "quartet.demo": FOUNDATION | {"quartet.models"},
     "quartet.launcher": FOUNDATION | FILES | {"quartet.buffer", "quartet.telemetry"},
-    "quartet.cli": FOUNDATION | FILES | LIBRARY | {"quartet.v1", "quartet.demo", "quartet.launcher", "quartet.preflight"},
+    "quartet.cli": FOUNDATION
+    | FILES
+    | LIBRARY
+    | {"quartet.v1", "quartet.demo", "quartet.launcher", "quartet.preflight"},
     "services": set(),
     "services.actor": SERVICE,
     "services.critic": SERVICE,
@@ -87,8 +90,13 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(name: str) -> Iterator[tuple[str, int]]:
+@cache
+def imports(name: str) -> list[tuple[str, int]]:
     """Every module that a module imports, wherever in its text, with the line."""
+    return list(find_imports(name))
+
+
+def find_imports(name: str) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)

@@ -53,7 +53,9 @@ def test_every_shipped_config_parses(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_the_resolved_yaml_parses_to_the_same_tree(path: Path) -> None:
-    config = load_config(path, ["algorithm.clip_ratio_high=0.3", "services.actor.devices=[0, 1]", "actor.model='a: b #é'"])
+    config = load_config(
+        path, ["algorithm.clip_ratio_high=0.3", "services.actor.devices=[0, 1]", "actor.model='a: b #é'"]
+    )
     assert parse_config(yaml.safe_load(config.to_yaml()), "again") == config
 
 
@@ -173,7 +175,7 @@ def test_every_wrong_key_is_named_at_once(tmp_path: Path) -> None:
         ("", "config {path}: expected a mapping of sections"),
         ("- a\n", "config {path}: expected a mapping of sections"),
         ("run: &run {more: *run}\n", "config {path}: "),
-        ("[" * 5000, "config {path}: "),
+        ("[" * 500, "config {path}: "),
         ("!!python/object/apply:os.system [true]\n", "config {path}:1: not YAML"),
         ("3: 4\n" + MINIMAL, "config {path}:1: 3: Keys should be strings"),
     ],

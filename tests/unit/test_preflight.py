@@ -38,9 +38,9 @@ def config(models: Path, **services: dict[str, Any]) -> Config:
 def test_what_is_found_is_said_in_one_line_each(models: Path) -> None:
     notes = check_inputs(config(models))
     assert notes[0] == f"data.prompts {models}/prompts.jsonl: 2 prompts"
-    assert [note.split()[0] for note in notes[1:]] == ["actor.model", "critic.model", "reward.model", "reference.model"]
+    assert [note.split()[0] for note in notes[1:]] == ["actor.model", "reward.model", "critic.model", "reference.model"]
     assert notes[1].endswith("LlamaForCausalLM")
-    assert notes[2].endswith("LlamaForSequenceClassification")
+    assert notes[3].endswith("LlamaForSequenceClassification")
 
 
 def test_bad_prompts_are_found(models: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_missing_model_is_named_with_its_role(models: Path) -> None:
     (models / "reward/config.json").unlink()
     (models / "reward/model.safetensors").unlink()
     (models / "reward").rmdir()
-    with pytest.raises(ModelError, match=rf"critic\.model {models}/reward: no such directory; expected a Hugging Face"):
+    with pytest.raises(ModelError, match=rf"reward\.model {models}/reward: no such directory; expected a Hugging Face"):
         check_inputs(config(models))
 
 
@@ -101,7 +101,7 @@ def test_the_model_of_a_service_elsewhere_is_not_looked_for(models: Path) -> Non
     (models / "policy/config.json").unlink()
     elsewhere = {"address": "far:7001"}
     notes = check_inputs(config(models, actor=elsewhere, reference=elsewhere))
-    assert [note.split()[0] for note in notes] == ["data.prompts", "critic.model", "reward.model"]
+    assert [note.split()[0] for note in notes] == ["data.prompts", "reward.model", "critic.model"]
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ import pytest
 
 from quartet.processes import with_parent
 
-# Starts a child, says its process id, and waits. The pipe that both hold ends with the last of them.
+# Starts a child, which says its process id once it is the command and no more on its way to become it, and waits. The pipe
+# that both hold ends with the last of them.
 PARENT = """
-import subprocess, sys, time
+import subprocess, time
 from quartet.processes import with_parent
-child = subprocess.Popen(with_parent(["sleep", "60"]), start_new_session=True)
-print(child.pid, flush=True)
+child = subprocess.Popen(with_parent(["sh", "-c", "echo $$; exec sleep 60"]), start_new_session=True)
 time.sleep(60)
 """
 

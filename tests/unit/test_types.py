@@ -22,7 +22,7 @@ def test_what_is_no_id_is_refused(text: str) -> None:
 
 def test_ids_sort_by_number_and_not_by_text() -> None:
     ids = [TrajectoryId("r", 1, prompt, sample) for prompt in (2, 10) for sample in (2, 10)]
-    assert sorted(reversed(ids)) == ids
+    assert sorted([ids[2], ids[0], ids[3], ids[1]]) == ids
 
 
 def ints(*values: int) -> np.ndarray:

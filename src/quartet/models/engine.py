@@ -92,7 +92,7 @@ class TorchEngine:
             raise InvalidRequest(f"prompt of {request.id}: expected at least one token id in one dimension")
         if int(prompt.min()) < 0 or int(prompt.max()) >= size:
             raise InvalidRequest(f"prompt of {request.id}: a token id outside the vocabulary 0..{size - 1}")
-        check_lengths(self._model, np.array([len(prompt) + sampling.max_response_tokens], np.int32))
+        check_lengths(self._model, np.array([len(prompt) + sampling.max_response_tokens], np.int64))
 
 
 Finished = tuple[int, NDArray[np.int32], NDArray[np.float32], FinishReason]

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from quartet.errors import InvalidRequest
-from quartet.types import IntArray, TokenBatch
+from quartet.types import TokenBatch
 
 
 def logits_at(model: nn.Module, input_ids: torch.Tensor, keep: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -44,7 +45,7 @@ def check_batch(model: Any, batch: TokenBatch) -> None:
     check_lengths(model, batch.lengths)
 
 
-def check_lengths(model: Any, lengths: IntArray) -> None:
+def check_lengths(model: Any, lengths: NDArray[np.signedinteger[Any]]) -> None:
     """Raises InvalidRequest when a sequence of that many tokens does not fit the model."""
     limit, longest = max_positions(model), int(np.max(lengths))
     if limit is not None and longest > limit:

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from quartet import __version__, codec
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, InvalidRequest
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, SERVER_OPTIONS, WORKERS
 from quartet.rpc.status_codes import code_of
 from quartet.types import Role, ServiceStatus
@@ -64,15 +65,14 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
         if handler is None:
             return None
         method = handler_call_details.method
+        parse = _parser(handler.request_deserializer)
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(
-                self._guard(handler.unary_unary, method), handler.request_deserializer, handler.response_serializer
+                self._guard(handler.unary_unary, method), parse, handler.response_serializer
             )
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(
-                self._guard_stream(handler.unary_stream, method),
-                handler.request_deserializer,
-                handler.response_serializer,
+                self._guard_stream(handler.unary_stream, method), parse, handler.response_serializer
             )
         return handler
 
@@ -80,7 +80,7 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
     def _guard(behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
         def guarded(request: Any, context: grpc.ServicerContext) -> Any:
             try:
-                return behaviour(request, context)
+                return behaviour(_whole(request), context)
             except Exception as error:
                 _abort(error, method, context)
 
@@ -90,11 +90,31 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
     def _guard_stream(behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
         def guarded(request: Any, context: grpc.ServicerContext) -> Any:
             try:
-                yield from behaviour(request, context)
+                yield from behaviour(_whole(request), context)
             except Exception as error:
                 _abort(error, method, context)
 
         return guarded
+
+
+def _parser(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Reads a message, or gives the reason why it cannot be read: gRPC by itself would call that an internal error."""
+    if deserialize is None:
+        return None
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return error
+
+    return parse
+
+
+def _whole(request: Any) -> Any:
+    if isinstance(request, DecodeError):
+        raise InvalidRequest(f"request: not the message that this method takes ({request})")
+    return request
 
 
 def _abort(error: Exception, method: str, context: grpc.ServicerContext) -> None:

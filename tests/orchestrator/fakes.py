@@ -1,0 +1,78 @@
+"""Stand-ins for the services: what they answer follows from what they are asked, and when is up to the test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from quartet.errors import Cancelled
+from quartet.types import FloatArray, TokenBatch
+
+
+class Answer:
+    """A call under way, answered or failed by the test."""
+
+    def __init__(self, compute: Callable[[], Any] | None = None) -> None:
+        self._compute = compute
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self.cancelled = False
+
+    def answer(self, error: Exception | None = None) -> None:
+        self._error = error
+        self._done.set()
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def result(self) -> Any:
+        assert self._done.wait(20)
+        if self.cancelled:
+            raise Cancelled("cancelled")
+        if self._error is not None:
+            raise self._error
+        return self._compute() if self._compute else None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._done.set()
+
+
+class Scorer:
+    """Reward, reference and critic in one. Answers at once unless ``held``."""
+
+    def __init__(self, held: bool = False, failure: Exception | None = None, fails_at: str = "") -> None:
+        self._held, self._failure, self._fails_at = held, failure, fails_at
+        self.batches: list[TokenBatch] = []
+        self.calls: list[Answer] = []
+        self.temperatures: set[float] = set()
+
+    def _call(self, name: str, compute: Callable[[], FloatArray]) -> Any:
+        found = Answer(compute)
+        self.calls.append(found)
+        if name == self._fails_at:
+            found.answer(self._failure)
+        elif not self._held:
+            found.answer()
+        return found
+
+    def score(self, batch: TokenBatch) -> Any:
+        self.batches.append(batch)
+        first = np.array([sequence[0] for sequence in batch.sequences()], np.float32)
+        return self._call("score", lambda: first)
+
+    def log_probs(self, batch: TokenBatch, temperature: float) -> Any:
+        self.temperatures.add(temperature)
+        return self._call("log_probs", lambda: -responses(batch))
+
+    def values(self, batch: TokenBatch) -> Any:
+        return self._call("values", lambda: 2 * responses(batch))
+
+
+def responses(batch: TokenBatch) -> FloatArray:
+    """The response token ids as numbers, flat."""
+    parts = [ids[prompt:] for ids, prompt in zip(batch.sequences(), batch.prompt_lengths, strict=True)]
+    return np.concatenate(parts).astype(np.float32)

@@ -1,0 +1,197 @@
+"""Collecting a step from a real stream: composition by rule, repeats recognised, failures raised and calls let go."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from quartet.buffer.connection import Redis
+from quartet.buffer.rollouts import RolloutStream
+from quartet.errors import BufferFailed, ServiceFailed
+from quartet.types import Trajectory, TrajectoryId
+from services.orchestrator.collector import CollectedStep, Collector, ScoringServices, raise_failures, wait_for_all
+from tests.buffer.samples import trajectory
+from tests.orchestrator.fakes import Answer, Scorer
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> str:
+    return request.node.name
+
+
+@pytest.fixture
+def stream(redis_client: Redis, redis_url: str, run: str) -> RolloutStream:
+    found = RolloutStream(redis_client, redis_url, run)
+    found.reset()
+    return found
+
+
+def ended() -> Answer:
+    generation = Answer()
+    generation.answer()
+    return generation
+
+
+def ids(trajectories: list[Trajectory]) -> set[TrajectoryId]:
+    return {item.id for item in trajectories}
+
+
+def collect(
+    stream: RolloutStream,
+    scorer: Scorer,
+    expected: set[TrajectoryId],
+    generation: Answer | None = None,
+    score_batch: int = 3,
+    progress: list[int] | None = None,
+) -> CollectedStep:
+    services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
+    collector = Collector(stream, services, score_batch)
+    heard = progress if progress is not None else []
+    return collector.collect(expected, 0, generation or ended(), heard.append)  # type: ignore[arg-type]
+
+
+def first_tokens(scorer: Scorer) -> list[list[int]]:
+    return [[int(sequence[0]) - 1 for sequence in batch.sequences()] for batch in scorer.batches]
+
+
+def test_every_trajectory_gets_its_own_answers_and_comes_sorted_by_id(stream: RolloutStream, run: str) -> None:
+    written = [trajectory(run, prompt, response=1 + prompt % 4) for prompt in (10, 2, 7, 1, 30, 4, 5)]
+    stream.append(written)
+    scorer, heard = Scorer(), []
+    step = collect(stream, scorer, ids(written), progress=heard)
+    assert [item.trajectory.id.prompt for item in step.scored] == [1, 2, 4, 5, 7, 10, 30]
+    for item in step.scored:
+        response = item.trajectory.response_ids.astype(np.float32)
+        assert item.score == item.trajectory.id.prompt + 1
+        np.testing.assert_array_equal(item.reference_log_probs, -response)
+        np.testing.assert_array_equal(item.values, 2 * response)
+    assert scorer.temperatures == {0.7}
+    assert heard[-1] == 7
+    stream.acknowledge(step.entry_ids)
+    assert stream.depth() == 0
+
+
+def test_batches_are_the_order_of_completion_cut_to_size_however_the_entries_arrive(
+    stream: RolloutStream, run: str
+) -> None:
+    order = [8, 3, 5, 1, 9, 2, 7]
+    for portions in ([7], [1] * 7, [2, 4, 1], [3, 3, 1], [5, 2]):
+        stream.reset()
+        written = [trajectory(run, prompt) for prompt in order]
+        scorer, generation, left = Scorer(), Answer(), list(written)
+        with ThreadPoolExecutor(1) as executor:
+            step = executor.submit(collect, stream, scorer, ids(written), generation)
+            for portion in portions:
+                stream.append(left[:portion])
+                left = left[portion:]
+            generation.answer()
+            assert len(step.result(timeout=20).scored) == 7
+        assert first_tokens(scorer) == [[8, 3, 5], [1, 9, 2], [7]]
+
+
+def test_scoring_begins_before_generation_ends(stream: RolloutStream, run: str) -> None:
+    written = [trajectory(run, prompt) for prompt in range(4)]
+    scorer, generation, heard = Scorer(), Answer(), []
+    with ThreadPoolExecutor(1) as executor:
+        step = executor.submit(collect, stream, scorer, ids(written), generation, 3, heard)
+        stream.append(written[:3])
+        while not scorer.batches or not heard or heard[-1] < 3:
+            assert not step.done()
+        assert first_tokens(scorer) == [[0, 1, 2]]
+        stream.append(written[3:])
+        generation.answer()
+        step.result(timeout=20)
+    assert first_tokens(scorer) == [[0, 1, 2], [3]]
+
+
+def test_a_repeated_trajectory_is_scored_once_and_all_its_entries_are_freed(stream: RolloutStream, run: str) -> None:
+    written = [trajectory(run, prompt) for prompt in range(5)]
+    repeated = [*written[:4], *written[:2], written[4]]
+    stream.append(repeated)
+    scorer = Scorer()
+    step = collect(stream, scorer, ids(written))
+    assert first_tokens(scorer) == [[0, 1, 2], [3, 4]]
+    assert len(step.scored) == 5
+    stream.acknowledge(step.entry_ids)
+    assert stream.depth() == 0
+
+
+def test_repeats_that_come_last_do_not_trouble_the_next_step(stream: RolloutStream, run: str) -> None:
+    first = [trajectory(run, prompt) for prompt in range(3)]
+    stream.append([*first, *first])
+    step = collect(stream, Scorer(), ids(first))
+    stream.acknowledge(step.entry_ids)
+    assert stream.depth() == 0
+    second = [trajectory(run, prompt, step=2) for prompt in range(3)]
+    stream.append(second)
+    assert len(collect(stream, Scorer(), ids(second)).scored) == 3
+
+
+def test_trajectories_that_are_missing_when_generation_ends_are_an_error(stream: RolloutStream, run: str) -> None:
+    written = [trajectory(run, prompt) for prompt in range(5)]
+    stream.append(written[:4])
+    scorer = Scorer(held=True)
+    with pytest.raises(BufferFailed, match="generation ended with 4 of 5 trajectories in the stream"):
+        collect(stream, scorer, ids(written))
+    assert [call.cancelled for call in scorer.calls] == [True] * 3
+
+
+def test_a_trajectory_that_nobody_asked_for_is_an_error(stream: RolloutStream, run: str) -> None:
+    wanted = [trajectory(run, prompt) for prompt in range(2)]
+    for stranger in (trajectory(run, 99), trajectory(run, 1, step=2), trajectory(run, 1, version=7)):
+        stream.reset()
+        stream.append([wanted[0], stranger])
+        generation = Answer()
+        with pytest.raises(BufferFailed, match=f"{stranger.id} of policy version .* was not asked for"):
+            collect(stream, Scorer(), ids(wanted), generation)
+        assert generation.cancelled
+
+
+def test_a_failed_generation_is_raised_and_scoring_let_go(stream: RolloutStream, run: str) -> None:
+    written = [trajectory(run, prompt) for prompt in range(5)]
+    stream.append(written[:3])
+    scorer, generation = Scorer(held=True), Answer()
+    generation.answer(ServiceFailed("actor: gone"))
+    with pytest.raises(ServiceFailed, match="actor: gone"):
+        collect(stream, scorer, ids(written), generation)
+    assert [call.cancelled for call in scorer.calls] == [True] * 3
+
+
+@pytest.mark.parametrize("where", ["score", "log_probs", "values"])
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_failed_score_is_raised_at_once_and_everything_else_let_go(
+    where: str, complete: bool, stream: RolloutStream, run: str
+) -> None:
+    written = [trajectory(run, prompt) for prompt in range(3 if complete else 6)]
+    stream.append(written[:3])
+    scorer = Scorer(held=True, failure=ServiceFailed("scorer: no"), fails_at=where)
+    generation = Answer()
+    with pytest.raises(ServiceFailed, match="scorer: no"):
+        collect(stream, scorer, ids(written), generation)
+    assert generation.cancelled
+    assert [call.cancelled for call in scorer.calls] == [True] * 3
+
+
+def test_waiting_raises_the_first_failure_whatever_the_others_still_do() -> None:
+    hanging, failed = Answer(), Answer()
+    failed.answer(ServiceFailed("no"))
+    for calls in ([hanging, failed], [failed, hanging]):
+        with pytest.raises(ServiceFailed):
+            wait_for_all(calls)  # type: ignore[arg-type]
+        with pytest.raises(ServiceFailed):
+            raise_failures(calls)  # type: ignore[arg-type]
+    raise_failures([hanging])  # type: ignore[list-item]
+
+
+def test_waiting_ticks_until_all_have_ended() -> None:
+    call, ticks = Answer(), []
+
+    def tick() -> None:
+        ticks.append(1)
+        if len(ticks) == 3:
+            call.answer()
+
+    wait_for_all([ended(), call], tick)  # type: ignore[list-item]
+    assert len(ticks) == 3

@@ -1,0 +1,180 @@
+"""The progress board: every watcher sees every step, however late or slow it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from quartet.errors import ServiceUnavailable
+from quartet.rpc.channels import Peer
+from quartet.rpc.server import Server
+from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from services.orchestrator.progress import Progress, ProgressBoard, RunState
+from services.orchestrator.servicer import OrchestratorServicer
+
+
+def commit(board: ProgressBoard, *steps: int) -> None:
+    for step in steps:
+        board.commit(step, {"step": step, "reward_mean": float(step)})
+
+
+def steps_of(news: list[Progress | None]) -> list[int]:
+    """The steps whose metrics a watcher was shown, each once."""
+    shown = [int(progress.metrics["step"]) for progress in news if progress is not None and progress.metrics]
+    return list(dict.fromkeys(shown))
+
+
+def test_a_late_watcher_is_shown_every_step_and_then_the_end() -> None:
+    board = ProgressBoard("run", 5)
+    commit(board, 1, 2, 3, 4, 5)
+    board.update(state=RunState.FINISHED)
+    news = list(board.watch(0))
+    assert steps_of(news) == [1, 2, 3, 4, 5]
+    assert [progress.metrics["reward_mean"] for progress in news if progress] == [1, 2, 3, 4, 5, 5]
+
+
+def test_only_the_last_news_says_that_the_run_has_ended() -> None:
+    board = ProgressBoard("run", 3)
+    board.update(state=RunState.TRAINING)
+    commit(board, 1, 2, 3)
+    board.update(state=RunState.FINISHED)
+    news = [progress for progress in board.watch(0) if progress is not None]
+    assert [progress.state.ended for progress in news] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 9])
+def test_a_watcher_may_begin_after_a_step(after: int) -> None:
+    board = ProgressBoard("run", 3)
+    commit(board, 1, 2, 3)
+    watcher = board.watch(after)
+    first = [next(watcher) for _ in range(max(1, 4 - after))]
+    assert steps_of(first) == list(range(after + 1, 4)) or steps_of(first) == [3]
+    commit(board, 4)
+    board.update(state=RunState.STOPPED)
+    assert steps_of(list(watcher))[-1] == 4
+
+
+def test_watchers_of_a_running_board_miss_nothing() -> None:
+    board = ProgressBoard("run", 200)
+    ready = threading.Barrier(4)
+
+    def watch() -> list[Progress | None]:
+        ready.wait(10)
+        return list(board.watch(0))
+
+    with ThreadPoolExecutor(3) as executor:
+        watchers = [executor.submit(watch) for _ in range(3)]
+        ready.wait(10)
+        for step in range(1, 201):
+            board.update(phase="generate")
+            commit(board, step)
+        board.update(state=RunState.FINISHED)
+        for watcher in watchers:
+            assert steps_of(watcher.result(timeout=20)) == list(range(1, 201))
+
+
+def test_a_watcher_without_news_hears_nothing_every_so_often() -> None:
+    watcher = ProgressBoard("run", 1).watch(0, poll=0.01)
+    assert next(watcher) is not None
+    assert [next(watcher) for _ in range(3)] == [None] * 3
+
+
+@pytest.mark.parametrize("state", [RunState.FINISHED, RunState.STOPPED, RunState.FAILED])
+def test_a_watch_ends_with_the_run(state: RunState) -> None:
+    board = ProgressBoard("run", 1)
+    board.update(state=state, error="why", exit_code=2)
+    (last,) = list(board.watch(0))
+    assert last is not None
+    assert (last.state, last.error, last.exit_code) == (state, "why", 2)
+
+
+def test_what_is_handed_out_is_a_copy() -> None:
+    board = ProgressBoard("run", 1)
+    board.note("one")
+    seen = board.current()
+    board.note("two")
+    commit(board, 1)
+    assert (seen.notes, seen.step) == (["one"], 0)
+    assert board.current().notes == ["one", "two"]
+
+
+@pytest.fixture
+def board() -> ProgressBoard:
+    return ProgressBoard("run", 3)
+
+
+@pytest.fixture
+def stopped() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def peer(board: ProgressBoard, stopped: threading.Event) -> Iterator[Peer]:
+    server = Server([OrchestratorServicer(board, stopped.set)], "127.0.0.1:0")
+    peer = Peer("orchestrator", server.address)
+    yield peer
+    board.update(state=RunState.STOPPED)
+    peer.close()
+    server.stop(5)
+
+
+def test_every_field_of_the_progress_crosses_the_wire(peer: Peer, board: ProgressBoard) -> None:
+    commit(board, 2)
+    board.update(state=RunState.TRAINING, phase="update", scored=5, wanted=8, error="e", exit_code=2, notes=["n"])
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
+    found = peer.call(stub.GetProgress, orchestrator_pb2.GetProgressRequest(), 5, "GetProgress").progress
+    expected = orchestrator_pb2.Progress(
+        run="run",
+        state=orchestrator_pb2.RUN_STATE_TRAINING,
+        step=2,
+        total_steps=3,
+        phase="update",
+        scored=5,
+        wanted=8,
+        metrics={"step": 2, "reward_mean": 2},
+        error="e",
+        exit_code=2,
+        notes=["n"],
+    )
+    assert found == expected
+    assert {field.name for field, _ in found.ListFields()} == set(orchestrator_pb2.Progress.DESCRIPTOR.fields_by_name)
+
+
+def test_a_remote_watcher_is_shown_every_step_until_the_end(peer: Peer, board: ProgressBoard) -> None:
+    commit(board, 1)
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
+    news = stub.WatchProgress(orchestrator_pb2.WatchProgressRequest(), timeout=20)
+    assert next(news).progress.step == 1
+    commit(board, 2, 3)
+    board.update(state=RunState.FINISHED)
+    rest = [answer.progress for answer in news]
+    assert {2, 3} <= {progress.step for progress in rest}
+    assert rest[-1].state == orchestrator_pb2.RUN_STATE_FINISHED
+    assert news.code() is grpc.StatusCode.OK
+
+
+def test_a_stop_reaches_the_training(peer: Peer, stopped: threading.Event) -> None:
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
+    assert not stopped.is_set()
+    peer.call(stub.Stop, orchestrator_pb2.StopRequest(), 5, "Stop")
+    assert stopped.is_set()
+
+
+def test_the_orchestrators_status_follows_the_board(peer: Peer, board: ProgressBoard) -> None:
+    commit(board, 2)
+    (status,) = peer.wait_until_ready(5).roles
+    assert (status.run, status.step) == ("run", 2)
+
+
+def test_an_orchestrator_that_is_gone_is_unavailable(board: ProgressBoard) -> None:
+    server = Server([OrchestratorServicer(board, lambda: None)], "127.0.0.1:0")
+    peer = Peer("orchestrator", server.address)
+    server.stop(0)
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
+    with pytest.raises(ServiceUnavailable, match="orchestrator at"):
+        peer.call(stub.Stop, orchestrator_pb2.StopRequest(), 5, "Stop")
+    peer.close()

@@ -1,0 +1,123 @@
+"""Generate writes every trajectory that was asked for, under its derived id, whatever the order of asking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quartet import codec
+from quartet.buffer.connection import Redis
+from quartet.buffer.rollouts import RolloutStream
+from quartet.config import Config
+from quartet.errors import FailedPrecondition
+from quartet.types import FinishReason, Prompt, Role, SamplingParameters, TokenBatch, Trajectory, TrajectoryId
+from tests.rpc.conftest import Services
+from tests.unit.models import tiny
+
+PROMPTS = [Prompt(index, np.arange(2, 3 + index % 4, dtype=np.int32)) for index in (12, 3, 40, 7, 8)]
+SAMPLING = SamplingParameters(max_response_tokens=9)
+
+
+@pytest.fixture
+def stream(redis_client: Redis, redis_url: str, request: pytest.FixtureRequest) -> RolloutStream:
+    found = RolloutStream(redis_client, redis_url, request.node.name)
+    found.reset()
+    return found
+
+
+def generated(actor: Any, stream: RolloutStream, prompts: list[Prompt], **changes: Any) -> list[Trajectory]:
+    """The trajectories of one Generate, in the order of the stream."""
+    run = stream.key.split(":")[1]
+    arguments = {"step": 1, "leader_epoch": 1, "samples_per_prompt": 2, "sampling": SAMPLING, "seed": 5}
+    pending = actor.generate(run=run, prompts=prompts, policy_version=0, **{**arguments, **changes})
+    count = pending.result()
+    found = [delivery.trajectory for delivery in stream.read(1000, 0.01)]
+    assert len(found) == count
+    return found
+
+
+def by_id(trajectories: list[Trajectory]) -> list[bytes]:
+    return [codec.trajectory_to_bytes(t) for t in sorted(trajectories, key=lambda trajectory: trajectory.id)]
+
+
+def test_every_trajectory_is_written_under_its_derived_id(
+    clients: dict[Role, Any], stream: RolloutStream, request: pytest.FixtureRequest
+) -> None:
+    found = generated(clients[Role.ACTOR], stream, PROMPTS, step=6)
+    expected = {TrajectoryId(request.node.name, 6, prompt.index, sample) for prompt in PROMPTS for sample in range(2)}
+    assert {trajectory.id for trajectory in found} == expected
+    assert len(found) == 10
+    prompts = {prompt.index: prompt.token_ids.tolist() for prompt in PROMPTS}
+    for trajectory in found:
+        assert trajectory.policy_version == 0
+        assert trajectory.prompt_ids.tolist() == prompts[trajectory.id.prompt]
+        response = trajectory.response_ids.tolist()
+        assert tiny.EOS not in response[:-1]
+        if trajectory.finish_reason is FinishReason.EOS:
+            assert response[-1] == tiny.EOS
+        else:
+            assert len(response) == 9
+            assert response[-1] != tiny.EOS
+    assert {trajectory.finish_reason for trajectory in found} == set(FinishReason)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_its_log_probs_are_those_that_the_log_probs_rpc_computes(
+    temperature: float, clients: dict[Role, Any], stream: RolloutStream
+) -> None:
+    sampling = SamplingParameters(9, temperature=temperature)
+    found = generated(clients[Role.ACTOR], stream, PROMPTS, sampling=sampling)
+    expected = clients[Role.ACTOR].log_probs(TokenBatch.of(found), temperature)
+    np.testing.assert_allclose(np.concatenate([t.log_probs for t in found]), expected, atol=1e-5, rtol=0)
+
+
+def test_the_same_request_gives_the_same_trajectories_in_any_order_of_prompts(
+    clients: dict[Role, Any], stream: RolloutStream
+) -> None:
+    first = generated(clients[Role.ACTOR], stream, PROMPTS)
+    assert by_id(generated(clients[Role.ACTOR], stream, PROMPTS)) == by_id(first)
+    assert by_id(generated(clients[Role.ACTOR], stream, PROMPTS[::-1])) == by_id(first)
+
+
+def test_a_part_of_a_request_gives_the_same_tokens(clients: dict[Role, Any], stream: RolloutStream) -> None:
+    whole = {t.id: t for t in generated(clients[Role.ACTOR], stream, PROMPTS)}
+    for trajectory in generated(clients[Role.ACTOR], stream, PROMPTS[1:3], samples_per_prompt=1):
+        assert trajectory.response_ids.tolist() == whole[trajectory.id].response_ids.tolist()
+
+
+@pytest.mark.parametrize("change", [{"seed": 6}, {"step": 2}])
+def test_another_seed_or_step_gives_other_trajectories(
+    change: dict[str, int], clients: dict[Role, Any], stream: RolloutStream
+) -> None:
+    def responses(**changes: int) -> list[list[int]]:
+        found = sorted(generated(clients[Role.ACTOR], stream, PROMPTS, **changes), key=lambda t: t.id)
+        return [trajectory.response_ids.tolist() for trajectory in found]
+
+    assert responses() != responses(**change)
+
+
+def test_samples_of_a_prompt_differ_unless_greedy(clients: dict[Role, Any], stream: RolloutStream) -> None:
+    def samples(temperature: float) -> set[tuple[int, ...]]:
+        sampling = SamplingParameters(9, temperature=temperature)
+        found = generated(clients[Role.ACTOR], stream, PROMPTS[:1], samples_per_prompt=6, sampling=sampling)
+        return {tuple(trajectory.response_ids.tolist()) for trajectory in found}
+
+    assert len(samples(1.0)) > 1
+    assert len(samples(0.0)) == 1
+
+
+def test_another_policy_version_and_a_lower_leader_epoch_are_refused(
+    services: Services, make_config: Callable[..., Config], stream: RolloutStream
+) -> None:
+    actor = services.start(Role.ACTOR, make_config())
+    generated(actor, stream, PROMPTS, leader_epoch=3)
+    run = stream.key.split(":")[1]
+    with pytest.raises(FailedPrecondition, match="leader_epoch 2: an orchestrator of epoch 3 has taken over"):
+        actor.generate(run, 1, 2, PROMPTS, 1, SAMPLING, 5, policy_version=0).result()
+    with pytest.raises(FailedPrecondition, match="policy version 4: this policy is version 0"):
+        actor.generate(run, 1, 3, PROMPTS, 1, SAMPLING, 5, policy_version=4).result()
+    assert stream.read(10, 0.01) == []
+    generated(actor, stream, PROMPTS, leader_epoch=4)

@@ -1,0 +1,281 @@
+"""A malformed request answers INVALID_ARGUMENT with the name of what was wrong, and the service goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from quartet import codec
+from quartet.buffer.connection import Redis, connect
+from quartet.buffer.experience import ExperienceStore
+from quartet.buffer.rollouts import RolloutStream
+from quartet.config import Config
+from quartet.types import MODEL_ROLES, Role
+from quartet.v1 import (
+    actor_pb2,
+    actor_pb2_grpc,
+    critic_pb2,
+    critic_pb2_grpc,
+    reference_pb2,
+    reference_pb2_grpc,
+    reward_pb2,
+    reward_pb2_grpc,
+    tensor_pb2,
+    trajectory_pb2,
+    update_pb2,
+)
+from tests.buffer.samples import experience
+from tests.rpc.conftest import Services
+from tests.unit.models import tiny
+
+RUN = "malformed"
+NAN = float("nan")
+
+
+def ints(*values: int) -> tensor_pb2.Tensor:
+    return codec.tensor_to_proto(np.array(values, np.int32))
+
+
+def floats(*values: float) -> tensor_pb2.Tensor:
+    return codec.tensor_to_proto(np.array(values, np.float32))
+
+
+def good_batch() -> trajectory_pb2.TokenBatch:
+    return codec.batch_to_proto(tiny.batch([2, 3], [4, 1]))
+
+
+def good_requests() -> dict[str, Any]:
+    """A request for every RPC of the four services that succeeds."""
+    optimization = update_pb2.OptimizationSettings(epochs=1, mini_batches=1, learning_rate=1e-3)
+    policy_loss = actor_pb2.PolicyLossSettings(temperature=1.0, clip_low=0.2, clip_high=0.2)
+    update = {"run": RUN, "step": 1, "leader_epoch": 1, "optimization": optimization}
+    save = {"run": RUN, "directory": "saved", "kind": update_pb2.SAVE_KIND_MODEL}
+    return {
+        "actor.Generate": actor_pb2.GenerateRequest(
+            run=RUN,
+            step=1,
+            leader_epoch=1,
+            prompt_ids=ints(5, 6, 7),
+            prompt_lengths=ints(1, 2),
+            prompts=[3, 9],
+            samples_per_prompt=2,
+            sampling=trajectory_pb2.SamplingParameters(max_response_tokens=3, temperature=1.0, top_p=1.0),
+            seed=1,
+        ),
+        "actor.LogProbs": actor_pb2.ActorServiceLogProbsRequest(batch=good_batch(), temperature=1.0),
+        "actor.Update": actor_pb2.ActorServiceUpdateRequest(**update, loss=policy_loss),
+        "actor.Save": actor_pb2.ActorServiceSaveRequest(**save),
+        "critic.Values": critic_pb2.ValuesRequest(batch=good_batch()),
+        "critic.Update": critic_pb2.CriticServiceUpdateRequest(**update, loss=critic_pb2.ValueLossSettings()),
+        "critic.Save": critic_pb2.CriticServiceSaveRequest(**save),
+        "reward.Score": reward_pb2.ScoreRequest(batch=good_batch()),
+        "reference.LogProbs": reference_pb2.ReferenceServiceLogProbsRequest(batch=good_batch(), temperature=1.0),
+    }
+
+
+Change = Callable[[Any], None]
+
+
+def put(path: str, value: Any) -> Change:
+    """Sets a field, given by its path."""
+
+    def change(message: Any) -> None:
+        *parents, name = path.split(".")
+        for parent in parents:
+            message = getattr(message, parent)
+        if isinstance(value, tensor_pb2.Tensor):
+            getattr(message, name).CopyFrom(value)
+        elif isinstance(value, list):
+            getattr(message, name)[:] = value
+        else:
+            setattr(message, name, value)
+
+    return change
+
+
+def drop(name: str) -> Change:
+    return lambda message: message.ClearField(name)
+
+
+def both(*changes: Change) -> Change:
+    def change(message: Any) -> None:
+        for each in changes:
+            each(message)
+
+    return change
+
+
+BATCH: dict[str, tuple[Change, str]] = {
+    "no batch": (drop("batch"), "prompt_lengths"),
+    "ids as floats": (put("batch.token_ids", floats(*range(10))), "token_ids: expected dtype int32"),
+    "lengths as floats": (put("batch.response_lengths", floats(4, 1)), "response_lengths: expected dtype int32"),
+    "too few ids": (put("batch.token_ids", ints(1, 2, 3)), "token_ids"),
+    "too many lengths": (put("batch.prompt_lengths", ints(2, 3, 1)), "response_lengths: expected 3 elements"),
+    "an empty response": (put("batch.response_lengths", ints(5, 0)), "at least one token"),
+    "a negative length": (put("batch.prompt_lengths", ints(6, -1)), "at least one token"),
+    "an id outside the vocabulary": (put("batch.token_ids", ints(*range(9), tiny.VOCABULARY)), "0..60"),
+    "a negative id": (put("batch.token_ids", ints(*range(9), -1)), "found -1"),
+    "a sequence longer than the model's positions": (
+        both(
+            put("batch.token_ids", ints(*[1] * 70)),
+            put("batch.prompt_lengths", ints(1)),
+            put("batch.response_lengths", ints(69)),
+        ),
+        "positions for 64",
+    ),
+    "bytes that do not fit the shape": (put("batch.token_ids.data", b"\0" * 7), "needs 40 bytes, got 7"),
+    "a shape beyond memory": (put("batch.token_ids.shape", [2**60]), "bytes, got 40"),
+}
+TEMPERATURE: dict[str, tuple[Change, str]] = {
+    f"temperature {value}": (put("temperature", value), "temperature") for value in (0.0, -1.0, NAN, float("inf"))
+}
+GENERATE: dict[str, tuple[Change, str]] = {
+    "no run": (drop("run"), "expected a run"),
+    "step 0": (drop("step"), "expected a run, a step"),
+    "no samples": (drop("samples_per_prompt"), "samples_per_prompt"),
+    "no prompts": (both(drop("prompts"), put("prompt_lengths", ints())), "expected a run"),
+    "a prompt twice": (put("prompts", [3, 3]), "an index stands twice"),
+    "fewer indices than prompts": (put("prompts", [3]), "prompt_lengths: expected 1 elements, got 2"),
+    "an empty prompt": (put("prompt_lengths", ints(0, 3)), "prompts of 1 token or more"),
+    "a negative length": (put("prompt_lengths", ints(-1, 4)), "prompts of 1 token or more"),
+    "too few ids": (put("prompt_ids", ints(5)), "prompt_ids: expected 3 elements, got 1"),
+    "ids as floats": (put("prompt_ids", floats(5, 6, 7)), "prompt_ids: expected dtype int32"),
+    "an id outside the vocabulary": (put("prompt_ids", ints(5, 6, tiny.VOCABULARY)), "0..60"),
+    "a negative id": (put("prompt_ids", ints(5, 6, -1)), "0..60"),
+    "too many trajectories": (put("samples_per_prompt", 2**31), "at most 65536 trajectories"),
+    "no sampling": (drop("sampling"), "max_response_tokens"),
+    "no room for a response": (put("sampling.max_response_tokens", 0), "max_response_tokens"),
+    "a response beyond the model's positions": (put("sampling.max_response_tokens", 63), "positions for 64"),
+    "a response beyond memory": (put("sampling.max_response_tokens", 2**32 - 1), "positions for 64"),
+    "a negative temperature": (put("sampling.temperature", -1.0), "temperature"),
+    "temperature NaN": (put("sampling.temperature", NAN), "temperature"),
+    "top_p 0": (put("sampling.top_p", 0.0), "top_p"),
+    "top_p NaN": (put("sampling.top_p", NAN), "top_p"),
+}
+UPDATE: dict[str, tuple[Change, str]] = {
+    "no optimization": (drop("optimization"), "epochs and mini_batches"),
+    "no epochs": (put("optimization.epochs", 0), "epochs"),
+    "more mini-batches than sequences": (
+        both(put("step", 2), put("optimization.mini_batches", 3)),
+        "mini_batches 3: expected 1 to 2",
+    ),
+    "a negative learning rate": (put("optimization.learning_rate", -1.0), "learning_rate"),
+    "learning rate NaN": (put("optimization.learning_rate", NAN), "learning_rate"),
+    "a negative gradient norm": (put("optimization.max_grad_norm", -1.0), "max_grad_norm"),
+}
+POLICY_LOSS: dict[str, tuple[Change, str]] = {
+    "no loss": (drop("loss"), "temperature"),
+    "loss temperature 0": (put("loss.temperature", 0.0), "temperature"),
+    "a negative clip": (put("loss.clip_low", -0.1), "clip_low"),
+    "dual clip 1": (put("loss.dual_clip", 1.0), "dual_clip"),
+    "an unknown KL loss": (put("loss.kl_loss", 9), "kl_loss 9"),
+}
+SAVE: dict[str, tuple[Change, str]] = {
+    **{
+        f"directory {path!r}": (put("directory", path), "directory")
+        for path in ("", ".", "..", "../x", "a/../../x", "/tmp/x", "a\\b")
+    },
+    "no kind": (drop("kind"), "kind 0"),
+    "an unknown kind": (put("kind", 9), "kind 9"),
+}
+CASES: dict[str, dict[str, tuple[Change, str]]] = {
+    "actor.Generate": GENERATE,
+    "actor.LogProbs": BATCH | TEMPERATURE,
+    "actor.Update": UPDATE | POLICY_LOSS,
+    "actor.Save": SAVE,
+    "critic.Values": BATCH,
+    "critic.Update": UPDATE | {"a negative clip": (put("loss.value_clip", -0.1), "value_clip")},
+    "critic.Save": SAVE,
+    "reward.Score": BATCH,
+    "reference.LogProbs": BATCH | TEMPERATURE,
+}
+STUBS: dict[str, Callable[[grpc.Channel], Any]] = {
+    "actor": actor_pb2_grpc.ActorServiceStub,
+    "critic": critic_pb2_grpc.CriticServiceStub,
+    "reward": reward_pb2_grpc.RewardServiceStub,
+    "reference": reference_pb2_grpc.ReferenceServiceStub,
+}
+
+
+@pytest.fixture(scope="module")
+def channels(
+    session_services: Services, make_config: Callable[..., Config], redis_url: str, clients: dict[Role, Any]
+) -> dict[str, grpc.Channel]:
+    """Channels to four services for which the experience of steps 1 and 2 is sealed, and to an actor without updates."""
+    client = connect(redis_url)
+    store = ExperienceStore(client, redis_url, RUN)
+    for step in (1, 2):
+        store.seal(experience(RUN, step))
+    RolloutStream(client, redis_url, RUN).reset()
+    client.close()
+    config = make_config()
+    found = {str(role): session_services.start(role, config).peer.channel for role in MODEL_ROLES}
+    return {**found, "actor.Generate": clients[Role.ACTOR].peer.channel}
+
+
+def call(channels: dict[str, grpc.Channel], method: str, request: Any) -> Any:
+    service, name = method.split(".")
+    return getattr(STUBS[service](channels.get(method, channels[service])), name)(request, timeout=30)
+
+
+@pytest.mark.parametrize(("method", "case"), [(method, case) for method, cases in CASES.items() for case in cases])
+def test_a_malformed_request_is_refused_and_a_good_one_right_after_succeeds(
+    method: str, case: str, channels: dict[str, grpc.Channel]
+) -> None:
+    change, expected = CASES[method][case]
+    request = good_requests()[method]
+    if method.endswith("Update"):
+        # Step 1 is applied first: what is wrong about a later request is then looked at, and step 1 may be repeated.
+        call(channels, method, request)
+    change(request)
+    with pytest.raises(grpc.RpcError) as refused:
+        call(channels, method, request)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value.details()
+    assert expected in refused.value.details()
+    assert "\n" not in refused.value.details()
+    call(channels, method, good_requests()[method])
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_bytes_that_are_no_message_are_refused_and_a_good_request_right_after_succeeds(
+    method: str, channels: dict[str, grpc.Channel]
+) -> None:
+    service, name = method.split(".")
+    path = f"/quartet.v1.{service.capitalize()}Service/{name}"
+    raw = channels.get(method, channels[service]).unary_unary(path, lambda data: data, lambda data: data)  # type: ignore[arg-type]
+    with pytest.raises(grpc.RpcError) as refused:
+        raw(b"\xff\xff\xff", timeout=30)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value.details()
+    call(channels, method, good_requests()[method])
+
+
+def test_an_empty_request_is_refused_everywhere(channels: dict[str, grpc.Channel]) -> None:
+    for method, request in good_requests().items():
+        with pytest.raises(grpc.RpcError) as refused:
+            call(channels, method, type(request)())
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, method
+
+
+def test_the_largest_numbers_are_numbers_too(channels: dict[str, grpc.Channel], redis_client: Redis) -> None:
+    request = good_requests()["actor.Generate"]
+    request.run, request.step, request.seed = "large", 2**64 - 1, 2**64 - 1
+    request.prompts[:] = [0, 2**64 - 1]
+    request.sampling.top_k = 2**32 - 1
+    assert call(channels, "actor.Generate", request).trajectories == 4
+    redis_client.delete("quartet:large:rollouts")
+
+
+def test_a_save_outside_the_run_writes_nothing(services: Services, make_config: Callable[..., Config]) -> None:
+    config = make_config()
+    actor = services.start(Role.ACTOR, config)
+    (config.run_directory / "logs").mkdir(parents=True)
+    (config.run_directory / "link").symlink_to(config.run.directory)
+    before = sorted(config.run.directory.rglob("*"))
+    for path in (".", "..", "../other", "link/other"):
+        with pytest.raises(Exception, match="directory"):
+            actor.save("run", path, codec.SaveKind.MODEL).result()
+    assert sorted(config.run.directory.rglob("*")) == before

@@ -1,0 +1,290 @@
+"""One server, one way to call it: addresses, drain, and what failures become on the caller's side."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quartet.config import Config, TimeoutsConfig
+from quartet.errors import (
+    Cancelled,
+    ConfigError,
+    FailedPrecondition,
+    InvalidRequest,
+    MismatchError,
+    ServiceFailed,
+    ServiceUnavailable,
+)
+from quartet.rpc import channels
+from quartet.rpc.clients import CriticClient, ReferenceClient, RewardClient
+from quartet.rpc.compute import ComputeThread
+from quartet.rpc.server import Server, check_listen_address
+from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
+from services.reference.servicer import ReferenceServicer
+from tests.rpc.conftest import TIMEOUTS, Services
+from tests.unit.models import tiny
+
+BATCH = tiny.batch([3, 2], [4, 7])
+
+
+class Gate:
+    """In place of a model: answers when it is let to, or fails."""
+
+    def __init__(self) -> None:
+        self.begun, self.release = threading.Event(), threading.Event()
+        self.failure: Exception | None = None
+
+    def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
+        self.begun.set()
+        assert self.release.wait(20)
+        if self.failure is not None:
+            raise self.failure
+        return np.zeros(int(batch.response_lengths.sum()), np.float32)
+
+    def status(self) -> ServiceStatus:
+        return ServiceStatus(Role.REFERENCE)
+
+
+@pytest.fixture
+def gate(services: Services) -> Iterator[Gate]:
+    # Opened before the services stop: they wait for what waits at it.
+    found = Gate()
+    yield found
+    found.release.set()
+
+
+def gated(gate: Gate) -> ReferenceServicer:
+    return ReferenceServicer(gate, ComputeThread(), 1)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def reference(gate: Gate, services: Services) -> ReferenceClient:
+    client: ReferenceClient = services.client(Role.REFERENCE, services.serve(gated(gate)))
+    return client
+
+
+def test_a_taken_port_is_refused(services: Services, gate: Gate) -> None:
+    server = services.serve(gated(gate))
+    with pytest.raises(ConfigError, match=f"listen {server.address}: the port is taken"):
+        Server([gated(gate)], server.address)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"listen {address}: the port is taken"):
+            Server([gated(gate)], address)
+
+
+def test_a_server_gives_its_port_back(gate: Gate) -> None:
+    server = Server([gated(gate)], "127.0.0.1:0")
+    server.stop(0)
+    again = Server([gated(gate)], server.address)
+    assert again.address == server.address
+    again.stop(0)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "192.0.2.1:7000", "[::]:0", "example.com:1", ":7000", "7000", ""])
+def test_listening_beyond_loopback_in_plaintext_is_refused_unless_allowed(listen: str, gate: Gate) -> None:
+    with pytest.raises(ConfigError, match=r"not a loopback address.*security\.allow_plaintext"):
+        Server([gated(gate)], listen)
+    check_listen_address(listen, allow_plaintext=True)
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.9.9.9:1", "[::1]:0", "localhost:0"])
+def test_loopback_is_fine(listen: str) -> None:
+    check_listen_address(listen, allow_plaintext=False)
+
+
+def test_allowed_plaintext_listens_everywhere(gate: Gate) -> None:
+    server = Server([gated(gate)], "0.0.0.0:0", allow_plaintext=True)
+    client = ReferenceClient(f"127.0.0.1:{server.address.rpartition(':')[2]}", TIMEOUTS)
+    assert client.wait_until_ready().role is Role.REFERENCE
+    client.close()
+    server.stop(0)
+
+
+def test_a_drain_finishes_the_call_in_hand_and_refuses_new_ones(gate: Gate) -> None:
+    server = Server([gated(gate)], "127.0.0.1:0")
+    client = ReferenceClient(server.address, TIMEOUTS)
+    watch = health_pb2_grpc.HealthStub(client.peer.channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    pending = client.log_probs(BATCH, 1.0)
+    assert gate.begun.wait(10)
+    with ThreadPoolExecutor(1) as executor:
+        stopping = executor.submit(server.stop, 20.0)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        # The health watch hears of the end a moment before the port is closed.
+        while is_served(server.address):
+            assert not stopping.done()
+        assert not stopping.done()
+        gate.release.set()
+        assert len(pending.result()) == 11
+        watch.cancel()
+        stopping.result(timeout=10)
+    client.close()
+
+
+def is_served(address: str) -> bool:
+    """Whether a newcomer's call is taken."""
+    client = ReferenceClient(address, TIMEOUTS)
+    check = health_pb2_grpc.HealthStub(client.peer.channel).Check
+    try:
+        client.peer.call(check, health_pb2.HealthCheckRequest(), 5, "Check")
+    except ServiceUnavailable:
+        return False
+    finally:
+        client.close()
+    return True
+
+
+def test_a_call_that_the_drain_cuts_off_is_a_failure_of_the_service_and_no_stop_on_demand(gate: Gate) -> None:
+    server = Server([gated(gate)], "127.0.0.1:0")
+    client = ReferenceClient(server.address, TIMEOUTS)
+    pending = client.log_probs(BATCH, 1.0)
+    assert gate.begun.wait(10)
+    with ThreadPoolExecutor(1) as executor:
+        stopping = executor.submit(server.stop, 0.05)
+        with pytest.raises((ServiceFailed, ServiceUnavailable), match=r"^reference at "):
+            pending.result()
+        gate.release.set()
+        stopping.result(timeout=10)
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised", "said"),
+    [
+        (InvalidRequest("wrong"), InvalidRequest, "LogProbs: wrong"),
+        (FailedPrecondition("not yet"), FailedPrecondition, "LogProbs: not yet"),
+        (Cancelled("gave up"), ServiceFailed, "LogProbs: cancelled by the service"),
+        (RuntimeError("/secret/path"), ServiceFailed, "LogProbs: internal error; the service's log has the cause"),
+    ],
+)
+def test_what_a_service_raises_reaches_its_caller_with_the_services_name(
+    failure: Exception, raised: type[Exception], said: str, gate: Gate, reference: ReferenceClient
+) -> None:
+    gate.failure = failure
+    gate.release.set()
+    with pytest.raises(raised) as refused:
+        reference.log_probs(BATCH, 1.0).result()
+    assert type(refused.value) is raised
+    assert str(refused.value).startswith(f"reference at {reference.peer.address}: {said}")
+    assert "secret" not in str(refused.value)
+    gate.failure = None
+    assert len(reference.log_probs(BATCH, 1.0).result()) == 11
+
+
+def test_a_cancelled_call_is_cancelled_for_its_caller(gate: Gate, reference: ReferenceClient) -> None:
+    pending = reference.log_probs(BATCH, 1.0)
+    assert gate.begun.wait(10)
+    pending.cancel()
+    with pytest.raises(Cancelled, match="reference: LogProbs: cancelled"):
+        pending.result()
+    assert pending.done()
+
+
+def test_a_passed_deadline_names_service_method_and_seconds(gate: Gate, services: Services) -> None:
+    timeouts = TIMEOUTS.model_copy(update={"score": 0.2})
+    client = services.client(Role.REFERENCE, services.serve(gated(gate)), timeouts)
+    with pytest.raises(ServiceFailed, match=r"^reference at 127.*: LogProbs: no answer within 0\.2 s$"):
+        client.log_probs(BATCH, 1.0).result()
+
+
+def test_nobody_at_an_address_is_unavailable(services: Services) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    client = RewardClient(address, TIMEOUTS)
+    with pytest.raises(ServiceUnavailable, match=f"^reward at {address}: Score: unavailable"):
+        client.score(BATCH).result()
+    client.close()
+    client = RewardClient(address, TimeoutsConfig(load=0.3))
+    with pytest.raises(
+        ServiceUnavailable, match=r"no Quartet service answered within 0\.3 s; start it, or correct serv"
+    ):
+        client.wait_until_ready()
+    client.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def test_the_wrong_service_does_not_offer_the_method(reference: ReferenceClient, gate: Gate) -> None:
+    critic = CriticClient(reference.peer.address, TIMEOUTS)
+    with pytest.raises(MismatchError, match=r"critic at .*: Values: .*does not offer this method; check the address"):
+        critic.values(BATCH).result()
+    critic.close()
+
+
+def test_a_wait_for_readiness_may_be_given_up(services: Services) -> None:
+    client = RewardClient(f"127.0.0.1:{free_port()}", TimeoutsConfig(load=60))
+
+    def gone() -> None:
+        raise Cancelled("stopped")
+
+    with pytest.raises(Cancelled, match="stopped"):
+        client.wait_until_ready(gone)
+    client.close()
+
+
+@pytest.fixture
+def web_server() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_something_else_at_an_address_is_told_from_nobody(web_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "FOREIGN_AFTER", 0.5)
+    client = RewardClient(web_server, TimeoutsConfig(load=60))
+    expected = rf"reward at {web_server}: what answers there is not a Quartet service; check services\.reward\.address"
+    with pytest.raises(ConfigError, match=expected):
+        client.wait_until_ready()
+    client.close()
+
+
+def test_another_grpc_server_is_no_quartet_service() -> None:
+    with ThreadPoolExecutor(2) as executor:
+        server = grpc.server(executor)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        client = RewardClient(address, TimeoutsConfig(load=60))
+        with pytest.raises(ConfigError, match="not a Quartet service"):
+            client.wait_until_ready()
+        client.close()
+        server.stop(None).wait()
+
+
+def test_a_service_that_starts_late_is_waited_for(gate: Gate) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    client = ReferenceClient(address, TimeoutsConfig(load=30))
+    started: list[Server] = []
+
+    def alive() -> None:
+        # Called before each attempt: the first finds nobody.
+        if attempts:
+            started or started.append(Server([gated(gate)], address))
+        attempts.append(1)
+
+    attempts: list[int] = []
+    assert client.wait_until_ready(alive).role is Role.REFERENCE
+    assert len(attempts) > 1
+    client.close()
+    started[0].stop(0)
+
+
+def test_an_actor_without_a_buffer_says_what_to_set(services: Services, make_config: Callable[..., Config]) -> None:
+    config: Any = make_config(buffer={"url": None})
+    with pytest.raises(ConfigError, match=r"buffer\.url: null;.*QUARTET_BUFFER_URL"):
+        services.build(Role.ACTOR, config)

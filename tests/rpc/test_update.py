@@ -1,0 +1,197 @@
+"""Updates and saves over real experience in a real buffer: once in effect, in order, under the newest leader."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import transformers
+
+from quartet.buffer.connection import Redis
+from quartet.buffer.experience import ExperienceStore
+from quartet.config import Config
+from quartet.errors import ComputationFailed, FailedPrecondition
+from quartet.types import OptimizationSettings, PolicyLossSettings, Role, SaveKind, UpdateResult, ValueLossSettings
+from tests.buffer.samples import experience
+from tests.rpc.conftest import Services
+from tests.unit.models import tiny
+
+SETTINGS = OptimizationSettings(epochs=2, mini_batches=1, learning_rate=1e-2, max_grad_norm=1.0, seed=0)
+LOSSES: dict[Role, Any] = {Role.ACTOR: PolicyLossSettings(), Role.CRITIC: ValueLossSettings()}
+BATCH = tiny.batch([3, 2], [4, 7])
+TRAINED = [Role.ACTOR, Role.CRITIC]
+pytestmark = pytest.mark.usefixtures("store")
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> str:
+    """A run that is named as the test."""
+    return re.sub(r"[^a-z_]", "-", request.node.name)
+
+
+@pytest.fixture
+def store(redis_client: Redis, redis_url: str, run: str) -> ExperienceStore:
+    """Sealed experience of steps 1 to 3."""
+    found = ExperienceStore(redis_client, redis_url, run)
+    for step in (1, 2, 3):
+        found.seal(experience(run, step))
+    return found
+
+
+def update(client: Any, run: str, step: int, epoch: int = 1) -> UpdateResult:
+    found: UpdateResult = client.update(run, step, epoch, SETTINGS, LOSSES[client.role]).result()
+    return found
+
+
+def outputs(client: Any) -> bytes:
+    """What the model computes, bit for bit."""
+    found = client.log_probs(BATCH, 1.0) if client.role is Role.ACTOR else client.values(BATCH).result()
+    return bytes(found.tobytes())
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_an_update_moves_the_model_and_says_so(
+    role: Role, services: Services, make_config: Callable[..., Config], run: str
+) -> None:
+    client = services.start(role, make_config())
+    before = outputs(client)
+    result = update(client, run, 1)
+    assert (result.step, result.policy_version) == (1, 1)
+    assert result.metrics["optimizer_steps"] == 2
+    assert result.metrics["learning_rate"] == 1e-2
+    assert result.metrics["grad_norm"] > 0
+    assert all(np.isfinite(value) for value in result.metrics.values())
+    assert outputs(client) != before
+    status = client.wait_until_ready()
+    assert (status.run, status.step, status.policy_version) == (run, 1, 1)
+    assert status.busy_seconds["update"] > 0
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_a_repeated_update_answers_the_same_and_changes_nothing(
+    role: Role, services: Services, make_config: Callable[..., Config], run: str, store: ExperienceStore
+) -> None:
+    client = services.start(role, make_config())
+    update(client, run, 1)
+    second = update(client, run, 2)
+    after = outputs(client)
+    # Not even the experience is needed any more, and other settings make no difference.
+    store.discard(2)
+    assert update(client, run, 2) == second
+    other = OptimizationSettings(epochs=9, mini_batches=1, learning_rate=1.0, max_grad_norm=0.0, seed=1)
+    assert client.update(run, 2, 1, other, LOSSES[role]).result() == second
+    assert outputs(client) == after
+    assert update(client, run, 3).policy_version == 3
+    assert outputs(client) != after
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_two_services_that_take_the_same_updates_agree_bit_for_bit(
+    role: Role, services: Services, make_config: Callable[..., Config], run: str
+) -> None:
+    one, other = (services.start(role, make_config()) for _ in range(2))
+    for step in (1, 2):
+        assert update(one, run, step) == update(other, run, step)
+    update(other, run, 2)
+    assert outputs(one) == outputs(other)
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_a_step_out_of_order_of_another_run_or_of_a_former_leader_is_refused_without_effect(
+    role: Role, services: Services, make_config: Callable[..., Config], run: str, redis_client: Redis, redis_url: str
+) -> None:
+    ExperienceStore(redis_client, redis_url, "other").seal(experience("other", 2))
+    client = services.start(role, make_config())
+    with pytest.raises(FailedPrecondition, match="the next is 1"):
+        update(client, run, 2)
+    update(client, run, 1, epoch=3)
+    after = outputs(client)
+    with pytest.raises(FailedPrecondition, match="the next is 2"):
+        update(client, run, 3, epoch=3)
+    with pytest.raises(FailedPrecondition, match="of run other: this model is at step 1"):
+        update(client, "other", 2, epoch=3)
+    for step in (1, 2):
+        with pytest.raises(FailedPrecondition, match="leader_epoch 2: an orchestrator of epoch 3 has taken over"):
+            update(client, run, step, epoch=2)
+    assert outputs(client) == after
+    assert client.wait_until_ready().policy_version == 1
+    update(client, run, 2, epoch=3)
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_experience_that_is_missing_or_damaged_is_an_error_and_the_step_may_be_tried_again(
+    role: Role,
+    services: Services,
+    make_config: Callable[..., Config],
+    run: str,
+    store: ExperienceStore,
+    redis_client: Redis,
+) -> None:
+    client = services.start(role, make_config())
+    store.discard(1)
+    with pytest.raises(FailedPrecondition, match=f"experience of step 1 of run {run}: not in the buffer"):
+        update(client, run, 1)
+    redis_client.set(store.key(1), b"\xff")
+    with pytest.raises(ComputationFailed, match=r"not a quartet\.v1\.Experience message"):
+        update(client, run, 1)
+    store.seal(experience(run, 1))
+    assert update(client, run, 1).policy_version == 1
+
+
+def test_a_policy_is_saved_in_hugging_face_format_with_hashes(
+    services: Services, make_config: Callable[..., Config], run: str
+) -> None:
+    config = make_config()
+    actor = services.start(Role.ACTOR, config)
+    update(actor, run, 1)
+    files = actor.save(run, "policy", SaveKind.MODEL).result()
+    root = config.run_directory
+    assert {file.path for file in files} >= {"policy/model.safetensors", "policy/config.json", "policy/tokenizer.json"}
+    assert {file.path for file in files} == {
+        path.relative_to(root).as_posix() for path in (root / "policy").rglob("*") if path.is_file()
+    }
+    for file in files:
+        contents = (root / file.path).read_bytes()
+        assert (file.bytes, file.sha256) == (len(contents), hashlib.sha256(contents).hexdigest())
+    again = services.start(Role.REFERENCE, make_config(reference={"model": str(root / "policy")}))
+    np.testing.assert_array_equal(again.log_probs(BATCH, 1.0).result(), actor.log_probs(BATCH, 1.0))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(root / "policy")
+    assert loaded.config.vocab_size == tiny.VOCABULARY
+
+
+def test_saving_twice_gives_the_same_bytes(services: Services, make_config: Callable[..., Config], run: str) -> None:
+    actor = services.start(Role.ACTOR, make_config())
+    first = actor.save(run, "policy", SaveKind.MODEL).result()
+    assert actor.save(run, "policy", SaveKind.MODEL).result() == first
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_a_checkpoint_holds_the_optimizer_and_a_model_does_not(
+    role: Role, services: Services, make_config: Callable[..., Config], run: str
+) -> None:
+    config = make_config()
+    client = services.start(role, config)
+    update(client, run, 1)
+    checkpoint = {file.path for file in client.save(run, f"c/{role}", SaveKind.CHECKPOINT).result()}
+    model = {file.path for file in client.save(run, f"m/{role}", SaveKind.MODEL).result()}
+    assert {path.removeprefix("c/") for path in checkpoint} - {path.removeprefix("m/") for path in model} == {
+        f"{role}/optimizer.safetensors"
+    }
+    moments = safetensors.numpy.load_file(config.run_directory / f"c/{role}/optimizer.safetensors")
+    assert any(np.abs(moment).max() > 0 for moment in moments.values())
+
+
+def test_a_saved_critic_values_as_before(services: Services, make_config: Callable[..., Config], run: str) -> None:
+    config = make_config()
+    critic = services.start(Role.CRITIC, config)
+    update(critic, run, 1)
+    critic.save(run, "critic", SaveKind.MODEL).result()
+    tree = make_config().model_dump()
+    tree["critic"]["model"] = str(config.run_directory / "critic")
+    again = services.start(Role.CRITIC, Config.model_validate(tree))
+    np.testing.assert_array_equal(again.values(BATCH).result(), critic.values(BATCH).result())
