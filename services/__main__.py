@@ -6,6 +6,7 @@ Parses the config, then imports torch, builds each role's core, serves them toge
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -131,4 +132,7 @@ def _orchestrator(config: Config, stop: threading.Event, status: list[int]) -> t
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # The interpreter's last collection would walk all that torch and transformers left: a second for each process.
+    gc.freeze()
+    sys.exit(code)

@@ -197,7 +197,8 @@ def test_a_passed_deadline_names_service_method_and_seconds(gate: Gate, services
         client.log_probs(BATCH, 1.0).result()
 
 
-def test_nobody_at_an_address_is_unavailable(services: Services) -> None:
+def test_nobody_at_an_address_is_unavailable_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "FOREIGN_AFTER", 0.05)
     address = f"127.0.0.1:{free_port()}"
     client = RewardClient(address, TIMEOUTS)
     with pytest.raises(ServiceUnavailable, match=f"^reward at {address}: Score: unavailable"):

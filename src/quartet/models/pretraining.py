@@ -167,6 +167,7 @@ def train_reward_classifier(
     *,
     body: LlamaForCausalLM | None = None,
     truncated_share: float = 1 / 3,
+    truncated_certainty: float = 0.6,
     seed: int = 0,
     progress: ProgressCallback | None = None,
     stage: str = "reward",
@@ -174,7 +175,9 @@ def train_reward_classifier(
     """A scorer with one logit, trained by binary cross-entropy on ``labels`` (1 favourable, 0 not).
 
     The logit is read at the last token. Of each batch ``truncated_share`` of the rows are cut at a random length, without
-    EOS, so that an unfinished response gets a sensible score too. ``body`` gives the transformer its initial weights.
+    EOS, so that an unfinished response gets a sensible score too. The label of a cut row is drawn towards a half, to
+    ``truncated_certainty`` of its distance: an unfinished response scores between the extremes that finished ones reach,
+    and a policy gains by finishing. ``body`` gives the transformer its initial weights.
     Raises InvalidRequest when there is nothing to train on.
     """
     rows = _token_lists(sequences, tokenizer)
@@ -187,9 +190,12 @@ def train_reward_classifier(
         model = _scorer(tokenizer, shape, body)
 
         def loss(batch: Sequence[int]) -> Tensor:
-            seen = [_cut(rows[i], draw) if draw.random() < truncated_share else rows[i] for i in batch]
-            targets = torch.tensor([float(labels[i]) for i in batch])
-            return functional.binary_cross_entropy_with_logits(scores(model, seen), targets)
+            seen, targets = [], []
+            for i in batch:
+                cut = draw.random() < truncated_share
+                seen.append(_cut(rows[i], draw) if cut else rows[i])
+                targets.append(0.5 + (truncated_certainty if cut else 1.0) * (labels[i] - 0.5))
+            return functional.binary_cross_entropy_with_logits(scores(model, seen), torch.tensor(targets))
 
         _train(model, loss, [len(row) for row in rows], schedule, seed, progress, stage)
     return model

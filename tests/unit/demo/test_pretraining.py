@@ -47,6 +47,27 @@ def test_a_reward_classifier_separates_its_labels(tokenizer: PreTrainedTokenizer
     assert torch.equal(logits > 0, torch.tensor(labels) > 0.5)
 
 
+@pytest.mark.parametrize(("certainty", "bound"), [(0.0, 0.0), (0.6, 1.386)], ids=["none", "some"])
+def test_an_unfinished_row_scores_as_its_certainty_allows(
+    tokenizer: PreTrainedTokenizerFast, certainty: float, bound: float
+) -> None:
+    # The first token tells all: whatever is cut off, the label is clear. log(0.8 / 0.2) is 1.386.
+    rows = pretraining.encode(tokenizer, ["good food here", "bad food here"], eos=True)
+    model = pretraining.train_reward_classifier(
+        rows * 16,
+        [1.0, 0.0] * 16,
+        tokenizer,
+        SHAPE,
+        Schedule(steps=150, batch_sequences=32, learning_rate=1e-2, warmup_steps=5),
+        truncated_certainty=certainty,
+    )
+    finished = pretraining.score_all(model, rows).tolist()
+    unfinished = pretraining.score_all(model, [row[:-1] for row in rows]).tolist()
+    assert unfinished == pytest.approx([bound, -bound], abs=0.35)
+    assert finished[0] > 2.5
+    assert finished[1] < -2.5
+
+
 def test_a_preference_model_ranks_its_pairs_about_zero(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = dict(zip(TEXTS, pretraining.encode(tokenizer, TEXTS, eos=True), strict=True))
     pairs = [(ids[f"{noun} is good"], ids[f"{noun} is bad"]) for noun in ("food", "wine", "room")]
