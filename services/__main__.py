@@ -9,6 +9,7 @@ import argparse
 import gc
 import json
 import os
+import queue
 import signal
 import sys
 import threading
@@ -76,17 +77,18 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
     # Set before torch is imported: its pools are sized once.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
 
-    stop = threading.Event()
+    # The first thing put in ends the process. Unlike an Event or a log, the queue may be used by a signal's handler even
+    # where the handler interrupts its use.
+    endings: queue.SimpleQueue[str] = queue.SimpleQueue()
     status = [0]
 
     def on_signal(signum: int, _: Any) -> None:
-        log.info("stopping", signal=signal.Signals(signum).name)
-        stop.set()
+        endings.put(signal.Signals(signum).name)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     if roles == [Role.ORCHESTRATOR]:
-        hosted, background = _orchestrator(config, stop, status)
+        hosted, background = _orchestrator(config, endings, status)
     else:
         hosted, background = _models(roles, config, threads), None
 
@@ -97,7 +99,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
     announcer.say(address=server.address)
     if background is not None:
         background.start()
-    stop.wait()
+    log.info("stopping", cause=endings.get())
     server.stop(config.timeouts.drain)
     log.info("stopped")
     return status[0]
@@ -113,7 +115,9 @@ def _models(roles: list[Role], config: Config, threads: int) -> list[Any]:
     return [build_model_role(role, config, compute, threads) for role in roles]
 
 
-def _orchestrator(config: Config, stop: threading.Event, status: list[int]) -> tuple[list[Any], threading.Thread]:
+def _orchestrator(
+    config: Config, endings: queue.SimpleQueue[str], status: list[int]
+) -> tuple[list[Any], threading.Thread]:
     from services.orchestrator.progress import ProgressBoard
     from services.orchestrator.servicer import OrchestratorServicer
     from services.orchestrator.training import Training, train
@@ -125,7 +129,7 @@ def _orchestrator(config: Config, stop: threading.Event, status: list[int]) -> t
 
     def finished(code: int) -> None:
         status[0] = code
-        stop.set()
+        endings.put("end of the run")
 
     thread = threading.Thread(target=train, args=(training, board, finished), name="training", daemon=True)
     return [OrchestratorServicer(board, training.request_stop)], thread

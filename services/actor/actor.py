@@ -128,8 +128,12 @@ class Actor:
 
         return self._updates.once(run, step, leader_epoch, apply)
 
-    def save(self, directory: str, kind: SaveKind) -> list[SavedFile]:
-        """Writes the policy, and its optimizer in a checkpoint, below the run's directory."""
+    def save(self, run: str, directory: str, kind: SaveKind) -> list[SavedFile]:
+        """Writes the policy, and its optimizer in a checkpoint, below the run's directory.
+
+        Raises InvalidRequest for a directory elsewhere, FailedPrecondition when the model has learned in another run.
+        """
+        self._updates.check_run(run)
         target = confined(self._root, directory)
         save_policy(self._model, self._tokenizer, target)
         if kind is SaveKind.CHECKPOINT:

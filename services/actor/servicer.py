@@ -73,7 +73,7 @@ class ActorServicer(ModelRole[Actor], actor_pb2_grpc.ActorServiceServicer):
         """Writes the policy."""
         kind = codec.save_kind_from_proto(request.kind)
         files, version = self.compute.run(
-            "save", context, lambda _: (self.core.save(request.directory, kind), self.core.policy_version)
+            "save", context, lambda _: (self.core.save(request.run, request.directory, kind), self.core.policy_version)
         )
         return actor_pb2.ActorServiceSaveResponse(
             files=[codec.saved_file_to_proto(file) for file in files], policy_version=version

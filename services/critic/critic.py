@@ -68,8 +68,12 @@ class Critic:
 
         return self._updates.once(run, step, leader_epoch, apply)
 
-    def save(self, directory: str, kind: SaveKind) -> list[SavedFile]:
-        """Writes the value model, and its optimizer in a checkpoint, below the run's directory."""
+    def save(self, run: str, directory: str, kind: SaveKind) -> list[SavedFile]:
+        """Writes the value model, and its optimizer in a checkpoint, below the run's directory.
+
+        Raises InvalidRequest for a directory elsewhere, FailedPrecondition when the model has learned in another run.
+        """
+        self._updates.check_run(run)
         target = confined(self._root, directory)
         self._model.save(target)
         # A critic starts from a directory with a tokenizer; what it writes can be started from too.

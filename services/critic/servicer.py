@@ -48,7 +48,7 @@ class CriticServicer(ModelRole[Critic], critic_pb2_grpc.CriticServiceServicer):
         """Writes the value model."""
         kind = codec.save_kind_from_proto(request.kind)
         files, version = self.compute.run(
-            "save", context, lambda _: (self.core.save(request.directory, kind), self.core.policy_version)
+            "save", context, lambda _: (self.core.save(request.run, request.directory, kind), self.core.policy_version)
         )
         return critic_pb2.CriticServiceSaveResponse(
             files=[codec.saved_file_to_proto(file) for file in files], policy_version=version

@@ -61,6 +61,7 @@ class Checkpoints:
             )
 
     def _drop_oldest(self) -> None:
-        kept = sorted(path for path in self._files.checkpoints.glob("step-*") if path.is_dir())
+        found = [path for path in self._files.checkpoints.glob("step-*") if path.is_dir()]
+        kept = sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
         for path in kept[: -self._keep]:
             shutil.rmtree(path)

@@ -144,9 +144,12 @@ class Collector:
             deliveries = self._stream.read(self._score_batch, READ_BLOCK)
             if not deliveries and ended:
                 generation.result()
-                raise BufferFailed(
-                    f"rollout stream: generation ended with {len(seen)} of {len(expected)} trajectories in the stream"
-                )
+                # A delivery may have been lost on its way here; Redis still counts it as ours.
+                deliveries = [item for item in self._stream.delivered() if item.trajectory.id not in seen]
+                if not deliveries:
+                    raise BufferFailed(
+                        f"rollout stream: generation ended with {len(seen)} of {len(expected)} trajectories in the stream"
+                    )
             for delivery in deliveries:
                 trajectory = delivery.trajectory
                 entry_ids.append(delivery.entry_id)

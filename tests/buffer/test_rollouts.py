@@ -131,3 +131,13 @@ def test_the_stream_reads_with_either_protocol(redis_url: str, run: str) -> None
         stream.append([trajectory(run, prompt) for prompt in range(3)])
         assert prompts(stream) == [0, 1, 2]
         client.close()
+
+
+def test_a_delivery_that_was_lost_on_its_way_can_be_had_again(stream: RolloutStream, run: str) -> None:
+    stream.append([trajectory(run, 1), trajectory(run, 2)])
+    lost = stream.read(10, 0.1)
+    assert stream.read(10, 0.0) == []
+    again = stream.delivered()
+    assert [item.entry_id for item in again] == [item.entry_id for item in lost]
+    stream.acknowledge([lost[0].entry_id])
+    assert [item.entry_id for item in stream.delivered()] == [lost[1].entry_id]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.e2e.commands import Command, committed_steps, settings, wait_until
+from tests.e2e.commands import START, Command, committed_steps, settings, wait_until
 from tests.e2e.conftest import Service, Start
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every=0")
@@ -96,3 +102,36 @@ def test_sigkill_of_the_command_takes_every_child_with_it(start: Start, config: 
     command.wait_for(lambda: starting(command))
     command.process.kill()
     assert wait_until(lambda: not command.processes(), 5), command.processes()
+
+
+def test_a_service_told_to_stop_in_the_middle_of_a_log_line_drains_and_ends(config: Path) -> None:
+    port = free_port()
+    log, end = os.pipe()
+    os.write(end, b"\n" * fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, 4096))  # Full: the next line has to wait.
+    command = [sys.executable, "-m", "services", "reward", "--config", str(config), "--listen", f"127.0.0.1:{port}"]
+    with subprocess.Popen(command, stderr=end) as service:
+        try:
+            os.close(end)
+            assert wait_until(lambda: serves(port), START)
+            wait_until(lambda: "pipe" in Path(f"/proc/{service.pid}/wchan").read_text(), 2)
+            service.terminate()
+            with os.fdopen(log, encoding="utf-8") as lines:
+                assert wait_until(lambda: "event='stopped'" in lines.readline(), 20)
+            assert service.wait(20) == 0
+        finally:
+            service.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serves(port: int) -> bool:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1)
+        except grpc.RpcError:
+            return False
+    return True

@@ -15,7 +15,7 @@ import transformers
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience import ExperienceStore
 from quartet.config import Config
-from quartet.errors import ComputationFailed, FailedPrecondition
+from quartet.errors import BufferFailed, FailedPrecondition
 from quartet.types import OptimizationSettings, PolicyLossSettings, Role, SaveKind, UpdateResult, ValueLossSettings
 from tests.buffer.samples import experience
 from tests.rpc.conftest import Services
@@ -113,7 +113,7 @@ def test_a_step_out_of_order_of_another_run_or_of_a_former_leader_is_refused_wit
     after = outputs(client)
     with pytest.raises(FailedPrecondition, match="the next is 2"):
         update(client, run, 3, epoch=3)
-    with pytest.raises(FailedPrecondition, match="of run other: this model is at step 1"):
+    with pytest.raises(FailedPrecondition, match="run other: this model is at step 1"):
         update(client, "other", 2, epoch=3)
     for step in (1, 2):
         with pytest.raises(FailedPrecondition, match="leader_epoch 2: an orchestrator of epoch 3 has taken over"):
@@ -137,7 +137,7 @@ def test_experience_that_is_missing_or_damaged_is_an_error_and_the_step_may_be_t
     with pytest.raises(FailedPrecondition, match=f"experience of step 1 of run {run}: not in the buffer"):
         update(client, run, 1)
     redis_client.set(store.key(1), b"\xff")
-    with pytest.raises(ComputationFailed, match=r"not a quartet\.v1\.Experience message"):
+    with pytest.raises(BufferFailed, match=r"not a quartet\.v1\.Experience message"):
         update(client, run, 1)
     store.seal(experience(run, 1))
     assert update(client, run, 1).policy_version == 1

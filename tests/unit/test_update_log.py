@@ -49,7 +49,7 @@ def test_a_first_step_other_than_1_is_refused() -> None:
 def test_another_run_is_refused(step: int) -> None:
     log = UpdateLog()
     applied(log, 1)
-    with pytest.raises(FailedPrecondition, match="of run other: this model is at step 1 of run run"):
+    with pytest.raises(FailedPrecondition, match="run other: this model is at step 1 of run run"):
         log.admit("other", step, 1)
 
 

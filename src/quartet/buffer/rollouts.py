@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import redis
-
 from quartet import codec
 from quartet.buffer.connection import Redis, translated
 from quartet.errors import BufferFailed, InvalidRequest
@@ -54,12 +52,18 @@ class RolloutStream:
         Raises BufferFailed when an entry is not a trajectory: errors never become data.
         """
         with translated(self._url):
-            try:
-                answer = self._client.xreadgroup(
-                    GROUP, CONSUMER, {self.key: ">"}, count=count, block=max(1, int(block * 1000))
-                )
-            except redis.exceptions.TimeoutError:
-                return []
+            answer = self._client.xreadgroup(
+                GROUP, CONSUMER, {self.key: ">"}, count=count, block=max(1, int(block * 1000))
+            )
+        return self._deliveries(answer)
+
+    def delivered(self) -> list[Delivery]:
+        """Every entry that was delivered and is not acknowledged: also one whose delivery was lost on its way."""
+        with translated(self._url):
+            answer = self._client.xreadgroup(GROUP, CONSUMER, {self.key: "0"})
+        return self._deliveries(answer)
+
+    def _deliveries(self, answer: object) -> list[Delivery]:
         entries = [entry for _, found in _pairs(answer) for entry in found]
         return [self._delivery(entry_id, fields) for entry_id, fields in entries]
 

@@ -31,6 +31,13 @@ class UpdateLog:
             )
         self._leader_epoch = leader_epoch
 
+    def check_run(self, run: str) -> None:
+        """Raises FailedPrecondition when the model has taken updates of another run."""
+        if self.step and run != self.run:
+            raise FailedPrecondition(
+                f"run {run}: this model is at step {self.step} of run {self.run}; restart the service for another run"
+            )
+
     def admit(self, run: str, step: int, leader_epoch: int) -> UpdateResult | None:
         """The recorded result when this step is applied already, None when it is the next.
 
@@ -44,10 +51,7 @@ class UpdateLog:
             )
         if self._last is not None and (run, step) == (self.run, self.step):
             return self._last
-        if self.step and run != self.run:
-            raise FailedPrecondition(
-                f"update of run {run}: this model is at step {self.step} of run {self.run}; restart the service"
-            )
+        self.check_run(run)
         if step != self.step + 1:
             raise FailedPrecondition(
                 f"update of step {step}: this model is at step {self.step}, the next is {self.step + 1}"

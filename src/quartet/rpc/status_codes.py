@@ -16,7 +16,7 @@ CODES: tuple[tuple[type[errors.QuartetError], grpc.StatusCode], ...] = (
     (errors.Cancelled, grpc.StatusCode.CANCELLED),
     (errors.ServiceUnavailable, grpc.StatusCode.UNAVAILABLE),
     (errors.ComputationFailed, grpc.StatusCode.DATA_LOSS),
-    (errors.BufferFailed, grpc.StatusCode.DATA_LOSS),
+    (errors.BufferFailed, grpc.StatusCode.ABORTED),
     (errors.ServiceFailed, grpc.StatusCode.INTERNAL),
     (errors.QuartetError, grpc.StatusCode.INTERNAL),
 )
@@ -49,4 +49,6 @@ def error_of(code: grpc.StatusCode, text: str, where: str, timeout: float) -> er
         return errors.ServiceFailed(f"{where}: no answer within {timeout:g} s")
     if code is grpc.StatusCode.DATA_LOSS:
         return errors.ComputationFailed(f"{where}: {text}")
+    if code is grpc.StatusCode.ABORTED:
+        return errors.BufferFailed(f"{where}: {text}")
     return errors.ServiceFailed(f"{where}: {text} ({code.name})")

@@ -59,6 +59,7 @@ def test_an_unfinished_row_scores_as_its_certainty_allows(
         tokenizer,
         SHAPE,
         Schedule(steps=150, batch_sequences=32, learning_rate=1e-2, warmup_steps=5),
+        truncated_share=0.8,
         truncated_certainty=certainty,
     )
     finished = pretraining.score_all(model, rows).tolist()
