@@ -6,7 +6,6 @@ Parses the config, then imports torch, builds each role's core, serves them toge
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import queue
@@ -19,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from quartet.config import Config, ServiceConfig, load_config
+from quartet.config import Config, load_config
 from quartet.errors import ConfigError, QuartetError
 from quartet.telemetry.logs import configure_logs
 from quartet.topology import listen_address, threads_of
@@ -71,8 +70,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
     config = load_config(options.config, [*overrides, *([f"buffer.url={url}"] if url else [])])
     if Role.ORCHESTRATOR in roles and len(roles) > 1:
         raise ConfigError("roles: the orchestrator has a process of its own")
-    service: ServiceConfig = getattr(config.services, roles[0])
-    listen = options.listen or listen_address(service)
+    listen = options.listen or listen_address(getattr(config.services, roles[0]))
     threads = threads_of(config, roles[0])
     # Set before torch is imported: its pools are sized once.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
@@ -137,6 +135,7 @@ def _orchestrator(
 
 if __name__ == "__main__":
     code = main()
-    # The interpreter's last collection would walk all that torch and transformers left: a second for each process.
-    gc.freeze()
-    sys.exit(code)
+    # All is drained and written; taking the interpreter and torch's pools apart would only take seconds.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -12,6 +12,7 @@ from quartet.config import ActorConfig
 from quartet.errors import FailedPrecondition, InvalidRequest
 from quartet.files import confined, describe_files
 from quartet.models.engine import TorchEngine
+from quartet.models.forward import max_positions
 from quartet.models.loading import (
     count_parameters,
     load_causal_lm,
@@ -90,6 +91,7 @@ class Actor:
         Returns (trajectories, response tokens). Raises FailedPrecondition when the policy is not of ``policy_version``.
         """
         self._updates.fence(leader_epoch)
+        self._updates.check_whole()
         if policy_version != self._updates.policy_version:
             raise FailedPrecondition(
                 f"generate with policy version {policy_version}: this policy is version {self._updates.policy_version}; "
@@ -128,12 +130,15 @@ class Actor:
 
         return self._updates.once(run, step, leader_epoch, apply)
 
-    def save(self, run: str, directory: str, kind: SaveKind) -> list[SavedFile]:
+    def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind) -> list[SavedFile]:
         """Writes the policy, and its optimizer in a checkpoint, below the run's directory.
 
-        Raises InvalidRequest for a directory elsewhere, FailedPrecondition when the model has learned in another run.
+        Raises InvalidRequest for a directory elsewhere, FailedPrecondition when the model has learned in another
+        run, when another orchestrator leads, or when an update broke off.
         """
+        self._updates.fence(leader_epoch)
         self._updates.check_run(run)
+        self._updates.check_whole()
         target = confined(self._root, directory)
         save_policy(self._model, self._tokenizer, target)
         if kind is SaveKind.CHECKPOINT:
@@ -151,6 +156,7 @@ class Actor:
             policy_version=self._updates.policy_version,
             tokenizer_fingerprint=self._fingerprint,
             vocabulary_size=self._vocabulary,
+            max_sequence_tokens=max_positions(self._model) or 0,
             run=self._updates.run,
             step=self._updates.step,
         )

@@ -10,7 +10,7 @@ import numpy as np
 from quartet import codec
 from quartet.errors import InvalidRequest
 from quartet.rpc.role import ModelRole
-from quartet.types import GenerationRequest, Role, TrajectoryId
+from quartet.types import GenerationRequest, Role, SavedFile, TrajectoryId
 from quartet.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.actor import Actor
 
@@ -72,9 +72,12 @@ class ActorServicer(ModelRole[Actor], actor_pb2_grpc.ActorServiceServicer):
     ) -> actor_pb2.ActorServiceSaveResponse:
         """Writes the policy."""
         kind = codec.save_kind_from_proto(request.kind)
-        files, version = self.compute.run(
-            "save", context, lambda _: (self.core.save(request.run, request.directory, kind), self.core.policy_version)
-        )
+
+        def work(_: object) -> tuple[list[SavedFile], int]:
+            files = self.core.save(request.run, request.leader_epoch, request.directory, kind)
+            return files, self.core.policy_version
+
+        files, version = self.compute.run("save", context, work)
         return actor_pb2.ActorServiceSaveResponse(
             files=[codec.saved_file_to_proto(file) for file in files], policy_version=version
         )

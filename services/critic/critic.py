@@ -8,6 +8,7 @@ from pathlib import Path
 from quartet.buffer.experience import ExperienceStore
 from quartet.config import CriticConfig
 from quartet.files import confined, describe_files
+from quartet.models.forward import max_positions
 from quartet.models.loading import count_parameters, load_critic, load_tokenizer, tokenizer_fingerprint
 from quartet.models.optimizer import create_optimizer, save_optimizer
 from quartet.models.scoring import response_values
@@ -68,12 +69,15 @@ class Critic:
 
         return self._updates.once(run, step, leader_epoch, apply)
 
-    def save(self, run: str, directory: str, kind: SaveKind) -> list[SavedFile]:
+    def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind) -> list[SavedFile]:
         """Writes the value model, and its optimizer in a checkpoint, below the run's directory.
 
-        Raises InvalidRequest for a directory elsewhere, FailedPrecondition when the model has learned in another run.
+        Raises InvalidRequest for a directory elsewhere, FailedPrecondition when the model has learned in another
+        run, when another orchestrator leads, or when an update broke off.
         """
+        self._updates.fence(leader_epoch)
         self._updates.check_run(run)
+        self._updates.check_whole()
         target = confined(self._root, directory)
         self._model.save(target)
         # A critic starts from a directory with a tokenizer; what it writes can be started from too.
@@ -93,6 +97,7 @@ class Critic:
             policy_version=self._updates.policy_version,
             tokenizer_fingerprint=self._fingerprint,
             vocabulary_size=self._vocabulary,
+            max_sequence_tokens=max_positions(self._model) or 0,
             run=self._updates.run,
             step=self._updates.step,
         )

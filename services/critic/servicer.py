@@ -6,7 +6,7 @@ import grpc
 
 from quartet import codec
 from quartet.rpc.role import ModelRole
-from quartet.types import Role
+from quartet.types import Role, SavedFile
 from quartet.v1 import critic_pb2, critic_pb2_grpc
 from services.critic.critic import Critic
 
@@ -47,9 +47,12 @@ class CriticServicer(ModelRole[Critic], critic_pb2_grpc.CriticServiceServicer):
     ) -> critic_pb2.CriticServiceSaveResponse:
         """Writes the value model."""
         kind = codec.save_kind_from_proto(request.kind)
-        files, version = self.compute.run(
-            "save", context, lambda _: (self.core.save(request.run, request.directory, kind), self.core.policy_version)
-        )
+
+        def work(_: object) -> tuple[list[SavedFile], int]:
+            files = self.core.save(request.run, request.leader_epoch, request.directory, kind)
+            return files, self.core.policy_version
+
+        files, version = self.compute.run("save", context, work)
         return critic_pb2.CriticServiceSaveResponse(
             files=[codec.saved_file_to_proto(file) for file in files], policy_version=version
         )

@@ -7,11 +7,10 @@ import json
 import shutil
 from typing import Any
 
-from quartet.errors import ServiceFailed
-from quartet.files import write_durably
+from quartet.files import check_saved, flush, write_durably
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.telemetry.run_files import RunFiles
-from quartet.types import SavedFile, SaveKind
+from quartet.types import SaveKind
 from services.orchestrator.collector import wait_for_all
 
 FORMAT = 1
@@ -25,19 +24,23 @@ class Checkpoints:
         self._files, self._keep = files, keep
         self._config_hash = hashlib.sha256(config_yaml.encode()).hexdigest()
 
-    def save(self, run: str, step: int, actor: ActorClient, critic: CriticClient, state: dict[str, Any]) -> None:
+    def save(
+        self, run: str, step: int, leader_epoch: int, actor: ActorClient, critic: CriticClient, state: dict[str, Any]
+    ) -> None:
         """Saves both models and ``state`` (what the orchestrator itself must remember), then drops the oldest."""
         name = f"step-{step:06d}"
         partial = self._files.checkpoints / f".{name}.partial"
         final = self._files.checkpoints / name
-        for leftover in (partial, final):
+        for leftover in (*self._files.checkpoints.glob(".step-*.partial"), final):
             shutil.rmtree(leftover, ignore_errors=True)
         relative = partial.relative_to(self._files.root).as_posix()
-        calls = [client.save(run, f"{relative}/{client.role}", SaveKind.CHECKPOINT) for client in (actor, critic)]
+        calls = [
+            client.save(run, leader_epoch, f"{relative}/{client.role}", SaveKind.CHECKPOINT)
+            for client in (actor, critic)
+        ]
         wait_for_all(calls)
         saved = [file for call in calls for file in call.result()]
-        for file in saved:
-            self._check(file)
+        check_saved(self._files.root, saved)
         manifest = {
             "format": FORMAT,
             "run": run,
@@ -50,15 +53,8 @@ class Checkpoints:
         }
         write_durably(partial / "manifest.json", json.dumps(manifest, indent=2) + "\n")
         partial.rename(final)
+        flush(self._files.checkpoints)
         self._drop_oldest()
-
-    def _check(self, file: SavedFile) -> None:
-        path = self._files.root / file.path
-        if not path.is_file() or path.stat().st_size != file.bytes:
-            raise ServiceFailed(
-                f"checkpoint file {path}: not there as the service reported it; "
-                "run.directory must be a path that orchestrator, actor and critic share"
-            )
 
     def _drop_oldest(self) -> None:
         found = [path for path in self._files.checkpoints.glob("step-*") if path.is_dir()]

@@ -18,6 +18,8 @@ READ_BLOCK = 0.2
 """Seconds that a read of the stream may wait; failures of generation and scoring are looked for in between."""
 POLL = 0.002
 """Seconds between looks at calls under way."""
+MAX_IN_FLIGHT = 4
+"""Batches under way at once. More would not be scored sooner: each service computes one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,11 @@ class ScoringBatch:
         """The three calls."""
         return self.scores, self.reference_log_probs, self.values
 
+    def ended(self) -> bool:
+        """Whether all three calls have succeeded. Raises the failure of one that has not."""
+        raise_failures(self.pending)
+        return all(call.done() for call in self.pending)
+
     def scored(self) -> list[ScoredTrajectory]:
         """The answers, trajectory by trajectory."""
         ends = np.cumsum([len(trajectory.response_ids) for trajectory in self.trajectories])[:-1]
@@ -115,14 +122,12 @@ class Collector:
         batches: list[ScoringBatch] = []
         try:
             entry_ids, generated = self._receive(expected, policy_version, generation, batches, on_progress)
-            calls = [call for batch in batches for call in batch.pending]
-            wait_for_all([generation, *calls], lambda: on_progress(_finished(batches)))
+            wait_for_all([generation, *_calls(batches)], lambda: on_progress(_finished(batches)))
             entry_ids += self._late_repeats(expected, policy_version)
         except BaseException:
             generation.cancel()
-            for batch in batches:
-                for call in batch.pending:
-                    call.cancel()
+            for call in _calls(batches):
+                call.cancel()
             raise
         scored = [item for batch in batches for item in batch.scored()]
         scored.sort(key=lambda item: item.trajectory.id)
@@ -159,11 +164,17 @@ class Collector:
                 seen.add(trajectory.id)
                 waiting.append(trajectory)
             while len(waiting) >= self._score_batch or (waiting and len(seen) == len(expected)):
+                self._wait_for_a_place(batches, on_progress)
                 batches.append(self._services.begin(waiting[: self._score_batch]))
                 waiting = waiting[self._score_batch :]
-            raise_failures([call for batch in batches for call in batch.pending])
             on_progress(_finished(batches))
         return entry_ids, time.perf_counter()
+
+    @staticmethod
+    def _wait_for_a_place(batches: list[ScoringBatch], on_progress: Callable[[int], None]) -> None:
+        while len(_under_way(batches)) >= MAX_IN_FLIGHT:
+            on_progress(_finished(batches))
+            time.sleep(POLL)
 
     def _late_repeats(self, expected: set[TrajectoryId], policy_version: int) -> list[str]:
         """Entries that repeat what is there already. They are this step's to free, or the next one would meet them.
@@ -185,8 +196,16 @@ def _check_asked_for(trajectory: Trajectory, expected: set[TrajectoryId], policy
         )
 
 
+def _calls(batches: Sequence[ScoringBatch]) -> list[PendingResult[FloatArray]]:
+    return [call for batch in batches for call in batch.pending]
+
+
+def _under_way(batches: Sequence[ScoringBatch]) -> list[ScoringBatch]:
+    return [batch for batch in batches if not batch.ended()]
+
+
 def _finished(batches: Sequence[ScoringBatch]) -> int:
-    return sum(len(batch.trajectories) for batch in batches if all(call.done() for call in batch.pending))
+    return sum(len(batch.trajectories) for batch in batches if batch.ended())
 
 
 def raise_failures(calls: Sequence[PendingResult[Any]]) -> None:

@@ -15,6 +15,7 @@ from quartet.buffer.rollouts import RolloutStream
 from quartet.config import Config
 from quartet.data import PromptOrder, encode_prompts, read_prompt_lines
 from quartet.errors import Cancelled, ConfigError, MismatchError
+from quartet.files import check_saved
 from quartet.models.loading import load_tokenizer
 from quartet.ppo import kl
 from quartet.rpc.clients import ActorClient, CriticClient, ReferenceClient, RewardClient
@@ -85,15 +86,21 @@ class Training:
         while step < self._config.run.steps and not self._stopping.is_set():
             step += 1
             self._take_step(step, order)
-            every = self._config.checkpoint.every
-            if every and step % every == 0:
+            if self._checkpoint_is_due(step):
                 self._board.update(phase="checkpoint")
-                self._checkpoints.save(self._run, step, self._actor, self._critic, self._state())
+                self._checkpoints.save(self._run, step, LEADER_EPOCH, self._actor, self._critic, self._state())
         self._board.update(phase="save")
-        wait_for_all([self._actor.save(self._run, self._files.policy.name, SaveKind.MODEL)])
+        saving = self._actor.save(self._run, LEADER_EPOCH, self._files.policy.name, SaveKind.MODEL)
+        wait_for_all([saving])
+        check_saved(self._files.root, saving.result())
         log.info("policy saved", path=str(self._files.policy), step=step)
         finished = step == self._config.run.steps
         self._board.update(state=RunState.FINISHED if finished else RunState.STOPPED, phase="done")
+
+    def _checkpoint_is_due(self, step: int) -> bool:
+        every = self._config.checkpoint.every
+        last = step == self._config.run.steps or self._stopping.is_set()
+        return every > 0 and (step % every == 0 or last)
 
     def _prepare(self) -> PromptOrder:
         lines = read_prompt_lines(self._config.data.prompts)
@@ -116,6 +123,7 @@ class Training:
         for note in prompts.notes:
             log.warning(note)
             self._board.note(note)
+        self._check_lengths(statuses, max(len(prompt.token_ids) for prompt in prompts.prompts))
         order = PromptOrder(prompts.prompts, self._config.rollout.prompts_per_step, self._config.run.seed)
         self._stream.reset()
         self._experience.reset()
@@ -132,11 +140,26 @@ class Training:
                     f"{actor.model} ({actor.vocabulary_size} ids), expected the same tokenizer: a token id would mean "
                     f"two things; give a {role} model trained with the actor's tokenizer"
                 )
+            if other.vocabulary_size < actor.vocabulary_size:
+                raise MismatchError(
+                    f"{role}.model {other.model}: embeds {other.vocabulary_size} token ids, actor.model {actor.model} can draw "
+                    f"{actor.vocabulary_size}; resize the {role} model's embeddings to at least as many"
+                )
         for role in (Role.ACTOR, Role.CRITIC):
             if statuses[role].policy_version:
                 raise MismatchError(
                     f"services.{role}.address: the {role} there has taken {statuses[role].policy_version} updates of run "
                     f"{statuses[role].run}; a new run starts from its model, so restart that service"
+                )
+
+    def _check_lengths(self, statuses: dict[Role, ServiceStatus], longest_prompt: int) -> None:
+        longest = longest_prompt + self._config.rollout.max_response_tokens
+        for role, status in statuses.items():
+            if 0 < status.max_sequence_tokens < longest:
+                raise ConfigError(
+                    f"rollout.max_response_tokens {self._config.rollout.max_response_tokens}: with the longest prompt, of "
+                    f"{longest_prompt} tokens, more than the {status.max_sequence_tokens} positions of {role}.model "
+                    f"{status.model}; lower it, or data.max_prompt_tokens"
                 )
 
     def _take_step(self, step: int, order: PromptOrder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quartet.models.forward import max_positions
 from quartet.models.loading import count_parameters, load_causal_lm, load_tokenizer, tokenizer_fingerprint
 from quartet.models.scoring import response_log_probs
 from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
@@ -32,4 +33,5 @@ class Reference:
             parameters=self._parameters,
             tokenizer_fingerprint=self._fingerprint,
             vocabulary_size=self._vocabulary,
+            max_sequence_tokens=max_positions(self._model) or 0,
         )

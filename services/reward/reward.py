@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quartet.config import RewardConfig
+from quartet.models.forward import max_positions
 from quartet.models.loading import count_parameters, load_reward_model, load_tokenizer, tokenizer_fingerprint
 from quartet.models.scoring import sequence_scores
 from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
@@ -33,4 +34,5 @@ class RewardModel:
             parameters=self._parameters,
             tokenizer_fingerprint=self._fingerprint,
             vocabulary_size=self._vocabulary,
+            max_sequence_tokens=max_positions(self._model) or 0,
         )

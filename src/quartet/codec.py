@@ -37,6 +37,9 @@ from quartet.v1 import (
     update_pb2,
 )
 
+MAX_RESPONSE_TOKENS = 1_048_576
+"""Most tokens of a response that a request may ask for."""
+
 _FLOAT32 = np.dtype("<f4")
 _INT32 = np.dtype("<i4")
 _DTYPES = {tensor_pb2.DATA_TYPE_FLOAT32: _FLOAT32, tensor_pb2.DATA_TYPE_INT32: _INT32}
@@ -54,7 +57,7 @@ _ROLES = {
     Role.ORCHESTRATOR: status_pb2.ROLE_ORCHESTRATOR,
 }
 _ROLE_NAMES = {number: role for role, number in _ROLES.items()}
-_KL_LOSSES = {"none": actor_pb2.KL_LOSS_UNSPECIFIED, "k2": actor_pb2.KL_LOSS_K2, "k3": actor_pb2.KL_LOSS_K3}
+_KL_LOSSES = {"none": actor_pb2.KL_LOSS_NONE, "k2": actor_pb2.KL_LOSS_K2, "k3": actor_pb2.KL_LOSS_K3}
 _KL_LOSS_NAMES = {number: name for name, number in _KL_LOSSES.items()}
 
 
@@ -135,8 +138,10 @@ def sampling_to_proto(sampling: SamplingParameters) -> trajectory_pb2.SamplingPa
 
 def sampling_from_proto(message: trajectory_pb2.SamplingParameters) -> SamplingParameters:
     """Sampling parameters from their message. Raises InvalidRequest."""
-    if message.max_response_tokens < 1:
-        raise InvalidRequest("sampling.max_response_tokens: expected at least 1")
+    if not 1 <= message.max_response_tokens <= MAX_RESPONSE_TOKENS:
+        raise InvalidRequest(
+            f"sampling.max_response_tokens {message.max_response_tokens}: expected 1 to {MAX_RESPONSE_TOKENS}"
+        )
     if not (math.isfinite(message.temperature) and message.temperature >= 0):
         raise InvalidRequest(f"sampling.temperature {message.temperature}: expected 0 or more")
     if not 0 < message.top_p <= 1:
@@ -345,6 +350,7 @@ def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:
         step=status.step,
         threads=status.threads,
         busy_seconds=status.busy_seconds,
+        max_sequence_tokens=status.max_sequence_tokens,
     )
 
 
@@ -366,4 +372,5 @@ def status_from_proto(message: status_pb2.RoleStatus) -> ServiceStatus:
         step=message.step,
         threads=message.threads,
         busy_seconds=dict(message.busy_seconds),
+        max_sequence_tokens=message.max_sequence_tokens,
     )

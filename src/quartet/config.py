@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quartet.errors import ConfigError
 
@@ -16,6 +16,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -23,7 +24,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 class Section(BaseModel):
     """A part of the tree: immutable, and strict about unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
 
 
 class RunConfig(Section):
@@ -137,7 +138,7 @@ class RolloutConfig(Section):
 class OptimizerConfig(Section):
     """AdamW."""
 
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: Positive = 1e-8
     """Added to the denominator."""
@@ -223,26 +224,35 @@ class BufferConfig(Section):
         return url
 
 
-class ServiceConfig(Section):
-    """Where one service runs."""
+def _host_port(value: str | None) -> str | None:
+    if value is not None:
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"{value!r}: expected HOST:PORT")
+    return value
 
-    address: str | None = None
+
+HostPort = Annotated[str | None, AfterValidator(_host_port)]
+
+
+class OrchestratorServiceConfig(Section):
+    """Where the orchestrator listens. It is always started here."""
+
+    listen: HostPort = None
+    """HOST:PORT to listen on; port 0 takes a free one. Null: a free port on 127.0.0.1."""
+
+
+class ServiceConfig(Section):
+    """Where one service runs. Several roles of one process listen where the first of them does."""
+
+    address: HostPort = None
     """HOST:PORT at which it already runs; null: start it here."""
-    listen: str | None = None
+    listen: HostPort = None
     """HOST:PORT to listen on; port 0 takes a free one. Null: 127.0.0.1 and the port of `address`, or a free one."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """CUDA devices; none: the CPU."""
     threads: Count | None = None
     """CPU threads; null: its share of the cores."""
-
-    @field_validator("address", "listen")
-    @classmethod
-    def _host_port(cls, value: str | None) -> str | None:
-        if value is not None:
-            host, _, port = value.rpartition(":")
-            if not host or not port.isdecimal() or int(port) > 65535:
-                raise ValueError(f"{value!r}: expected HOST:PORT")
-        return value
 
 
 class ServicesConfig(Section):
@@ -256,7 +266,7 @@ class ServicesConfig(Section):
     """The scorer."""
     reference: ServiceConfig = ServiceConfig()
     """The frozen initial policy."""
-    orchestrator: ServiceConfig = ServiceConfig()
+    orchestrator: OrchestratorServiceConfig = OrchestratorServiceConfig()
     """The algorithm."""
 
 
@@ -273,7 +283,7 @@ class TimeoutsConfig(Section):
     """One step's update."""
     save: Positive = 600.0
     """One save."""
-    drain: Positive = 30.0
+    drain: Positive = 10.0
     """From SIGTERM to the end of calls in hand."""
 
 
@@ -312,7 +322,28 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.kl_loss {self.algorithm.kl_loss}: set kl_loss_coefficient above 0, or kl_loss none"
             )
+        if self.algorithm.kl_loss == "none" and self.algorithm.kl_loss_coefficient > 0:
+            raise ValueError("algorithm.kl_loss_coefficient: it weighs nothing; set kl_loss to k2 or k3")
+        self._check_kl_controller(samples)
+        if self.buffer.url is None and (self.services.actor.address or self.services.critic.address):
+            raise ValueError(
+                "buffer.url: an actor or critic at an address needs a Redis that it shares with this run; give its url"
+            )
         return self
+
+    def _check_kl_controller(self, samples: int) -> None:
+        controller, coefficient = self.algorithm.kl_controller, self.algorithm.kl_coefficient
+        if controller.kind == "fixed":
+            return
+        where = f"algorithm.kl_controller.kind {controller.kind}"
+        if coefficient == 0:
+            raise ValueError(f"{where}: it multiplies kl_coefficient, which is 0; set it above 0, or kind fixed")
+        if controller.kind == "adaptive" and controller.horizon <= 0.2 * samples:
+            raise ValueError(
+                f"{where}: horizon {controller.horizon:g}: expected more than {0.2 * samples:g}, a fifth of a step's responses"
+            )
+        if controller.kind == "simple" and controller.horizon <= 1:
+            raise ValueError(f"{where}: horizon {controller.horizon:g}: expected more than 1 step")
 
     @property
     def critic_model(self) -> str:
@@ -426,7 +457,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, ...]:
     if not equals or not all(parts):
         raise ConfigError(f"--set {override}: expected KEY.KEY=VALUE, for example run.steps=10")
     try:
-        value = yaml.safe_load(text)
+        # Elsewhere a # begins a comment, and the rest of a path or password would be lost.
+        value = text if "#" in text and text.lstrip()[:1] not in "[{'\"" else yaml.safe_load(text)
     except yaml.YAMLError:
         value = text
     # YAML 1.1 reads 1e-5 as a string; everyone here means the number.

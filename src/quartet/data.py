@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from quartet.errors import ConfigError, DataError
+from quartet.random_streams import prompt_order
 from quartet.types import Prompt
 
 EXPECTED = 'expected a JSON object with "text" (a string) or "token_ids" (a list of integers)'
@@ -143,6 +144,6 @@ class PromptOrder:
     def of_step(self, step: int) -> list[Prompt]:
         """The prompts of a step, counted from 1."""
         number, place = divmod(step - 1, self._steps_per_pass)
-        order = np.random.Generator(np.random.Philox(key=[self._seed, number])).permutation(len(self._prompts))
+        order = prompt_order(self._seed, number, len(self._prompts))
         chosen = order[place * self._per_step : (place + 1) * self._per_step]
         return [self._prompts[index] for index in chosen]

@@ -43,6 +43,10 @@ class ServiceUnavailable(QuartetError):
     """A service, or the rollout buffer, cannot be reached."""
 
 
+class ServiceBusy(QuartetError):
+    """A service has as many calls in hand as it takes; the same call may succeed later."""
+
+
 class ServiceFailed(QuartetError):
     """A service answered with an error, or its process died."""
 

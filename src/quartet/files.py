@@ -1,12 +1,14 @@
-"""Paths confined to a root, and what was written below them."""
+"""Paths confined to a root, what was written below them, and writes that appear whole or not at all."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
-from quartet.errors import InvalidRequest
+from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.types import SavedFile
 
 
@@ -28,6 +30,17 @@ def describe_files(root: Path, directory: Path) -> list[SavedFile]:
     return [SavedFile(file.relative_to(root).as_posix(), file.stat().st_size, sha256(file)) for file in files]
 
 
+def check_saved(root: Path, files: Sequence[SavedFile]) -> None:
+    """Raises ServiceFailed unless the files that a service reports lie below ``root`` here, too."""
+    for file in files:
+        path = root / file.path
+        if not path.is_file() or path.stat().st_size != file.bytes:
+            raise ServiceFailed(
+                f"saved file {path}: not there as the service reported it; "
+                "run.directory must be a path that orchestrator, actor and critic share"
+            )
+
+
 def sha256(path: Path) -> str:
     """The file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:
@@ -42,3 +55,36 @@ def write_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or a directory's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:
+    """Lets ``write`` fill a sibling of ``directory`` and renames it into place, on disk before it is visible.
+
+    A reader sees the old directory, for an instant none, or the whole new one, never half of it.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    fresh, old = (directory.with_name(f".{directory.name}.{tag}") for tag in ("writing", "replaced"))
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        fresh.mkdir()
+        write(fresh)
+        for path in [*fresh.rglob("*"), fresh]:
+            flush(path)
+        if directory.exists():
+            directory.rename(old)
+        fresh.rename(directory)
+        flush(directory.parent)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

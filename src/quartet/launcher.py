@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from quartet.buffer.connection import connect
@@ -23,8 +24,8 @@ from quartet.types import MODEL_ROLES, Role
 
 LAST_LINES = 20
 """Log lines of a dead process that are shown."""
-STOP_TIMEOUT = 8.0
-"""Seconds that a process has to end after SIGTERM before it is killed."""
+FAILURE_PATIENCE = 1.0
+"""Seconds that the other processes have to end after one has failed, before they are killed."""
 
 
 class Child:
@@ -175,15 +176,15 @@ class Launcher:
             if child.role is not Role.ORCHESTRATOR or child.process.returncode != 0:
                 raise ServiceFailed(child.describe_end())
 
-    def stop(self, at_once: bool = False) -> None:
-        """Stops what was started: the orchestrator, then the model services, then Redis. Never raises."""
-        deadline = time.monotonic() + (0.0 if at_once else STOP_TIMEOUT)
+    def stop(self, patience: float) -> None:
+        """Stops what was started: orchestrator, model services, Redis. Each has ``patience`` seconds to drain."""
         for group in (
             [child for child in self._children if child.role is Role.ORCHESTRATOR],
             [child for child in self._children if child.role is not Role.ORCHESTRATOR],
         ):
             for child in group:
                 child.terminate()
+            deadline = time.monotonic() + patience
             for child in group:
                 child.reap(deadline)
         self._children.clear()
@@ -194,15 +195,18 @@ class Launcher:
     def __enter__(self) -> Launcher:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        # A second Ctrl-C during the drain means "now"; a third changes nothing.
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a failure there is nothing to finish. After Ctrl-C calls in hand may end; a second Ctrl-C means "now".
+        patience = FAILURE_PATIENCE if isinstance(error, Exception) else self._config.timeouts.drain
         previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            self.stop()
+            self.stop(patience)
         except KeyboardInterrupt:
             for number in previous:
                 signal.signal(number, signal.SIG_IGN)
-            self.stop(at_once=True)
+            self.stop(patience=0.0)
             for number, handler in previous.items():
                 signal.signal(number, handler)
             raise

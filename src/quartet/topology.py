@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from quartet.config import Config, ServiceConfig
+from quartet.config import Config, OrchestratorServiceConfig, ServiceConfig
 from quartet.types import MODEL_ROLES, Role
 
 
-def listen_address(service: ServiceConfig) -> str:
+def listen_address(service: ServiceConfig | OrchestratorServiceConfig) -> str:
     """Where a service that is started here listens: as told, or on loopback at its address's port or a free one."""
     if service.listen is not None:
         return service.listen
-    port = service.address.rpartition(":")[2] if service.address else "0"
-    return f"127.0.0.1:{port}"
+    address = service.address if isinstance(service, ServiceConfig) else None
+    return f"127.0.0.1:{address.rpartition(':')[2] if address else 0}"
 
 
 def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: its affinity, and no more than its control group's quota (a container's limit)."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return found
+    return found if quota == "max" else max(1, min(found, round(int(quota) / int(period))))
 
 
 def threads_of(config: Config, role: Role) -> int:
@@ -26,10 +32,10 @@ def threads_of(config: Config, role: Role) -> int:
 
     More threads than cores make every service crawl: their pools wait for one another by spinning.
     """
+    if role is Role.ORCHESTRATOR:
+        return 1
     service: ServiceConfig = getattr(config.services, role)
     if service.threads is not None:
         return service.threads
-    if role is Role.ORCHESTRATOR:
-        return 1
     here = [other for other in MODEL_ROLES if getattr(config.services, other).address is None or other is role]
     return max(1, cores() // len(here))

@@ -255,3 +255,4 @@ class ServiceStatus:
     step: int = 0
     threads: int = 0
     busy_seconds: dict[str, float] = field(default_factory=dict)
+    max_sequence_tokens: int = 0

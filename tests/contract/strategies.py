@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import settings
 
+from quartet import codec
 from quartet.types import (
     Experience,
     FinishReason,
@@ -97,7 +98,7 @@ statuses = st.builds(
 )
 samplings = st.builds(
     SamplingParameters,
-    st.integers(1, 2**32 - 1),
+    st.integers(1, codec.MAX_RESPONSE_TOKENS),
     st.one_of(st.just(0.0), positive32),
     st.floats(2.0**-20, 1, width=32),
     uint32,

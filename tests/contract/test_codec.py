@@ -302,9 +302,10 @@ def test_optimization_settings_out_of_range_are_refused(wrong: dict[str, float])
     ],
 )
 def test_policy_loss_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
-    codec.policy_loss_from_proto(actor_pb2.PolicyLossSettings(temperature=1.0))
+    codec.policy_loss_from_proto(actor_pb2.PolicyLossSettings(temperature=1.0, kl_loss=actor_pb2.KL_LOSS_NONE))
+    good: dict[str, Any] = {"temperature": 1.0, "kl_loss": actor_pb2.KL_LOSS_NONE}
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-        codec.policy_loss_from_proto(actor_pb2.PolicyLossSettings(**{"temperature": 1.0, **wrong}))  # type: ignore[arg-type]
+        codec.policy_loss_from_proto(actor_pb2.PolicyLossSettings(**{**good, **wrong}))
 
 
 @pytest.mark.parametrize("value", [-0.1, NAN, INFINITY])

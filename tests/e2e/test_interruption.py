@@ -29,18 +29,18 @@ def wait_for_steps(command: Command, folder: Path, steps: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "said", "by_address"),
+    ("victim", "said"),
     [
-        ("actor", "actor: killed by SIGKILL; the last lines of", ["reward", "reference"]),
-        ("reward", "reward: killed by SIGKILL; the last lines of", ["reference"]),
-        ("orchestrator", "orchestrator: killed by SIGKILL; the last lines of", ["reward", "reference"]),
-        ("redis", "redis: ended; the last lines of its log", ["reward", "reference"]),
+        ("actor", "actor: killed by SIGKILL; the last lines of"),
+        ("critic", "critic: killed by SIGKILL; the last lines of"),
+        ("orchestrator", "orchestrator: killed by SIGKILL; the last lines of"),
+        ("redis", "redis: ended; the last lines of its log"),
     ],
 )
 def test_a_process_that_dies_ends_the_run_with_its_name_and_last_words(
-    victim: str, said: str, by_address: list[str], start: Start, config: Path, frozen: Service, tmp_path: Path
+    victim: str, said: str, start: Start, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
-    command = start("train", config, *frozen.serving(*by_address), *ENDLESS)
+    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS)
     wait_for_steps(command, tmp_path)
     os.kill(command.child(victim), signal.SIGKILL)
     died = time.monotonic()
@@ -76,6 +76,9 @@ def test_a_terminal_shows_reward_kl_pace_and_time_left_and_ctrl_c_stops_everythi
     assert ended.out.rstrip().endswith("stopped")
     assert "Traceback" not in ended.out
     assert ended.left == []
+    for role in ("actor", "critic"):
+        log = (tmp_path / "runs" / "tiny" / "logs" / f"{role}.log").read_text()
+        assert "event='stopped'" in log, f"the {role} was killed rather than drained"
     assert not (tmp_path / "runs" / "tiny" / "policy").exists()
 
 
@@ -107,7 +110,7 @@ def test_sigkill_of_the_command_takes_every_child_with_it(start: Start, config: 
 def test_a_service_told_to_stop_in_the_middle_of_a_log_line_drains_and_ends(config: Path) -> None:
     port = free_port()
     log, end = os.pipe()
-    os.write(end, b"\n" * fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, 4096))  # Full: the next line has to wait.
+    os.write(end, b" " * fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, 4096))  # Full: the next line has to wait.
     command = [sys.executable, "-m", "services", "reward", "--config", str(config), "--listen", f"127.0.0.1:{port}"]
     with subprocess.Popen(command, stderr=end) as service:
         try:

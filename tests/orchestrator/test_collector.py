@@ -11,7 +11,14 @@ from quartet.buffer.connection import Redis
 from quartet.buffer.rollouts import RolloutStream
 from quartet.errors import BufferFailed, ServiceFailed
 from quartet.types import Trajectory, TrajectoryId
-from services.orchestrator.collector import CollectedStep, Collector, ScoringServices, raise_failures, wait_for_all
+from services.orchestrator.collector import (
+    MAX_IN_FLIGHT,
+    CollectedStep,
+    Collector,
+    ScoringServices,
+    raise_failures,
+    wait_for_all,
+)
 from tests.buffer.samples import trajectory
 from tests.orchestrator.fakes import Answer, Scorer
 
@@ -195,3 +202,20 @@ def test_waiting_ticks_until_all_have_ended() -> None:
 
     wait_for_all([ended(), call], tick)  # type: ignore[list-item]
     assert len(ticks) == 3
+
+
+def test_only_a_few_batches_are_under_way_at_once(stream: RolloutStream, run: str) -> None:
+    written = [trajectory(run, prompt) for prompt in range(20)]
+    stream.append(written)
+    scorer = Scorer(held=True)
+    with ThreadPoolExecutor(1) as executor:
+        collecting = executor.submit(collect, stream, scorer, ids(written), score_batch=1)
+        answered = 0
+        while not collecting.done():
+            under_way = [call for call in scorer.calls if not call.done()]
+            assert len(under_way) <= 3 * MAX_IN_FLIGHT
+            if len(under_way) == min(3 * MAX_IN_FLIGHT, 3 * 20 - answered):
+                for call in under_way[:3]:
+                    call.answer()
+                    answered += 1
+        assert len(collecting.result(timeout=20).scored) == 20

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
-from quartet.errors import Cancelled, DeadlinePassed, InvalidRequest
+from quartet.errors import Cancelled, DeadlinePassed, InvalidRequest, ServiceBusy
 from quartet.rpc.compute import ComputeThread
+from quartet.rpc.limits import MAX_PENDING_WORK
 
 
 class Call:
@@ -34,6 +35,12 @@ class Call:
         self._ended = True
         for callback in self._callbacks:
             callback()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
 
 
 def told(cancelled: Callable[[], bool]) -> bool:
@@ -65,23 +72,51 @@ def test_work_gives_its_result_and_raises_its_error(compute: ComputeThread) -> N
     assert min(busy.values()) > 0
 
 
-def test_work_runs_one_piece_at_a_time_in_order_on_one_thread(compute: ComputeThread) -> None:
-    running, most, order, threads = 0, 0, [], set()
+def test_work_runs_one_piece_at_a_time_in_the_order_of_its_arrival_on_one_thread(compute: ComputeThread) -> None:
+    release, running, most, order, threads = threading.Event(), 0, 0, [], set()
 
     def work(number: int) -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
+        if number == 0:
+            assert release.wait(10)
         order.append(number)
         threads.add(threading.current_thread().name)
         running -= 1
 
-    with ThreadPoolExecutor(8) as callers:
-        for call in [callers.submit(compute.run, "w", Call(), lambda _, n=n: work(n)) for n in range(50)]:
+    with ThreadPoolExecutor(MAX_PENDING_WORK) as callers:
+        calls = []
+        for number in range(MAX_PENDING_WORK):
+            caller = Call()
+            calls.append(callers.submit(compute.run, "w", caller, lambda _, n=number: work(n)))
+            # Callbacks are registered just before the work is queued; the next caller comes after.
+            wait_until(lambda: compute._executor._work_queue.qsize() + 1 > number)  # noqa: B023
+        release.set()
+        for call in calls:
             call.result(timeout=10)
     assert most == 1
-    assert sorted(order) == list(range(50))
+    assert order == list(range(MAX_PENDING_WORK))
     assert len(threads) == 1
+
+
+def test_more_callers_than_may_wait_are_sent_away_at_once(compute: ComputeThread) -> None:
+    release, begun = threading.Event(), threading.Event()
+
+    def block(_: Callable[[], bool]) -> None:
+        begun.set()
+        assert release.wait(10)
+
+    with ThreadPoolExecutor(MAX_PENDING_WORK) as callers:
+        waiting = [callers.submit(compute.run, "w", Call(), block) for _ in range(MAX_PENDING_WORK)]
+        assert begun.wait(10)
+        wait_until(lambda: compute._executor._work_queue.qsize() == MAX_PENDING_WORK - 1)
+        with pytest.raises(ServiceBusy, match="calls wait already"):
+            compute.run("w", Call(), block)
+        release.set()
+        for call in waiting:
+            call.result(timeout=10)
+    assert compute.run("w", Call(), lambda _: "free again") == "free again"
 
 
 def test_work_learns_that_its_caller_went_away(compute: ComputeThread) -> None:
@@ -142,20 +177,22 @@ def test_a_deadline_that_passes_frees_the_caller_and_tells_the_work(compute: Com
     assert compute.run("w", Call(), lambda _: "goes on") == "goes on"
 
 
-def test_a_close_waits_for_the_work_in_hand() -> None:
-    compute, release, begun, ended = ComputeThread(), threading.Event(), threading.Event(), []
+def test_a_close_drops_what_has_not_begun_and_does_not_wait() -> None:
+    compute, release, begun, ran = ComputeThread(), threading.Event(), threading.Event(), []
 
-    def work(_: Callable[[], bool]) -> None:
+    def block(_: Callable[[], bool]) -> None:
         begun.set()
         assert release.wait(10)
-        ended.append(1)
 
     with ThreadPoolExecutor(2) as callers:
-        answer = callers.submit(compute.run, "w", Call(), work)
+        first = callers.submit(compute.run, "w", Call(), block)
         assert begun.wait(10)
-        closing = callers.submit(compute.close)
-        assert not closing.done()
+        second = callers.submit(compute.run, "w", Call(), lambda _: ran.append(1))
+        wait_until(lambda: compute._executor._work_queue.qsize() == 1)
+        compute.close()
+        assert not first.done()
+        with pytest.raises(CancelledError):
+            second.result(timeout=10)
         release.set()
-        closing.result(timeout=10)
-        assert ended == [1]
-        answer.result(timeout=10)
+        first.result(timeout=10)
+    assert ran == []

@@ -51,9 +51,11 @@ def good_batch() -> trajectory_pb2.TokenBatch:
 def good_requests() -> dict[str, Any]:
     """A request for every RPC of the four services that succeeds."""
     optimization = update_pb2.OptimizationSettings(epochs=1, mini_batches=1, learning_rate=1e-3)
-    policy_loss = actor_pb2.PolicyLossSettings(temperature=1.0, clip_low=0.2, clip_high=0.2)
+    policy_loss = actor_pb2.PolicyLossSettings(
+        temperature=1.0, clip_low=0.2, clip_high=0.2, kl_loss=actor_pb2.KL_LOSS_NONE
+    )
     update = {"run": RUN, "step": 1, "leader_epoch": 1, "optimization": optimization}
-    save = {"run": RUN, "directory": "saved", "kind": update_pb2.SAVE_KIND_MODEL}
+    save = {"run": RUN, "leader_epoch": 1, "directory": "saved", "kind": update_pb2.SAVE_KIND_MODEL}
     return {
         "actor.Generate": actor_pb2.GenerateRequest(
             run=RUN,
@@ -150,7 +152,7 @@ GENERATE: dict[str, tuple[Change, str]] = {
     "no sampling": (drop("sampling"), "max_response_tokens"),
     "no room for a response": (put("sampling.max_response_tokens", 0), "max_response_tokens"),
     "a response beyond the model's positions": (put("sampling.max_response_tokens", 63), "positions for 64"),
-    "a response beyond memory": (put("sampling.max_response_tokens", 2**32 - 1), "positions for 64"),
+    "a response beyond memory": (put("sampling.max_response_tokens", 2**32 - 1), "expected 1 to 1048576"),
     "a negative temperature": (put("sampling.temperature", -1.0), "temperature"),
     "temperature NaN": (put("sampling.temperature", NAN), "temperature"),
     "top_p 0": (put("sampling.top_p", 0.0), "top_p"),
@@ -168,7 +170,7 @@ UPDATE: dict[str, tuple[Change, str]] = {
     "a negative gradient norm": (put("optimization.max_grad_norm", -1.0), "max_grad_norm"),
 }
 POLICY_LOSS: dict[str, tuple[Change, str]] = {
-    "no loss": (drop("loss"), "temperature"),
+    "no loss": (drop("loss"), "kl_loss"),
     "loss temperature 0": (put("loss.temperature", 0.0), "temperature"),
     "a negative clip": (put("loss.clip_low", -0.1), "clip_low"),
     "dual clip 1": (put("loss.dual_clip", 1.0), "dual_clip"),
@@ -277,5 +279,5 @@ def test_a_save_outside_the_run_writes_nothing(services: Services, make_config: 
     before = sorted(config.run.directory.rglob("*"))
     for path in (".", "..", "../other", "link/other"):
         with pytest.raises(Exception, match="directory"):
-            actor.save("run", path, codec.SaveKind.MODEL).result()
+            actor.save("run", 1, path, codec.SaveKind.MODEL).result()
     assert sorted(config.run.directory.rglob("*")) == before

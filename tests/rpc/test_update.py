@@ -149,7 +149,7 @@ def test_a_policy_is_saved_in_hugging_face_format_with_hashes(
     config = make_config()
     actor = services.start(Role.ACTOR, config)
     update(actor, run, 1)
-    files = actor.save(run, "policy", SaveKind.MODEL).result()
+    files = actor.save(run, 1, "policy", SaveKind.MODEL).result()
     root = config.run_directory
     assert {file.path for file in files} >= {"policy/model.safetensors", "policy/config.json", "policy/tokenizer.json"}
     assert {file.path for file in files} == {
@@ -166,8 +166,8 @@ def test_a_policy_is_saved_in_hugging_face_format_with_hashes(
 
 def test_saving_twice_gives_the_same_bytes(services: Services, make_config: Callable[..., Config], run: str) -> None:
     actor = services.start(Role.ACTOR, make_config())
-    first = actor.save(run, "policy", SaveKind.MODEL).result()
-    assert actor.save(run, "policy", SaveKind.MODEL).result() == first
+    first = actor.save(run, 1, "policy", SaveKind.MODEL).result()
+    assert actor.save(run, 1, "policy", SaveKind.MODEL).result() == first
 
 
 @pytest.mark.parametrize("role", TRAINED)
@@ -177,8 +177,8 @@ def test_a_checkpoint_holds_the_optimizer_and_a_model_does_not(
     config = make_config()
     client = services.start(role, config)
     update(client, run, 1)
-    checkpoint = {file.path for file in client.save(run, f"c/{role}", SaveKind.CHECKPOINT).result()}
-    model = {file.path for file in client.save(run, f"m/{role}", SaveKind.MODEL).result()}
+    checkpoint = {file.path for file in client.save(run, 1, f"c/{role}", SaveKind.CHECKPOINT).result()}
+    model = {file.path for file in client.save(run, 1, f"m/{role}", SaveKind.MODEL).result()}
     assert {path.removeprefix("c/") for path in checkpoint} - {path.removeprefix("m/") for path in model} == {
         f"{role}/optimizer.safetensors"
     }
@@ -190,7 +190,7 @@ def test_a_saved_critic_values_as_before(services: Services, make_config: Callab
     config = make_config()
     critic = services.start(Role.CRITIC, config)
     update(critic, run, 1)
-    critic.save(run, "critic", SaveKind.MODEL).result()
+    critic.save(run, 1, "critic", SaveKind.MODEL).result()
     tree = make_config().model_dump()
     tree["critic"]["model"] = str(config.run_directory / "critic")
     again = services.start(Role.CRITIC, Config.model_validate(tree))

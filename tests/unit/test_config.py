@@ -65,7 +65,7 @@ def test_the_resolved_yaml_names_every_key(minimal: Path) -> None:
         return inner | set(tree)
 
     tree = yaml.safe_load(load_config(minimal).to_yaml())
-    assert {"run.seed", "algorithm.kl_controller.horizon", "services.orchestrator.threads"} <= keys(tree)
+    assert {"run.seed", "algorithm.kl_controller.horizon", "services.orchestrator.listen"} <= keys(tree)
 
 
 def test_every_key_is_documented() -> None:
@@ -276,3 +276,32 @@ def test_a_malformed_url_is_refused_without_its_password(tmp_path: Path) -> None
     said = refusal(write(tmp_path, MINIMAL + "buffer:\n  url: redsi://:s3cret@host:6379/0\n"))
     assert "buffer.url: expected redis://" in said
     assert "s3cret" not in said
+
+
+REQUIRED: dict[str, Any] = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"services": {"actor": {"address": "far:1"}}}, "buffer.url: an actor or critic at an address needs a Redis"),
+        ({"actor": {"model": "a", "optimizer": {"betas": [0.9, 1.0]}}}, "should be less than 1"),
+        ({"algorithm": {"kl_loss_coefficient": 0.1}}, "it weighs nothing"),
+        ({"algorithm": {"kl_loss": "k3"}}, "set kl_loss_coefficient above 0"),
+        ({"algorithm": {"kl_coefficient": 0, "kl_controller": {"kind": "adaptive"}}}, "kl_coefficient, which is 0"),
+        ({"algorithm": {"kl_controller": {"kind": "adaptive", "horizon": 12.8}}}, "expected more than 12.8"),
+        ({"algorithm": {"kl_controller": {"kind": "simple", "horizon": 1}}}, "expected more than 1 step"),
+        ({"services": {"orchestrator": {"address": "far:1"}}}, "unknown key; known here: listen"),
+    ],
+)
+def test_what_does_not_fit_together_is_an_error_before_anything_starts(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**REQUIRED, **changes}, "test")
+
+
+def test_a_hash_in_an_override_is_no_comment(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("data: {prompts: p}\nactor: {model: a}\nreward: {model: r}\n")
+    config = load_config(path, ["data.prompts=/tmp/a #b/x.jsonl", "run.name=123"])
+    assert str(config.data.prompts) == "/tmp/a #b/x.jsonl"
+    assert config.run.name == "123"

@@ -30,6 +30,7 @@ def config(models: Path, **services: dict[str, Any]) -> Config:
         "data": {"prompts": models / "prompts.jsonl"},
         "actor": {"model": str(models / "policy")},
         "reward": {"model": str(models / "reward")},
+        "buffer": {"url": "redis://far"},
         "services": services,
     }
     return parse_config(tree, "test")

@@ -13,7 +13,13 @@ from quartet.types import MODEL_ROLES, Role
 
 
 def config(**services: dict[str, Any]) -> Config:
-    tree = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}, "services": services}
+    tree = {
+        "data": {"prompts": "p"},
+        "actor": {"model": "a"},
+        "reward": {"model": "r"},
+        "buffer": {"url": "redis://far"},
+        "services": services,
+    }
     return parse_config(tree, "test")
 
 
@@ -35,7 +41,6 @@ def test_a_service_elsewhere_leaves_its_share_to_the_others(monkeypatch: pytest.
 def test_told_threads_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "cores", lambda: 8)
     assert threads_of(config(actor={"threads": 5}), Role.ACTOR) == 5
-    assert threads_of(config(orchestrator={"threads": 3}), Role.ORCHESTRATOR) == 3
 
 
 def test_there_is_at_least_one_core() -> None:

@@ -94,3 +94,26 @@ def test_once_applies_an_update_once() -> None:
 
     assert log.once("run", 1, 1, apply) == log.once("run", 1, 1, apply)
     assert calls == [1]
+
+
+def test_an_unforeseen_error_in_an_update_leaves_no_model_to_use() -> None:
+    log = UpdateLog()
+
+    def out_of_memory() -> dict[str, float]:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        log.once("run", 1, 1, out_of_memory)
+    with pytest.raises(FailedPrecondition, match="restart the service"):
+        log.check_whole()
+
+
+def test_an_update_that_failed_before_it_began_may_be_tried_again() -> None:
+    log = UpdateLog()
+
+    def absent() -> dict[str, float]:
+        raise FailedPrecondition("experience of step 1: not in the buffer")
+
+    with pytest.raises(FailedPrecondition):
+        log.once("run", 1, 1, absent)
+    assert log.once("run", 1, 1, dict).policy_version == 1

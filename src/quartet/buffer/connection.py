@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from quartet.config import redact_url
 from quartet.errors import BufferFailed, ConfigError, ServiceUnavailable
@@ -13,15 +15,15 @@ from quartet.errors import BufferFailed, ConfigError, ServiceUnavailable
 Redis = redis.Redis
 CONNECT_TIMEOUT = 5.0
 """Seconds to wait for a connection."""
-COMMAND_TIMEOUT = 60.0
-"""Seconds to wait for an answer."""
+COMMAND_TIMEOUT = 10.0
+"""Seconds to wait for an answer. One more attempt follows; then the server counts as lost."""
 
 
 def connect(url: str) -> Redis:
     """A client whose server answered a ping. Raises ConfigError for a malformed url, ServiceUnavailable without a server."""
     try:
         client: Redis = redis.Redis.from_url(
-            url, socket_connect_timeout=CONNECT_TIMEOUT, socket_timeout=COMMAND_TIMEOUT, health_check_interval=30
+            url, socket_connect_timeout=CONNECT_TIMEOUT, socket_timeout=COMMAND_TIMEOUT, retry=Retry(NoBackoff(), 1)
         )
     except ValueError:
         # Its text may quote a part of the password.

@@ -45,6 +45,7 @@ class EmbeddedRedis:
 
     def __init__(self, data: Path, log: Path) -> None:
         """Starts the server and waits for its answer. Raises ServiceFailed with its last words."""
+        server = find_server()
         data.mkdir(parents=True, exist_ok=True)
         log.parent.mkdir(parents=True, exist_ok=True)
         # A run's directory may be too deep for a socket's path, so the socket has a short private folder of its own.
@@ -63,7 +64,7 @@ class EmbeddedRedis:
             "maxmemory-policy": "noeviction",
             "daemonize": "no",
         }
-        command = [str(find_server()), *(part for key, value in settings.items() for part in (f"--{key}", value))]
+        command = [str(server), *(part for key, value in settings.items() for part in (f"--{key}", value))]
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 with_parent(command),

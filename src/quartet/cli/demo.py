@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from quartet.cli.runs import drop_run, run
+from quartet.cli.runs import run
 from quartet.config import Config, load_config
 from quartet.telemetry.run_files import RunFiles, read_metrics
 
@@ -44,8 +44,7 @@ def demo(directory: Path, overrides: list[str]) -> None:
         "four model services, Redis and an orchestrator",
         highlight=False,
     )
-    drop_run(config.run_directory)
-    run(config, overwrite=False)
+    run(config, overwrite=True)
     files = RunFiles(config.run_directory)
     _print_completions(config, files)
     print_verdict(read_metrics(files.metrics))

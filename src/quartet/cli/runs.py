@@ -12,7 +12,7 @@ import grpc
 from rich.console import Console
 
 from quartet.cli.live import View, make_view
-from quartet.config import Config, load_config
+from quartet.config import Config, load_config, redact_url
 from quartet.errors import ConfigError, ServiceFailed
 from quartet.launcher import Launcher
 from quartet.preflight import check_inputs
@@ -38,7 +38,7 @@ def up(config_path: Path, overrides: list[str], overwrite: bool) -> None:
     with _started(config, overwrite) as launcher:
         for role, address in launcher.addresses.items():
             console.print(f"{role:<13} {address}", highlight=False)
-        console.print(f"redis         {launcher.url}", highlight=False, soft_wrap=True)
+        console.print(f"redis         {redact_url(launcher.url)}", highlight=False, soft_wrap=True)
         watch(launcher)
         console.print("run ended; the model services stay up, Ctrl-C stops them", highlight=False)
         while True:
@@ -55,8 +55,9 @@ def run(config: Config, overwrite: bool) -> None:
 def _started(config: Config, overwrite: bool) -> Launcher:
     check_inputs(config)
     files = RunFiles(config.run_directory)
+    files.claim()
     if overwrite:
-        drop_run(files.root)
+        files.drop()
     files.check_unused()
     # An embedded Redis of a run that ended early is not this run's.
     shutil.rmtree(files.redis, ignore_errors=True)
@@ -65,21 +66,10 @@ def _started(config: Config, overwrite: bool) -> Launcher:
     try:
         with console.status("starting the services"):
             launcher.start()
-    except BaseException:
-        launcher.__exit__()
+    except BaseException as error:
+        launcher.__exit__(type(error), error, error.__traceback__)
         raise
     return launcher
-
-
-def drop_run(root: Path) -> None:
-    """Removes what an earlier run left in its directory, and nothing that is not a run's."""
-    if not root.exists():
-        return
-    if any(root.iterdir()) and not (root / "config.yaml").is_file():
-        raise ConfigError(
-            f"--overwrite: {root} has no config.yaml, so it is not a run of Quartet's; choose another run.name"
-        )
-    shutil.rmtree(root)
 
 
 def watch(launcher: Launcher) -> None:

@@ -18,8 +18,8 @@ from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelEr
 from quartet.models.batching import micro_batches, right_pad
 from quartet.models.forward import check_lengths, device_of, logits_at, takes, vocabulary_size
 from quartet.models.kv_cache import DecodeCache, check_cacheable, prefill_cache
-from quartet.models.random_streams import uniforms
 from quartet.models.sampling import check_sampling, draw
+from quartet.random_streams import uniforms
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, Trajectory
 
 PREFILL_TOKENS = 8192

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from quartet.errors import ModelError
-from quartet.models.directories import replace_directory
+from quartet.files import replace_directory
 from quartet.models.quiet import quiet
 from quartet.models.value_head import HEAD_FILE, ValueModel
 
@@ -60,7 +60,10 @@ def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu
     """A causal language model in evaluation mode, without dropout. Raises ModelError, for a classifier too."""
     config = _load_config(model)
     _check_architecture(model, config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "a causal language model")
-    return _load(model, config, transformers.AutoModelForCausalLM, dtype, device)
+    loaded = _load(model, config, transformers.AutoModelForCausalLM, dtype, device)
+    with _explained(model, "forward pass without an attention mask"), torch.inference_mode():
+        loaded(input_ids=_two_tokens(loaded))
+    return loaded
 
 
 def load_reward_model(model: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
@@ -80,11 +83,19 @@ def load_critic(model: str | Path, dtype: str = "float32", device: str = "cpu") 
     From what ``ValueModel.save`` wrote; from a decoder classifier with one output (backbone and head); or from a causal LM
     (backbone, and a head of zeros: every value starts at 0). Raises ModelError.
     """
+    critic = _frozen_dropout(_critic(model, dtype, device))
+    with _explained(model, "forward pass of the backbone"), torch.inference_mode():
+        input_ids = _two_tokens(critic)
+        critic(input_ids, torch.ones_like(input_ids, dtype=torch.bool))
+    return critic
+
+
+def _critic(model: str | Path, dtype: str, device: str) -> ValueModel:
     if (Path(model) / HEAD_FILE).is_file():
         config = _load_config(model)
         backbone = _load(model, config, transformers.AutoModel, dtype, device)
         with _explained(model, "value head"):
-            return _frozen_dropout(ValueModel.with_saved_head(backbone, Path(model)).to(device))
+            return ValueModel.with_saved_head(backbone, Path(model)).to(device)
     config = _load_config(model)
     names = set(config.architectures or ())
     if names & _names(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
@@ -94,8 +105,13 @@ def load_critic(model: str | Path, dtype: str = "float32", device: str = "cpu") 
                 f"model {model}: {type(classifier).__name__} reads whole texts and has no value per token; "
                 "give the critic a decoder (a causal LM, or a classifier built on one)"
             )
-        return _frozen_dropout(ValueModel.of_classifier(classifier))
-    return _frozen_dropout(ValueModel.of_causal_lm(load_causal_lm(model, dtype, device)))
+        return ValueModel.of_classifier(classifier)
+    return ValueModel.of_causal_lm(load_causal_lm(model, dtype, device))
+
+
+def _two_tokens(model: Any) -> torch.Tensor:
+    """The shortest input with a past, to try a model out before anything depends on it: int64 [1, 2]."""
+    return torch.zeros(1, 2, dtype=torch.long, device=model.get_input_embeddings().weight.device)
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

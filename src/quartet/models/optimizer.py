@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from quartet.errors import ComputationFailed, ModelError
-from quartet.models.directories import flush
+from quartet.files import flush
 
 
 def create_optimizer(

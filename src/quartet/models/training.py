@@ -17,10 +17,10 @@ from quartet.errors import InvalidRequest
 from quartet.models.batching import MicroBatch, lay_out, micro_batches
 from quartet.models.forward import check_batch, device_of
 from quartet.models.optimizer import apply_gradients, set_learning_rate
-from quartet.models.random_streams import permutation
 from quartet.models.scoring import EntropyUse, forward_log_probs, forward_values
 from quartet.models.value_head import ValueModel
 from quartet.ppo.losses import kl_loss, policy_loss, value_loss
+from quartet.random_streams import permutation
 from quartet.types import (
     Experience,
     FloatArray,

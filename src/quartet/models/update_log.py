@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quartet.errors import ComputationFailed, FailedPrecondition
+from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest, ServiceUnavailable
 from quartet.types import UpdateResult
+
+_BEFORE_ANY_STEP = (InvalidRequest, FailedPrecondition, BufferFailed, ServiceUnavailable)
+"""Errors that an update can only raise before it touches the weights."""
 
 
 class UpdateLog:
@@ -38,17 +41,20 @@ class UpdateLog:
                 f"run {run}: this model is at step {self.step} of run {self.run}; restart the service for another run"
             )
 
+    def check_whole(self) -> None:
+        """Raises FailedPrecondition when an update broke off: the weights are those of no step, and not to be used."""
+        if self._broken_at is not None:
+            raise FailedPrecondition(
+                f"the update of step {self._broken_at} broke off and left the weights between two steps; restart the service"
+            )
+
     def admit(self, run: str, step: int, leader_epoch: int) -> UpdateResult | None:
         """The recorded result when this step is applied already, None when it is the next.
 
         Raises FailedPrecondition for any other step, another run, a lower leader epoch, or after an update that broke off.
         """
         self.fence(leader_epoch)
-        if self._broken_at is not None:
-            raise FailedPrecondition(
-                f"update of step {step}: the update of step {self._broken_at} broke off and left the weights between two "
-                "steps; restart the service"
-            )
+        self.check_whole()
         if self._last is not None and (run, step) == (self.run, self.step):
             return self._last
         self.check_run(run)
@@ -67,13 +73,15 @@ class UpdateLog:
     def once(self, run: str, step: int, leader_epoch: int, apply: Callable[[], dict[str, float]]) -> UpdateResult:
         """Applies a step's update unless it is applied already. ``apply`` returns its metrics; raises as ``admit``.
 
-        After a ComputationFailed some of the optimizer's steps may have been taken, so no further update is admitted.
+        After any other error some of the optimizer's steps may have been taken, so no further update is admitted.
         """
         applied = self.admit(run, step, leader_epoch)
         if applied is not None:
             return applied
         try:
             return self.record(run, step, apply())
-        except ComputationFailed:
+        except _BEFORE_ANY_STEP:
+            raise
+        except Exception:
             self._broken_at = step
             raise

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quartet.errors import ModelError
-from quartet.models.directories import replace_directory
+from quartet.files import replace_directory
 from quartet.models.quiet import quiet
 
 HEAD_FILE = "value_head.safetensors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from quartet import codec
 from quartet.config import TimeoutsConfig
-from quartet.errors import MismatchError
+from quartet.errors import MismatchError, ServiceFailed
 from quartet.rpc.channels import Peer, PendingCall
 from quartet.types import (
     FloatArray,
@@ -44,6 +45,7 @@ class PendingResult(Generic[T]):
 
     def __init__(self, pending: PendingCall, read: Callable[..., T]) -> None:
         self._pending, self._read = pending, read
+        self._found: T | None = None
 
     def done(self) -> bool:
         """Whether the answer, or the failure, is there."""
@@ -51,7 +53,9 @@ class PendingResult(Generic[T]):
 
     def result(self) -> T:
         """The answer. Raises the domain exception that the service answered with."""
-        return self._read(self._pending.result())
+        if self._found is None:
+            self._found = self._read(self._pending.result())
+        return self._found
 
     def cancel(self) -> None:
         """Tells the service that nobody waits any more."""
@@ -139,11 +143,13 @@ class ActorClient(ServiceClient):
             loss=codec.policy_loss_to_proto(loss),
         )
         pending = self.peer.start(self._stub.Update, request, self.timeouts.update, "Update")
-        return PendingResult(pending, _update_result)
+        return PendingResult(pending, lambda answer: _update_result(answer, step, _POLICY_METRICS))
 
-    def save(self, run: str, directory: str, kind: SaveKind) -> PendingResult[list[SavedFile]]:
+    def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind) -> PendingResult[list[SavedFile]]:
         """Begins a save below the run's directory."""
-        request = actor_pb2.ActorServiceSaveRequest(run=run, directory=directory, kind=codec.save_kind_to_proto(kind))
+        request = actor_pb2.ActorServiceSaveRequest(
+            run=run, directory=directory, kind=codec.save_kind_to_proto(kind), leader_epoch=leader_epoch
+        )
         return PendingResult(self.peer.start(self._stub.Save, request, self.timeouts.save, "Save"), _saved_files)
 
 
@@ -175,11 +181,13 @@ class CriticClient(ServiceClient):
             loss=codec.value_loss_to_proto(loss),
         )
         pending = self.peer.start(self._stub.Update, request, self.timeouts.update, "Update")
-        return PendingResult(pending, _update_result)
+        return PendingResult(pending, lambda answer: _update_result(answer, step, _VALUE_METRICS))
 
-    def save(self, run: str, directory: str, kind: SaveKind) -> PendingResult[list[SavedFile]]:
+    def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind) -> PendingResult[list[SavedFile]]:
         """Begins a save below the run's directory."""
-        request = critic_pb2.CriticServiceSaveRequest(run=run, directory=directory, kind=codec.save_kind_to_proto(kind))
+        request = critic_pb2.CriticServiceSaveRequest(
+            run=run, directory=directory, kind=codec.save_kind_to_proto(kind), leader_epoch=leader_epoch
+        )
         return PendingResult(self.peer.start(self._stub.Save, request, self.timeouts.save, "Save"), _saved_files)
 
 
@@ -218,10 +226,24 @@ class ReferenceClient(ServiceClient):
         return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.log_probs, "log_probs", tokens))
 
 
+_POLICY_METRICS = ("policy_loss", "clip_fraction", "approx_kl", "entropy", "grad_norm", "rollout_mismatch_kl")
+_VALUE_METRICS = ("value_loss", "value_clip_fraction", "grad_norm")
+
+
 def _update_result(
     answer: actor_pb2.ActorServiceUpdateResponse | critic_pb2.CriticServiceUpdateResponse,
+    step: int,
+    required: Sequence[str],
 ) -> UpdateResult:
-    return UpdateResult(answer.step, answer.policy_version, dict(answer.metrics))
+    metrics = dict(answer.metrics)
+    if answer.step != step:
+        raise ServiceFailed(f"Update of step {step}: the answer is of step {answer.step}")
+    for name in required:
+        if not math.isfinite(metrics.get(name, math.nan)):
+            raise ServiceFailed(
+                f"Update of step {step}: metric {name} is {metrics.get(name)}, expected a finite number"
+            )
+    return UpdateResult(answer.step, answer.policy_version, metrics)
 
 
 def _saved_files(

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Protocol, TypeVar
 
-from quartet.errors import Cancelled, DeadlinePassed
+from quartet.errors import Cancelled, DeadlinePassed, ServiceBusy
+from quartet.rpc.limits import MAX_PENDING_WORK
 
 Result = TypeVar("Result")
 
@@ -32,13 +33,23 @@ class ComputeThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(MAX_PENDING_WORK)
 
     def run(self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]) -> Result:
         """Runs ``work(cancelled)`` and waits for it.
 
         Work that has not begun when the caller goes away is dropped; work that has begun may ask ``cancelled()``.
-        Raises DeadlinePassed when the caller's deadline passes first, Cancelled when the caller goes away.
+        Raises DeadlinePassed when the caller's deadline passes first, Cancelled when the caller goes away, ServiceBusy when
+        too many callers wait already.
         """
+        if not self._places.acquire(blocking=False):
+            raise ServiceBusy(f"{kind}: {MAX_PENDING_WORK} calls wait already; send fewer at once")
+        try:
+            return self._run(kind, caller, work)
+        finally:
+            self._places.release()
+
+    def _run(self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]) -> Result:
         gone = threading.Event()
         if not caller.add_callback(gone.set):
             raise Cancelled(f"{kind}: the caller went away")
@@ -66,5 +77,5 @@ class ComputeThread:
             return dict(self._busy)
 
     def close(self) -> None:
-        """Waits for the work in hand; drops what has not begun."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """Drops what has not begun. What has begun had its time while the server drained, and ends with the process."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -11,6 +11,9 @@ MAX_CONCURRENT_CALLS = 64
 WORKERS = 32
 """Threads that answer calls. Model work has one thread of its own, so these mostly wait."""
 
+MAX_PENDING_WORK = 16
+"""Calls that may wait for a compute thread; fewer than WORKERS, so that health and status always find a free one."""
+
 _MESSAGE_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -30,6 +33,8 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # Pings go on while a long call sends nothing, or a frozen peer would only be missed at the deadline.
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )

@@ -17,6 +17,7 @@ CODES: tuple[tuple[type[errors.QuartetError], grpc.StatusCode], ...] = (
     (errors.ServiceUnavailable, grpc.StatusCode.UNAVAILABLE),
     (errors.ComputationFailed, grpc.StatusCode.DATA_LOSS),
     (errors.BufferFailed, grpc.StatusCode.ABORTED),
+    (errors.ServiceBusy, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.ServiceFailed, grpc.StatusCode.INTERNAL),
     (errors.QuartetError, grpc.StatusCode.INTERNAL),
 )
@@ -49,6 +50,8 @@ def error_of(code: grpc.StatusCode, text: str, where: str, timeout: float) -> er
         return errors.ServiceFailed(f"{where}: no answer within {timeout:g} s")
     if code is grpc.StatusCode.DATA_LOSS:
         return errors.ComputationFailed(f"{where}: {text}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.ServiceBusy(f"{where}: {text}")
     if code is grpc.StatusCode.ABORTED:
         return errors.BufferFailed(f"{where}: {text}")
     return errors.ServiceFailed(f"{where}: {text} ({code.name})")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,28 @@ class RunFiles:
         self.policy = root / "policy"
         self.logs = root / "logs"
         self.redis = root / "redis"
+
+    def claim(self) -> None:
+        """Makes the directory and keeps it for this process until it ends. Raises ConfigError when another has it."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._claim = (self.root / ".lock").open("w")
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run directory {self.root}: a run is going on there; wait for its end, or choose another run.name"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"run directory {self.root}: cannot be written ({error.strerror}); set run.directory to a folder of yours"
+            ) from None
+
+    def drop(self) -> None:
+        """Removes what an earlier run left, and nothing else."""
+        for path in (self.config, self.metrics):
+            path.unlink(missing_ok=True)
+        for directory in (self.trajectories, self.checkpoints, self.policy, self.logs, self.redis):
+            shutil.rmtree(directory, ignore_errors=True)
 
     def check_unused(self) -> None:
         """Raises ConfigError when a run has left its files here."""

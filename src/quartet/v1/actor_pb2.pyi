@@ -29,20 +29,24 @@ class _KlLoss:
 class _KlLossEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlLoss.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     KL_LOSS_UNSPECIFIED: _KlLoss.ValueType  # 0
+    """Never valid in a message."""
+    KL_LOSS_NONE: _KlLoss.ValueType  # 1
     """None."""
-    KL_LOSS_K2: _KlLoss.ValueType  # 1
+    KL_LOSS_K2: _KlLoss.ValueType  # 2
     """Half the squared log-ratio."""
-    KL_LOSS_K3: _KlLoss.ValueType  # 2
+    KL_LOSS_K3: _KlLoss.ValueType  # 3
     """exp(-d) - 1 + d with d the log-ratio of policy to reference."""
 
 class KlLoss(_KlLoss, metaclass=_KlLossEnumTypeWrapper):
     """An auxiliary KL term of the policy loss."""
 
 KL_LOSS_UNSPECIFIED: KlLoss.ValueType  # 0
+"""Never valid in a message."""
+KL_LOSS_NONE: KlLoss.ValueType  # 1
 """None."""
-KL_LOSS_K2: KlLoss.ValueType  # 1
+KL_LOSS_K2: KlLoss.ValueType  # 2
 """Half the squared log-ratio."""
-KL_LOSS_K3: KlLoss.ValueType  # 2
+KL_LOSS_K3: KlLoss.ValueType  # 3
 """exp(-d) - 1 + d with d the log-ratio of policy to reference."""
 Global___KlLoss: _TypeAlias = KlLoss  # noqa: Y015
 
@@ -321,7 +325,9 @@ class ActorServiceUpdateResponse(_message.Message):
     """Updates that the policy has now taken."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """"policy_loss", "clip_fraction", "approx_kl", "entropy", "grad_norm", ..."""
+        """Finite. Required: "policy_loss", "clip_fraction", "approx_kl" (nats), "entropy" (nats per token), "grad_norm",
+        "rollout_mismatch_kl" (nats per token).
+        """
 
     def __init__(
         self,
@@ -347,22 +353,26 @@ class ActorServiceSaveRequest(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     directory: _builtins.str
     """Directory relative to the run's directory; confined to it."""
     kind: _update_pb2.SaveKind.ValueType
     """What to write."""
+    leader_epoch: _builtins.int
+    """Term of the orchestrator's lease. A lower one than seen before is refused."""
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         directory: _builtins.str = ...,
         kind: _update_pb2.SaveKind.ValueType = ...,
+        leader_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "kind", b"kind", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "kind", b"kind", "leader_epoch", b"leader_epoch", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

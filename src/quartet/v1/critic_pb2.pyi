@@ -172,7 +172,7 @@ class CriticServiceUpdateResponse(_message.Message):
     """Updates that the value model has now taken."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """"value_loss", "value_clip_fraction", "grad_norm", ..."""
+        """Finite. Required: "value_loss", "value_clip_fraction", "grad_norm"."""
 
     def __init__(
         self,
@@ -198,22 +198,26 @@ class CriticServiceSaveRequest(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     directory: _builtins.str
     """Directory relative to the run's directory; confined to it."""
     kind: _update_pb2.SaveKind.ValueType
     """What to write."""
+    leader_epoch: _builtins.int
+    """Term of the orchestrator's lease. A lower one than seen before is refused."""
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         directory: _builtins.str = ...,
         kind: _update_pb2.SaveKind.ValueType = ...,
+        leader_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "kind", b"kind", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "kind", b"kind", "leader_epoch", b"leader_epoch", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from quartet.v1 import tensor_pb2 as quartet_dot_v1_dot_tensor__pb2
 from quartet.v1 import trajectory_pb2 as quartet_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquartet/v1/reference.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\"]\n\x1fReferenceServiceLogProbsRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\"I\n ReferenceServiceLogProbsResponse\x12%\n\tlog_probs\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor2y\n\x10ReferenceService\x12\x65\n\x08LogProbs\x12+.quartet.v1.ReferenceServiceLogProbsRequest\x1a,.quartet.v1.ReferenceServiceLogProbsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquartet/v1/reference.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\"]\n\x1fReferenceServiceLogProbsRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\"I\n ReferenceServiceLogProbsResponse\x12%\n\tlog_probs\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor2y\n\x10ReferenceService\x12\x65\n\x08LogProbs\x12+.quartet.v1.ReferenceServiceLogProbsRequest\x1a,.quartet.v1.ReferenceServiceLogProbsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

@@ -93,6 +93,7 @@ class RoleStatus(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
     BUSY_SECONDS_FIELD_NUMBER: _builtins.int
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Which role this is."""
     model: _builtins.str
@@ -115,6 +116,8 @@ class RoleStatus(_message.Message):
     """Step of the last update, 0 before the first."""
     threads: _builtins.int
     """CPU threads that it computes with."""
+    max_sequence_tokens: _builtins.int
+    """Most tokens of a sequence, prompt and response together. 0 is no limit."""
     @_builtins.property
     def busy_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds spent computing, by kind of work ("generate", "log_probs", "update", ...), since the start."""
@@ -134,10 +137,11 @@ class RoleStatus(_message.Message):
         step: _builtins.int = ...,
         threads: _builtins.int = ...,
         busy_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        max_sequence_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

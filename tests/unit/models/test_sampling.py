@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quartet.errors import InvalidRequest
-from quartet.models.random_streams import uniforms
 from quartet.models.sampling import check_sampling, draw
+from quartet.random_streams import uniforms
 from quartet.types import SamplingParameters, TrajectoryId
 
 LOGITS = torch.tensor([1.0, -0.5, 0.3, 2.0, -3.0, 0.0, 1.5, -1.0])

@@ -15,10 +15,10 @@ from quartet.errors import ComputationFailed, InvalidRequest, ModelError
 from quartet.models import training
 from quartet.models.loading import load_critic
 from quartet.models.optimizer import create_optimizer, load_optimizer, save_optimizer
-from quartet.models.random_streams import permutation
 from quartet.models.scoring import response_log_probs
 from quartet.models.training import update_policy, update_value
 from quartet.models.value_head import ValueModel
+from quartet.random_streams import permutation
 from quartet.types import Experience, OptimizationSettings, PolicyLossSettings, ValueLossSettings
 from tests.unit.models import tiny
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quartet.models.random_streams import permutation, uniforms
+from quartet.random_streams import permutation, uniforms
 from quartet.types import TrajectoryId
 
 

@@ -29,6 +29,11 @@ def permutation(seed: int, step: int, epoch: int, n: int) -> NDArray[np.int64]:
     return np.argsort(_stream("permutation", seed, step, epoch).random_raw(n), kind="stable")
 
 
+def prompt_order(seed: int, number: int, n: int) -> NDArray[np.int64]:
+    """The order of ``n`` prompts in one pass over the data set, int64 [n]."""
+    return np.argsort(_stream("prompts", seed, number).random_raw(n), kind="stable")
+
+
 def _stream(purpose: str, *numbers: int) -> np.random.Philox:
     """The Philox stream whose key is a hash of the purpose and the numbers: streams for different keys are independent."""
     name = "/".join([purpose, *map(str, numbers)])
