@@ -52,7 +52,7 @@ proto: $(VENV)/.installed-dev ## Regenerate src/quartet/v1 from proto/
 acceptance: $(VENV)/.installed-dev ## The review run on real data (POSITIVE=... NEGATIVE=...), with its plot
 	@test -n "$(POSITIVE)" -a -n "$(NEGATIVE)" || \
 		{ echo "error: give two files of sentences: make acceptance POSITIVE=... NEGATIVE=..." >&2; exit 2; }
-	OMP_NUM_THREADS=2 $(BIN)/python examples/reviews/prepare.py "$(POSITIVE)" "$(NEGATIVE)" build/reviews
+	$(BIN)/python examples/reviews/prepare.py "$(POSITIVE)" "$(NEGATIVE)" build/reviews
 	$(BIN)/quartet train configs/reviews.yaml --overwrite
 	$(BIN)/python examples/reviews/report.py runs/reviews
 

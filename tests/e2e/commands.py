@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from quartet.processes import with_parent
+
 Value = TypeVar("Value")
 
 QUARTET = Path(sys.executable).with_name("quartet")
@@ -55,7 +57,7 @@ class Command:
             if theirs is not None:
                 fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
             self.process = subprocess.Popen(
-                [str(part) for part in command],
+                with_parent([str(part) for part in command]),  # Not to outlive tests that are killed themselves.
                 cwd=cwd,
                 env={
                     **inherited,

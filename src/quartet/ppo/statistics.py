@@ -37,17 +37,6 @@ def whiten(values: Tensor, shift_mean: bool, mask: Tensor | None = None) -> Tens
     return (whitened if shift_mean else whitened + mean).to(values.dtype)
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of ``values`` [tokens] where ``mask`` [tokens] is not 0: []. 0 when it is 0 everywhere.
-
-    Raises InvalidRequest.
-    """
-    check_flat(values=values, mask=mask)
-    keep = mask != 0
-    # Selected, not multiplied: 0 * NaN is NaN, and what the mask leaves out must not matter.
-    return torch.where(keep, values, 0.0).sum() / keep.sum().clamp(min=1)
-
-
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns) over [tokens]; 1 is a perfect critic. 0 when all returns are equal.
 

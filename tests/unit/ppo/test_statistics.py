@@ -12,7 +12,7 @@ from hypothesis import given
 
 from quartet.errors import InvalidRequest
 from quartet.ppo.ragged import from_padded, to_padded
-from quartet.ppo.statistics import explained_variance, masked_mean, repetition, whiten
+from quartet.ppo.statistics import explained_variance, repetition, whiten
 from tests.unit.ppo.batches import check, draw, draw_mask, ragged_lengths, seeds
 
 
@@ -49,7 +49,6 @@ def test_padding_never_enters_the_moments(lengths: list[int], seed: int) -> None
     inside = to_padded(torch.ones_like(values), sizes)
     whitened = whiten(padded.flatten(), True, inside.flatten()).view(padded.shape)
     assert torch.equal(from_padded(whitened, sizes), whiten(values, True))
-    assert masked_mean(padded.flatten(), inside.flatten()).item() == pytest.approx(values.mean().item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("values", [[3.0], [0.1] * 7, [1e6 + 0.5] * 1001], ids=["one token", "constant", "large"])
@@ -67,20 +66,6 @@ def test_whitening_with_an_empty_mask_leaves_the_values() -> None:
 def test_moments_do_not_lose_a_small_spread_around_a_large_mean() -> None:
     values = torch.tensor([4096.0, 4096.5] * 50_000)
     assert whiten(values, True)[:2].tolist() == pytest.approx([-1.0, 1.0], rel=1e-5)
-
-
-@check
-@given(st.integers(1, 30), seeds)
-def test_a_masked_mean_counts_chosen_tokens_only(tokens: int, seed: int) -> None:
-    values, mask = draw(seed, tokens), draw_mask(seed + 1, tokens)
-    chosen = values.numpy().astype(np.float64)[mask.numpy() == 1]
-    values[mask == 0] = math.nan
-    assert masked_mean(values, mask).item() == pytest.approx(chosen.sum() / chosen.size, rel=1e-5, abs=1e-6)
-    assert masked_mean(values, mask.bool()).item() == masked_mean(values, mask).item()
-
-
-def test_a_masked_mean_of_nothing_is_zero() -> None:
-    assert masked_mean(torch.tensor([1.0, math.nan]), torch.zeros(2)).item() == 0.0
 
 
 @check
@@ -137,7 +122,5 @@ def test_repetition_needs_an_ngram() -> None:
 def test_shapes_that_would_broadcast_are_refused() -> None:
     with pytest.raises(InvalidRequest):
         whiten(torch.zeros(3), True, torch.ones(1))
-    with pytest.raises(InvalidRequest):
-        masked_mean(torch.zeros(3), torch.ones(1))
     with pytest.raises(InvalidRequest):
         explained_variance(torch.zeros(3), torch.ones(1))
