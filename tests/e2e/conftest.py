@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from quartet.buffer.embedded import EmbeddedRedis
 from quartet.demo.world import Recipe, World, make_world
 from quartet.models.pretraining import Schedule, Shape
 from tests.e2e.commands import QUARTET, Command, Ended, settings
@@ -98,10 +99,12 @@ class Service:
 
     command: Command
     address: str
+    redis: str
 
     def serving(self, *roles: str) -> list[str]:
-        """Options of a run that uses it for these roles."""
-        return settings(*(f"services.{role}.address={self.address}" for role in roles))
+        """Options of a run that uses it for these roles; actor and critic go with a Redis that they are to share."""
+        shared = [f"buffer.url={self.redis}"] if {"actor", "critic"} & set(roles) else []
+        return settings(*shared, *(f"services.{role}.address={self.address}" for role in roles))
 
 
 @pytest.fixture(scope="session")
@@ -111,8 +114,10 @@ def frozen(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         *(sys.executable, "-m", "services", "reward", "reference", "--config", config, "--listen", "127.0.0.1:0"),
         cwd=tmp_path_factory.mktemp("frozen"),
     )
+    folder = tmp_path_factory.mktemp("redis")
     try:
-        ready = command.wait_for(lambda: re.search(r"event='ready' address='([\d.:]+)'", command.err))
-        yield Service(command, ready[1])
+        with EmbeddedRedis(folder, folder / "log") as redis:
+            ready = command.wait_for(lambda: re.search(r"event='ready' address='([\d.:]+)'", command.err))
+            yield Service(command, ready[1], redis.url)
     finally:
         command.clean_up()

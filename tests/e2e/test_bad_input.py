@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,11 +150,16 @@ def test_a_taken_port(refuse: Refuse) -> None:
         refuse(f"services.reward.listen={taken}", mentioned=wanted)
 
 
-def test_a_redis_that_cannot_be_reached(refuse: Refuse) -> None:
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """The address of a Redis that is not there."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # Bound, never listening: nobody else can take the port meanwhile.
-        port = closed.getsockname()[1]
-        refuse(f"buffer.url=redis://127.0.0.1:{port}/0", mentioned=(f":{port}", "unreachable", "correct buffer.url"))
+        yield f"redis://127.0.0.1:{closed.getsockname()[1]}/0"
+
+
+def test_a_redis_that_cannot_be_reached(refuse: Refuse, nobody: str) -> None:
+    refuse(f"buffer.url={nobody}", mentioned=(nobody, "unreachable", "correct buffer.url"))
 
 
 def test_an_address_where_another_service_answers(refuse: Refuse, frozen: Service) -> None:
@@ -174,8 +179,23 @@ def test_a_run_directory_with_an_earlier_run_is_kept_unless_overwrite_is_given(
     assert len(first_run.metrics) == STEPS
 
 
-def test_overwrite_spares_a_directory_that_is_no_run(start: Start, config: Path, tmp_path: Path) -> None:
-    (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    (tmp_path / "runs" / "tiny" / "thesis.txt").write_text("precious")
-    assert_refused(start("train", config, "--overwrite").ended(), "runs/tiny", "not a run")
-    assert (tmp_path / "runs" / "tiny" / "thesis.txt").read_text() == "precious"
+def test_overwrite_drops_the_earlier_run_and_spares_what_is_not_of_a_run(
+    start: Start, config: Path, tmp_path: Path, nobody: str
+) -> None:
+    run = tmp_path / "runs" / "tiny"
+    (run / "policy").mkdir(parents=True)
+    for name in ("config.yaml", "metrics.jsonl", "thesis.txt"):
+        (run / name).write_text("precious")
+    # The old run is dropped before Redis is looked for; without one the command ends soon.
+    assert_refused(start("train", config, "--overwrite", *settings(f"buffer.url={nobody}")).ended(), "unreachable")
+    assert (run / "thesis.txt").read_text() == "precious"
+    assert not (run / "policy").exists()
+    assert not (run / "metrics.jsonl").exists()
+
+
+def test_a_run_directory_in_which_a_run_is_going_on(start: Start, config: Path, frozen: Service) -> None:
+    options = frozen.serving("reward", "reference")
+    first = start("train", config, *options)
+    first.wait_for(first.processes)
+    assert_refused(start("train", config, "--overwrite", *options).ended(), "runs/tiny", "a run is going on there")
+    assert first.process.poll() is None, "the second is to leave the first alone"
