@@ -17,6 +17,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing into $(VENV): a minute or more, most of it torch"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
@@ -56,6 +57,6 @@ acceptance: $(VENV)/.installed-dev ## The review run on real data (POSITIVE=... 
 	$(BIN)/quartet train configs/reviews.yaml --overwrite
 	$(BIN)/python examples/reviews/report.py runs/reviews
 
-clean: ## Remove what the commands made
-	rm -rf $(VENV) build runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+clean: ## Remove installation, builds and caches; runs/ stays
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,10 @@ import statistics
 import sys
 from pathlib import Path
 
-import matplotlib
+try:
+    import matplotlib
+except ModuleNotFoundError:
+    sys.exit("error: the report needs matplotlib; make check installs it with the other tools for development")
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt

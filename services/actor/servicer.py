@@ -8,14 +8,12 @@ import grpc
 import numpy as np
 
 from quartet import codec
+from quartet.config import MAX_RESPONSES
 from quartet.errors import InvalidRequest
 from quartet.rpc.role import ModelRole
 from quartet.types import GenerationRequest, Role, SavedFile, TrajectoryId
 from quartet.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.actor import Actor
-
-MAX_TRAJECTORIES = 65_536
-"""Most trajectories of one Generate."""
 
 
 class ActorServicer(ModelRole[Actor], actor_pb2_grpc.ActorServiceServicer):
@@ -91,8 +89,8 @@ def _generation_requests(request: actor_pb2.GenerateRequest) -> list[GenerationR
         )
     if len(set(request.prompts)) != len(lengths):
         raise InvalidRequest("prompts: an index stands twice, its trajectories would have the same ids")
-    if len(lengths) * request.samples_per_prompt > MAX_TRAJECTORIES:
-        raise InvalidRequest(f"generate: expected at most {MAX_TRAJECTORIES} trajectories")
+    if len(lengths) * request.samples_per_prompt > MAX_RESPONSES:
+        raise InvalidRequest(f"generate: expected at most {MAX_RESPONSES} trajectories")
     flat = codec.ints_from_proto(request.prompt_ids, "prompt_ids", int(lengths.sum(dtype=np.int64)))
     prompts = np.split(flat, np.cumsum(lengths)[:-1])
     return [

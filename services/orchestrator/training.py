@@ -14,7 +14,7 @@ from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
 from quartet.config import Config
 from quartet.data import PromptOrder, encode_prompts, read_prompt_lines
-from quartet.errors import Cancelled, ConfigError, MismatchError
+from quartet.errors import Cancelled, ConfigError, MismatchError, ServiceUnavailable
 from quartet.files import check_saved
 from quartet.models.loading import load_tokenizer
 from quartet.ppo import kl
@@ -109,7 +109,11 @@ class Training:
         statuses: dict[Role, ServiceStatus] = {}
         for client in clients:
             self._board.update(phase=f"waiting for {client.role}")
-            statuses[client.role] = client.wait_until_ready(self._raise_if_stopping)
+            try:
+                statuses[client.role] = client.wait_until_ready(self._raise_if_stopping)
+            except ServiceUnavailable as error:
+                # Nothing has begun yet, so this is something to mend rather than a failure of the run.
+                raise ConfigError(str(error)) from None
         self._check_agreement(statuses)
         stop_ids = {self._tokenizer.eos_token_id} - {None}
         prompts = encode_prompts(

@@ -17,6 +17,9 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+MAX_RESPONSES = 65_536
+"""Most responses of one step."""
+
 Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -34,7 +37,7 @@ class RunConfig(Section):
     """Letters, digits, '.', '_' and '-'; the run's folder and the prefix of its ids."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Every random number of the run is derived from it."""
-    steps: Count = 100
+    steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 100
     """Training steps."""
     directory: Path = Path("runs")
     """Runs are kept in DIRECTORY/NAME."""
@@ -117,11 +120,11 @@ class RolloutConfig(Section):
 
     prompts_per_step: Count = 64
     """Prompts of one step."""
-    samples_per_prompt: Count = 1
+    samples_per_prompt: Annotated[int, Field(ge=1, le=65_536)] = 1
     """Responses for each prompt."""
     max_response_tokens: Count = 64
     """Token limit of a response."""
-    temperature: Positive = 1.0
+    temperature: Annotated[float, Field(ge=0.001, le=1000)] = 1.0
     """Sampling temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1 is off."""
@@ -227,7 +230,7 @@ class BufferConfig(Section):
 def _host_port(value: str | None) -> str | None:
     if value is not None:
         host, _, port = value.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
+        if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
             raise ValueError(f"{value!r}: expected HOST:PORT")
     return value
 
@@ -251,7 +254,7 @@ class ServiceConfig(Section):
     """HOST:PORT to listen on; port 0 takes a free one. Null: 127.0.0.1 and the port of `address`, or a free one."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """CUDA devices; none: the CPU."""
-    threads: Count | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads; null: its share of the cores."""
 
 
@@ -314,6 +317,10 @@ class Config(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+        if samples > MAX_RESPONSES:
+            raise ValueError(
+                f"rollout: prompts_per_step times samples_per_prompt is {samples}; expected at most {MAX_RESPONSES}"
+            )
         if self.algorithm.mini_batches > samples:
             raise ValueError(
                 f"algorithm.mini_batches {self.algorithm.mini_batches}: expected at most the {samples} responses of a step"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,14 +43,14 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, 1):
+                if number == 1:
+                    raw = raw.removeprefix(codecs.BOM_UTF8)  # some editors begin a file with it
                 if len(raw) > MAX_LINE_BYTES:
                     raise DataError(f"prompts {path}:{number}: longer than {MAX_LINE_BYTES} bytes; {EXPECTED}")
                 if raw.strip():
                     lines.append(_parse(raw, f"prompts {path}:{number}", number))
     except OSError as error:
-        raise DataError(
-            f"prompts {path}: cannot be read ({error.strerror}); set data.prompts to a JSON Lines file"
-        ) from None
+        raise DataError(f"prompts {path}: cannot be read ({error.strerror}); give a JSON Lines file") from None
     if not lines:
         raise DataError(
             f"prompts {path}: empty; expected at least one prompt, {EXPECTED.removeprefix('expected ')} a line"

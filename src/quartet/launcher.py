@@ -17,7 +17,7 @@ from typing import Any
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded import EmbeddedRedis
 from quartet.config import Config, ServiceConfig
-from quartet.errors import ConfigError, ServiceFailed, ServiceUnavailable
+from quartet.errors import BufferFailed, ConfigError, ServiceFailed, ServiceUnavailable
 from quartet.processes import with_parent
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import MODEL_ROLES, Role
@@ -126,7 +126,7 @@ class Launcher:
         self.url = self._config.buffer.url
         try:
             connect(self.url).close()
-        except ServiceUnavailable as error:
+        except (ServiceUnavailable, BufferFailed) as error:
             # Nothing has begun yet, so this is something to mend rather than a failure of the run.
             raise ConfigError(str(error)) from None
 
@@ -153,8 +153,8 @@ class Launcher:
                 self.check()
                 if time.monotonic() > deadline:
                     names = ", ".join(child.role for child in waiting)
-                    raise ServiceFailed(
-                        f"{names}: not ready within timeouts.load {self._config.timeouts.load:g} s; see {self._logs}"
+                    raise ConfigError(
+                        f"{names}: not ready within timeouts.load {self._config.timeouts.load:g} s; raise it, or see {self._logs}"
                     )
 
     def check(self, orchestrator: bool = True) -> None:

@@ -16,7 +16,13 @@ from quartet.types import Role
 
 def check_inputs(config: Config) -> list[str]:
     """Reads the prompts and looks at every local checkpoint; says what it found, one line each. Raises ConfigError."""
-    notes = [f"data.prompts {config.data.prompts}: {len(read_prompt_lines(config.data.prompts))} prompts"]
+    prompts = len(read_prompt_lines(config.data.prompts))
+    if prompts < config.rollout.prompts_per_step:
+        raise ConfigError(
+            f"rollout.prompts_per_step {config.rollout.prompts_per_step}: data.prompts {config.data.prompts} has only "
+            f"{prompts} prompts; lower it or give more prompts"
+        )
+    notes = [f"data.prompts {config.data.prompts}: {prompts} prompts"]
     # The reward before the critic, which starts from it unless told otherwise: an error is to name a key that is in the file.
     models = {
         Role.ACTOR: config.actor.model,
@@ -27,7 +33,7 @@ def check_inputs(config: Config) -> list[str]:
     for role, model in models.items():
         service: ServiceConfig = getattr(config.services, role)
         if service.address is None:
-            notes.append(_check_model(role, model))
+            notes.append(_check_model(role, model, config.rollout.max_response_tokens))
             _check_port(role, listen_address(service))
     return notes
 
@@ -37,7 +43,17 @@ def looks_local(model: str) -> bool:
     return Path(model).exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
-def _check_model(role: Role, model: str) -> str:
+_GENERATES = ("ForCausalLM", "LMHeadModel")
+_CLASSIFIES = ("ForSequenceClassification",)
+_WRONG_KIND = {
+    Role.ACTOR: (_CLASSIFIES, "a causal language model"),
+    Role.REFERENCE: (_CLASSIFIES, "a causal language model"),
+    Role.REWARD: (_GENERATES, "a sequence classifier with one output"),
+}
+"""How the architectures of the wrong kind of checkpoint end, and what is expected. A critic may start from either."""
+
+
+def _check_model(role: Role, model: str, max_response_tokens: int) -> str:
     if not looks_local(model):
         return f"{role}.model {model}: a hub id; it is looked up when the {role} starts"
     directory = Path(model)
@@ -48,7 +64,17 @@ def _check_model(role: Role, model: str) -> str:
     description = _read_json(role, directory / "config.json")
     if not list(directory.glob("*.safetensors")):
         raise ModelError(f"{role}.model {model}: no safetensors weights in it; save the model with save_pretrained")
-    return f"{role}.model {model}: {', '.join(description.get('architectures') or ['unknown architecture'])}"
+    architectures = [str(name) for name in description.get("architectures") or ["unknown architecture"]]
+    endings, wanted = _WRONG_KIND.get(role, ((), ""))
+    if any(name.endswith(endings) for name in architectures):
+        raise ModelError(f"{role}.model {model}: {', '.join(architectures)}; expected {wanted}")
+    positions = description.get("max_position_embeddings")
+    if isinstance(positions, int) and positions <= max_response_tokens:
+        raise ModelError(
+            f"{role}.model {model}: has {positions} positions, rollout.max_response_tokens {max_response_tokens} leaves none "
+            "for a prompt; lower it"
+        )
+    return f"{role}.model {model}: {', '.join(architectures)}"
 
 
 def _read_json(role: Role, path: Path) -> dict[str, Any]:

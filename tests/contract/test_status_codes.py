@@ -74,4 +74,7 @@ def test_every_status_code_becomes_a_domain_error(code: grpc.StatusCode) -> None
 def test_a_passed_deadline_names_the_seconds() -> None:
     error = error_of(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "reward at h:1: Score", 2.5)
     assert isinstance(error, errors.ServiceFailed)
-    assert str(error) == "reward at h:1: Score: no answer within 2.5 s"
+    assert (
+        str(error)
+        == "reward at h:1: Score: no answer within 2.5 s; raise its limit in the timeouts section if the work takes longer"
+    )

@@ -179,18 +179,24 @@ def test_a_run_directory_with_an_earlier_run_is_kept_unless_overwrite_is_given(
     assert len(first_run.metrics) == STEPS
 
 
-def test_overwrite_drops_the_earlier_run_and_spares_what_is_not_of_a_run(
-    start: Start, config: Path, tmp_path: Path, nobody: str
-) -> None:
+def test_overwrite_refuses_what_is_not_of_a_run(start: Start, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
     (run / "policy").mkdir(parents=True)
-    for name in ("config.yaml", "metrics.jsonl", "thesis.txt"):
-        (run / name).write_text("precious")
-    # The old run is dropped before Redis is looked for; without one the command ends soon.
+    (run / "config.yaml").write_text("precious")
+    assert_refused(start("train", config, "--overwrite").ended(), "is not of a run of Quartet's")
+    assert (run / "config.yaml").read_text() == "precious"
+    assert (run / "policy").is_dir()
+
+
+def test_an_overwritten_run_comes_back_when_the_new_one_never_trains(
+    first_run: Run, start: Start, config: Path, tmp_path: Path, nobody: str
+) -> None:
+    run = tmp_path / "runs" / "tiny"
+    shutil.copytree(first_run.directory, run)
+    before = (run / "metrics.jsonl").read_bytes()
     assert_refused(start("train", config, "--overwrite", *settings(f"buffer.url={nobody}")).ended(), "unreachable")
-    assert (run / "thesis.txt").read_text() == "precious"
-    assert not (run / "policy").exists()
-    assert not (run / "metrics.jsonl").exists()
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert (run / "policy" / "model.safetensors").is_file()
 
 
 def test_a_run_directory_in_which_a_run_is_going_on(start: Start, config: Path, frozen: Service) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from quartet.cli.reference import reference
 from quartet.config import Config, load_config, parse_config, redact_url
 from quartet.errors import ConfigError
 
@@ -112,7 +113,10 @@ WRONG = {
     "NaN": ("algorithm:\n  gamma: .nan\n", ":8: algorithm.gamma: Input should be a finite number, not nan"),
     "infinity": ("algorithm:\n  clip_ratio: .inf\n", ":8: algorithm.clip_ratio: Input should be a finite number"),
     "a dual clip of 1": ("algorithm:\n  dual_clip: 1\n", ":8: algorithm.dual_clip: Input should be greater than 1"),
-    "temperature 0": ("rollout:\n  temperature: 0\n", ":8: rollout.temperature: Input should be greater than 0"),
+    "temperature 0": (
+        "rollout:\n  temperature: 0\n",
+        ":8: rollout.temperature: Input should be greater than or equal to 0.001",
+    ),
     "top_p 0": ("rollout:\n  top_p: 0\n", ":8: rollout.top_p: Input should be greater than 0"),
     "an unknown choice": (
         "algorithm:\n  kl_estimator: k9\n",
@@ -305,3 +309,8 @@ def test_a_hash_in_an_override_is_no_comment(tmp_path: Path) -> None:
     config = load_config(path, ["data.prompts=/tmp/a #b/x.jsonl", "run.name=123"])
     assert str(config.data.prompts) == "/tmp/a #b/x.jsonl"
     assert config.run.name == "123"
+
+
+def test_the_reference_of_settings_is_the_one_in_the_docs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+    assert page.read_text(encoding="utf-8") == reference(), "run: quartet config reference > docs/configuration.md"

@@ -75,9 +75,9 @@ def test_an_empty_file_is_refused(lines: tuple[str, ...], tmp_path: Path) -> Non
 
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"set data\.prompts"):
+    with pytest.raises(DataError, match=r"give a JSON Lines file"):
         read_prompt_lines(tmp_path / "absent.jsonl")
-    with pytest.raises(DataError, match=r"set data\.prompts"):
+    with pytest.raises(DataError, match=r"give a JSON Lines file"):
         read_prompt_lines(tmp_path)
 
 

@@ -31,6 +31,7 @@ def config(models: Path, **services: dict[str, Any]) -> Config:
         "actor": {"model": str(models / "policy")},
         "reward": {"model": str(models / "reward")},
         "buffer": {"url": "redis://far"},
+        "rollout": {"prompts_per_step": 2},
         "services": services,
     }
     return parse_config(tree, "test")

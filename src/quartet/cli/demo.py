@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,8 +49,9 @@ def demo(directory: Path, overrides: list[str]) -> None:
     files = RunFiles(config.run_directory)
     _print_completions(config, files)
     print_verdict(read_metrics(files.metrics))
+    command = Path(sys.executable).with_name("quartet")
     console.print(
-        f"policy: {files.policy}\ntry it: quartet generate {files.policy} 'a quick lunch with friends :'\n"
+        f"policy: {files.policy}\ntry it: {command} generate {files.policy} 'a quick lunch with friends :'\n"
         f"whole demo: {time.monotonic() - start:.0f} s",
         highlight=False,
         soft_wrap=True,
@@ -60,7 +62,10 @@ def _make_world(world: Path) -> None:
     # Torch takes every core unless told otherwise, and says so before it is first imported.
     from quartet.demo.world import make_world
 
-    with console.status("making a tiny world: corpus, tokenizer, policy, reward model (first use only)"):
+    title = "making a tiny world: corpus, tokenizer, policy, reward model (first use only, about a minute)"
+    if not console.is_terminal and not world.exists():
+        console.print(title)
+    with console.status(title):
         start = time.monotonic()
         make_world(world)
         if time.monotonic() - start > 1:

@@ -39,7 +39,7 @@ def generate(
 ) -> None:
     """Prints completions. Raises ConfigError for anything wrong with the model or the prompts."""
     if bool(texts) == (file is not None):
-        raise ConfigError("generate: give prompts as arguments, or a JSON Lines file with --file")
+        raise ConfigError("generate: give either prompts as arguments or a JSON Lines file with --file")
     source = file or Path("<arguments>")
     lines = read_prompt_lines(file) if file else [PromptLine(i, text, None) for i, text in enumerate(texts, 1)]
     try:

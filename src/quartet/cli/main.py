@@ -123,6 +123,14 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
     typer.echo(load_config(config, overrides or []).to_yaml(), nl=False)
 
 
+@config_app.command("reference")
+def config_reference() -> None:
+    """Print every setting with its type, default and meaning, as Markdown."""
+    from quartet.cli.reference import reference
+
+    typer.echo(reference(), nl=False)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -148,6 +156,9 @@ def main() -> None:
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except OSError as error:
+        print(f"error: {error.filename or 'system'}: {error.strerror or error}; give a path of yours", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

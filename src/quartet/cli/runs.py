@@ -6,6 +6,8 @@ import queue
 import shutil
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -35,11 +37,11 @@ def train(config_path: Path, overrides: list[str], overwrite: bool) -> None:
 def up(config_path: Path, overrides: list[str], overwrite: bool) -> None:
     """Trains, then keeps the services up until interrupted."""
     config = load_config(config_path, overrides)
-    with _started(config, overwrite) as launcher:
+    with _started(config, overwrite) as (launcher, files):
         for role, address in launcher.addresses.items():
             console.print(f"{role:<13} {address}", highlight=False)
         console.print(f"redis         {redact_url(launcher.url)}", highlight=False, soft_wrap=True)
-        watch(launcher)
+        watch(launcher, files)
         console.print("run ended; the model services stay up, Ctrl-C stops them", highlight=False)
         while True:
             launcher.check()
@@ -48,32 +50,43 @@ def up(config_path: Path, overrides: list[str], overwrite: bool) -> None:
 
 def run(config: Config, overwrite: bool) -> None:
     """One run from start to end, every process of it stopped afterwards. Raises what ends it early."""
-    with _started(config, overwrite) as launcher:
-        watch(launcher)
+    with _started(config, overwrite) as (launcher, files):
+        watch(launcher, files)
 
 
-def _started(config: Config, overwrite: bool) -> Launcher:
+@contextmanager
+def _started(config: Config, overwrite: bool) -> Iterator[tuple[Launcher, RunFiles]]:
+    """The processes of a run, up and ready. An earlier run comes back unless this one gets as far as training."""
     check_inputs(config)
     files = RunFiles(config.run_directory)
-    files.claim()
-    if overwrite:
-        files.drop()
-    files.check_unused()
-    # An embedded Redis of a run that ended early is not this run's.
-    shutil.rmtree(files.redis, ignore_errors=True)
-    files.write_config(config.to_yaml())
-    launcher = Launcher(config, files.config)
-    try:
-        with console.status("starting the services"):
-            launcher.start()
-    except BaseException as error:
-        launcher.__exit__(type(error), error, error.__traceback__)
-        raise
-    return launcher
+    with files.claimed():
+        if overwrite:
+            files.set_aside()
+        try:
+            files.check_unused()
+            # An embedded Redis of a run that ended early is not this run's.
+            shutil.rmtree(files.redis, ignore_errors=True)
+            files.write_config(config.to_yaml())
+            with Launcher(config, files.config) as launcher:
+                _start(launcher)
+                yield launcher, files
+                console.print("stopping the services", highlight=False)
+        finally:
+            files.restore()
 
 
-def watch(launcher: Launcher) -> None:
-    """Shows the run until it ends. Raises ConfigError or ServiceFailed when it, or a process of it, fails."""
+def _start(launcher: Launcher) -> None:
+    if not console.is_terminal:
+        console.print("starting the services")
+    with console.status("starting the services"):
+        launcher.start()
+
+
+def watch(launcher: Launcher, files: RunFiles) -> None:
+    """Shows the run until it ends; an earlier run is forgotten once this one has taken a step.
+
+    Raises ConfigError or ServiceFailed when it, or a process of it, fails.
+    """
     news: queue.Queue[orchestrator_pb2.Progress | None] = queue.Queue()
     channel = grpc.insecure_channel(launcher.addresses[Role.ORCHESTRATOR], options=CHANNEL_OPTIONS)
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
@@ -88,12 +101,14 @@ def watch(launcher: Launcher) -> None:
     threading.Thread(target=receive, name="watch", daemon=True).start()
     try:
         with make_view(console) as view:
-            _follow(launcher, news, view)
+            _follow(launcher, news, view, files)
     finally:
         channel.close()
 
 
-def _follow(launcher: Launcher, news: queue.Queue[orchestrator_pb2.Progress | None], view: View) -> None:
+def _follow(
+    launcher: Launcher, news: queue.Queue[orchestrator_pb2.Progress | None], view: View, files: RunFiles
+) -> None:
     while True:
         try:
             progress = news.get(timeout=0.2)
@@ -104,6 +119,8 @@ def _follow(launcher: Launcher, news: queue.Queue[orchestrator_pb2.Progress | No
             _explain_loss(launcher)
             continue
         view.show(progress)
+        if progress.step:
+            files.forget()
         if progress.state == orchestrator_pb2.RUN_STATE_FAILED:
             _blame_a_service(launcher)
             kind = ConfigError if progress.exit_code == 2 else ServiceFailed

@@ -51,7 +51,7 @@ def check_lengths(model: Any, lengths: NDArray[np.signedinteger[Any]]) -> None:
     if limit is not None and longest > limit:
         raise InvalidRequest(
             f"a sequence of {longest} tokens: the model has positions for {limit}; "
-            "shorten data.max_prompt_tokens or rollout.max_response_tokens"
+            "shorten the prompt or the response (data.max_prompt_tokens, rollout.max_response_tokens, --max-tokens)"
         )
 
 

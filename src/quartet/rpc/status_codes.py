@@ -47,7 +47,9 @@ def error_of(code: grpc.StatusCode, text: str, where: str, timeout: float) -> er
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.MismatchError(f"{where}: the process there does not offer this method; check the address")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return errors.ServiceFailed(f"{where}: no answer within {timeout:g} s")
+        return errors.ServiceFailed(
+            f"{where}: no answer within {timeout:g} s; raise its limit in the timeouts section if the work takes longer"
+        )
     if code is grpc.StatusCode.DATA_LOSS:
         return errors.ComputationFailed(f"{where}: {text}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -10,29 +10,63 @@ from quartet.errors import ConfigError
 from quartet.telemetry.run_files import RunFiles, read_metrics
 
 
+def leave_a_run(files: RunFiles) -> None:
+    files.write_config("run: {}\n")
+    files.append_metrics({"step": 1})
+    files.write_trajectories(1, [{"id": "a"}])
+    (files.root / "thesis.tex").write_text("mine")
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+RUN = ["config.yaml", "logs", "metrics.jsonl", "thesis.tex", "trajectories"]
+
+
 def test_a_directory_has_one_run_at_a_time(tmp_path: Path) -> None:
-    first = RunFiles(tmp_path / "run")
-    first.claim()
-    with pytest.raises(ConfigError, match="a run is going on there"):
-        RunFiles(tmp_path / "run").claim()
-    del first
-    RunFiles(tmp_path / "run").claim()
+    with (
+        RunFiles(tmp_path / "run").claimed(),
+        pytest.raises(ConfigError, match="a run is going on there"),
+        RunFiles(tmp_path / "run").claimed(),
+    ):
+        pass
+    with RunFiles(tmp_path / "run").claimed():
+        pass
 
 
 def test_a_file_in_the_place_of_the_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        RunFiles(tmp_path / "run").claim()
+    with pytest.raises(ConfigError, match="cannot be written"), RunFiles(tmp_path / "run").claimed():
+        pass
 
 
-def test_dropping_a_run_leaves_what_is_not_a_runs(tmp_path: Path) -> None:
+def test_a_name_that_the_system_refuses_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"), RunFiles(tmp_path / ("x" * 300)).claimed():
+        pass
+
+
+def test_an_earlier_run_comes_back_unless_it_is_forgotten(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
-    files.write_config("run: {}\n")
-    files.append_metrics({"step": 1})
-    files.write_trajectories(1, [{"id": "a"}])
-    (tmp_path / "thesis.tex").write_text("mine")
-    files.drop()
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    leave_a_run(files)
+    files.set_aside()
+    assert names(tmp_path) == [".earlier", "thesis.tex"]
+    files.write_config("run: {name: new}\n")
+    files.restore()
+    assert names(tmp_path) == RUN
+    assert "new" not in files.config.read_text()
+    files.set_aside()
+    files.forget()
+    files.restore()
+    assert names(tmp_path) == ["thesis.tex"]
+
+
+def test_what_is_not_a_runs_is_never_set_aside(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("foo: bar\n")
+    (tmp_path / "policy").mkdir()
+    with pytest.raises(ConfigError, match="is not of a run of Quartet's"):
+        RunFiles(tmp_path).set_aside()
+    assert names(tmp_path) == ["config.yaml", "policy"]
 
 
 def test_a_used_directory_is_refused(tmp_path: Path) -> None:
