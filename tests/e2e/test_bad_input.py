@@ -81,7 +81,7 @@ def test_a_mistyped_option_is_explained_without_a_traceback(start: Start, config
 @pytest.mark.parametrize(
     ("content", "mentioned"),
     [
-        (None, ("cannot be read", "No such file", "set data.prompts")),
+        (None, ("cannot be read", "No such file", "give a JSON Lines file")),
         ('{"text": "a"}\n{"text": \n', (":2: not JSON", 'expected a JSON object with "text"')),
         ('{"text": "a"}\n\n{"prompt": "b"}\n', (":3: found neither of text and token_ids",)),
         ('{"text": "a"}\n{"text": ""}\n', (":2: text is empty",)),
@@ -119,7 +119,7 @@ def test_a_model_whose_weights_are_truncated(
 
 def test_a_language_model_given_as_reward_model(refuse: Refuse, world: World, frozen: Service) -> None:
     options = frozen.serving("actor", "critic", "reference")
-    wrong = ("reward: ", world.policy, "LlamaForCausalLM", "expected a sequence classifier")
+    wrong = ("reward.model", world.policy, "LlamaForCausalLM", "expected a sequence classifier")
     refuse(f"reward.model={world.policy}", options=options, mentioned=wrong)
 
 
