@@ -50,7 +50,9 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
                 if raw.strip():
                     lines.append(_parse(raw, f"prompts {path}:{number}", number))
     except OSError as error:
-        raise DataError(f"prompts {path}: cannot be read ({error.strerror}); give a JSON Lines file (data.prompts, --file)") from None
+        raise DataError(
+            f"prompts {path}: cannot be read ({error.strerror}); give a JSON Lines file (data.prompts, --file)"
+        ) from None
     if not lines:
         raise DataError(
             f"prompts {path}: empty; expected at least one prompt, {EXPECTED.removeprefix('expected ')} a line"
