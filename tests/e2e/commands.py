@@ -69,7 +69,7 @@ class Command:
                 stdout=out if theirs is None else theirs,
                 stderr=err if theirs is None else theirs,
                 start_new_session=True,
-                preexec_fn=None if theirs is None else _take_terminal,
+                preexec_fn=_as_from_a_shell if theirs is None else _take_terminal,
             )
         self._terminal = ours
         if ours is not None and theirs is not None:
@@ -151,7 +151,13 @@ class Command:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
+def _as_from_a_shell() -> None:
+    """Lets Ctrl-C through: whoever runs the tests in the background has it ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _take_terminal() -> None:
+    _as_from_a_shell()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

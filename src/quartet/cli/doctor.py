@@ -20,6 +20,7 @@ from quartet.buffer.embedded import find_server
 from quartet.config import Config, load_config, redact_url
 from quartet.errors import QuartetError
 from quartet.preflight import check_inputs, looks_local
+from quartet.rpc.channels import accepts_connections
 from quartet.topology import cores, listen_address, threads_of
 from quartet.types import MODEL_ROLES, Role
 
@@ -107,7 +108,9 @@ def _needs(config: Config) -> Iterator[Finding]:
     for role in MODEL_ROLES:
         service = getattr(config.services, role)
         if service.address is not None:
-            yield Finding(role, True, f"already runs at {service.address}")
+            answers = accepts_connections(service.address)
+            seen = f"{service.address} answers" if answers else f"nothing answers at {service.address}; start it"
+            yield Finding(role, answers, seen)
             continue
         missing = [index for index in service.devices if index >= torch.cuda.device_count()]
         where = f"CUDA {list(service.devices)}" if service.devices else f"CPU, {threads_of(config, role)} threads"

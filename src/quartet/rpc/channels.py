@@ -59,7 +59,7 @@ class Peer:
                 return self.call(stub.GetStatus, status_pb2.GetStatusRequest(), 2.0, "GetStatus")
             except QuartetError as error:
                 now = time.monotonic()
-                if isinstance(error, ServiceUnavailable) and not _accepts_connections(self.address):
+                if isinstance(error, ServiceUnavailable) and not accepts_connections(self.address):
                     silent_since = None
                 elif silent_since is None:
                     silent_since = now
@@ -83,7 +83,8 @@ class Peer:
         self.channel.close()
 
 
-def _accepts_connections(address: str) -> bool:
+def accepts_connections(address: str) -> bool:
+    """Whether anything listens at HOST:PORT."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
