@@ -32,7 +32,8 @@ CHANNEL_OPTIONS = (
     *_MESSAGE_OPTIONS,
     ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
     # Pings go on while a long call sends nothing, or a frozen peer would only be missed at the deadline.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
