@@ -136,9 +136,7 @@ class Actor:
         Raises InvalidRequest for a directory elsewhere, FailedPrecondition when the model has learned in another
         run, when another orchestrator leads, or when an update broke off.
         """
-        self._updates.fence(leader_epoch)
-        self._updates.check_run(run)
-        self._updates.check_whole()
+        self._updates.check_save(run, leader_epoch)
         target = confined(self._root, directory)
         save_policy(self._model, self._tokenizer, target)
         if kind is SaveKind.CHECKPOINT:

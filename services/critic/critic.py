@@ -75,9 +75,7 @@ class Critic:
         Raises InvalidRequest for a directory elsewhere, FailedPrecondition when the model has learned in another
         run, when another orchestrator leads, or when an update broke off.
         """
-        self._updates.fence(leader_epoch)
-        self._updates.check_run(run)
-        self._updates.check_whole()
+        self._updates.check_save(run, leader_epoch)
         target = confined(self._root, directory)
         self._model.save(target)
         # A critic starts from a directory with a tokenizer; what it writes can be started from too.

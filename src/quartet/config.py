@@ -21,7 +21,6 @@ MAX_RESPONSES = 65_536
 """Most responses of one step."""
 
 Count = Annotated[int, Field(ge=1)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -361,6 +360,17 @@ class Config(Section):
     def reference_model(self) -> str:
         """The checkpoint of the frozen initial policy."""
         return self.reference.model or self.actor.model
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The checkpoint that each role starts from, by the role's name."""
+        # The reward before the critic, which starts from it unless told otherwise: an error is to name a key of the file.
+        return {
+            "actor": self.actor.model,
+            "reward": self.reward.model,
+            "critic": self.critic_model,
+            "reference": self.reference_model,
+        }
 
     @property
     def run_directory(self) -> Path:

@@ -23,14 +23,8 @@ def check_inputs(config: Config) -> list[str]:
             f"{prompts} prompts; lower it or give more prompts"
         )
     notes = [f"data.prompts {config.data.prompts}: {prompts} prompts"]
-    # The reward before the critic, which starts from it unless told otherwise: an error is to name a key that is in the file.
-    models = {
-        Role.ACTOR: config.actor.model,
-        Role.REWARD: config.reward.model,
-        Role.CRITIC: config.critic_model,
-        Role.REFERENCE: config.reference_model,
-    }
-    for role, model in models.items():
+    for name, model in config.models.items():
+        role = Role(name)
         service: ServiceConfig = getattr(config.services, role)
         if service.address is None:
             notes.append(_check_model(role, model, config.rollout.max_response_tokens))

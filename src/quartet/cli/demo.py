@@ -59,7 +59,6 @@ def demo(directory: Path, overrides: list[str]) -> None:
 
 
 def _make_world(world: Path) -> None:
-    # Torch takes every core unless told otherwise, and says so before it is first imported.
     from quartet.demo.world import make_world
 
     title = "making a tiny world: corpus, tokenizer, policy, reward model (first use only, about a minute)"

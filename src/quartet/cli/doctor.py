@@ -128,13 +128,7 @@ def _needs(config: Config) -> Iterator[Finding]:
 
 
 def _memory(config: Config, role: Role) -> str:
-    models = {
-        Role.ACTOR: config.actor.model,
-        Role.CRITIC: config.critic_model,
-        Role.REWARD: config.reward.model,
-        Role.REFERENCE: config.reference_model,
-    }
-    model = models[role]
+    model = config.models[role]
     if not looks_local(model):
         return ""
     weights = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))

@@ -48,6 +48,12 @@ class UpdateLog:
                 f"the update of step {self._broken_at} broke off and left the weights between two steps; restart the service"
             )
 
+    def check_save(self, run: str, leader_epoch: int) -> None:
+        """Raises FailedPrecondition unless this leader may save the model for this run, and the model is whole."""
+        self.fence(leader_epoch)
+        self.check_run(run)
+        self.check_whole()
+
     def admit(self, run: str, step: int, leader_epoch: int) -> UpdateResult | None:
         """The recorded result when this step is applied already, None when it is the next.
 
