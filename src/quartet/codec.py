@@ -21,6 +21,7 @@ from quartet.types import (
     SamplingParameters,
     SavedFile,
     SaveKind,
+    Scores,
     ServiceStatus,
     TokenBatch,
     Trajectory,
@@ -31,6 +32,7 @@ from quartet.v1 import (
     actor_pb2,
     critic_pb2,
     experience_pb2,
+    reward_pb2,
     status_pb2,
     tensor_pb2,
     trajectory_pb2,
@@ -59,11 +61,19 @@ _ROLES = {
 _ROLE_NAMES = {number: role for role, number in _ROLES.items()}
 _KL_LOSSES = {"none": actor_pb2.KL_LOSS_NONE, "k2": actor_pb2.KL_LOSS_K2, "k3": actor_pb2.KL_LOSS_K3}
 _KL_LOSS_NAMES = {number: name for name, number in _KL_LOSSES.items()}
+_RATIO_LEVELS = {"token": actor_pb2.RATIO_LEVEL_TOKEN, "sequence": actor_pb2.RATIO_LEVEL_SEQUENCE}
+_RATIO_LEVEL_NAMES = {number: name for name, number in _RATIO_LEVELS.items()}
+_AGGREGATIONS = {
+    "token_mean": actor_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
+    "sequence_mean": actor_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN,
+}
+_AGGREGATION_NAMES = {number: name for name, number in _AGGREGATIONS.items()}
 
 
 _SAVE_KINDS = {
     SaveKind.CHECKPOINT: update_pb2.SAVE_KIND_CHECKPOINT,
     SaveKind.MODEL: update_pb2.SAVE_KIND_MODEL,
+    SaveKind.ADAPTER: update_pb2.SAVE_KIND_ADAPTER,
 }
 _SAVE_KIND_NAMES = {number: kind for kind, number in _SAVE_KINDS.items()}
 
@@ -238,13 +248,14 @@ def optimization_to_proto(settings: OptimizationSettings) -> update_pb2.Optimiza
         learning_rate=settings.learning_rate,
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,
+        skip_non_finite=settings.skip_non_finite,
     )
 
 
 def optimization_from_proto(message: update_pb2.OptimizationSettings) -> OptimizationSettings:
     """Optimisation settings from their message. Raises InvalidRequest."""
-    if message.epochs < 1 or message.mini_batches < 1:
-        raise InvalidRequest("optimization: epochs and mini_batches are at least 1")
+    if message.mini_batches < 1:
+        raise InvalidRequest("optimization.mini_batches 0: expected at least 1")
     _require_non_negative(message, "learning_rate", "max_grad_norm")
     return OptimizationSettings(
         epochs=message.epochs,
@@ -252,6 +263,7 @@ def optimization_from_proto(message: update_pb2.OptimizationSettings) -> Optimiz
         learning_rate=message.learning_rate,
         max_grad_norm=message.max_grad_norm,
         seed=message.seed,
+        skip_non_finite=message.skip_non_finite,
     )
 
 
@@ -265,17 +277,36 @@ def policy_loss_to_proto(loss: PolicyLossSettings) -> actor_pb2.PolicyLossSettin
         entropy_bonus=loss.entropy_bonus,
         kl_loss=_KL_LOSSES[loss.kl_loss],
         kl_loss_coefficient=loss.kl_loss_coefficient,
+        ratio_level=_RATIO_LEVELS[loss.ratio_level],
+        aggregation=_AGGREGATIONS[loss.aggregation],
+        importance_cap=loss.importance_cap,
+        max_update_kl=loss.max_update_kl,
     )
 
 
 def policy_loss_from_proto(message: actor_pb2.PolicyLossSettings) -> PolicyLossSettings:
     """Policy loss settings from their message. Raises InvalidRequest."""
-    _require_non_negative(message, "clip_low", "clip_high", "dual_clip", "entropy_bonus", "kl_loss_coefficient")
+    _require_non_negative(
+        message,
+        "clip_low",
+        "clip_high",
+        "dual_clip",
+        "entropy_bonus",
+        "kl_loss_coefficient",
+        "importance_cap",
+        "max_update_kl",
+    )
     if 0 < message.dual_clip <= 1:
         raise InvalidRequest(f"loss.dual_clip {message.dual_clip}: expected 0 (off) or more than 1")
     kl_loss = _KL_LOSS_NAMES.get(message.kl_loss)
     if kl_loss is None:
         raise InvalidRequest(f"loss.kl_loss {message.kl_loss}: unknown")
+    ratio_level = _RATIO_LEVEL_NAMES.get(message.ratio_level)
+    if ratio_level is None:
+        raise InvalidRequest(f"loss.ratio_level {message.ratio_level}: unknown")
+    aggregation = _AGGREGATION_NAMES.get(message.aggregation)
+    if aggregation is None:
+        raise InvalidRequest(f"loss.aggregation {message.aggregation}: unknown")
     return PolicyLossSettings(
         temperature=positive(message.temperature, "loss.temperature"),
         clip_low=message.clip_low,
@@ -284,6 +315,10 @@ def policy_loss_from_proto(message: actor_pb2.PolicyLossSettings) -> PolicyLossS
         entropy_bonus=message.entropy_bonus,
         kl_loss=kl_loss,  # type: ignore[arg-type]
         kl_loss_coefficient=message.kl_loss_coefficient,
+        ratio_level=ratio_level,  # type: ignore[arg-type]
+        aggregation=aggregation,  # type: ignore[arg-type]
+        importance_cap=message.importance_cap,
+        max_update_kl=message.max_update_kl,
     )
 
 
@@ -298,6 +333,20 @@ def value_loss_from_proto(message: critic_pb2.ValueLossSettings) -> ValueLossSet
     return ValueLossSettings(value_clip=message.value_clip)
 
 
+def scores_to_proto(scores: Scores) -> reward_pb2.ScoreResponse:
+    """Scores to their message."""
+    parts = {name: tensor_to_proto(values) for name, values in scores.parts.items()}
+    return reward_pb2.ScoreResponse(scores=tensor_to_proto(scores.total), parts=parts)
+
+
+def scores_from_proto(message: reward_pb2.ScoreResponse, sequences: int) -> Scores:
+    """Scores of so many sequences from their message. Raises InvalidRequest."""
+    return Scores(
+        total=floats_from_proto(message.scores, "scores", sequences),
+        parts={name: floats_from_proto(values, f"parts.{name}", sequences) for name, values in message.parts.items()},
+    )
+
+
 def save_kind_to_proto(kind: SaveKind) -> update_pb2.SaveKind.ValueType:
     """What to save, to its enum."""
     return _SAVE_KINDS[kind]
@@ -307,7 +356,7 @@ def save_kind_from_proto(kind: update_pb2.SaveKind.ValueType) -> SaveKind:
     """What to save, from its enum. Raises InvalidRequest."""
     found = _SAVE_KIND_NAMES.get(kind)
     if found is None:
-        raise InvalidRequest(f"kind {kind}: expected SAVE_KIND_CHECKPOINT or SAVE_KIND_MODEL")
+        raise InvalidRequest(f"kind {kind}: expected SAVE_KIND_CHECKPOINT, _MODEL or _ADAPTER")
     return found
 
 
@@ -351,6 +400,7 @@ def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:
         threads=status.threads,
         busy_seconds=status.busy_seconds,
         max_sequence_tokens=status.max_sequence_tokens,
+        answers_as_reference=status.answers_as_reference,
     )
 
 
@@ -373,4 +423,5 @@ def status_from_proto(message: status_pb2.RoleStatus) -> ServiceStatus:
         threads=message.threads,
         busy_seconds=dict(message.busy_seconds),
         max_sequence_tokens=message.max_sequence_tokens,
+        answers_as_reference=message.answers_as_reference,
     )

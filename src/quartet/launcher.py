@@ -20,7 +20,8 @@ from quartet.config import Config, ServiceConfig
 from quartet.errors import BufferFailed, ConfigError, ServiceFailed, ServiceUnavailable
 from quartet.processes import with_parent
 from quartet.telemetry.run_files import RunFiles
-from quartet.types import MODEL_ROLES, Role
+from quartet.topology import roles_of
+from quartet.types import Role
 
 LAST_LINES = 20
 """Log lines of a dead process that are shown."""
@@ -106,7 +107,7 @@ class Launcher:
         Raises what the first process that fails says: ConfigError where the user can mend it, ServiceFailed otherwise.
         """
         self._start_buffer()
-        for role in MODEL_ROLES:
+        for role in roles_of(self._config):
             service: ServiceConfig = getattr(self._config.services, role)
             if service.address is not None:
                 self.addresses[role] = service.address

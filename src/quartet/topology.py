@@ -27,6 +27,12 @@ def cores() -> int:
     return found if quota == "max" else max(1, min(found, round(int(quota) / int(period))))
 
 
+def roles_of(config: Config) -> tuple[Role, ...]:
+    """The model services of this run: no critic for estimators without one, no reference where the actor answers for it."""
+    absent = {Role.CRITIC: not config.has_critic, Role.REFERENCE: not config.has_reference}
+    return tuple(role for role in MODEL_ROLES if not absent.get(role))
+
+
 def threads_of(config: Config, role: Role) -> int:
     """CPU threads of a service: as told, or its share of the cores among the model services of this machine.
 
@@ -37,5 +43,5 @@ def threads_of(config: Config, role: Role) -> int:
     service: ServiceConfig = getattr(config.services, role)
     if service.threads is not None:
         return service.threads
-    here = [other for other in MODEL_ROLES if getattr(config.services, other).address is None or other is role]
+    here = [other for other in roles_of(config) if getattr(config.services, other).address is None or other is role]
     return max(1, cores() // len(here))

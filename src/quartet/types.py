@@ -62,11 +62,28 @@ class TrajectoryId:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One line of the prompts file, tokenised once. ``index`` is its place in the data set, ``token_ids`` int32 [tokens]."""
+    """One line of the prompts file, tokenised once.
+
+    ``index`` is its place in the data set, ``token_ids`` int32 [tokens], ``text`` what they say where the line says it,
+    ``fields`` the line's own fields as one JSON object, for reward functions.
+    """
 
     index: int
     token_ids: IntArray
     text: str = ""
+    fields: str = "{}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a reward source says of a batch.
+
+    ``total`` float32 [sequences], the score; ``parts`` by name the unweighted scores of an ensemble's sources, float32
+    [sequences] each, empty where there is one source.
+    """
+
+    total: FloatArray
+    parts: dict[str, FloatArray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,18 +202,27 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class OptimizationSettings:
-    """How a service walks through one step's experience. ``seed`` orders the mini-batches."""
+    """How a service walks through one step's experience. ``seed`` orders the mini-batches.
+
+    ``epochs`` 0 takes note of the step and leaves the weights as they are. ``skip_non_finite``: a NaN or infinite loss or
+    gradient skips its optimizer step; else it ends the update with an error.
+    """
 
     epochs: int
     mini_batches: int
     learning_rate: float
     max_grad_norm: float
     seed: int
+    skip_non_finite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossSettings:
-    """The PPO policy loss. ``dual_clip`` 0 is off; ``kl_loss`` is added with ``kl_loss_coefficient``."""
+    """The PPO policy loss. ``dual_clip`` 0 is off; ``kl_loss`` is added with ``kl_loss_coefficient``.
+
+    ``importance_cap`` truncates the weight of engine/trainer mismatch, 0 is off; ``max_update_kl``, nats per token, ends the
+    update early, 0 is off.
+    """
 
     temperature: float = 1.0
     clip_low: float = 0.2
@@ -205,6 +231,10 @@ class PolicyLossSettings:
     entropy_bonus: float = 0.0
     kl_loss: Literal["none", "k2", "k3"] = "none"
     kl_loss_coefficient: float = 0.0
+    ratio_level: Literal["token", "sequence"] = "token"
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    importance_cap: float = 0.0
+    max_update_kl: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +253,26 @@ class UpdateResult:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """What a guard found after ``step``: its name, what was done (warn, pause, stop), the figures it saw, what usually helps."""
+
+    step: int
+    guard: str
+    action: str
+    evidence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"guard {self.guard} ({self.action}) after step {self.step}: {self.evidence}; {self.remedy}"
+
+
 class SaveKind(enum.StrEnum):
-    """What a Save writes: enough to go on training, or the model alone in Hugging Face format."""
+    """What a Save writes: enough to go on training; the model alone in Hugging Face format; or its LoRA adapter alone."""
 
     CHECKPOINT = "checkpoint"
     MODEL = "model"
+    ADAPTER = "adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +286,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """What one role of a process says of itself."""
+    """What one role of a process says of itself. ``answers_as_reference``: an actor whose adapter can be off."""
 
     role: Role
     model: str = ""
@@ -256,3 +301,4 @@ class ServiceStatus:
     threads: int = 0
     busy_seconds: dict[str, float] = field(default_factory=dict)
     max_sequence_tokens: int = 0
+    answers_as_reference: bool = False

@@ -16,6 +16,7 @@ from quartet.types import (
     PolicyLossSettings,
     Role,
     SamplingParameters,
+    Scores,
     ServiceStatus,
     TokenBatch,
     Trajectory,
@@ -95,6 +96,8 @@ statuses = st.builds(
     step=uint64,
     threads=uint32,
     busy_seconds=st.dictionaries(names, doubles, max_size=4),
+    max_sequence_tokens=uint64,
+    answers_as_reference=st.booleans(),
 )
 samplings = st.builds(
     SamplingParameters,
@@ -105,7 +108,7 @@ samplings = st.builds(
     st.booleans(),
 )
 optimizations = st.builds(
-    OptimizationSettings, st.integers(1, 2**32 - 1), st.integers(1, 2**32 - 1), doubles, doubles, uint64
+    OptimizationSettings, uint32, st.integers(1, 2**32 - 1), doubles, doubles, uint64, st.booleans()
 )
 non_negative32 = st.floats(0, 2.0**40, width=32)
 policy_losses = st.builds(
@@ -117,5 +120,15 @@ policy_losses = st.builds(
     entropy_bonus=non_negative32,
     kl_loss=st.sampled_from(["none", "k2", "k3"]),
     kl_loss_coefficient=non_negative32,
+    ratio_level=st.sampled_from(["token", "sequence"]),
+    aggregation=st.sampled_from(["token_mean", "sequence_mean"]),
+    importance_cap=non_negative32,
+    max_update_kl=non_negative32,
 )
 value_losses = st.builds(ValueLossSettings, non_negative32)
+
+
+@st.composite
+def scores(draw: st.DrawFn) -> Scores:
+    count = draw(st.integers(1, 6))
+    return Scores(draw(floats(count)), draw(st.dictionaries(names, floats(count), max_size=3)))

@@ -21,6 +21,7 @@ from quartet.types import (
     SamplingParameters,
     SavedFile,
     SaveKind,
+    Scores,
     ServiceStatus,
     TokenBatch,
     Trajectory,
@@ -43,6 +44,10 @@ def same(left: Any, right: Any) -> None:
         assert type(left) is type(right)
         for field in dataclasses.fields(left):
             same(getattr(left, field.name), getattr(right, field.name))
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            same(value, right[name])
     else:
         assert left == right
         assert type(left) is type(right)
@@ -104,6 +109,20 @@ def test_policy_loss_settings_arrive(loss: PolicyLossSettings) -> None:
 @given(strategies.value_losses)
 def test_value_loss_settings_arrive(loss: ValueLossSettings) -> None:
     same(codec.value_loss_from_proto(codec.value_loss_to_proto(loss)), loss)
+
+
+@check
+@given(strategies.scores())
+def test_scores_arrive(scores: Scores) -> None:
+    same(codec.scores_from_proto(codec.scores_to_proto(scores), len(scores.total)), scores)
+
+
+def test_scores_of_another_number_of_sequences_are_refused() -> None:
+    answer = codec.scores_to_proto(Scores(np.zeros(3, np.float32), {"a": np.zeros(2, np.float32)}))
+    with pytest.raises(InvalidRequest, match="scores: expected 2 elements, got 3"):
+        codec.scores_from_proto(answer, 2)
+    with pytest.raises(InvalidRequest, match=r"parts\.a: expected 3 elements, got 2"):
+        codec.scores_from_proto(answer, 3)
 
 
 @pytest.mark.parametrize("kind", list(SaveKind))
@@ -282,7 +301,7 @@ def test_sampling_parameters_out_of_range_are_refused(wrong: dict[str, float]) -
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"epochs": 0}, {"mini_batches": 0}]
+    [{"mini_batches": 0}]
     + [{name: value} for name in ("learning_rate", "max_grad_norm") for value in (-1e-9, NAN, INFINITY)],
 )
 def test_optimization_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
@@ -294,16 +313,30 @@ def test_optimization_settings_out_of_range_are_refused(wrong: dict[str, float])
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": 0.0}, {"temperature": NAN}, {"dual_clip": 1.0}, {"dual_clip": 0.5}, {"kl_loss": 9}]
+    [{"temperature": 0.0}, {"temperature": NAN}, {"dual_clip": 1.0}, {"dual_clip": 0.5}]
+    + [{name: number} for name in ("kl_loss", "ratio_level", "aggregation") for number in (0, 9)]
     + [
         {name: value}
-        for name in ("clip_low", "clip_high", "dual_clip", "entropy_bonus", "kl_loss_coefficient")
+        for name in (
+            "clip_low",
+            "clip_high",
+            "dual_clip",
+            "entropy_bonus",
+            "kl_loss_coefficient",
+            "importance_cap",
+            "max_update_kl",
+        )
         for value in (-0.1, NAN, INFINITY)
     ],
 )
 def test_policy_loss_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
-    codec.policy_loss_from_proto(actor_pb2.PolicyLossSettings(temperature=1.0, kl_loss=actor_pb2.KL_LOSS_NONE))
-    good: dict[str, Any] = {"temperature": 1.0, "kl_loss": actor_pb2.KL_LOSS_NONE}
+    good: dict[str, Any] = {
+        "temperature": 1.0,
+        "kl_loss": actor_pb2.KL_LOSS_NONE,
+        "ratio_level": actor_pb2.RATIO_LEVEL_TOKEN,
+        "aggregation": actor_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
+    }
+    codec.policy_loss_from_proto(actor_pb2.PolicyLossSettings(**good))
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
         codec.policy_loss_from_proto(actor_pb2.PolicyLossSettings(**{**good, **wrong}))
 
@@ -314,9 +347,9 @@ def test_a_value_clip_out_of_range_is_refused(value: float) -> None:
         codec.value_loss_from_proto(critic_pb2.ValueLossSettings(value_clip=value))
 
 
-@pytest.mark.parametrize("kind", [0, 3, 99])
+@pytest.mark.parametrize("kind", [0, 4, 99])
 def test_an_unknown_save_kind_is_refused(kind: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"kind {kind}: expected SAVE_KIND_CHECKPOINT or SAVE_KIND_MODEL"):
+    with pytest.raises(InvalidRequest, match=f"kind {kind}: expected SAVE_KIND_CHECKPOINT, _MODEL or _ADAPTER"):
         codec.save_kind_from_proto(kind)  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ import yaml
 from quartet.cli.reference import reference
 from quartet.config import Config, load_config, parse_config, redact_url
 from quartet.errors import ConfigError
+from quartet.topology import roles_of
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = [*sorted((ROOT / "configs").rglob("*.yaml")), ROOT / "src/quartet/demo/demo.yaml"]
@@ -296,6 +297,46 @@ REQUIRED: dict[str, Any] = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "
         ({"algorithm": {"kl_controller": {"kind": "adaptive", "horizon": 12.8}}}, "expected more than 12.8"),
         ({"algorithm": {"kl_controller": {"kind": "simple", "horizon": 1}}}, "expected more than 1 step"),
         ({"services": {"orchestrator": {"address": "far:1"}}}, "unknown key; known here: listen"),
+        ({"algorithm": {"estimator": "rloo"}}, "compares the samples of a prompt; set rollout.samples_per_prompt to 2"),
+        ({"algorithm": {"estimator": "grpo"}}, "compares the samples of a prompt"),
+        ({"algorithm": {"estimator": "reinforce"}, "rollout": {"prompts_per_step": 1}}, "needs 2 responses or more"),
+        ({"algorithm": {"estimator": "reinforce", "gamma": 0.9}}, "algorithm.gamma 0.9: .* leave it at 1"),
+        ({"algorithm": {"estimator": "reinforce", "whiten_rewards": True}}, "has no token rewards"),
+        ({"algorithm": {"ratio_level": "sequence"}}, "gives each token its own advantage"),
+        ({"algorithm": {"estimator": "reinforce", "critic_warmup_steps": 2}}, "has no critic"),
+        (
+            {
+                "algorithm": {"estimator": "reinforce"},
+                "services": {"critic": {"address": "h:1"}},
+                "buffer": {"url": "redis://h"},
+            },
+            "services.critic.address: .* has no critic",
+        ),
+        ({"algorithm": {"overlong_penalty": {"buffer_tokens": 65}}}, "expected at most rollout.max_response_tokens 64"),
+        ({"actor": {"model": "a", "warmup_steps": 101}}, "actor.warmup_steps 101: expected at most run.steps 100"),
+        ({"actor": {"model": "a", "final_learning_rate": 1}}, "final_learning_rate 1: expected at most learning_rate"),
+        ({"actor": {"model": "a", "lora": {}, "freeze": ["x"]}}, "freeze: with lora all but the adapters is frozen"),
+        ({"evaluation": {"every": 5}}, "evaluation.every: data.validation names no prompts"),
+        (
+            {"actor": {"model": "a", "lora": {}}, "services": {"reference": {"address": "h:1"}}},
+            "services.reference.address: the actor answers as reference",
+        ),
+        ({"reward": {}}, "model: missing; source model needs it"),
+        ({"reward": {"source": "function"}}, "function: missing; source function needs it"),
+        ({"reward": {"model": "r", "function": "a.b:c"}}, "function: not used with source model"),
+        ({"reward": {"source": "function", "function": "a.b"}}, "should match pattern"),
+        ({"reward": {"source": "ensemble"}}, "parts: source ensemble needs at least one"),
+        ({"reward": {"model": "r", "parts": [{"name": "a", "model": "m"}]}}, "parts: not used with source model"),
+        (
+            {"reward": {"source": "ensemble", "parts": [{"name": "a", "model": "m"}, {"name": "a", "model": "n"}]}},
+            "the name a stands twice",
+        ),
+        ({"reward": {"source": "ensemble", "parts": [{"name": "a"}]}}, "parts.0: model: missing"),
+        (
+            {"reward": {"source": "ensemble", "parts": [{"name": "a", "model": "m", "wait": 1}]}},
+            "unknown key; did you mean .weight.",
+        ),
+        ({"guards": {"kl_runaway": {"below": 3}}}, "guards.kl_runaway.below: unknown key; known here: action, above"),
     ],
 )
 def test_what_does_not_fit_together_is_an_error_before_anything_starts(changes: dict[str, Any], message: str) -> None:
@@ -314,3 +355,51 @@ def test_a_hash_in_an_override_is_no_comment(tmp_path: Path) -> None:
 def test_the_reference_of_settings_is_the_one_in_the_docs() -> None:
     page = Path(__file__).parents[2] / "docs" / "configuration.md"
     assert page.read_text(encoding="utf-8") == reference(), "run: quartet config reference > docs/configuration.md"
+
+
+def test_an_estimator_without_critic_needs_no_critic_and_lora_no_reference() -> None:
+    config = parse_config(REQUIRED, "test")
+    assert (config.has_critic, config.has_reference) == (True, True)
+    assert list(config.models) == ["actor.model", "reward.model", "critic.model", "reference.model"]
+    assert [str(role) for role in roles_of(config)] == ["actor", "critic", "reward", "reference"]
+    bare = {**REQUIRED, "actor": {"model": "a", "lora": {}}, "algorithm": {"estimator": "reinforce"}}
+    config = parse_config(bare, "test")
+    assert list(config.models) == ["actor.model", "reward.model"]
+    assert [str(role) for role in roles_of(config)] == ["actor", "reward"]
+    config = parse_config({**bare, "reference": {"model": "other"}}, "test")
+    assert [str(role) for role in roles_of(config)] == ["actor", "reward", "reference"]
+
+
+def test_the_models_of_an_ensemble_are_named_by_their_part() -> None:
+    parts = [
+        {"name": "tone", "model": "t"},
+        {"name": "length", "source": "function", "function": "a:b", "weight": -0.5},
+    ]
+    config = parse_config({**REQUIRED, "reward": {"source": "ensemble", "parts": parts}}, "test")
+    assert config.models["reward.parts.tone.model"] == "t"
+    assert [key for key in config.models if key.startswith("reward")] == ["reward.parts.tone.model"]
+    assert (config.critic_model, config.reward_tokenizer) == ("a", "a"), "without a reward model, the actor's"
+    assert config.reward.has_functions
+
+
+def test_a_guard_whose_action_is_set_keeps_its_bound() -> None:
+    guards = parse_config({**REQUIRED, "guards": {"kl_runaway": {"action": "stop"}}}, "test").guards
+    assert (guards.kl_runaway.action, guards.kl_runaway.above) == ("stop", 50.0)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "chosen", "normalized"),
+    [
+        ("gae", None, True),
+        ("reinforce_plus_plus", None, True),
+        ("rloo", None, False),
+        ("grpo", True, True),
+        ("gae", False, False),
+    ],
+)
+def test_advantages_are_normalised_as_the_estimator_does_unless_told(
+    estimator: str, chosen: bool | None, normalized: bool
+) -> None:
+    tree = {**REQUIRED, "algorithm": {"estimator": estimator, "normalize_advantages": chosen}}
+    config = parse_config({**tree, "rollout": {"samples_per_prompt": 2}}, "test")
+    assert config.algorithm.normalizes_advantages is normalized

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from quartet.config import Config, Section
+from quartet.config import Config
+from quartet.config.loading import section_of
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key of the tree, such as algorithm.gamma; ``name`` writes an element of a list as reward.parts[].weight."""
+
+    name: str
+    field: FieldInfo
+
+    @property
+    def default(self) -> str:
+        """As one would write it in the file."""
+        return "required" if self.field.is_required() else _shown(self.field.get_default(call_default_factory=True))
+
+    @property
+    def meaning(self) -> str:
+        """Its one-line description."""
+        return " ".join((self.field.description or "").split())
+
+
+def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Setting]:
+    """Every key that holds a value, section after section."""
+    for name, field in section.model_fields.items():
+        if section_of(field.annotation) is None or _is_optional(field):
+            yield Setting(prefix + name, field)
+    for name, field in section.model_fields.items():
+        below = section_of(field.annotation)
+        if below is not None:
+            yield from settings(below, f"{prefix}{name}{'[]' if _is_list(field) else ''}.")
 
 
 def reference() -> str:
@@ -22,26 +55,27 @@ def reference() -> str:
 
 
 def _describe(section: type[BaseModel], prefix: str, lines: list[str]) -> None:
-    plain = {name: field for name, field in section.model_fields.items() if _section(field.annotation) is None}
+    plain = [setting for setting in settings(section, prefix) if "." not in setting.name[len(prefix) :]]
     if plain:
         about = (section.__doc__ or "").strip().splitlines()[0]
         lines += [f"## `{prefix.rstrip('.')}`", "", about, "", "| key | default | meaning |", "|---|---|---|"]
-        for name, field in plain.items():
-            default = "required" if field.is_required() else f"`{_shown(field.default)}`"
-            lines.append(f"| `{prefix}{name}` | {default} | {_cell(field.description)} |")
+        for setting in plain:
+            default = setting.default if setting.field.is_required() else f"`{setting.default}`"
+            lines.append(f"| `{setting.name}` | {default} | {setting.meaning.replace('|', chr(92) + '|')} |")
         lines.append("")
     for name, field in section.model_fields.items():
-        below = _section(field.annotation)
+        below = section_of(field.annotation)
         if below is not None:
-            _describe(below, f"{prefix}{name}.", lines)
+            _describe(below, f"{prefix}{name}{'[]' if _is_list(field) else ''}.", lines)
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+def _is_list(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is tuple
 
 
-def _cell(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("|", "\\|")
+def _is_optional(field: FieldInfo) -> bool:
+    """Whether the section may be left out as a whole, as actor.lora may."""
+    return not isinstance(field.annotation, type)
 
 
 def _shown(value: Any) -> str:

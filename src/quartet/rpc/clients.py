@@ -21,6 +21,7 @@ from quartet.types import (
     SamplingParameters,
     SavedFile,
     SaveKind,
+    Scores,
     ServiceStatus,
     TokenBatch,
     UpdateResult,
@@ -127,9 +128,21 @@ class ActorClient(ServiceClient):
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
         """Log-probs under the current policy, float32 [response tokens]."""
-        request = actor_pb2.ActorServiceLogProbsRequest(batch=codec.batch_to_proto(batch), temperature=temperature)
-        answer = self.peer.call(self._stub.LogProbs, request, self.timeouts.score, "LogProbs")
-        return codec.floats_from_proto(answer.log_probs, "log_probs", int(batch.response_lengths.sum()))
+        return self._begin_log_probs(batch, temperature, False, self.timeouts.score).result()
+
+    def reference_log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
+        """Begins to compute log-probs with the adapter off, float32 [response tokens]; after the generation in hand."""
+        return self._begin_log_probs(batch, temperature, True, self.timeouts.generate + self.timeouts.score)
+
+    def _begin_log_probs(
+        self, batch: TokenBatch, temperature: float, reference: bool, timeout: float
+    ) -> PendingResult[FloatArray]:
+        request = actor_pb2.ActorServiceLogProbsRequest(
+            batch=codec.batch_to_proto(batch), temperature=temperature, reference=reference
+        )
+        tokens = int(batch.response_lengths.sum())
+        pending = self.peer.start(self._stub.LogProbs, request, timeout, "LogProbs")
+        return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.log_probs, "log_probs", tokens))
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: PolicyLossSettings
@@ -200,11 +213,11 @@ class RewardClient(ServiceClient):
         super().__init__(address, timeouts)
         self._stub = reward_pb2_grpc.RewardServiceStub(self.peer.channel)
 
-    def score(self, batch: TokenBatch) -> PendingResult[FloatArray]:
-        """Begins to score, float32 [sequences]."""
-        request = reward_pb2.ScoreRequest(batch=codec.batch_to_proto(batch))
+    def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> PendingResult[Scores]:
+        """Begins to score. ``fields``: of each sequence the prompt's own fields as a JSON object, or nothing."""
+        request = reward_pb2.ScoreRequest(batch=codec.batch_to_proto(batch), fields=fields)
         pending = self.peer.start(self._stub.Score, request, self.timeouts.score, "Score")
-        return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.scores, "scores", len(batch)))
+        return PendingResult(pending, lambda answer: codec.scores_from_proto(answer, len(batch)))
 
 
 class ReferenceClient(ServiceClient):
@@ -226,8 +239,17 @@ class ReferenceClient(ServiceClient):
         return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.log_probs, "log_probs", tokens))
 
 
-_POLICY_METRICS = ("policy_loss", "clip_fraction", "approx_kl", "entropy", "grad_norm", "rollout_mismatch_kl")
-_VALUE_METRICS = ("value_loss", "value_clip_fraction", "grad_norm")
+_STEPS = ("grad_norm", "optimizer_steps", "skipped_steps")
+_POLICY_METRICS = (
+    "policy_loss",
+    "clip_fraction",
+    "approx_kl",
+    "entropy",
+    "rollout_mismatch_kl",
+    "importance_weight",
+    *_STEPS,
+)
+_VALUE_METRICS = ("value_loss", "value_clip_fraction", *_STEPS)
 
 
 def _update_result(

@@ -50,6 +50,54 @@ KL_LOSS_K3: KlLoss.ValueType  # 3
 """exp(-d) - 1 + d with d the log-ratio of policy to reference."""
 Global___KlLoss: _TypeAlias = KlLoss  # noqa: Y015
 
+class _RatioLevel:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RatioLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RatioLevel.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RATIO_LEVEL_UNSPECIFIED: _RatioLevel.ValueType  # 0
+    """Never valid in a message."""
+    RATIO_LEVEL_TOKEN: _RatioLevel.ValueType  # 1
+    """Each token's probability."""
+    RATIO_LEVEL_SEQUENCE: _RatioLevel.ValueType  # 2
+    """The whole response's: the product of its tokens' probabilities."""
+
+class RatioLevel(_RatioLevel, metaclass=_RatioLevelEnumTypeWrapper):
+    """What a ratio of new to old policy is taken of."""
+
+RATIO_LEVEL_UNSPECIFIED: RatioLevel.ValueType  # 0
+"""Never valid in a message."""
+RATIO_LEVEL_TOKEN: RatioLevel.ValueType  # 1
+"""Each token's probability."""
+RATIO_LEVEL_SEQUENCE: RatioLevel.ValueType  # 2
+"""The whole response's: the product of its tokens' probabilities."""
+Global___RatioLevel: _TypeAlias = RatioLevel  # noqa: Y015
+
+class _LossAggregation:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LossAggregationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossAggregation.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOSS_AGGREGATION_UNSPECIFIED: _LossAggregation.ValueType  # 0
+    """Never valid in a message."""
+    LOSS_AGGREGATION_TOKEN_MEAN: _LossAggregation.ValueType  # 1
+    """The mean over all response tokens."""
+    LOSS_AGGREGATION_SEQUENCE_MEAN: _LossAggregation.ValueType  # 2
+    """The mean over responses of each one's mean over its tokens."""
+
+class LossAggregation(_LossAggregation, metaclass=_LossAggregationEnumTypeWrapper):
+    """How a mini-batch's loss is put together. Tokens that the mask leaves out count nowhere."""
+
+LOSS_AGGREGATION_UNSPECIFIED: LossAggregation.ValueType  # 0
+"""Never valid in a message."""
+LOSS_AGGREGATION_TOKEN_MEAN: LossAggregation.ValueType  # 1
+"""The mean over all response tokens."""
+LOSS_AGGREGATION_SEQUENCE_MEAN: LossAggregation.ValueType  # 2
+"""The mean over responses of each one's mean over its tokens."""
+Global___LossAggregation: _TypeAlias = LossAggregation  # noqa: Y015
+
 @_typing.final
 class GenerateRequest(_message.Message):
     """Asks for trajectories. Each has its own random stream, derived from (seed, step, prompt, sample) alone."""
@@ -69,7 +117,7 @@ class GenerateRequest(_message.Message):
     run: _builtins.str
     """Name of the run."""
     step: _builtins.int
-    """Training step, from 1."""
+    """Training step, from 1. 0 is an evaluation: every evaluation draws the same random numbers."""
     leader_epoch: _builtins.int
     """Term of the orchestrator's lease. A lower one than seen before is refused."""
     samples_per_prompt: _builtins.int
@@ -154,8 +202,11 @@ class ActorServiceLogProbsRequest(_message.Message):
 
     BATCH_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Logits are divided by this. More than 0."""
+    reference: _builtins.bool
+    """Answer as the reference: with the LoRA adapter off. Only of an actor that has one."""
     @_builtins.property
     def batch(self) -> _trajectory_pb2.TokenBatch:
         """The sequences."""
@@ -165,10 +216,11 @@ class ActorServiceLogProbsRequest(_message.Message):
         *,
         batch: _trajectory_pb2.TokenBatch | None = ...,
         temperature: _builtins.float = ...,
+        reference: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "reference", b"reference", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -215,6 +267,10 @@ class PolicyLossSettings(_message.Message):
     ENTROPY_BONUS_FIELD_NUMBER: _builtins.int
     KL_LOSS_FIELD_NUMBER: _builtins.int
     KL_LOSS_COEFFICIENT_FIELD_NUMBER: _builtins.int
+    RATIO_LEVEL_FIELD_NUMBER: _builtins.int
+    AGGREGATION_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
+    MAX_UPDATE_KL_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Sampling temperature of the rollouts. More than 0."""
     clip_low: _builtins.float
@@ -229,6 +285,14 @@ class PolicyLossSettings(_message.Message):
     """Auxiliary KL term against the reference."""
     kl_loss_coefficient: _builtins.float
     """Its weight."""
+    ratio_level: Global___RatioLevel.ValueType
+    """What ratios are taken of."""
+    aggregation: Global___LossAggregation.ValueType
+    """How tokens weigh."""
+    importance_cap: _builtins.float
+    """Tokens weigh min(exp(log-prob of the trainer - log-prob of the engine), importance_cap). 0 is off."""
+    max_update_kl: _builtins.float
+    """Nats per token: the update ends before an optimizer step whose mini-batch has a larger KL(old || new). 0 is off."""
     def __init__(
         self,
         *,
@@ -239,10 +303,14 @@ class PolicyLossSettings(_message.Message):
         entropy_bonus: _builtins.float = ...,
         kl_loss: Global___KlLoss.ValueType = ...,
         kl_loss_coefficient: _builtins.float = ...,
+        ratio_level: Global___RatioLevel.ValueType = ...,
+        aggregation: Global___LossAggregation.ValueType = ...,
+        importance_cap: _builtins.float = ...,
+        max_update_kl: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_bonus", b"entropy_bonus", "kl_loss", b"kl_loss", "kl_loss_coefficient", b"kl_loss_coefficient", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_bonus", b"entropy_bonus", "importance_cap", b"importance_cap", "kl_loss", b"kl_loss", "kl_loss_coefficient", b"kl_loss_coefficient", "max_update_kl", b"max_update_kl", "ratio_level", b"ratio_level", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -326,7 +394,8 @@ class ActorServiceUpdateResponse(_message.Message):
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Finite. Required: "policy_loss", "clip_fraction", "approx_kl" (nats), "entropy" (nats per token), "grad_norm",
-        "rollout_mismatch_kl" (nats per token).
+        "rollout_mismatch_kl" (nats per token), "importance_weight" (mean; 1 when off), "optimizer_steps" (taken),
+        "skipped_steps" (for a NaN or an infinity).
         """
 
     def __init__(

@@ -172,7 +172,9 @@ class CriticServiceUpdateResponse(_message.Message):
     """Updates that the value model has now taken."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Finite. Required: "value_loss", "value_clip_fraction", "grad_norm"."""
+        """Finite. Required: "value_loss", "value_clip_fraction", "grad_norm", "optimizer_steps" (taken), "skipped_steps" (for a NaN
+        or an infinity).
+        """
 
     def __init__(
         self,

@@ -37,6 +37,8 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     """Stopped on demand."""
     RUN_STATE_FAILED: _RunState.ValueType  # 5
     """Ended by an error."""
+    RUN_STATE_PAUSED: _RunState.ValueType  # 6
+    """Waiting to be told to go on or to stop."""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
     """Where a run stands."""
@@ -53,7 +55,47 @@ RUN_STATE_STOPPED: RunState.ValueType  # 4
 """Stopped on demand."""
 RUN_STATE_FAILED: RunState.ValueType  # 5
 """Ended by an error."""
+RUN_STATE_PAUSED: RunState.ValueType  # 6
+"""Waiting to be told to go on or to stop."""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
+
+@_typing.final
+class Alert(_message.Message):
+    """What a guard found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    GUARD_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Step after which it was found."""
+    guard: _builtins.str
+    """Name of the guard, such as "reward_hacking"."""
+    action: _builtins.str
+    """What was done: "warn", "pause" or "stop"."""
+    evidence: _builtins.str
+    """The figures that it saw; one line."""
+    remedy: _builtins.str
+    """What usually helps; one line."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        guard: _builtins.str = ...,
+        action: _builtins.str = ...,
+        evidence: _builtins.str = ...,
+        remedy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "evidence", b"evidence", "guard", b"guard", "remedy", b"remedy", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alert: _TypeAlias = Alert  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
@@ -92,6 +134,7 @@ class Progress(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    ALERTS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     state: Global___RunState.ValueType
@@ -118,6 +161,10 @@ class Progress(_message.Message):
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What a user should know: prompts dropped and the like; one line each."""
 
+    @_builtins.property
+    def alerts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alert]:
+        """What the guards found, in order."""
+
     def __init__(
         self,
         *,
@@ -132,10 +179,11 @@ class Progress(_message.Message):
         error: _builtins.str = ...,
         exit_code: _builtins.int = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
+        alerts: _abc.Iterable[Global___Alert] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "exit_code", b"exit_code", "metrics", b"metrics", "notes", b"notes", "phase", b"phase", "run", b"run", "scored", b"scored", "state", b"state", "step", b"step", "total_steps", b"total_steps", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alerts", b"alerts", "error", b"error", "exit_code", b"exit_code", "metrics", b"metrics", "notes", b"notes", "phase", b"phase", "run", b"run", "scored", b"scored", "state", b"state", "step", b"step", "total_steps", b"total_steps", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -261,3 +309,71 @@ class StopResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopResponse: _TypeAlias = StopResponse  # noqa: Y015
+
+@_typing.final
+class PauseRequest(_message.Message):
+    """Asks for the run to wait after the step in hand."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
+
+@_typing.final
+class PauseResponse(_message.Message):
+    """The request is noted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseResponse: _TypeAlias = PauseResponse  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    """Asks for a paused run to go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class ResumeResponse(_message.Message):
+    """The request is noted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015

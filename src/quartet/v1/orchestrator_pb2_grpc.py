@@ -50,6 +50,16 @@ class OrchestratorServiceStub:
                 request_serializer=quartet_dot_v1_dot_orchestrator__pb2.StopRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_orchestrator__pb2.StopResponse.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/quartet.v1.OrchestratorService/Pause',
+                request_serializer=quartet_dot_v1_dot_orchestrator__pb2.PauseRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_orchestrator__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/quartet.v1.OrchestratorService/Resume',
+                request_serializer=quartet_dot_v1_dot_orchestrator__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_orchestrator__pb2.ResumeResponse.FromString,
+                _registered_method=True)
 
 
 class OrchestratorServiceServicer:
@@ -77,6 +87,20 @@ class OrchestratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Waits after the step in hand.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrchestratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +118,16 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=quartet_dot_v1_dot_orchestrator__pb2.StopRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_orchestrator__pb2.StopResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=quartet_dot_v1_dot_orchestrator__pb2.PauseRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_orchestrator__pb2.PauseResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=quartet_dot_v1_dot_orchestrator__pb2.ResumeRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_orchestrator__pb2.ResumeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +212,60 @@ class OrchestratorService:
             '/quartet.v1.OrchestratorService/Stop',
             quartet_dot_v1_dot_orchestrator__pb2.StopRequest.SerializeToString,
             quartet_dot_v1_dot_orchestrator__pb2.StopResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.OrchestratorService/Pause',
+            quartet_dot_v1_dot_orchestrator__pb2.PauseRequest.SerializeToString,
+            quartet_dot_v1_dot_orchestrator__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.OrchestratorService/Resume',
+            quartet_dot_v1_dot_orchestrator__pb2.ResumeRequest.SerializeToString,
+            quartet_dot_v1_dot_orchestrator__pb2.ResumeResponse.FromString,
             options,
             channel_credentials,
             insecure,

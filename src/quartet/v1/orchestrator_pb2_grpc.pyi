@@ -39,6 +39,10 @@ class OrchestratorServiceStub:
     """Every step as it is committed and every change of phase, until the run ends."""
     Stop: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.StopRequest, _orchestrator_pb2.StopResponse]
     """Stops after the step in hand; the policy is saved."""
+    Pause: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.PauseRequest, _orchestrator_pb2.PauseResponse]
+    """Waits after the step in hand."""
+    Resume: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ResumeRequest, _orchestrator_pb2.ResumeResponse]
+    """Goes on."""
 
 @_typing.type_check_only
 class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
@@ -51,6 +55,10 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """Every step as it is committed and every change of phase, until the run ends."""
     Stop: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.StopRequest, _orchestrator_pb2.StopResponse]  # type: ignore[assignment]
     """Stops after the step in hand; the policy is saved."""
+    Pause: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.PauseRequest, _orchestrator_pb2.PauseResponse]  # type: ignore[assignment]
+    """Waits after the step in hand."""
+    Resume: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ResumeRequest, _orchestrator_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Goes on."""
 
 class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
     """The algorithm."""
@@ -78,5 +86,21 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.StopResponse, _abc.Awaitable[_orchestrator_pb2.StopResponse]]:
         """Stops after the step in hand; the policy is saved."""
+
+    @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _orchestrator_pb2.PauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.PauseResponse, _abc.Awaitable[_orchestrator_pb2.PauseResponse]]:
+        """Waits after the step in hand."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _orchestrator_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.ResumeResponse, _abc.Awaitable[_orchestrator_pb2.ResumeResponse]]:
+        """Goes on."""
 
 def add_OrchestratorServiceServicer_to_server(servicer: OrchestratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

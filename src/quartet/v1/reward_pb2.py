@@ -26,17 +26,21 @@ from quartet.v1 import tensor_pb2 as quartet_dot_v1_dot_tensor__pb2
 from quartet.v1 import trajectory_pb2 as quartet_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/reward.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\"5\n\x0cScoreRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\"3\n\rScoreResponse\x12\"\n\x06scores\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor2M\n\rRewardService\x12<\n\x05Score\x12\x18.quartet.v1.ScoreRequest\x1a\x19.quartet.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/reward.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\"E\n\x0cScoreRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\x12\x0e\n\x06\x66ields\x18\x02 \x03(\t\"\xaa\x01\n\rScoreResponse\x12\"\n\x06scores\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x33\n\x05parts\x18\x02 \x03(\x0b\x32$.quartet.v1.ScoreResponse.PartsEntry\x1a@\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.quartet.v1.Tensor:\x02\x38\x01\x32M\n\rRewardService\x12<\n\x05Score\x12\x18.quartet.v1.ScoreRequest\x1a\x19.quartet.v1.ScoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.reward_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SCORERESPONSE_PARTSENTRY']._loaded_options = None
+  _globals['_SCORERESPONSE_PARTSENTRY']._serialized_options = b'8\001'
   _globals['_SCOREREQUEST']._serialized_start=93
-  _globals['_SCOREREQUEST']._serialized_end=146
-  _globals['_SCORERESPONSE']._serialized_start=148
-  _globals['_SCORERESPONSE']._serialized_end=199
-  _globals['_REWARDSERVICE']._serialized_start=201
-  _globals['_REWARDSERVICE']._serialized_end=278
+  _globals['_SCOREREQUEST']._serialized_end=162
+  _globals['_SCORERESPONSE']._serialized_start=165
+  _globals['_SCORERESPONSE']._serialized_end=335
+  _globals['_SCORERESPONSE_PARTSENTRY']._serialized_start=271
+  _globals['_SCORERESPONSE_PARTSENTRY']._serialized_end=335
+  _globals['_REWARDSERVICE']._serialized_start=337
+  _globals['_REWARDSERVICE']._serialized_end=414
 # @@protoc_insertion_point(module_scope)

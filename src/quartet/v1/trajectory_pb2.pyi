@@ -55,7 +55,7 @@ class TrajectoryId(_message.Message):
     run: _builtins.str
     """Name of the run."""
     step: _builtins.int
-    """Training step, from 1."""
+    """Training step, from 1. 0 is an evaluation."""
     prompt: _builtins.int
     """Index of the prompt in the data set, from 0."""
     sample: _builtins.int

@@ -29,6 +29,8 @@ class _SaveKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SaveKind.Val
     """Weights, optimizer and counters: enough to go on training."""
     SAVE_KIND_MODEL: _SaveKind.ValueType  # 2
     """The model alone, in Hugging Face format."""
+    SAVE_KIND_ADAPTER: _SaveKind.ValueType  # 3
+    """The model's LoRA adapter alone, in peft's format. Only of a model that has one."""
 
 class SaveKind(_SaveKind, metaclass=_SaveKindEnumTypeWrapper):
     """Asks for a model to be written under the run's directory."""
@@ -39,6 +41,8 @@ SAVE_KIND_CHECKPOINT: SaveKind.ValueType  # 1
 """Weights, optimizer and counters: enough to go on training."""
 SAVE_KIND_MODEL: SaveKind.ValueType  # 2
 """The model alone, in Hugging Face format."""
+SAVE_KIND_ADAPTER: SaveKind.ValueType  # 3
+"""The model's LoRA adapter alone, in peft's format. Only of a model that has one."""
 Global___SaveKind: _TypeAlias = SaveKind  # noqa: Y015
 
 @_typing.final
@@ -52,8 +56,9 @@ class OptimizationSettings(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    SKIP_NON_FINITE_FIELD_NUMBER: _builtins.int
     epochs: _builtins.int
-    """Passes over the experience, at least 1."""
+    """Passes over the experience. 0 takes note of the step and leaves the weights as they are."""
     mini_batches: _builtins.int
     """Optimizer steps per pass, at least 1 and at most the number of sequences."""
     learning_rate: _builtins.float
@@ -62,6 +67,10 @@ class OptimizationSettings(_message.Message):
     """Gradients are scaled down to this L2 norm. 0 is off."""
     seed: _builtins.int
     """Orders the mini-batches."""
+    skip_non_finite: _builtins.bool
+    """A NaN or infinite loss or gradient skips its optimizer step. Otherwise it ends the update with an error, before it
+    reaches the weights.
+    """
     def __init__(
         self,
         *,
@@ -70,10 +79,11 @@ class OptimizationSettings(_message.Message):
         learning_rate: _builtins.float = ...,
         max_grad_norm: _builtins.float = ...,
         seed: _builtins.int = ...,
+        skip_non_finite: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "mini_batches", b"mini_batches", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "mini_batches", b"mini_batches", "seed", b"seed", "skip_non_finite", b"skip_non_finite"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

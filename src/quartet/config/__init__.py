@@ -1,0 +1,76 @@
+"""The one typed config tree: one YAML file for laptop, compose and Helm alike. Unknown keys are errors. No torch here."""
+
+from quartet.config.algorithm import (
+    AlgorithmConfig,
+    GuardConfig,
+    GuardsConfig,
+    KLControllerConfig,
+    LengthPenaltyConfig,
+    OverlongPenaltyConfig,
+    RolloutConfig,
+    ScoreConfig,
+    TruncationConfig,
+)
+from quartet.config.loading import load_config, parse_config
+from quartet.config.models import (
+    ActorConfig,
+    CriticConfig,
+    LoraConfig,
+    OptimizerConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RewardPartConfig,
+    RewardSourceConfig,
+    TrainedModelConfig,
+)
+from quartet.config.operation import (
+    BufferConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    OrchestratorServiceConfig,
+    RunConfig,
+    SecurityConfig,
+    ServiceConfig,
+    ServicesConfig,
+    TimeoutsConfig,
+)
+from quartet.config.section import Section
+from quartet.config.tree import MAX_RESPONSES, Config, redact_url
+
+__all__ = [
+    "MAX_RESPONSES",
+    "ActorConfig",
+    "AlgorithmConfig",
+    "BufferConfig",
+    "CheckpointConfig",
+    "Config",
+    "CriticConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "GuardConfig",
+    "GuardsConfig",
+    "KLControllerConfig",
+    "LengthPenaltyConfig",
+    "LoraConfig",
+    "OptimizerConfig",
+    "OrchestratorServiceConfig",
+    "OverlongPenaltyConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RewardPartConfig",
+    "RewardSourceConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "ScoreConfig",
+    "Section",
+    "SecurityConfig",
+    "ServiceConfig",
+    "ServicesConfig",
+    "TimeoutsConfig",
+    "TrainedModelConfig",
+    "TruncationConfig",
+    "load_config",
+    "parse_config",
+    "redact_url",
+]

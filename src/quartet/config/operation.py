@@ -1,0 +1,141 @@
+"""What surrounds the algorithm: the run and its data, evaluation, checkpoints, and where everything runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, field_validator
+
+from quartet.config.section import Count, FunctionName, Name, Positive, Section, WholeNumber
+
+
+class RunConfig(Section):
+    """What the run is called, where it is kept, how long it is."""
+
+    name: Name = "run"
+    """Letters, digits, '.', '_' and '-'; the run's folder and the prefix of its ids."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Every random number of the run is derived from it."""
+    steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 100
+    """Training steps."""
+    directory: Path = Path("runs")
+    """Runs are kept in DIRECTORY/NAME."""
+
+
+class DataConfig(Section):
+    """The prompts."""
+
+    prompts: Path
+    """JSON Lines: one object a line with `text`, `messages` or `token_ids`; other fields go to reward functions."""
+    validation: Path | None = None
+    """Prompts of the same form for evaluations; null: none."""
+    max_prompt_tokens: Count = 512
+    """Longer prompts are dropped, and counted."""
+
+
+class EvaluationConfig(Section):
+    """What the policy does on the validation prompts, greedily and sampled, against what the initial policy did."""
+
+    every: WholeNumber = 0
+    """Steps between evaluations; there is one before the first step and one after the last, too. 0: none."""
+    prompts: Count = 64
+    """At most so many of the validation prompts, from the first."""
+    judge: FunctionName | None = None
+    """package.module:callable, called as f(prompt, response, initial_response, fields); 1: the response is better."""
+    timeout: Positive = 60.0
+    """Seconds that one call of the judge may take."""
+
+
+class CheckpointConfig(Section):
+    """When the run is saved."""
+
+    every: WholeNumber = 50
+    """Steps between checkpoints; 0: only the policy, at the end."""
+    keep: Count = 2
+    """Newest checkpoints kept."""
+
+
+class BufferConfig(Section):
+    """The rollout buffer."""
+
+    url: str | None = None
+    """redis://, rediss:// or unix:// address; null starts an embedded server."""
+
+    @field_validator("url")
+    @classmethod
+    def _scheme(cls, url: str | None) -> str | None:
+        if url is not None and not re.match(r"^(rediss?|unix)://.", url):
+            raise ValueError("expected redis://HOST:PORT/DB, rediss://… or unix:///PATH")
+        return url
+
+
+def _host_port(value: str | None) -> str | None:
+    if value is not None:
+        host, _, port = value.rpartition(":")
+        if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"{value!r}: expected HOST:PORT")
+    return value
+
+
+HostPort = Annotated[str | None, AfterValidator(_host_port)]
+
+
+class OrchestratorServiceConfig(Section):
+    """Where the orchestrator listens. It is always started here."""
+
+    listen: HostPort = None
+    """HOST:PORT to listen on; port 0 takes a free one. Null: a free port on 127.0.0.1."""
+
+
+class ServiceConfig(Section):
+    """Where one service runs. Several roles of one process listen where the first of them does."""
+
+    address: HostPort = None
+    """HOST:PORT at which it already runs; null: start it here."""
+    listen: HostPort = None
+    """HOST:PORT to listen on; port 0 takes a free one. Null: 127.0.0.1 and the port of `address`, or a free one."""
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """CUDA devices; none: the CPU."""
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """CPU threads; null: its share of the cores."""
+
+
+class ServicesConfig(Section):
+    """Where the services run."""
+
+    actor: ServiceConfig = ServiceConfig()
+    """The policy."""
+    critic: ServiceConfig = ServiceConfig()
+    """The value model."""
+    reward: ServiceConfig = ServiceConfig()
+    """The scorer."""
+    reference: ServiceConfig = ServiceConfig()
+    """The frozen initial policy."""
+    orchestrator: OrchestratorServiceConfig = OrchestratorServiceConfig()
+    """The algorithm."""
+
+
+class TimeoutsConfig(Section):
+    """Deadlines, in seconds."""
+
+    load: Positive = 600.0
+    """From start to ready."""
+    generate: Positive = 1800.0
+    """One step's generation."""
+    score: Positive = 600.0
+    """One batch at reward, reference or critic."""
+    update: Positive = 1800.0
+    """One step's update."""
+    save: Positive = 600.0
+    """One save."""
+    drain: Positive = 10.0
+    """From SIGTERM to the end of calls in hand."""
+
+
+class SecurityConfig(Section):
+    """What the processes let in."""
+
+    allow_plaintext: bool = False
+    """Listen without TLS on addresses other than loopback. Only inside a network that you trust."""

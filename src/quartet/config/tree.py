@@ -1,0 +1,194 @@
+"""The one typed config tree, and what must fit together across its sections."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+from pydantic import model_validator
+
+from quartet.config.algorithm import BY_GROUP, BY_TOKEN, AlgorithmConfig, GuardsConfig, RolloutConfig
+from quartet.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
+from quartet.config.operation import (
+    BufferConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    RunConfig,
+    SecurityConfig,
+    ServicesConfig,
+    TimeoutsConfig,
+)
+from quartet.config.section import Section
+
+MAX_RESPONSES = 65_536
+"""Most responses of one step."""
+
+
+class Config(Section):
+    """Everything a run is, in one tree."""
+
+    run: RunConfig = RunConfig()
+    data: DataConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    actor: ActorConfig
+    critic: CriticConfig = CriticConfig()
+    reward: RewardConfig
+    reference: ReferenceConfig = ReferenceConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    guards: GuardsConfig = GuardsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    buffer: BufferConfig = BufferConfig()
+    services: ServicesConfig = ServicesConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    security: SecurityConfig = SecurityConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        self._check_sizes()
+        self._check_estimator()
+        self._check_kl()
+        self._check_parts()
+        return self
+
+    def _check_sizes(self) -> None:
+        samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+        if samples > MAX_RESPONSES:
+            raise ValueError(
+                f"rollout: prompts_per_step times samples_per_prompt is {samples}; expected at most {MAX_RESPONSES}"
+            )
+        if self.algorithm.mini_batches > samples:
+            raise ValueError(
+                f"algorithm.mini_batches {self.algorithm.mini_batches}: expected at most the {samples} responses of a step"
+            )
+        buffer, limit = self.algorithm.overlong_penalty.buffer_tokens, self.rollout.max_response_tokens
+        if buffer > limit:
+            raise ValueError(
+                f"algorithm.overlong_penalty.buffer_tokens {buffer}: expected at most rollout.max_response_tokens {limit}"
+            )
+        for name, trained in (("actor", self.actor), ("critic", self.critic)):
+            if trained.warmup_steps > self.run.steps:
+                raise ValueError(
+                    f"{name}.warmup_steps {trained.warmup_steps}: expected at most run.steps {self.run.steps}"
+                )
+
+    def _check_estimator(self) -> None:
+        algorithm, where = self.algorithm, f"algorithm.estimator {self.algorithm.estimator}"
+        if algorithm.estimator in BY_GROUP and self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"{where}: compares the samples of a prompt; set rollout.samples_per_prompt to 2 or more, "
+                f"not {self.rollout.samples_per_prompt}"
+            )
+        if algorithm.estimator == "reinforce" and self.rollout.prompts_per_step * self.rollout.samples_per_prompt < 2:
+            raise ValueError(f"{where}: its baseline is the step's mean; a step needs 2 responses or more")
+        if algorithm.estimator not in BY_TOKEN:
+            if algorithm.gamma != 1:
+                raise ValueError(
+                    f"algorithm.gamma {algorithm.gamma}: {where} pays a response as a whole; leave it at 1"
+                )
+            if algorithm.whiten_rewards:
+                raise ValueError(f"algorithm.whiten_rewards: {where} has no token rewards; leave it false")
+        elif algorithm.ratio_level == "sequence":
+            raise ValueError(
+                f"algorithm.ratio_level sequence: {where} gives each token its own advantage; "
+                "use reinforce, rloo or grpo, or ratio_level token"
+            )
+        if algorithm.critic_warmup_steps and not algorithm.has_critic:
+            raise ValueError(f"algorithm.critic_warmup_steps {algorithm.critic_warmup_steps}: {where} has no critic")
+        if not algorithm.has_critic and self.services.critic.address:
+            raise ValueError(f"services.critic.address: {where} has no critic; leave it null")
+
+    def _check_kl(self) -> None:
+        algorithm = self.algorithm
+        if algorithm.kl_loss != "none" and algorithm.kl_loss_coefficient == 0:
+            raise ValueError(f"algorithm.kl_loss {algorithm.kl_loss}: set kl_loss_coefficient above 0, or kl_loss none")
+        if algorithm.kl_loss == "none" and algorithm.kl_loss_coefficient > 0:
+            raise ValueError("algorithm.kl_loss_coefficient: it weighs nothing; set kl_loss to k2 or k3")
+        self._check_kl_controller(self.rollout.prompts_per_step * self.rollout.samples_per_prompt)
+
+    def _check_kl_controller(self, samples: int) -> None:
+        controller, coefficient = self.algorithm.kl_controller, self.algorithm.kl_coefficient
+        if controller.kind == "fixed":
+            return
+        where = f"algorithm.kl_controller.kind {controller.kind}"
+        if coefficient == 0:
+            raise ValueError(f"{where}: it multiplies kl_coefficient, which is 0; set it above 0, or kind fixed")
+        if controller.kind == "adaptive" and controller.horizon <= 0.2 * samples:
+            raise ValueError(
+                f"{where}: horizon {controller.horizon:g}: expected more than {0.2 * samples:g}, a fifth of a step's responses"
+            )
+        if controller.kind == "simple" and controller.horizon <= 1:
+            raise ValueError(f"{where}: horizon {controller.horizon:g}: expected more than 1 step")
+
+    def _check_parts(self) -> None:
+        if self.evaluation.every and self.data.validation is None:
+            raise ValueError("evaluation.every: data.validation names no prompts; give some, or set evaluation.every 0")
+        if not self.has_reference and self.services.reference.address:
+            raise ValueError(
+                "services.reference.address: the actor answers as reference with its adapter off; leave it null, "
+                "or give a reference.model"
+            )
+        if self.buffer.url is None and (self.services.actor.address or self.services.critic.address):
+            raise ValueError(
+                "buffer.url: an actor or critic at an address needs a Redis that it shares with this run; give its url"
+            )
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether there is a critic; estimators other than gae have none."""
+        return self.algorithm.has_critic
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the reference is a service of its own; an actor with adapters answers for it with them off."""
+        return self.actor.lora is None or self.reference.model is not None
+
+    @property
+    def critic_model(self) -> str:
+        """The checkpoint that the critic starts from."""
+        return self.critic.model or self.reward.model or self.actor.model
+
+    @property
+    def reference_model(self) -> str:
+        """The checkpoint of the frozen initial policy."""
+        return self.reference.model or self.actor.model
+
+    @property
+    def reward_tokenizer(self) -> str:
+        """The checkpoint whose tokenizer the reward service reads responses with."""
+        return self.reward.tokenizer or self.reward.model or self.actor.model
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Every checkpoint that a service of this run starts from, by its key: ROLE.model, or reward.parts.NAME.model."""
+        # The reward before the critic, which starts from it unless told otherwise: an error is to name a key of the file.
+        found = {"actor.model": self.actor.model}
+        if self.reward.model:
+            found["reward.model"] = self.reward.model
+        found |= {f"reward.parts.{part.name}.model": part.model for part in self.reward.parts if part.model}
+        if self.has_critic:
+            found["critic.model"] = self.critic_model
+        if self.has_reference:
+            found["reference.model"] = self.reference_model
+        return found
+
+    @property
+    def run_directory(self) -> Path:
+        """Where this run is kept."""
+        return self.run.directory / self.run.name
+
+    def to_yaml(self) -> str:
+        """The whole tree as YAML, defaults included, without the password of the buffer's url."""
+        tree = self.model_dump(mode="json")
+        if self.buffer.url:
+            tree["buffer"]["url"] = redact_url(self.buffer.url)
+        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def redact_url(url: str) -> str:
+    """The url with its password, if any, replaced by stars."""
+    # Up to the last @: a password that nobody escaped may hold any of ":/@".
+    url = re.sub(r"(?<=://)([^:@]*):.*(?=@)", r"\1:***", url)
+    return re.sub(r"(?<=[?&]password=)[^&]*", "***", url)
