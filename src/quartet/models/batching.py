@@ -54,12 +54,14 @@ class MicroBatch:
     ``input_ids`` int64 [rows, longest]. ``predicts`` bool [rows, longest]: the positions [p-1, p+r-1) of each row, whose outputs
     are about its response tokens (the logits at t-1 score token t). Read row after row they give n tokens, for which
     ``targets`` int64 [n] are the token ids and ``places`` int64 [n] the indices into flat [response tokens] arrays.
+    ``lengths`` int64 [rows]: how many of them are each row's.
     """
 
     input_ids: torch.Tensor
     predicts: torch.Tensor
     targets: torch.Tensor
     places: torch.Tensor
+    lengths: torch.Tensor
 
     def __len__(self) -> int:
         """The number of response tokens, n."""
@@ -87,6 +89,7 @@ def lay_out(batch: TokenBatch, rows: Sequence[int], device: torch.device | str) 
         predicts=torch.from_numpy(predicts).to(device),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
         places=torch.from_numpy(np.concatenate(places).astype(np.int64)).to(device),
+        lengths=torch.tensor([len(target) for target in targets]).to(device),
     )
 
 

@@ -1,4 +1,4 @@
-"""The numerics of PPO as pure tensor functions. Torch only: no models, no services, no state but the KL coefficient.
+"""The numerics of PPO as pure tensor functions. Torch only: no models, no services, no state but KL coefficient and moments.
 
 Everything is ragged: one flat tensor [tokens] over all response tokens, sequence after sequence, and ``lengths``
 [sequences]. Padding exists only inside a function, never in a result. Log-probs and KL are in nats. Statistics and
@@ -13,13 +13,16 @@ One PPO step, from scores to gradients::
     mask = rewards.mask_truncated(truncated, lengths)                         # or all ones
     advantages = statistics.whiten(a.advantages, shift_mean=True, mask=mask)
 
-    for each mini-batch, with tokens = its token count over all micro-batches and ranks:
-        for each micro-batch:
+    for each mini-batch, over all micro-batches and ranks:
+        weights = losses.loss_weights(mask, lengths, "token_mean")
+        trust = weights * losses.importance_weights(old_log_probs, log_probs, cap)             # or weights alone
+        for each micro-batch of whole responses:
             new = distributions.token_log_probs(logits, token_ids, temperature)
-            losses.policy_loss(new, log_probs, advantages, mask, 0.2, 0.2, 0.0, tokens).loss.backward()
+            losses.policy_loss(new, old_log_probs, advantages, trust, lengths, 0.2, 0.2, 0.0, "token").loss.backward()
             losses.value_loss(new_values, values, a.returns, 0.2, tokens).loss.backward()      # on the critic
 
     controller.update(float(ragged.sequence_sum(k, lengths).mean()), responses=len(lengths))
 
-The actor's denominator counts the tokens its mask keeps, the critic's counts all response tokens.
+Without a critic, advantages come from ``estimators``: ``rloo_advantages(sequence_rewards(scores, k, lengths, beta), groups)``
+and its like. The actor's weights count the tokens that its mask keeps, the critic's denominator counts all.
 """

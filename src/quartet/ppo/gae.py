@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quartet.ppo.ragged import check_flat, from_padded, last_token_index, to_padded
+from quartet.ppo.ragged import check_flat, discounted_sum, last_token_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,5 @@ def generalized_advantages(
     next_values = torch.cat([exact[1:], exact.new_zeros(1)])
     next_values[last_token_index(lengths)] = 0.0
     deltas = rewards.double() + gamma * next_values - exact
-
-    # Padding is 0 and only ever follows a sequence's tokens, so walking back through it adds exactly nothing.
-    # Time first, so that each step of the walk reads contiguous memory. Product and sum stay two operations, each
-    # rounded as IEEE says: how a fused one rounds depends on the CPU's instructions.
-    by_time = to_padded(deltas, lengths).t().contiguous()
-    rows = by_time.unbind(0)
-    for now, after in zip(rows[-2::-1], rows[:0:-1], strict=True):
-        now += (gamma * gae_lambda) * after
-
-    advantages = from_padded(by_time.t(), lengths)
+    advantages = discounted_sum(deltas, lengths, gamma * gae_lambda)
     return Advantages(advantages.to(values.dtype), (advantages + exact).to(values.dtype))

@@ -1,20 +1,25 @@
-"""The losses of one micro-batch, each a sum over tokens divided by a denominator that the caller gives.
+"""The losses of one micro-batch, each a weighted sum over its tokens.
 
-The denominator is the token count of the whole mini-batch, over all micro-batches and ranks. So the micro-batches'
-losses, and their gradients, add up to the mini-batch's, however it is split (numerics item 11).
+``loss_weights`` sets the weights over a whole mini-batch, whose token count (or sequences) they are divided by. So the
+micro-batches' losses, and their gradients, add up to the mini-batch's, however its responses are split (numerics item
+11). A token of weight 0 has no part in a loss: not even a NaN there reaches a gradient.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
 
 from quartet.errors import InvalidRequest
+from quartet.ppo.estimators import spread
 from quartet.ppo.kl import LOG_RATIO_LIMIT, kl_estimate
-from quartet.ppo.ragged import check_flat
+from quartet.ppo.ragged import check_flat, sequence_sum
+
+Aggregation = Literal["token_mean", "sequence_mean"]
+RatioLevel = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,35 +39,87 @@ class ValueLoss:
     clipped_tokens: Tensor
 
 
+@torch.no_grad()
+def loss_weights(mask: Tensor, lengths: Tensor, aggregation: Aggregation) -> Tensor:
+    """The weight of each token in the loss of a whole mini-batch: [tokens], [sequences] -> [tokens], in mask's dtype.
+
+    A token counts where ``mask`` is not 0. token_mean: one over the number of tokens that count. sequence_mean: one over
+    the tokens of its sequence that count, times the sequences that have any. They add up to 1, or to 0 where none
+    counts. Sources: Yu et al. 2025 (DAPO), section 3.3; numerics item 11. Raises InvalidRequest.
+    """
+    check_flat(mask=mask)
+    keep = (mask != 0).double()
+    kept = sequence_sum(keep, lengths)
+    match aggregation:
+        case "token_mean":
+            shares = torch.ones_like(kept) / kept.sum().clamp(min=1)
+        case "sequence_mean":
+            shares = 1 / (kept.clamp(min=1) * (kept > 0).sum().clamp(min=1))
+        case _:
+            assert_never(aggregation)
+    return (keep * spread(shares, lengths)).to(mask.dtype)
+
+
+@torch.no_grad()
+def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float) -> Tensor:
+    """Trainer over engine, min(exp(old_log_probs - rollout_log_probs), cap): [tokens], [tokens] -> [tokens].
+
+    The exponent is clamped to +-20. No gradient flows. Source: Ionides 2008 (truncated importance sampling); numerics
+    item 18. Raises InvalidRequest.
+    """
+    check_flat(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
+    if not cap > 0:
+        raise InvalidRequest(f"importance cap {cap}: expected more than 0")
+    log_ratio = (old_log_probs - rollout_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return log_ratio.exp().clamp(max=cap)
+
+
+def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Sum of values times weights over the tokens whose weight is not 0: [tokens], [tokens] -> [].
+
+    Raises InvalidRequest.
+    """
+    check_flat(values=values, weights=weights)
+    return (torch.where(weights != 0, values, 0.0) * weights).sum()
+
+
 def policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    mask: Tensor,
+    weights: Tensor,
+    lengths: Tensor,
     clip_low: float,
     clip_high: float,
     dual_clip: float,
-    denominator: float,
+    ratio_level: RatioLevel,
 ) -> PolicyLoss:
-    """The clipped surrogate loss, summed over the tokens whose ``mask`` is not 0, over ``denominator``.
+    """The clipped surrogate loss, summed over tokens by their ``weights``.
 
-    Per token -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) with ratio = exp(log_probs - old_log_probs), the
-    exponent clamped to +-20; where A < 0 and ``dual_clip`` c is not 0, at most -c A. Sources: Schulman et al. 2017,
-    equation 7; Ye et al. 2020, equation 5 (dual clip); numerics items 7, 11 and 12.
+    Per token -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A); where A < 0 and ``dual_clip`` c is not 0, at most
+    -c A. At level "token" ratio = exp(log_probs - old_log_probs); at level "sequence" all tokens of a response have one
+    ratio, the exponential of the sum of those differences over its tokens of weight not 0. Either exponent is clamped to
+    +-20. So at level "sequence" a response whose tokens share one advantage has one term, which weighs as its tokens do
+    together: the same for every response under sequence_mean, by its tokens under token_mean. Sources: Schulman et al.
+    2017, equation 7; Ye et al. 2020, equation 5 (dual clip); Ahmadian et al. 2024 (whole responses); numerics items 7,
+    11, 12 and 17.
 
-    All tensors [tokens]. ``clipped_tokens`` counts the tokens whose gradient either clip stopped; ``approx_kl_sum`` is
-    the k3 estimate of KL(old || new). Raises InvalidRequest.
+    All tensors [tokens] but ``lengths`` [sequences], which only level "sequence" looks at. Truncated importance sampling
+    is the caller's: its weights times ``weights``. ``clipped_tokens`` counts the tokens whose gradient either clip
+    stopped; ``approx_kl_sum`` is the k3 estimate of KL(old || new), unweighted; both over tokens of weight not 0.
+
+    Raises InvalidRequest.
     """
-    check_flat(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask)
-    _check_denominator(denominator)
+    check_flat(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, weights=weights)
     if dual_clip != 0 and not dual_clip > 1:
         raise InvalidRequest(f"dual_clip {dual_clip}: expected 0 (off) or more than 1")
-    keep = mask != 0
-    # What the mask leaves out is replaced before anything is computed, so that not even a NaN there reaches a gradient.
+    keep = weights != 0
+    # What the weights leave out is replaced before anything is computed, so that not even a NaN there reaches a gradient.
     log_ratio = torch.where(keep, log_probs - old_log_probs, 0.0)
     advantages = torch.where(keep, advantages, 0.0)
 
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    exponent = spread(sequence_sum(log_ratio, lengths), lengths) if ratio_level == "sequence" else log_ratio
+    ratio = exponent.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     per_token = torch.maximum(unclipped, clipped)
@@ -74,11 +131,11 @@ def policy_loss(
 
     with torch.no_grad():
         approx_kl = kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3")
-    return PolicyLoss(per_token.sum() / denominator, was_clipped.sum(), approx_kl.sum())
+    return PolicyLoss((per_token * weights).sum(), was_clipped.sum(), approx_kl.sum())
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float, denominator: float) -> ValueLoss:
-    """The clipped value loss, summed over all tokens, over ``denominator``.
+    """The clipped value loss, summed over all tokens, over ``denominator``, the mini-batch's token count.
 
     Per token 1/2 max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2); ``value_clip`` 0 leaves
     the first alone. All tensors [tokens]. ``clipped_tokens`` counts where the clipped term was the larger: no
@@ -97,17 +154,14 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: 
     return ValueLoss(per_token.sum() / denominator, (clipped_error > error).sum())
 
 
-def kl_loss(
-    log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, kind: Literal["k2", "k3"], denominator: float
-) -> Tensor:
-    """KL from the reference in nats, summed over the tokens whose ``mask`` is not 0, over ``denominator``: [].
+def kl_loss(log_probs: Tensor, reference_log_probs: Tensor, weights: Tensor, kind: Literal["k2", "k3"]) -> Tensor:
+    """KL from the reference in nats, summed over tokens by their ``weights``: [].
 
     All tensors [tokens]. Not k1: its gradient has mean zero. Source: numerics item 8. Raises InvalidRequest.
     """
-    check_flat(log_probs=log_probs, reference_log_probs=reference_log_probs, mask=mask)
-    _check_denominator(denominator)
-    difference = torch.where(mask != 0, log_probs - reference_log_probs, 0.0)
-    return kl_estimate(difference, torch.zeros_like(difference), kind).sum() / denominator
+    check_flat(log_probs=log_probs, reference_log_probs=reference_log_probs, weights=weights)
+    difference = torch.where(weights != 0, log_probs - reference_log_probs, 0.0)
+    return weighted_sum(kl_estimate(difference, torch.zeros_like(difference), kind), weights)
 
 
 def _check_denominator(denominator: float) -> None:

@@ -1,4 +1,4 @@
-"""Flat [tokens] tensors with lengths [sequences]: sums per sequence, and the way to a padded matrix and back."""
+"""Flat [tokens] tensors with lengths [sequences]: sums within each, and the way to a padded matrix and back."""
 
 from __future__ import annotations
 
@@ -17,6 +17,22 @@ def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
     check_lengths(values.shape[0], lengths)
     sums: Tensor = torch.segment_reduce(values.double(), "sum", lengths=lengths.long())
     return sums.to(values.dtype)
+
+
+@torch.no_grad()
+def discounted_sum(values: Tensor, lengths: Tensor, discount: float) -> Tensor:
+    """S(t) = values(t) + discount S(t+1) within each sequence, 0 after its last token: float64 [tokens] -> [tokens].
+
+    A sequence's result has the same bits whatever else is in the batch. No gradient flows. Raises InvalidRequest.
+    """
+    # Padding is 0 and only ever follows a sequence's tokens, so walking back through it adds exactly nothing.
+    # Time first, so that each step of the walk reads contiguous memory. Product and sum stay two operations, each
+    # rounded as IEEE says: how a fused one rounds depends on the CPU's instructions.
+    by_time = to_padded(values, lengths).t().contiguous()
+    rows = by_time.unbind(0)
+    for now, after in zip(rows[-2::-1], rows[:0:-1], strict=True):
+        now += discount * after
+    return from_padded(by_time.t(), lengths)
 
 
 def to_padded(values: Tensor, lengths: Tensor, fill: float = 0.0) -> Tensor:

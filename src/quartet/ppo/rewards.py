@@ -1,4 +1,4 @@
-"""From one score per response to one reward per token, and what to do with responses that were cut off."""
+"""From one score per response to one reward per token: moments, bounds, prices on length, and responses that were cut off."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from quartet.errors import InvalidRequest
+from quartet.errors import ComputationFailed, InvalidRequest
 from quartet.ppo.ragged import check_flat, check_lengths, last_token_index
 
 
@@ -31,6 +31,104 @@ def normalize_scores(scores: Tensor, mean: float, std: float) -> Tensor:
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise InvalidRequest(f"score moments mean {mean}, std {std}: expected finite numbers and a std above 0")
     return (scores - mean) / std
+
+
+class RunningMoments:
+    """Mean and population standard deviation of all scores seen so far; part of every checkpoint.
+
+    Batches are merged in float64 by their counts, means and sums of squared deviations. Source: Chan, Golub & LeVeque
+    1979; numerics item 16.
+    """
+
+    def __init__(self) -> None:
+        self._count, self._mean, self._squares = 0, 0.0, 0.0
+
+    @property
+    def count(self) -> int:
+        """How many scores were seen."""
+        return self._count
+
+    @property
+    def mean(self) -> float:
+        """0 before the first score."""
+        return self._mean
+
+    @property
+    def std(self) -> float:
+        """1 as long as all scores are equal: such scores are then only shifted."""
+        return math.sqrt(self._squares / self._count) if self._squares else 1.0
+
+    def update(self, scores: Tensor) -> None:
+        """Takes in ``scores`` [sequences]. Raises InvalidRequest; ComputationFailed where one is not finite."""
+        check_flat(scores=scores)
+        exact = scores.detach().double()
+        bad = int((~exact.isfinite()).sum())
+        if bad:
+            raise ComputationFailed(f"{bad} of {exact.numel()} scores are not finite: expected numbers")
+        if not exact.numel():
+            return
+        # Seen from the first score, equal scores have deviations of exactly 0; a rounded mean would leave a tiny spread.
+        from_first = exact - exact[0]
+        mean = float(exact[0] + from_first.mean())
+        squares = float((from_first - from_first.mean()).square().sum())
+        count = self._count + exact.numel()
+        apart = mean - self._mean if self._count else 0.0
+        self._squares += squares + apart**2 * self._count * exact.numel() / count
+        self._mean = self._mean + apart * exact.numel() / count if self._count else mean
+        self._count = count
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps; survives JSON unchanged."""
+        return {"count": self._count, "mean": self._mean, "squares": self._squares}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Goes on from ``state``. Raises InvalidRequest."""
+        try:
+            count, mean, squares = (float(state[name]) for name in ("count", "mean", "squares"))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(f"score moments {state}: expected the numbers count, mean and squares") from error
+        if not (count >= 0 and count.is_integer()) or not math.isfinite(mean) or not 0 <= squares < math.inf:
+            raise InvalidRequest(f"score moments {state}: expected finite numbers, of which only mean may be negative")
+        if (count < 2 and squares) or (count == 0 and mean):
+            raise InvalidRequest(f"score moments {state}: {count:g} scores cannot have these")
+        self._count, self._mean, self._squares = int(count), mean, squares
+
+
+def clip_scores(scores: Tensor, limit: float) -> Tensor:
+    """Scores cut to [-limit, limit]: [sequences] -> [sequences]. Raises InvalidRequest."""
+    if not limit > 0:
+        raise InvalidRequest(f"score limit {limit}: expected more than 0")
+    return scores.clamp(-limit, limit)
+
+
+def penalize_length(scores: Tensor, lengths: Tensor, per_token: float, free_tokens: int) -> Tensor:
+    """Scores less ``per_token`` for each response token beyond ``free_tokens``: [sequences], [sequences] -> [sequences].
+
+    Raises InvalidRequest.
+    """
+    check_flat(scores=scores, lengths=lengths)
+    if not per_token >= 0 or free_tokens < 0:
+        raise InvalidRequest(
+            f"{per_token} per token beyond {free_tokens}: it is subtracted, so expected 0 or more of both"
+        )
+    return scores - per_token * (lengths - free_tokens).clamp(min=0).to(scores.dtype)
+
+
+def penalize_overlong(scores: Tensor, lengths: Tensor, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
+    """Scores less a price on the last ``buffer_tokens`` below ``max_tokens``: [sequences], [sequences] -> [sequences].
+
+    It is 0 up to max - buffer tokens, rises linearly to ``penalty`` at max, and stays there; a buffer of 0 is off.
+    Source: Yu et al. 2025 (DAPO), equation 13. Raises InvalidRequest.
+    """
+    check_flat(scores=scores, lengths=lengths)
+    if not 0 <= buffer_tokens <= max_tokens:
+        raise InvalidRequest(f"overlong buffer of {buffer_tokens} tokens: expected 0 (off) to {max_tokens}, the limit")
+    if not penalty >= 0:
+        raise InvalidRequest(f"overlong penalty {penalty}: it is subtracted, so expected 0 or more")
+    if buffer_tokens == 0:
+        return scores
+    into_buffer = (lengths - (max_tokens - buffer_tokens)).clamp(0, buffer_tokens).to(scores.dtype)
+    return scores - penalty * (into_buffer / buffer_tokens)
 
 
 def penalize_truncated(scores: Tensor, truncated: Tensor, penalty: float) -> Tensor:

@@ -46,4 +46,5 @@ def test_layout_finds_each_response_token_and_the_position_before_it() -> None:
     sequences = batch.sequences()
     assert micro_batch.targets.tolist() == [*sequences[2][1:], *sequences[0][2:]]
     assert micro_batch.places.tolist() == [3, 4, 5, 0, 1]
+    assert micro_batch.lengths.tolist() == [3, 2]
     assert len(micro_batch) == 5

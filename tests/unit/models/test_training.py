@@ -1,165 +1,36 @@
-"""PPO updates against an independent float64 implementation, and the promises on splits, ratios and failures."""
+"""PPO updates against an independent float64 implementation, and the promises on splits, ratios, orders and ends."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from quartet.errors import ComputationFailed, InvalidRequest, ModelError
+from quartet.errors import InvalidRequest
 from quartet.models import training
-from quartet.models.loading import load_critic
-from quartet.models.optimizer import create_optimizer, load_optimizer, save_optimizer
-from quartet.models.scoring import response_log_probs
+from quartet.models.optimizer import create_optimizer
 from quartet.models.training import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.random_streams import permutation
-from quartet.types import Experience, OptimizationSettings, PolicyLossSettings, ValueLossSettings
+from quartet.types import PolicyLossSettings, ValueLossSettings
 from tests.unit.models import tiny
-
-PROMPTS, RESPONSES = [3, 1, 6, 4, 2, 5, 3], [5, 8, 1, 6, 2, 7, 4]
-LOSS = PolicyLossSettings(
-    temperature=0.8,
-    clip_low=0.1,
-    clip_high=0.15,
-    dual_clip=1.5,
-    entropy_bonus=0.02,
-    kl_loss="k3",
-    kl_loss_coefficient=0.1,
+from tests.unit.models.updates import (
+    LOSS,
+    OPTIONS,
+    PROMPTS,
+    RESPONSES,
+    Straightforward,
+    experience,
+    largest_difference,
+    outcome,
+    settings,
+    sgd,
+    with_options,
 )
-
-
-def experience(model: Any, seed: int = 0) -> Experience:
-    """Random advantages and returns on random sequences, with the model's own log-probs disturbed a little."""
-    generator = np.random.default_rng(seed)
-    batch, tokens = tiny.batch(PROMPTS, RESPONSES, seed), sum(RESPONSES)
-
-    def noise(scale: float) -> Any:
-        return (scale * generator.standard_normal(tokens)).astype(np.float32)
-
-    log_probs = response_log_probs(model, batch, LOSS.temperature, 1000) if model is not None else noise(1)
-    return Experience(
-        run="r",
-        step=3,
-        policy_version=3,
-        ids=tuple(map(str, range(len(PROMPTS)))),
-        batch=batch,
-        scores=np.zeros(len(PROMPTS), np.float32),
-        log_probs=log_probs + noise(0.1),
-        reference_log_probs=log_probs + noise(0.3),
-        values=noise(1),
-        advantages=noise(1),
-        returns=noise(1),
-        actor_mask=(generator.random(tokens) < 0.8).astype(np.float32),
-    )
-
-
-def settings(**changes: Any) -> OptimizationSettings:
-    return OptimizationSettings(
-        **{"epochs": 2, "mini_batches": 2, "learning_rate": 0.05, "max_grad_norm": 1.0, "seed": 5, **changes}
-    )
-
-
-def sgd(model: Any) -> torch.optim.Optimizer:
-    """Plain gradient descent: weights then show the gradients themselves, which Adam's division would hide."""
-    return torch.optim.SGD(model.parameters(), lr=0.0)
-
-
-def largest_difference(a: Any, b: Any) -> float:
-    return max(
-        (x.double() - y.double()).abs().max().item() for x, y in zip(a.parameters(), b.parameters(), strict=True)
-    )
-
-
-class Straightforward:
-    """The update as one would write it on a blackboard: float64, one sequence at a time, every formula spelt out."""
-
-    def __init__(self, model: Any, data: Experience, chosen: OptimizationSettings) -> None:
-        self.model = copy.deepcopy(model).double()
-        self.data, self.chosen = data, chosen
-        self.sequences = data.batch.sequences()
-        bounds = np.cumsum([0, *RESPONSES])
-        self.flat = [slice(bounds[i], bounds[i + 1]) for i in range(len(RESPONSES))]
-
-    def of(self, name: str, row: int) -> torch.Tensor:
-        return torch.from_numpy(getattr(self.data, name)[self.flat[row]].astype(np.float64))
-
-    def groups(self, epoch: int) -> list[Any]:
-        order = permutation(self.chosen.seed, self.data.step, epoch, len(self.sequences))
-        return np.array_split(order, self.chosen.mini_batches) if self.chosen.mini_batches > 1 else [np.sort(order)]
-
-    def distribution(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.from_numpy(self.sequences[row].astype(np.int64))
-        first = PROMPTS[row]
-        full = torch.log_softmax(self.model(input_ids=ids[None]).logits[0] / LOSS.temperature, -1)[first - 1 : -1]
-        return full[torch.arange(len(ids) - first), ids[first:]], -(full.exp() * full).sum(-1)
-
-    def descend(self, loss: torch.Tensor) -> float:
-        parameters = list(self.model.parameters())
-        gradients = torch.autograd.grad(loss, parameters)
-        norm = float(torch.sqrt(sum((g**2).sum() for g in gradients)))  # type: ignore[arg-type]
-        scale = min(1.0, self.chosen.max_grad_norm / norm)
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter -= self.chosen.learning_rate * scale * gradient
-        return norm
-
-    def policy(self) -> dict[str, float]:
-        with torch.no_grad():
-            old = [self.distribution(row)[0] for row in range(len(self.sequences))]
-        losses, norms, entropies, kls, clipped, tokens = [], [], [], 0.0, 0, 0
-        for epoch in range(self.chosen.epochs):
-            for group in self.groups(epoch):
-                count = float(sum(self.of("actor_mask", row).sum() for row in group))
-                surrogate = torch.zeros((), dtype=torch.float64)
-                bonus, penalty = surrogate.clone(), surrogate.clone()
-                for row in group:
-                    log_probs, entropy = self.distribution(row)
-                    mask, advantage = self.of("actor_mask", row), self.of("advantages", row)
-                    ratio = torch.exp(log_probs - old[row])
-                    objective = torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.15) * advantage)
-                    capped = torch.where(advantage < 0, torch.maximum(objective, 1.5 * advantage), objective)
-                    surrogate = surrogate - (capped * mask).sum() / count
-                    bonus = bonus + (entropy * mask).sum() / count
-                    behind = self.of("reference_log_probs", row) - log_probs
-                    penalty = penalty + ((behind.exp() - 1 - behind) * mask).sum() / count
-                    kls += ((ratio - 1 - ratio.log()) * mask).sum().item()
-                    clipped += int(((capped != ratio * advantage) & (mask > 0)).sum())
-                    entropies += entropy.tolist() if epoch == 0 else []
-                tokens += int(count)
-                losses.append(surrogate.item())
-                norms.append(self.descend(surrogate - LOSS.entropy_bonus * bonus + LOSS.kl_loss_coefficient * penalty))
-        drift = torch.cat(old) - torch.from_numpy(self.data.log_probs.astype(np.float64))
-        return {
-            "policy_loss": float(np.mean(losses)),
-            "grad_norm": float(np.mean(norms)),
-            "entropy": float(np.mean(entropies)),
-            "approx_kl": kls / tokens,
-            "clip_fraction": clipped / tokens,
-            "rollout_mismatch_kl": float((drift.exp() - 1 - drift).mean()),
-        }
-
-    def value(self, clip: float) -> dict[str, float]:
-        losses = []
-        for epoch in range(self.chosen.epochs):
-            for group in self.groups(epoch):
-                count = sum(RESPONSES[row] for row in group)
-                loss = torch.zeros((), dtype=torch.float64)
-                for row in group:
-                    ids = torch.from_numpy(self.sequences[row].astype(np.int64))
-                    hidden = self.model.backbone(input_ids=ids[None]).last_hidden_state[0]
-                    values = self.model.head(hidden)[PROMPTS[row] - 1 : -1, 0]
-                    before, goal = self.of("values", row), self.of("returns", row)
-                    near = before + (values - before).clamp(-clip, clip)
-                    loss = loss + 0.5 * torch.maximum((values - goal) ** 2, (near - goal) ** 2).sum() / count
-                losses.append(loss.item())
-                self.descend(loss)
-        return {"value_loss": float(np.mean(losses))}
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2, 3])
@@ -179,6 +50,46 @@ def test_a_policy_update_agrees_with_a_straightforward_one_in_float64(kind: str,
     assert found["learning_rate"] == 0.05
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_option_agrees_with_the_straightforward_update_and_changes_it(option: str) -> None:
+    model = tiny.causal("llama")
+    data, chosen, loss = outcome(experience(model)), settings(mini_batches=3), with_options(**OPTIONS[option])
+    plain, without = Straightforward(model, data, chosen, loss), Straightforward(model, data, chosen)
+    expected = plain.policy()
+    without.policy()
+    found = update_policy(model, sgd(model), data, chosen, loss, 40)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert 0 < found["clip_fraction"] < 1
+    assert largest_difference(model, plain.model) < 1e-5
+    assert largest_difference(plain.model, without.model) > 1e-4
+
+
+def test_the_update_ends_before_a_step_whose_kl_is_too_large() -> None:
+    model = tiny.causal("llama")
+    data, chosen = experience(model), settings(mini_batches=3)
+    free = Straightforward(model, data, chosen)
+    free.policy()
+    bound = (free.kl_seen[1] + max(free.kl_seen)) / 2
+    plain = Straightforward(model, data, chosen, with_options(max_update_kl=bound))
+    expected = plain.policy()
+    assert 2 <= expected["optimizer_steps"] < 6
+    found = update_policy(model, sgd(model), data, chosen, with_options(max_update_kl=bound), 40)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert largest_difference(model, plain.model) < 1e-5
+    assert found["skipped_steps"] == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("bound", "steps"), [(1e-12, 1), (1e6, 4), (0.0, 4)])
+def test_the_first_step_is_always_taken_and_a_bound_of_zero_is_none(bound: float, steps: int) -> None:
+    models = [tiny.causal("llama") for _ in range(2)]
+    data, loss = experience(models[0]), with_options(max_update_kl=bound)
+    found = update_policy(models[0], sgd(models[0]), data, settings(mini_batches=1, epochs=4), loss, 1000)
+    update_policy(models[1], sgd(models[1]), data, settings(mini_batches=1, epochs=steps), LOSS, 1000)
+    assert found["optimizer_steps"] == steps
+    assert largest_difference(*models) == 0
+
+
 @pytest.mark.parametrize("clip", [0.2, 50.0])
 def test_a_value_update_agrees_with_a_straightforward_one_in_float64(clip: float) -> None:
     model = ValueModel.of_classifier(tiny.classifier("llama"))
@@ -192,15 +103,16 @@ def test_a_value_update_agrees_with_a_straightforward_one_in_float64(clip: float
     assert found["optimizer_steps"] == 6
 
 
+@pytest.mark.parametrize("loss", [LOSS, with_options(**OPTIONS["all"])], ids=["plain", "all options"])
 @pytest.mark.parametrize("mini_batches", [1, 3])
-def test_the_size_of_micro_batches_changes_no_weights(mini_batches: int) -> None:
+def test_the_size_of_micro_batches_changes_no_weights(mini_batches: int, loss: PolicyLossSettings) -> None:
     policies, critics = [], []
     data = experience(tiny.causal("llama"))
     for max_tokens in (1, 33, 10_000):
         model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
         chosen = settings(mini_batches=mini_batches, learning_rate=1e-3)
         # An eps far above the rounding of the gradients: with 1e-8 Adam turns a gradient of 1e-9 into a whole step.
-        update_policy(model, create_optimizer(model, 0.0, eps=1e-3), data, chosen, LOSS, max_tokens)
+        update_policy(model, create_optimizer(model, 0.0, eps=1e-3), data, chosen, loss, max_tokens)
         update_value(critic, create_optimizer(critic, 0.0, eps=1e-3), data, chosen, ValueLossSettings(), max_tokens)
         policies.append(model)
         critics.append(critic)
@@ -272,22 +184,55 @@ def test_a_mini_batch_without_masked_tokens_takes_no_step() -> None:
     assert largest_difference(model, before) == 0
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_numbers_that_are_not_finite_stop_the_update_before_any_weight_is_touched(bad: float) -> None:
-    model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
+def forward_passes(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Grows by one at each call of that function of the training module."""
+    calls, original = [], getattr(training, name)
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(name)
+        return original(*arguments)
+
+    monkeypatch.setattr(training, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize(("mini_batches", "passes"), [(1, 2), (3, 2 * 3 + 2)])
+def test_only_the_mini_batches_after_the_first_are_computed_once_more(
+    mini_batches: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.causal("llama")
     data = experience(model)
-    data.advantages[:] = bad
-    data.returns[3] = bad
-    before, critic_before = copy.deepcopy(model), copy.deepcopy(critic)
-    optimizer = create_optimizer(model, 0.1, weight_decay=0.1)
-    with pytest.raises(ComputationFailed, match="policy update"):
-        update_policy(model, optimizer, data, settings(), LOSS, 1000)
-    with pytest.raises(ComputationFailed, match="value update"):
-        update_value(critic, sgd(critic), data, settings(mini_batches=1), ValueLossSettings(), 1000)
+    calls = forward_passes(monkeypatch, "forward_log_probs")
+    update_policy(model, sgd(model), data, settings(mini_batches=mini_batches), LOSS, 1000)
+    assert len(calls) == passes
+
+
+def test_no_epochs_change_nothing_and_still_report_entropy_and_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
+    data, before, critic_before = experience(model), copy.deepcopy(model), copy.deepcopy(critic)
+    once = settings(mini_batches=1, epochs=1, learning_rate=0.0)
+    expected = update_policy(copy.deepcopy(model), sgd(model), data, once, with_options(importance_cap=1.05), 1000)
+    policies, values = (forward_passes(monkeypatch, name) for name in ("forward_log_probs", "forward_values"))
+    optimizer = create_optimizer(model, 0.5, weight_decay=0.1)
+    none = settings(mini_batches=1, epochs=0)
+    found = update_policy(model, optimizer, data, none, with_options(importance_cap=1.05), 1000)
+    observed = ("entropy", "rollout_mismatch_kl", "importance_weight")
+    assert found["entropy"] > 0
+    assert {name: found[name] for name in observed} == pytest.approx({name: expected[name] for name in observed})
+    assert {value for name, value in found.items() if name not in observed} == {0.0}
+    assert found.keys() == expected.keys()
+    assert len(policies) == 1
     assert largest_difference(model, before) == 0
-    assert largest_difference(critic, critic_before) == 0
     assert not optimizer.state
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+    critic_optimizer = create_optimizer(critic, 0.5, weight_decay=0.1)
+    of_value = update_value(critic, critic_optimizer, data, none, ValueLossSettings(), 1000)
+    assert of_value.keys() == update_value(critic, sgd(critic), data, once, ValueLossSettings(), 1000).keys()
+    assert set(of_value.values()) == {0.0}
+    assert len(values) == 1  # of the update to compare with
+    assert largest_difference(critic, critic_before) == 0
+    assert critic_optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_gradients_that_someone_left_behind_do_not_count() -> None:
@@ -301,7 +246,7 @@ def test_gradients_that_someone_left_behind_do_not_count() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"mini_batches": 8}, "mini_batches 8"), ({"mini_batches": 0}, "mini_batches 0"), ({"epochs": 0}, "epochs")],
+    [({"mini_batches": 8}, "mini_batches 8"), ({"mini_batches": 0}, "mini_batches 0"), ({"epochs": -1}, "epochs -1")],
 )
 def test_settings_that_do_not_fit_the_experience_are_refused(changes: dict[str, int], words: str) -> None:
     model = tiny.causal("llama")
@@ -314,67 +259,3 @@ def test_an_array_of_another_length_is_refused() -> None:
     data = dataclasses.replace(experience(model), advantages=np.zeros(3, np.float32))
     with pytest.raises(InvalidRequest, match="advantages"):
         update_policy(model, sgd(model), data, settings(), LOSS, 40)
-
-
-def test_only_matrices_decay() -> None:
-    model = tiny.causal("gpt2")
-    optimizer = create_optimizer(model, 0.1, betas=(0.8, 0.9), weight_decay=0.5)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
-    assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.9)}
-    assert all(parameter.ndim > 1 for parameter in optimizer.param_groups[0]["params"])
-    assert all(parameter.ndim <= 1 for parameter in optimizer.param_groups[1]["params"])
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
-
-
-def test_training_goes_on_from_a_saved_optimizer_bit_for_bit(tmp_path: Path) -> None:
-    data = experience(None)
-    tiny.saved(tiny.classifier("llama"), tmp_path / "m")
-    chosen = settings(learning_rate=1e-2)
-
-    def step(critic: ValueModel, optimizer: torch.optim.Optimizer) -> None:
-        update_value(critic, optimizer, data, chosen, ValueLossSettings(), 40)
-
-    critic = load_critic(tmp_path / "m")
-    optimizer = create_optimizer(critic, 0.0, weight_decay=0.1)
-    step(critic, optimizer)
-    critic.save(tmp_path / "critic")
-    for name in ("optimizer.safetensors", "again.safetensors"):
-        save_optimizer(optimizer, tmp_path / name)
-    assert (tmp_path / "optimizer.safetensors").read_bytes() == (tmp_path / "again.safetensors").read_bytes()
-    step(critic, optimizer)
-
-    resumed = load_critic(tmp_path / "critic")
-    other = create_optimizer(resumed, 0.0, weight_decay=0.1)
-    load_optimizer(other, tmp_path / "optimizer.safetensors")
-    assert {float(entry["step"]) for entry in other.state.values()} == {4.0}
-    assert other.param_groups[0]["lr"] == 1e-2
-    step(resumed, other)
-    assert largest_difference(critic, resumed) == 0
-    for one, two in zip(critic.parameters(), resumed.parameters(), strict=True):
-        assert optimizer.state[one].keys() == other.state[two].keys() == {"step", "exp_avg", "exp_avg_sq"}
-        assert all(torch.equal(value, other.state[two][name]) for name, value in optimizer.state[one].items())
-
-
-def test_an_optimizer_that_has_not_stepped_is_saved_too(tmp_path: Path) -> None:
-    model = tiny.causal("llama")
-    save_optimizer(create_optimizer(model, 0.5), tmp_path / "o")
-    fresh = create_optimizer(model, 0.1)
-    load_optimizer(fresh, tmp_path / "o")
-    assert not fresh.state
-    assert fresh.param_groups[0]["lr"] == 0.5
-
-
-def test_an_optimizer_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    small, large = tiny.causal("llama"), tiny.causal("llama", intermediate_size=56)
-    optimizer = create_optimizer(large, 0.1)
-    update_policy(large, optimizer, experience(large), settings(), LOSS, 40)
-    save_optimizer(optimizer, tmp_path / "o")
-    with pytest.raises(ModelError, match="shape"):
-        load_optimizer(create_optimizer(small, 0.1), tmp_path / "o")
-    with pytest.raises(ModelError, match="groups"):
-        load_optimizer(create_optimizer(tiny.causal("gpt2"), 0.1), tmp_path / "o")
-    (tmp_path / "o").write_bytes((tmp_path / "o").read_bytes()[:100])
-    with pytest.raises(ModelError, match="cannot be read"):
-        load_optimizer(optimizer, tmp_path / "o")
-    with pytest.raises(ModelError, match="cannot be read"):
-        load_optimizer(optimizer, tmp_path / "nowhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import hypothesis.strategies as st
@@ -12,11 +13,23 @@ from hypothesis import given
 from torch import Tensor
 
 from quartet.errors import InvalidRequest
-from quartet.ppo.losses import kl_loss, policy_loss, value_loss
-from tests.unit.ppo.batches import check, draw, draw_mask, gradient, seeds
+from quartet.ppo.estimators import spread
+from quartet.ppo.losses import (
+    Aggregation,
+    RatioLevel,
+    importance_weights,
+    kl_loss,
+    loss_weights,
+    policy_loss,
+    value_loss,
+    weighted_sum,
+)
+from tests.unit.ppo.batches import check, draw, draw_mask, gradient, ragged_lengths, seeds, split
 
 sizes = st.integers(1, 40)
 DUAL = pytest.mark.parametrize("dual_clip", [0.0, 1.5])
+LEVEL = pytest.mark.parametrize("level", ["token", "sequence"])
+AGGREGATION = pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 
 
 def policy_term(new: float, old: float, advantage: float, low: float, high: float, dual: float) -> tuple[float, bool]:
@@ -30,30 +43,123 @@ def policy_term(new: float, old: float, advantage: float, low: float, high: floa
     return -objective, decided
 
 
+def weights_by_definition(mask: list[list[float]], aggregation: Aggregation) -> list[list[float]]:
+    """One response after the other, spelt out."""
+    kept = [sum(value != 0 for value in row) for row in mask]
+    total, responses = sum(kept), sum(count > 0 for count in kept)
+    share = [1 / total if aggregation == "token_mean" else 1 / (count * responses) if count else 0.0 for count in kept]
+    return [[s if value != 0 else 0.0 for value in row] for s, row in zip(share, mask, strict=True)]
+
+
+@AGGREGATION
+@check
+@given(lengths=ragged_lengths, seed=seeds)
+def test_loss_weights_follow_their_definition_and_add_up_to_one(
+    aggregation: Aggregation, lengths: list[int], seed: int
+) -> None:
+    mask = draw_mask(seed, sum(lengths))
+    weights = loss_weights(mask, torch.tensor(lengths), aggregation)
+    expected = weights_by_definition(split(mask, lengths), aggregation)
+    assert weights.dtype == torch.float32
+    assert weights.tolist() == pytest.approx([value for row in expected for value in row])
+    assert weights.sum().item() == pytest.approx(1.0)
+
+
+def test_loss_weights_worked_by_hand() -> None:
+    # Two of three tokens of the first response count, the one of the second, none of the third.
+    mask, lengths = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]), torch.tensor([3, 1, 2])
+    by_token, by_response = (loss_weights(mask, lengths, name) for name in ("token_mean", "sequence_mean"))  # type: ignore[arg-type]
+    assert by_token.tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3, 0, 0])
+    assert by_response.tolist() == pytest.approx([1 / 4, 0, 1 / 4, 1 / 2, 0, 0])
+
+
+@AGGREGATION
+def test_where_no_token_counts_every_weight_is_zero(aggregation: Aggregation) -> None:
+    assert loss_weights(torch.zeros(3), torch.tensor([2, 1]), aggregation).tolist() == [0.0, 0.0, 0.0]
+
+
+@check
+@given(tokens=sizes, seed=seeds, cap=st.floats(0.1, 5))
+def test_importance_weights_follow_their_definition(tokens: int, seed: int, cap: float) -> None:
+    old, rollout = draw(seed, tokens), draw(seed + 1, tokens)
+    expected = [min(math.exp(o - r), cap) for o, r in zip(old.tolist(), rollout.tolist(), strict=True)]
+    assert importance_weights(old, rollout, cap).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_importance_weights_stay_finite_and_carry_no_gradient() -> None:
+    old = torch.tensor([0.0, -500.0], requires_grad=True)
+    weights = importance_weights(old, torch.tensor([-500.0, 0.0]), 1e30)
+    assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+    assert not weights.requires_grad
+
+
+@LEVEL
+@AGGREGATION
 @DUAL
 @check
-@given(tokens=sizes, seed=seeds)
-def test_the_policy_loss_follows_its_definition(dual_clip: float, tokens: int, seed: int) -> None:
-    new, old, advantages = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw(seed + 2, tokens)
-    mask = draw_mask(seed + 3, tokens)
-    kept = [
-        row
-        for *row, counts in zip(new.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), strict=True)
-        if counts
-    ]
-    terms = [policy_term(n, o, a, 0.2, 0.28, dual_clip) for n, o, a in kept]
-    result = policy_loss(new, old, advantages, mask, 0.2, 0.28, dual_clip, 17)
-    assert result.loss.item() == pytest.approx(sum(loss for loss, _ in terms) / 17, rel=1e-4, abs=1e-5)
-    assert result.clipped_tokens.item() == sum(decided for _, decided in terms)
-    approx_kl = sum(math.exp(n - o) - 1 - (n - o) for n, o, _ in kept)
+@given(lengths=ragged_lengths, seed=seeds)
+def test_the_policy_loss_follows_its_definition(
+    level: RatioLevel, aggregation: Aggregation, dual_clip: float, lengths: list[int], seed: int
+) -> None:
+    tokens, sizes = sum(lengths), torch.tensor(lengths)
+    new, old, mask = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw_mask(seed + 3, tokens)
+    # Outcome advantages are one number a response; at level "token" each token may have its own.
+    advantages = draw(seed + 2, tokens) if level == "token" else spread(draw(seed + 2, len(lengths)), sizes)
+    result = policy_loss(
+        new, old, advantages, loss_weights(mask, sizes, aggregation), sizes, 0.2, 0.28, dual_clip, level
+    )
+
+    loss, clipped, approx_kl = 0.0, 0, 0.0
+    weights = weights_by_definition(split(mask, lengths), aggregation)
+    columns = (split(column, lengths) for column in (new, old, advantages))
+    for n_row, o_row, a_row, w_row in zip(*columns, weights, strict=True):
+        kept = [(n, o, a, w) for n, o, a, w in zip(n_row, o_row, a_row, w_row, strict=True) if w]
+        approx_kl += sum(math.exp(n - o) - 1 - (n - o) for n, o, _, _ in kept)
+        if level == "sequence" and kept:
+            # The response is one action: the sum of its log-probs, one advantage, the weight of its tokens together.
+            together = (sum(n for n, *_ in kept), sum(o for _, o, *_ in kept), kept[0][2], sum(w for *_, w in kept))
+            term, decided = policy_term(*together[:3], 0.2, 0.28, dual_clip)
+            loss, clipped = loss + together[3] * term, clipped + decided * len(kept)
+        if level == "token":
+            for n, o, a, w in kept:
+                term, decided = policy_term(n, o, a, 0.2, 0.28, dual_clip)
+                loss, clipped = loss + w * term, clipped + decided
+    assert result.loss.item() == pytest.approx(loss, rel=1e-4, abs=1e-5)
+    assert result.clipped_tokens.item() == clipped
     assert result.approx_kl_sum.item() == pytest.approx(approx_kl, rel=1e-4, abs=1e-5)
+
+
+def test_a_response_of_one_ratio_worked_by_hand() -> None:
+    # Log-ratios 0.1 and 0.2 of the first response: its ratio e^0.3 counts as 1.2; -0.05 of the second.
+    old, lengths = torch.zeros(3), torch.tensor([2, 1])
+    new, advantages = torch.tensor([0.1, 0.2, -0.05], requires_grad=True), torch.tensor([1.0, 1.0, -3.0])
+    weights = loss_weights(torch.ones(3), lengths, "sequence_mean")
+    result = policy_loss(new, old, advantages, weights, lengths, 0.2, 0.2, 0.0, "sequence")
+    assert result.loss.item() == pytest.approx((-1.2 + 3 * math.exp(-0.05)) / 2)
+    assert result.clipped_tokens.item() == 2
+    result.loss.backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([0.0, 0.0, 1.5 * math.exp(-0.05)])
+
+
+def test_the_first_step_on_whole_responses_is_the_gradient_of_rloo() -> None:
+    # At ratio 1 the loss is the mean over responses of -A sum_t log pi(t): each token gets -A / responses.
+    lengths = torch.tensor([3, 1])
+    log_probs, advantages = draw(0, 4), torch.tensor([2.0, 2.0, 2.0, -1.0])
+    weights = loss_weights(torch.ones(4), lengths, "sequence_mean")
+    found = gradient(
+        lambda x: policy_loss(x, log_probs, advantages, weights, lengths, 0.2, 0.2, 0.0, "sequence").loss, log_probs
+    )
+    assert found == pytest.approx([-1.0, -1.0, -1.0, 0.5])
 
 
 def one_token(ratio: float, advantage: float, dual_clip: float = 0.0) -> tuple[float, int, float]:
     """Loss, clipped tokens and d loss / d log-prob of one token of that ratio."""
     old = torch.tensor([math.log(0.1)])
     new = (old + math.log(ratio)).requires_grad_()
-    result = policy_loss(new, old, torch.tensor([advantage]), torch.ones(1), 0.2, 0.2, dual_clip, 1)
+    result = policy_loss(
+        new, old, torch.tensor([advantage]), torch.ones(1), torch.tensor([1]), 0.2, 0.2, dual_clip, "token"
+    )
     result.loss.backward()
     assert new.grad is not None
     return result.loss.item(), int(result.clipped_tokens.item()), new.grad.item()
@@ -96,7 +202,8 @@ def test_one_token_worked_by_hand(
 def test_the_gradient_is_zero_exactly_where_a_clip_decides(dual_clip: float, tokens: int, seed: int) -> None:
     new, old, advantages = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw(seed + 2, tokens)
     mask = draw_mask(seed + 3, tokens)
-    found = gradient(lambda x: policy_loss(x, old, advantages, mask, 0.2, 0.2, dual_clip, 3).loss, new)
+    one = torch.tensor([tokens])
+    found = gradient(lambda x: policy_loss(x, old, advantages, mask / 3, one, 0.2, 0.2, dual_clip, "token").loss, new)
     for grad, n, o, a, counts in zip(
         found, new.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), strict=True
     ):
@@ -105,83 +212,123 @@ def test_the_gradient_is_zero_exactly_where_a_clip_decides(dual_clip: float, tok
         assert grad == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 
-def parts(seed: int, tokens: int) -> list[Tensor]:
-    """Indices of 0..tokens in random order, cut into random micro-batches."""
+def parts(seed: int, count: int) -> list[Tensor]:
+    """Indices of 0..count in random order, cut into random parts."""
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(tokens, generator=generator)
-    cuts = torch.randint(1, tokens, (3,), generator=generator).unique().tolist() if tokens > 1 else []
+    order = torch.randperm(count, generator=generator)
+    cuts = torch.randint(1, count, (3,), generator=generator).unique().tolist() if count > 1 else []
     return list(torch.tensor_split(order, cuts))
+
+
+def same_whole_as_parts(loss: Callable[[Tensor, Tensor], Tensor], at: Tensor, chosen: list[Tensor]) -> None:
+    """``loss(x, indices)`` of everything at once, and of its parts one after the other: value and gradient."""
+    everything = torch.arange(len(at))
+    whole = gradient(lambda leaf: loss(leaf, everything), at)
+    leaf, total = at.clone().requires_grad_(), 0.0
+    for part in chosen:
+        value = loss(leaf, part)
+        value.backward()
+        total += value.item()
+    assert leaf.grad is not None
+    assert total == pytest.approx(loss(at, everything).item(), rel=1e-4, abs=1e-5)
+    assert leaf.grad.tolist() == pytest.approx(whole, rel=1e-4, abs=1e-6)
+
+
+@LEVEL
+@AGGREGATION
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+@check
+@given(lengths=ragged_lengths, seed=seeds)
+def test_policy_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
+    level: RatioLevel, aggregation: Aggregation, cap: float, lengths: list[int], seed: int
+) -> None:
+    tokens, sizes = sum(lengths), torch.tensor(lengths)
+    new, old, advantages = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw(seed + 2, tokens)
+    weights = loss_weights(draw_mask(seed + 3, tokens), sizes, aggregation)
+    trusted = weights * importance_weights(old, draw(seed + 4, tokens), cap) if cap else weights
+    of_response = [
+        torch.arange(tokens)[end - length : end] for length, end in zip(lengths, sizes.cumsum(0), strict=True)
+    ]
+
+    def loss(leaf: Tensor, places: Tensor) -> Tensor:
+        # Places come as whole responses: their lengths are read off the responses' first tokens.
+        own = torch.tensor([len(of_response[row]) for row in response_of[places].unique_consecutive().tolist()])
+        rows = (leaf[places], old[places], advantages[places], trusted[places], own)
+        result = policy_loss(*rows, 0.2, 0.2, 3.0, level)
+        penalty = kl_loss(leaf[places], old[places], weights[places], "k3")
+        return result.loss + penalty + weighted_sum(leaf[places].square(), weights[places])
+
+    response_of = spread(torch.arange(len(lengths)), sizes)
+    chosen = [torch.cat([of_response[row] for row in part.tolist()]) for part in parts(seed, len(lengths))]
+    same_whole_as_parts(loss, new, chosen)
 
 
 @check
 @given(sizes, seeds)
-def test_losses_and_gradients_do_not_depend_on_the_split_into_micro_batches(tokens: int, seed: int) -> None:
+def test_value_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(tokens: int, seed: int) -> None:
     x, y, z = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw(seed + 2, tokens)
-    mask = draw_mask(seed + 3, tokens)
-    everything = torch.arange(tokens)
-
-    def actor(leaf: Tensor, chosen: Tensor) -> Tensor:
-        rows = (leaf[chosen], y[chosen], z[chosen], mask[chosen])
-        result = policy_loss(*rows, 0.2, 0.2, 3.0, float(mask.sum()))
-        return result.loss + kl_loss(leaf[chosen], y[chosen], mask[chosen], "k3", float(mask.sum()))
-
-    def critic(leaf: Tensor, chosen: Tensor) -> Tensor:
-        return value_loss(leaf[chosen], y[chosen], z[chosen], 0.2, tokens).loss
-
-    for loss in (actor, critic):
-        whole = gradient(lambda leaf, loss=loss: loss(leaf, everything), x)  # type: ignore[misc]
-        leaf = x.clone().requires_grad_()
-        total = 0.0
-        for chosen in parts(seed, tokens):
-            part = loss(leaf, chosen)
-            part.backward()
-            total += part.item()
-        assert leaf.grad is not None
-        assert total == pytest.approx(loss(x, everything).item(), rel=1e-4, abs=1e-5)
-        assert leaf.grad.tolist() == pytest.approx(whole, rel=1e-5, abs=1e-7)
+    same_whole_as_parts(
+        lambda leaf, part: value_loss(leaf[part], y[part], z[part], 0.2, tokens).loss, x, parts(seed, tokens)
+    )
 
 
 def test_the_first_mini_batch_of_an_unchanged_policy_is_the_mean_advantage() -> None:
     log_probs, advantages = draw(0, 50), draw(1, 50)
-    result = policy_loss(log_probs, log_probs.clone(), advantages, torch.ones(50), 0.2, 0.2, 3.0, 50)
+    weights = torch.full((50,), 1 / 50)
+    result = policy_loss(log_probs, log_probs.clone(), advantages, weights, torch.tensor([50]), 0.2, 0.2, 3.0, "token")
     assert result.loss.item() == pytest.approx(-advantages.double().mean().item(), rel=1e-5)
     assert result.clipped_tokens.item() == 0
     assert result.approx_kl_sum.item() == 0.0
 
 
-def test_what_the_mask_leaves_out_reaches_neither_loss_nor_gradient() -> None:
-    bad, mask = torch.tensor([0.1, math.nan, -math.inf]), torch.tensor([1.0, 0.0, 0.0])
+@LEVEL
+def test_what_the_weights_leave_out_reaches_neither_loss_nor_gradient(level: RatioLevel) -> None:
+    bad, weights, lengths = torch.tensor([0.1, math.nan, -math.inf]), torch.tensor([1.0, 0.0, 0.0]), torch.tensor([3])
 
     def loss(x: Tensor) -> Tensor:
-        return policy_loss(x, torch.zeros(3), bad, mask, 0.2, 0.2, 3.0, 1).loss + kl_loss(x, bad, mask, "k3", 1)
+        surrogate = policy_loss(x, torch.zeros(3), bad, weights, lengths, 0.2, 0.2, 3.0, level).loss
+        return surrogate + kl_loss(x, bad, weights, "k3") + weighted_sum(x, weights)
 
     assert loss(bad).isfinite()
     grads = gradient(loss, bad)
     assert math.isfinite(grads[0])
     assert grads[1:] == [0.0, 0.0]
-    result = policy_loss(bad, torch.zeros(3), bad, mask, 0.2, 0.2, 3.0, 1)
+    result = policy_loss(bad, torch.zeros(3), bad, weights, lengths, 0.2, 0.2, 3.0, level)
+    assert result.loss.item() == pytest.approx(-0.1 * math.exp(0.1), rel=1e-5)
     assert result.approx_kl_sum.item() == pytest.approx(math.exp(0.1) - 1.1, rel=1e-4)
 
 
-def test_a_fully_masked_micro_batch_adds_nothing() -> None:
-    zeros = torch.zeros(4)
-    assert policy_loss(draw(0, 4), draw(1, 4), draw(2, 4), zeros, 0.2, 0.2, 3.0, 10).loss.item() == 0.0
-    assert (
-        gradient(lambda x: policy_loss(x, draw(1, 4), draw(2, 4), zeros, 0.2, 0.2, 3.0, 10).loss, draw(0, 4))
-        == [0.0] * 4
-    )
+@LEVEL
+def test_a_nan_that_counts_shows_in_the_loss(level: RatioLevel) -> None:
+    new = torch.tensor([0.1, math.nan])
+    weights = torch.full((2,), 0.5)
+    result = policy_loss(new, torch.zeros(2), torch.ones(2), weights, torch.tensor([2]), 0.2, 0.2, 0.0, level)
+    assert result.loss.isnan()
 
 
-def test_absurd_ratios_stay_finite() -> None:
+@LEVEL
+def test_a_fully_masked_micro_batch_adds_nothing(level: RatioLevel) -> None:
+    zeros, lengths = torch.zeros(4), torch.tensor([1, 3])
+
+    def loss(x: Tensor) -> Tensor:
+        return policy_loss(x, draw(1, 4), draw(2, 4), zeros, lengths, 0.2, 0.2, 3.0, level).loss
+
+    assert loss(draw(0, 4)).item() == 0.0
+    assert gradient(loss, draw(0, 4)) == [0.0] * 4
+
+
+@LEVEL
+def test_absurd_ratios_stay_finite(level: RatioLevel) -> None:
     new, old = torch.tensor([-500.0, 0.0]), torch.tensor([0.0, -500.0])
-    result = policy_loss(new, old, torch.tensor([1.0, -1.0]), torch.ones(2), 0.2, 0.2, 0.0, 2)
+    weights, lengths = torch.full((2,), 0.5), torch.tensor([1, 1])
+    result = policy_loss(new, old, torch.tensor([1.0, -1.0]), weights, lengths, 0.2, 0.2, 0.0, level)
     assert result.loss.item() == pytest.approx((math.exp(20) - math.exp(-20)) / 2)
     assert result.approx_kl_sum.isfinite()
 
 
 def test_only_the_loss_carries_a_gradient() -> None:
     x = draw(0, 4).requires_grad_()
-    actor = policy_loss(x, draw(1, 4), draw(2, 4), torch.ones(4), 0.2, 0.2, 3.0, 4)
+    actor = policy_loss(x, draw(1, 4), draw(2, 4), torch.ones(4), torch.tensor([4]), 0.2, 0.2, 3.0, "token")
     critic = value_loss(x, draw(1, 4), draw(2, 4), 0.2, 4)
     assert actor.loss.requires_grad
     assert critic.loss.requires_grad
@@ -224,8 +371,8 @@ def test_the_kl_loss_and_its_gradient_follow_the_definition(kind: Literal["k2", 
         d = n - r
         total += counts * (d * d / 2 if kind == "k2" else math.exp(-d) - 1 + d)
         grads.append(counts * (d if kind == "k2" else 1 - math.exp(-d)) / 7)
-    assert kl_loss(new, reference, mask, kind, 7).item() == pytest.approx(total / 7, rel=1e-4, abs=1e-6)
-    found = gradient(lambda x: kl_loss(x, reference, mask, kind, 7), new)
+    assert kl_loss(new, reference, mask / 7, kind).item() == pytest.approx(total / 7, rel=1e-4, abs=1e-6)
+    found = gradient(lambda x: kl_loss(x, reference, mask / 7, kind), new)
     assert found == pytest.approx(grads, rel=1e-4, abs=1e-6)
 
 
@@ -233,22 +380,28 @@ def test_the_kl_loss_and_its_gradient_follow_the_definition(kind: Literal["k2", 
 def test_a_denominator_that_counts_nothing_is_refused(denominator: float) -> None:
     one = torch.ones(1)
     with pytest.raises(InvalidRequest, match="denominator"):
-        policy_loss(one, one, one, one, 0.2, 0.2, 0.0, denominator)
-    with pytest.raises(InvalidRequest, match="denominator"):
         value_loss(one, one, one, 0.2, denominator)
-    with pytest.raises(InvalidRequest, match="denominator"):
-        kl_loss(one, one, one, "k2", denominator)
 
 
 def test_settings_and_shapes_that_cannot_be_meant_are_refused() -> None:
-    one, two = torch.ones(1), torch.ones(2)
+    one, two, lengths = torch.ones(1), torch.ones(2), torch.tensor([1])
     with pytest.raises(InvalidRequest, match="dual_clip"):
-        policy_loss(one, one, one, one, 0.2, 0.2, 0.5, 1)
+        policy_loss(one, one, one, one, lengths, 0.2, 0.2, 0.5, "token")
     with pytest.raises(InvalidRequest, match="value_clip"):
         value_loss(one, one, one, -0.2, 1)
     with pytest.raises(InvalidRequest, match="same length"):
-        policy_loss(two, two, one, two, 0.2, 0.2, 0.0, 1)
+        policy_loss(two, two, one, two, lengths, 0.2, 0.2, 0.0, "token")
+    with pytest.raises(InvalidRequest, match="add up to 1"):
+        policy_loss(two, two, two, two, lengths, 0.2, 0.2, 0.0, "sequence")
     with pytest.raises(InvalidRequest, match="same length"):
         value_loss(two[:, None], two[:, None], two, 0.2, 1)
     with pytest.raises(InvalidRequest, match="same length"):
-        kl_loss(two, one, two, "k2", 1)
+        kl_loss(two, one, two, "k2")
+    with pytest.raises(InvalidRequest, match="same length"):
+        weighted_sum(two, one)
+    with pytest.raises(InvalidRequest, match="add up to 1"):
+        loss_weights(two, lengths, "token_mean")
+    with pytest.raises(InvalidRequest, match="same length"):
+        importance_weights(two, one, 2.0)
+    with pytest.raises(InvalidRequest, match="cap"):
+        importance_weights(one, one, 0.0)

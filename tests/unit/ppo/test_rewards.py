@@ -1,14 +1,30 @@
-"""Token rewards, score normalisation, truncated responses."""
+"""Token rewards, score normalisation, prices on length, truncated responses."""
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
+from typing import Any
+
+import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 
-from quartet.errors import InvalidRequest
+from quartet.errors import ComputationFailed, InvalidRequest
 from quartet.ppo.kl import kl_estimate
-from quartet.ppo.rewards import mask_truncated, normalize_scores, penalize_truncated, scale_truncated, token_rewards
+from quartet.ppo.rewards import (
+    RunningMoments,
+    clip_scores,
+    mask_truncated,
+    normalize_scores,
+    penalize_length,
+    penalize_overlong,
+    penalize_truncated,
+    scale_truncated,
+    token_rewards,
+)
 from tests.unit.ppo.batches import check, draw, gradient, ragged_lengths, seeds, split
 
 
@@ -53,6 +69,145 @@ def test_scores_are_spread_by_the_reference_moments() -> None:
 def test_moments_that_cannot_normalise_are_refused(mean: float, std: float) -> None:
     with pytest.raises(InvalidRequest):
         normalize_scores(torch.zeros(2), mean, std)
+
+
+@check
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), seeds, st.floats(-1e4, 1e4))
+def test_running_moments_are_those_of_all_scores_together(sizes: list[int], seed: int, offset: float) -> None:
+    moments, everything = RunningMoments(), []
+    for index, size in enumerate(sizes):
+        scores = draw(seed + index, size) + offset
+        moments.update(scores)
+        everything += scores.double().tolist()
+    assert moments.count == len(everything)
+    assert moments.mean == pytest.approx(statistics.fmean(everything), rel=1e-9, abs=1e-9)
+    assert moments.std == pytest.approx(statistics.pstdev(everything) or 1.0, rel=1e-6)
+
+
+def test_moments_before_any_spread_only_shift() -> None:
+    moments = RunningMoments()
+    assert (moments.count, moments.mean, moments.std) == (0, 0.0, 1.0)
+    for _ in range(3):
+        moments.update(torch.full((7,), 0.1, dtype=torch.float64))
+    # In float64 the rounded mean of equal numbers is often not that number: a spread of 1e-17 would blow scores up.
+    assert (moments.count, moments.mean, moments.std) == (21, 0.1, 1.0)
+    moments.update(torch.zeros(0))
+    assert moments.count == 21
+
+
+def test_moments_worked_by_hand() -> None:
+    moments = RunningMoments()
+    moments.update(torch.tensor([1.0, 3.0]))
+    assert (moments.mean, moments.std) == (2.0, 1.0)
+    moments.update(torch.tensor([8.0]))
+    assert moments.mean == pytest.approx(4.0)
+    assert moments.std == pytest.approx(math.sqrt((9 + 1 + 16) / 3))
+
+
+def test_moments_go_on_from_their_checkpoint_with_the_same_bits() -> None:
+    first, second = RunningMoments(), RunningMoments()
+    first.update(draw(0, 11))
+    second.load(json.loads(json.dumps(first.state())))
+    for moments in (first, second):
+        moments.update(draw(1, 5))
+    assert first.state() == second.state()
+    assert (first.mean, first.std, first.count) == (second.mean, second.std, second.count)
+    assert isinstance(second.count, int)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"count": 3, "mean": 0.0},
+        {"count": -1, "mean": 0.0, "squares": 0.0},
+        {"count": 2.5, "mean": 0.0, "squares": 1.0},
+        {"count": math.inf, "mean": 0.0, "squares": 1.0},
+        {"count": 10**400, "mean": 0.0, "squares": 1.0},
+        {"count": 3, "mean": math.nan, "squares": 1.0},
+        {"count": 3, "mean": 0.0, "squares": -1.0},
+        {"count": 3, "mean": 0.0, "squares": math.nan},
+        {"count": 3, "mean": 0.0, "squares": math.inf},
+        {"count": 1, "mean": 0.0, "squares": 1.0},
+        {"count": 0, "mean": 2.0, "squares": 0.0},
+        {"count": "many", "mean": 0.0, "squares": 0.0},
+        {"count": None, "mean": 0.0, "squares": 0.0},
+        None,
+    ],
+)
+def test_moments_that_no_scores_have_are_refused(state: Any) -> None:
+    moments = RunningMoments()
+    moments.update(torch.tensor([1.0, 3.0]))
+    with pytest.raises(InvalidRequest, match="score moments"):
+        moments.load(state)
+    assert (moments.count, moments.mean, moments.std) == (2, 2.0, 1.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_score_that_is_no_number_never_reaches_the_moments(bad: float) -> None:
+    moments = RunningMoments()
+    with pytest.raises(ComputationFailed, match="1 of 2 scores"):
+        moments.update(torch.tensor([1.0, bad]))
+    assert moments.count == 0
+
+
+def test_scores_are_cut_at_both_ends() -> None:
+    assert clip_scores(torch.tensor([-9.0, -1.0, 0.5, 9.0]), 2.0).tolist() == [-2.0, -1.0, 0.5, 2.0]
+
+
+@check
+@given(ragged_lengths, seeds, st.floats(0, 2), st.integers(0, 12))
+def test_only_tokens_beyond_the_free_ones_cost(lengths: list[int], seed: int, price: float, free: int) -> None:
+    scores = draw(seed, len(lengths))
+    expected = [s - price * max(0, length - free) for s, length in zip(scores.tolist(), lengths, strict=True)]
+    found = penalize_length(scores, torch.tensor(lengths, dtype=torch.int32), price, free)
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@check
+@given(ragged_lengths, seeds, st.integers(0, 12), st.integers(0, 8), st.floats(0, 3))
+def test_the_overlong_penalty_follows_its_definition(
+    lengths: list[int], seed: int, buffer: int, more: int, penalty: float
+) -> None:
+    scores, longest = draw(seed, len(lengths)), buffer + more
+    expected = []
+    for score, length in zip(scores.tolist(), lengths, strict=True):
+        if buffer == 0 or length <= longest - buffer:
+            punishment = 0.0
+        elif length <= longest:
+            punishment = ((longest - buffer) - length) / buffer
+        else:
+            punishment = -1.0
+        expected.append(score + penalty * punishment)
+    found = penalize_overlong(scores, torch.tensor(lengths, dtype=torch.int32), longest, buffer, penalty)
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_the_overlong_penalty_worked_by_hand() -> None:
+    # A limit of 20 tokens and a buffer of 4: free up to 16, half way at 18, the whole penalty at 20.
+    found = penalize_overlong(torch.zeros(5), torch.tensor([1, 16, 17, 18, 20]), 20, 4, 2.0)
+    assert found.tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
+
+
+def test_prices_that_cannot_be_meant_are_refused() -> None:
+    one, length = torch.zeros(1), torch.tensor([1])
+    with pytest.raises(InvalidRequest, match="limit"):
+        clip_scores(one, 0.0)
+    with pytest.raises(InvalidRequest, match="subtracted"):
+        penalize_length(one, length, -1.0, 0)
+    with pytest.raises(InvalidRequest, match="subtracted"):
+        penalize_length(one, length, 1.0, -1)
+    with pytest.raises(InvalidRequest, match="subtracted"):
+        penalize_overlong(one, length, 8, 4, -1.0)
+    for buffer in (-1, 9):
+        with pytest.raises(InvalidRequest, match="buffer"):
+            penalize_overlong(one, length, 8, buffer, 1.0)
+    with pytest.raises(InvalidRequest, match="same length"):
+        penalize_length(torch.zeros(2), length, 1.0, 0)
+    with pytest.raises(InvalidRequest, match="same length"):
+        penalize_overlong(torch.zeros(2), length, 8, 4, 1.0)
 
 
 @check

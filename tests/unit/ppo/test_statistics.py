@@ -12,7 +12,7 @@ from hypothesis import given
 
 from quartet.errors import InvalidRequest
 from quartet.ppo.ragged import from_padded, to_padded
-from quartet.ppo.statistics import explained_variance, repetition, whiten
+from quartet.ppo.statistics import correlation, distinct, explained_variance, repetition, slope, whiten
 from tests.unit.ppo.batches import check, draw, draw_mask, ragged_lengths, seeds
 
 
@@ -114,9 +114,66 @@ def test_repetition_worked_by_hand() -> None:
     assert repetition([]) == 0.0
 
 
-def test_repetition_needs_an_ngram() -> None:
+@check
+@given(st.lists(st.lists(st.integers(0, 2), max_size=15), max_size=6), st.integers(1, 4))
+def test_distinct_is_the_share_of_different_ngrams_of_the_whole_batch(responses: list[list[int]], n: int) -> None:
+    grams = [tuple(ids[i : i + n]) for ids in responses for i in range(len(ids) - n + 1)]
+    first_seen = [gram not in grams[:index] for index, gram in enumerate(grams)]
+    expected = sum(first_seen) / len(grams) if grams else 0.0
+    assert distinct(responses, n) == pytest.approx(expected)
+    assert distinct([np.array(ids, np.int32) for ids in responses], n) == pytest.approx(expected)
+
+
+def test_distinct_worked_by_hand() -> None:
+    assert distinct([[1, 2, 3], [1, 2, 3]], 2) == pytest.approx(2 / 4)
+    assert distinct([[1, 2], [3, 4]], 2) == 1.0  # (2, 3) would reach over two responses
+    assert distinct([[7, 7, 7, 7]], 1) == pytest.approx(1 / 4)
+    assert distinct([[1], []], 2) == 0.0
+    assert distinct([], 1) == 0.0
+
+
+@pytest.mark.parametrize("responses", [[], [[1, 2]]])
+def test_ngrams_need_a_token(responses: list[list[int]]) -> None:
     with pytest.raises(InvalidRequest):
-        repetition([[1, 2]], n=0)
+        repetition(responses, n=0)
+    with pytest.raises(InvalidRequest):
+        distinct(responses, n=0)
+
+
+@check
+@given(st.integers(2, 60), seeds)
+def test_correlation_is_pearsons(count: int, seed: int) -> None:
+    a, b = draw(seed, count), draw(seed + 1, count, scale=5.0) + 3
+    expected = np.corrcoef(a.numpy().astype(np.float64), b.numpy().astype(np.float64))[0, 1]
+    assert correlation(a, b) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert -1.0 <= correlation(a, a * 3 + 1) <= 1.0
+
+
+def test_correlation_of_lines_and_of_what_has_no_spread() -> None:
+    a = torch.tensor([1.0, 2.0, 4.0])
+    assert correlation(a, 10 - 2 * a) == pytest.approx(-1.0)
+    assert correlation(a.long(), a + 5) == pytest.approx(1.0)
+    flat = torch.full((3,), 0.1, dtype=torch.float64)
+    assert correlation(a, flat) == correlation(flat, a) == correlation(flat, flat) == 0.0
+    assert correlation(a[:1], a[:1]) == correlation(a[:0], a[:0]) == 0.0
+
+
+def test_correlation_with_a_nan_is_no_number() -> None:
+    assert math.isnan(correlation(torch.tensor([1.0, 2.0]), torch.tensor([1.0, math.nan])))
+
+
+@check
+@given(st.integers(2, 60), seeds)
+def test_the_slope_is_that_of_the_least_squares_line(count: int, seed: int) -> None:
+    values = (draw(seed, count).double() + 100).tolist()
+    assert slope(values) == pytest.approx(np.polyfit(np.arange(count), values, 1)[0], rel=1e-6, abs=1e-9)
+
+
+def test_slopes_worked_by_hand() -> None:
+    assert slope([1.0, 3.0, 5.0]) == 2.0
+    assert slope([0.0, 1.0, 0.0, 1.0]) == pytest.approx(0.2)
+    assert slope([0.1] * 7) == 0.0
+    assert slope([4.0]) == slope([]) == 0.0
 
 
 def test_shapes_that_would_broadcast_are_refused() -> None:
@@ -124,3 +181,5 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
         whiten(torch.zeros(3), True, torch.ones(1))
     with pytest.raises(InvalidRequest):
         explained_variance(torch.zeros(3), torch.ones(1))
+    with pytest.raises(InvalidRequest):
+        correlation(torch.zeros(3), torch.ones(1))

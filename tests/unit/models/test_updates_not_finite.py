@@ -1,0 +1,186 @@
+"""What a NaN or an infinity does to an update: it stops it, or costs it a step, and never reaches a weight."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quartet.errors import ComputationFailed
+from quartet.models import training
+from quartet.models.optimizer import create_optimizer
+from quartet.models.training import update_policy, update_value
+from quartet.models.value_head import ValueModel
+from quartet.random_streams import permutation
+from quartet.types import Experience, PolicyLossSettings, ValueLossSettings
+from tests.unit.models import tiny
+from tests.unit.models.updates import (
+    LOSS,
+    OPTIONS,
+    PROMPTS,
+    RESPONSES,
+    experience,
+    largest_difference,
+    settings,
+    sgd,
+    with_options,
+)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_stop_the_update_before_any_weight_is_touched(bad: float) -> None:
+    model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
+    data = experience(model)
+    data.advantages[:] = bad
+    data.returns[3] = bad
+    before, critic_before = copy.deepcopy(model), copy.deepcopy(critic)
+    optimizer = create_optimizer(model, 0.1, weight_decay=0.1)
+    with pytest.raises(ComputationFailed, match="policy update"):
+        update_policy(model, optimizer, data, settings(), LOSS, 1000)
+    with pytest.raises(ComputationFailed, match="value update"):
+        update_value(critic, sgd(critic), data, settings(mini_batches=1), ValueLossSettings(), 1000)
+    assert largest_difference(model, before) == 0
+    assert largest_difference(critic, critic_before) == 0
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_when_every_step_is_skipped_nothing_changes_and_the_report_is_finite(bad: float) -> None:
+    model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
+    data = experience(model)
+    data.advantages[:] = bad
+    data.returns[:] = bad
+    before, critic_before = copy.deepcopy(model), copy.deepcopy(critic)
+    optimizer, critic_optimizer = (create_optimizer(m, 0.1, weight_decay=0.1) for m in (model, critic))
+    chosen = settings(skip_non_finite=True)
+    reports = (
+        update_policy(model, optimizer, data, chosen, with_options(**OPTIONS["all"], max_update_kl=1e-9), 1000),
+        update_value(critic, critic_optimizer, data, chosen, ValueLossSettings(), 1000),
+    )
+    for report in reports:
+        assert all(map(np.isfinite, report.values()))
+        assert (report["optimizer_steps"], report["skipped_steps"], report["grad_norm"]) == (0, 4, 0)
+    assert (reports[0]["policy_loss"], reports[0]["entropy"], reports[1]["value_loss"]) == (0, 0, 0)
+    assert largest_difference(model, before) == 0
+    assert largest_difference(critic, critic_before) == 0
+    assert not optimizer.state
+    assert not critic_optimizer.state
+    assert all(parameter.grad is None for parameter in (*model.parameters(), *critic.parameters()))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_skipped_step_leaves_the_others_as_they_would_be_without_it(which: int) -> None:
+    models, metrics = [tiny.causal("llama") for _ in range(2)], []
+    data, chosen = experience(models[0]), settings(mini_batches=3, epochs=1, skip_non_finite=True)
+    bounds = np.cumsum([0, *RESPONSES])
+    bad_rows = np.array_split(permutation(5, 3, 0, len(PROMPTS)), 3)[which]
+    broken, masked = data.advantages.copy(), data.actor_mask.copy()
+    for row in bad_rows:
+        broken[bounds[row] : bounds[row + 1]] = np.nan
+        masked[bounds[row] : bounds[row + 1]] = 0
+    for model, changes in zip(models, ({"advantages": broken}, {"actor_mask": masked}), strict=True):
+        changed = dataclasses.replace(data, **changes)  # type: ignore[arg-type]
+        optimizer = create_optimizer(model, 0.0, weight_decay=0.1)
+        metrics.append(update_policy(model, optimizer, changed, chosen, LOSS, 40))
+    assert largest_difference(*models) < 1e-7
+    assert (metrics[0].pop("skipped_steps"), metrics[1].pop("skipped_steps")) == (1, 0)
+    assert metrics[0] == pytest.approx(metrics[1])
+    assert metrics[0]["optimizer_steps"] == 2
+
+
+def shift_recomputed(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
+    """Adds ``by`` to the first log-prob of each forward pass that is not trained on."""
+    original = training.forward_log_probs
+
+    def shifted(*arguments: Any) -> Any:
+        log_probs, entropies = original(*arguments)
+        if not torch.is_grad_enabled():
+            log_probs[0] += by
+        return log_probs, entropies
+
+    monkeypatch.setattr(training, "forward_log_probs", shifted)
+
+
+def test_after_a_skipped_step_the_next_counts_as_the_first_whatever_its_kl(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The old log-probs come out a little different, as from another kernel.
+    shift_recomputed(monkeypatch, 0.1)
+    model = tiny.causal("llama")
+    data, chosen = experience(model), settings(mini_batches=3, epochs=1, skip_non_finite=True)
+    data.actor_mask[:] = 1
+    bounds = np.cumsum([0, *RESPONSES])
+    for row in np.array_split(permutation(5, 3, 0, len(PROMPTS)), 3)[0]:
+        data.advantages[bounds[row] : bounds[row + 1]] = np.nan
+    found = update_policy(model, sgd(model), data, chosen, with_options(max_update_kl=1e-6), 1000)
+    assert (found["optimizer_steps"], found["skipped_steps"]) == (1, 1)
+
+
+def test_an_old_log_prob_of_minus_infinity_counts_as_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Left as it is, its ratio would be clamped to e^20: a finite and absurd step.
+    shift_recomputed(monkeypatch, -np.inf)
+    model = tiny.causal("llama")
+    data, chosen = experience(model), settings(mini_batches=3, epochs=1)
+    data.actor_mask[:] = 1
+    with pytest.raises(ComputationFailed, match="2 old log-probs"):
+        update_policy(model, sgd(model), data, chosen, LOSS, 1000)
+    chosen = dataclasses.replace(chosen, skip_non_finite=True)
+    found = update_policy(model, sgd(model), data, chosen, LOSS, 1000)
+    assert (found["optimizer_steps"], found["skipped_steps"]) == (1, 2)
+    assert all(map(np.isfinite, found.values()))
+
+
+def test_an_engines_nan_where_the_mask_leaves_the_token_out_does_not_count() -> None:
+    models, loss = [tiny.causal("llama") for _ in range(2)], with_options(**OPTIONS["all"])
+    clean = experience(models[0])
+    broken = dataclasses.replace(clean, log_probs=np.where(clean.actor_mask == 0, np.nan, clean.log_probs))
+    reports = [
+        update_policy(model, sgd(model), data, settings(), loss, 40)
+        for model, data in zip(models, (clean, broken), strict=True)
+    ]
+    assert largest_difference(*models) == 0
+    assert reports[0]["importance_weight"] == reports[1]["importance_weight"]
+    assert all(map(np.isfinite, reports[1].values()))
+
+
+def one_broken_sequence(data: Experience, model: Any) -> None:
+    """Makes the log-probs of one sequence NaN: the embedding of a token that is nowhere else."""
+    ids = data.batch.token_ids
+    lonely = next(int(token) for token in ids[: PROMPTS[0]] if (ids == token).sum() == 1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[lonely] = torch.nan
+
+
+def test_old_log_probs_that_are_not_finite_stop_the_update_before_its_first_step() -> None:
+    model = tiny.causal("llama")
+    data = experience(model)
+    one_broken_sequence(data, model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for chosen in (settings(mini_batches=3), settings(mini_batches=1), settings(epochs=0)):
+        with pytest.raises(ComputationFailed, match="policy update"):
+            update_policy(model, sgd(model), data, chosen, LOSS, 1000)
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("loss", [LOSS, with_options(**OPTIONS["all"])], ids=["plain", "all options"])
+def test_a_sequence_whose_old_log_probs_are_not_finite_reaches_no_weight(loss: PolicyLossSettings) -> None:
+    model = tiny.causal("llama")
+    data = experience(model)
+    one_broken_sequence(data, model)
+    before = copy.deepcopy(model)
+    found = update_policy(model, sgd(model), data, settings(mini_batches=3, skip_non_finite=True), loss, 40)
+    # It is in one of three mini-batches in each of two epochs.
+    assert (found["optimizer_steps"], found["skipped_steps"]) == (4, 2)
+    assert all(map(np.isfinite, found.values()))
+    moved = []
+    for parameter, old in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(parameter.isnan(), old.isnan())
+        moved.append((parameter - old).nan_to_num().abs().max().item())
+    assert max(moved) > 1e-3
+    still = update_policy(before, sgd(before), data, settings(epochs=0, skip_non_finite=True), loss, 40)
+    assert all(map(np.isfinite, still.values()))
+    assert still["entropy"] > 0
+    assert still["rollout_mismatch_kl"] == pytest.approx(found["rollout_mismatch_kl"], rel=1e-4)

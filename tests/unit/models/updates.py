@@ -1,0 +1,209 @@
+"""Random experience and settings for updates, and the update itself as one would write it on a blackboard."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from quartet.models.scoring import response_log_probs
+from quartet.random_streams import permutation
+from quartet.types import Experience, OptimizationSettings, PolicyLossSettings
+from tests.unit.models import tiny
+
+PROMPTS, RESPONSES = [3, 1, 6, 4, 2, 5, 3], [5, 8, 1, 6, 2, 7, 4]
+LOSS = PolicyLossSettings(
+    temperature=0.8,
+    clip_low=0.1,
+    clip_high=0.15,
+    dual_clip=1.5,
+    entropy_bonus=0.02,
+    kl_loss="k3",
+    kl_loss_coefficient=0.1,
+)
+# One option each, and all of them together; the cap lies inside the noise between engine and trainer.
+OPTIONS = {
+    "sequence_mean": {"aggregation": "sequence_mean"},
+    "sequence_ratio": {"ratio_level": "sequence"},
+    "importance": {"importance_cap": 1.05},
+    "all": {"aggregation": "sequence_mean", "ratio_level": "sequence", "importance_cap": 1.05},
+}
+
+
+def with_options(**changes: Any) -> PolicyLossSettings:
+    return dataclasses.replace(LOSS, **changes)
+
+
+def outcome(data: Experience) -> Experience:
+    """The same with one advantage per response, as estimators without a critic give."""
+    one_each = np.random.default_rng(9).standard_normal(len(RESPONSES)).astype(np.float32)
+    return dataclasses.replace(data, advantages=np.repeat(one_each, RESPONSES))
+
+
+def experience(model: Any, seed: int = 0) -> Experience:
+    """Random advantages and returns on random sequences, with the model's own log-probs disturbed a little."""
+    generator = np.random.default_rng(seed)
+    batch, tokens = tiny.batch(PROMPTS, RESPONSES, seed), sum(RESPONSES)
+
+    def noise(scale: float) -> Any:
+        return (scale * generator.standard_normal(tokens)).astype(np.float32)
+
+    log_probs = response_log_probs(model, batch, LOSS.temperature, 1000) if model is not None else noise(1)
+    return Experience(
+        run="r",
+        step=3,
+        policy_version=3,
+        ids=tuple(map(str, range(len(PROMPTS)))),
+        batch=batch,
+        scores=np.zeros(len(PROMPTS), np.float32),
+        log_probs=log_probs + noise(0.1),
+        reference_log_probs=log_probs + noise(0.3),
+        values=noise(1),
+        advantages=noise(1),
+        returns=noise(1),
+        actor_mask=(generator.random(tokens) < 0.8).astype(np.float32),
+    )
+
+
+def settings(**changes: Any) -> OptimizationSettings:
+    return OptimizationSettings(
+        **{"epochs": 2, "mini_batches": 2, "learning_rate": 0.05, "max_grad_norm": 1.0, "seed": 5, **changes}
+    )
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    """Plain gradient descent: weights then show the gradients themselves, which Adam's division would hide."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def largest_difference(a: Any, b: Any) -> float:
+    return max(
+        (x.double() - y.double()).abs().max().item() for x, y in zip(a.parameters(), b.parameters(), strict=True)
+    )
+
+
+class Straightforward:
+    """The update as one would write it on a blackboard: float64, one sequence at a time, every formula spelt out."""
+
+    def __init__(
+        self, model: Any, data: Experience, chosen: OptimizationSettings, loss: PolicyLossSettings = LOSS
+    ) -> None:
+        self.model = copy.deepcopy(model).double()
+        self.data, self.chosen, self.loss = data, chosen, loss
+        self.kl_seen: list[float] = []
+        self.sequences = data.batch.sequences()
+        bounds = np.cumsum([0, *RESPONSES])
+        self.flat = [slice(bounds[i], bounds[i + 1]) for i in range(len(RESPONSES))]
+
+    def of(self, name: str, row: int) -> torch.Tensor:
+        return torch.from_numpy(getattr(self.data, name)[self.flat[row]].astype(np.float64))
+
+    def groups(self, epoch: int) -> list[Any]:
+        order = permutation(self.chosen.seed, self.data.step, epoch, len(self.sequences))
+        return np.array_split(order, self.chosen.mini_batches) if self.chosen.mini_batches > 1 else [np.sort(order)]
+
+    def distribution(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.from_numpy(self.sequences[row].astype(np.int64))
+        first = PROMPTS[row]
+        full = torch.log_softmax(self.model(input_ids=ids[None]).logits[0] / LOSS.temperature, -1)[first - 1 : -1]
+        return full[torch.arange(len(ids) - first), ids[first:]], -(full.exp() * full).sum(-1)
+
+    def descend(self, loss: torch.Tensor) -> float:
+        parameters = list(self.model.parameters())
+        gradients = torch.autograd.grad(loss, parameters)
+        norm = float(torch.sqrt(sum((g**2).sum() for g in gradients)))  # type: ignore[arg-type]
+        scale = min(1.0, self.chosen.max_grad_norm / norm)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= self.chosen.learning_rate * scale * gradient
+        return norm
+
+    def token_weights(self, group: Any) -> dict[int, torch.Tensor]:
+        masks = {row: self.of("actor_mask", row) for row in group}
+        kept = {row: float(mask.sum()) for row, mask in masks.items()}
+        if self.loss.aggregation == "token_mean":
+            return {row: mask / sum(kept.values()) for row, mask in masks.items()}
+        responses = sum(count > 0 for count in kept.values())
+        return {row: mask / max(1.0, kept[row]) / responses for row, mask in masks.items()}
+
+    def surrogate(self, row: int, log_probs: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The objective at each token, and whether a clip decided it."""
+        mask, advantage = self.of("actor_mask", row), self.of("advantages", row)
+        log_ratio = log_probs - old
+        if self.loss.ratio_level == "sequence":
+            log_ratio = (log_ratio * mask).sum().expand(len(mask))
+        ratio = torch.exp(log_ratio)
+        bounded = ratio.clamp(1 - self.loss.clip_low, 1 + self.loss.clip_high)
+        objective = torch.minimum(ratio * advantage, bounded * advantage)
+        lowest = torch.maximum(objective, self.loss.dual_clip * advantage)
+        capped = torch.where(advantage < 0, lowest, objective)
+        return capped, (capped != ratio * advantage) & (mask > 0)
+
+    def trust(self, row: int, old: torch.Tensor) -> torch.Tensor:
+        weights = torch.exp(old - self.of("log_probs", row))
+        return weights.clamp(max=self.loss.importance_cap) if self.loss.importance_cap else torch.ones_like(weights)
+
+    def policy(self) -> dict[str, float]:
+        with torch.no_grad():
+            old = [self.distribution(row)[0] for row in range(len(self.sequences))]
+        losses, norms, entropies, kls, clipped, tokens = [], [], [], 0.0, 0, 0
+        for group in (group for epoch in range(self.chosen.epochs) for group in self.groups(epoch)):
+            first_epoch = len(losses) < self.chosen.mini_batches
+            weights = self.token_weights(group)
+            total, bonus, penalty = (torch.zeros((), dtype=torch.float64) for _ in range(3))
+            step_kl, step_clipped, step_entropies = 0.0, 0, []
+            for row in group:
+                log_probs, entropy = self.distribution(row)
+                mask = self.of("actor_mask", row)
+                objective, decided = self.surrogate(row, log_probs, old[row])
+                total = total - (objective * weights[row] * self.trust(row, old[row])).sum()
+                bonus = bonus + (entropy * weights[row]).sum()
+                behind = self.of("reference_log_probs", row) - log_probs
+                penalty = penalty + ((behind.exp() - 1 - behind) * weights[row]).sum()
+                ahead = log_probs - old[row]
+                step_kl += ((ahead.exp() - 1 - ahead) * mask).sum().item()
+                step_clipped += int(decided.sum())
+                step_entropies += entropy.tolist() if first_epoch else []
+            count = int(sum(self.of("actor_mask", row).sum() for row in group))
+            self.kl_seen.append(step_kl / count)
+            if self.loss.max_update_kl and losses and step_kl / count > self.loss.max_update_kl:
+                break
+            kls, clipped, tokens = kls + step_kl, clipped + step_clipped, tokens + count
+            entropies += step_entropies
+            losses.append(total.item())
+            norms.append(
+                self.descend(total - self.loss.entropy_bonus * bonus + self.loss.kl_loss_coefficient * penalty)
+            )
+        drift = torch.cat(old) - torch.from_numpy(self.data.log_probs.astype(np.float64))
+        trusts = torch.cat([self.trust(row, old[row]) for row in range(len(old))])
+        kept = torch.from_numpy(self.data.actor_mask) > 0
+        return {
+            "policy_loss": float(np.mean(losses)),
+            "grad_norm": float(np.mean(norms)),
+            "entropy": float(np.mean(entropies)),
+            "approx_kl": kls / tokens,
+            "clip_fraction": clipped / tokens,
+            "rollout_mismatch_kl": float((drift.exp() - 1 - drift).mean()),
+            "importance_weight": float(trusts[kept].mean()),
+            "optimizer_steps": len(losses),
+        }
+
+    def value(self, clip: float) -> dict[str, float]:
+        losses = []
+        for epoch in range(self.chosen.epochs):
+            for group in self.groups(epoch):
+                count = sum(RESPONSES[row] for row in group)
+                loss = torch.zeros((), dtype=torch.float64)
+                for row in group:
+                    ids = torch.from_numpy(self.sequences[row].astype(np.int64))
+                    hidden = self.model.backbone(input_ids=ids[None]).last_hidden_state[0]
+                    values = self.model.head(hidden)[PROMPTS[row] - 1 : -1, 0]
+                    before, goal = self.of("values", row), self.of("returns", row)
+                    near = before + (values - before).clamp(-clip, clip)
+                    loss = loss + 0.5 * torch.maximum((values - goal) ** 2, (near - goal) ** 2).sum() / count
+                losses.append(loss.item())
+                self.descend(loss)
+        return {"value_loss": float(np.mean(losses))}

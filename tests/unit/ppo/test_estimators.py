@@ -1,0 +1,191 @@
+"""Advantages without a critic, against the sums that define them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from quartet.errors import InvalidRequest
+from quartet.ppo.estimators import (
+    discounted_returns,
+    grpo_advantages,
+    reinforce_advantages,
+    rloo_advantages,
+    sequence_rewards,
+    spread,
+)
+from quartet.ppo.rewards import token_rewards
+from tests.unit.ppo.batches import check, draw, gradient, ragged_lengths, seeds, split
+
+group_sizes = st.lists(st.integers(2, 6), min_size=1, max_size=5)
+
+
+def draw_groups(seed: int, sizes: list[int]) -> Tensor:
+    """int64 [sequences]: prompts of these sizes under names far apart, in random order."""
+    names = [1000 - 7 * index for index, size in enumerate(sizes) for _ in range(size)]
+    return torch.from_numpy(np.random.default_rng(seed).permutation(np.array(names, np.int64)))
+
+
+def same_prompt(rewards: list[float], groups: list[int], row: int) -> list[float]:
+    """The rewards of all samples of the row's prompt, its own first."""
+    others = [r for index, r in enumerate(rewards) if groups[index] == groups[row] and index != row]
+    return [rewards[row], *others]
+
+
+@check
+@given(ragged_lengths, seeds)
+def test_a_sequence_reward_is_the_score_less_the_kl_of_the_whole_response(lengths: list[int], seed: int) -> None:
+    kl, scores = draw(seed, sum(lengths)), draw(seed + 1, len(lengths))
+    expected = [score - 0.3 * math.fsum(row) for score, row in zip(scores.tolist(), split(kl, lengths), strict=True)]
+    found = sequence_rewards(scores, kl, torch.tensor(lengths), 0.3)
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@check
+@given(st.integers(1, 30), seeds)
+def test_reinforce_compares_with_the_mean_of_the_batch(count: int, seed: int) -> None:
+    rewards = draw(seed, count)
+    mean = math.fsum(rewards.tolist()) / count
+    assert reinforce_advantages(rewards).tolist() == pytest.approx([r - mean for r in rewards.tolist()], abs=1e-6)
+
+
+@check
+@given(group_sizes, seeds)
+def test_rloo_compares_each_sample_with_the_mean_of_the_others_of_its_prompt(sizes: list[int], seed: int) -> None:
+    groups, rewards = draw_groups(seed, sizes), draw(seed, sum(sizes), scale=3.0)
+    expected = []
+    for row in range(len(rewards)):
+        own, *others = same_prompt(rewards.tolist(), groups.tolist(), row)
+        expected.append(own - math.fsum(others) / len(others))
+    assert rloo_advantages(rewards, groups).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("divide_by_std", [True, False])
+@check
+@given(sizes=group_sizes, seed=seeds)
+def test_grpo_follows_its_definition(divide_by_std: bool, sizes: list[int], seed: int) -> None:
+    groups, rewards = draw_groups(seed, sizes), draw(seed, sum(sizes), scale=0.01)
+    expected = []
+    for row in range(len(rewards)):
+        group = same_prompt(rewards.tolist(), groups.tolist(), row)
+        scale = statistics.stdev(group) + 1e-4 if divide_by_std else 1.0
+        expected.append((group[0] - statistics.fmean(group)) / scale)
+    assert grpo_advantages(rewards, groups, divide_by_std).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_groups_worked_by_hand() -> None:
+    # Prompt 5 has rewards 1, 3; prompt 2 has 0, 3, 6.
+    rewards, groups = torch.tensor([1.0, 0.0, 3.0, 3.0, 6.0]), torch.tensor([5, 2, 5, 2, 2])
+    assert rloo_advantages(rewards, groups).tolist() == pytest.approx([-2.0, -4.5, 2.0, 0.0, 4.5])
+    assert grpo_advantages(rewards, groups, divide_by_std=False).tolist() == pytest.approx([-1.0, -3.0, 1.0, 0.0, 3.0])
+    # Sample standard deviations: sqrt(2) and 3.
+    first, second = 1 / (math.sqrt(2) + 1e-4), 3 / (3 + 1e-4)
+    found = grpo_advantages(rewards, groups, divide_by_std=True).tolist()
+    assert found == pytest.approx([-first, -second, first, 0.0, second], rel=1e-6)
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, -1234.567])
+def test_samples_of_equal_reward_have_no_advantage_at_all(reward: float) -> None:
+    rewards, groups = torch.full((7,), reward), torch.tensor([1, 2, 1, 2, 2, 1, 1])
+    for found in (
+        rloo_advantages(rewards, groups),
+        grpo_advantages(rewards, groups, divide_by_std=True),
+        grpo_advantages(rewards, groups, divide_by_std=False),
+    ):
+        assert found.tolist() == [0.0] * 7
+
+
+@check
+@given(group_sizes, group_sizes, seeds)
+def test_other_prompts_change_no_bit_of_a_group(sizes: list[int], others: list[int], seed: int) -> None:
+    groups, rewards = draw_groups(seed, sizes), draw(seed, sum(sizes))
+    more = torch.cat([groups, draw_groups(seed + 1, others) + 100_000])
+    with_more = torch.cat([rewards, draw(seed + 1, sum(others), scale=1e4)])
+    for estimate in (
+        rloo_advantages,
+        lambda r, g: grpo_advantages(r, g, True),
+        lambda r, g: grpo_advantages(r, g, False),
+    ):
+        assert torch.equal(estimate(with_more, more)[: len(rewards)], estimate(rewards, groups))
+
+
+@check
+@given(ragged_lengths, seeds, st.floats(0, 1))
+def test_discounted_returns_are_the_sum_of_what_is_still_to_come(lengths: list[int], seed: int, gamma: float) -> None:
+    rewards = draw(seed, sum(lengths))
+    expected = [
+        math.fsum(gamma ** (later - t) * row[later] for later in range(t, len(row)))
+        for row in split(rewards, lengths)
+        for t in range(len(row))
+    ]
+    found = discounted_returns(rewards, torch.tensor(lengths), gamma)
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@check
+@given(ragged_lengths, ragged_lengths, seeds)
+def test_other_sequences_change_no_bit_of_a_return(lengths: list[int], others: list[int], seed: int) -> None:
+    rewards, nowhere = draw(seed, sum(lengths)), torch.full((sum(others),), math.nan)
+    alone = discounted_returns(rewards, torch.tensor(lengths), 0.99)
+    together = discounted_returns(torch.cat([nowhere, rewards, nowhere]), torch.tensor(others + lengths + others), 0.99)
+    assert torch.equal(together[sum(others) : sum(others) + sum(lengths)], alone)
+
+
+def test_undiscounted_the_first_return_is_the_sequence_reward() -> None:
+    scores, kl, lengths = draw(0, 3), draw(1, 9), torch.tensor([4, 1, 4])
+    returns = discounted_returns(token_rewards(scores, kl, lengths, 0.2), lengths, 1.0)
+    assert returns[[0, 4, 5]].tolist() == pytest.approx(sequence_rewards(scores, kl, lengths, 0.2).tolist(), rel=1e-5)
+
+
+def test_a_number_per_response_is_spread_over_its_tokens() -> None:
+    lengths = torch.tensor([2, 1, 3], dtype=torch.int32)
+    assert spread(torch.tensor([1.0, 2.0, 3.0]), lengths).tolist() == [1.0, 1.0, 2.0, 3.0, 3.0, 3.0]
+    assert gradient(lambda x: spread(x, lengths).sum(), torch.zeros(3)) == [2.0, 1.0, 3.0]
+
+
+def test_no_gradient_flows_into_advantages() -> None:
+    rewards, groups = torch.ones(4, requires_grad=True), torch.tensor([0, 0, 1, 1])
+    found = (
+        sequence_rewards(rewards, rewards, torch.ones(4, dtype=torch.long), 0.1),
+        reinforce_advantages(rewards),
+        rloo_advantages(rewards, groups),
+        grpo_advantages(rewards, groups, True),
+        discounted_returns(rewards, torch.tensor([4]), 1.0),
+    )
+    assert not any(tensor.requires_grad for tensor in found)
+    assert rewards.tolist() == [1.0] * 4
+
+
+def test_a_prompt_with_one_sample_is_refused_by_its_number() -> None:
+    rewards, groups = torch.zeros(3), torch.tensor([4, 9, 4])
+    with pytest.raises(InvalidRequest, match="prompt 9"):
+        rloo_advantages(rewards, groups)
+    with pytest.raises(InvalidRequest, match="prompt 9"):
+        grpo_advantages(rewards, groups, True)
+
+
+def test_mismatched_tensors_are_refused() -> None:
+    two, three = torch.zeros(2), torch.zeros(3)
+    with pytest.raises(InvalidRequest, match="same length"):
+        rloo_advantages(three, torch.tensor([1, 1]))
+    with pytest.raises(InvalidRequest, match="int64"):
+        rloo_advantages(two, two)
+    with pytest.raises(InvalidRequest, match="same length"):
+        sequence_rewards(three, three, torch.tensor([1, 2]), 0.1)
+    with pytest.raises(InvalidRequest, match="add up to 4"):
+        sequence_rewards(two, three, torch.tensor([2, 2]), 0.1)
+    with pytest.raises(InvalidRequest, match="add up to 2"):
+        discounted_returns(three, torch.tensor([2]), 1.0)
+    with pytest.raises(InvalidRequest, match="one-dimensional"):
+        reinforce_advantages(torch.zeros(2, 2))
+    with pytest.raises(InvalidRequest, match="at least one token"):
+        spread(two, torch.tensor([2, 0]))

@@ -1,0 +1,86 @@
+"""The learning rate at the points that matter, and on the curve between them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from quartet.errors import InvalidRequest
+from quartet.ppo.schedules import ScheduleKind, scheduled_learning_rate
+from tests.unit.ppo.batches import check
+
+KIND = pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+
+
+def rates(kind: ScheduleKind, total: int, warmup: int, peak: float = 0.8, final: float = 0.2) -> list[float]:
+    """The rates of steps 1..total."""
+    return [scheduled_learning_rate(step, total, peak, final, warmup, kind) for step in range(1, total + 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("constant", [0.4, 0.8, 0.8, 0.8, 0.8, 0.8]),
+        ("linear", [0.4, 0.8, 0.65, 0.5, 0.35, 0.2]),
+        ("cosine", [0.4, 0.8, 0.5 + 0.3 * math.sqrt(0.5), 0.5, 0.5 - 0.3 * math.sqrt(0.5), 0.2]),
+    ],
+)
+def test_six_steps_with_two_of_warm_up_worked_by_hand(kind: ScheduleKind, expected: list[float]) -> None:
+    assert rates(kind, 6, 2) == pytest.approx(expected, rel=1e-12)
+
+
+@KIND
+@check
+@given(total=st.integers(1, 300), data=st.data(), peak=st.floats(1e-9, 1.0), share=st.floats(0, 1))
+def test_the_ends_are_met_exactly_and_nothing_leaves_the_range(
+    kind: ScheduleKind, total: int, data: st.DataObject, peak: float, share: float
+) -> None:
+    warmup, final = data.draw(st.integers(0, total)), peak * share
+    found = rates(kind, total, warmup, peak, final)
+    if warmup:
+        assert found[warmup - 1] == peak
+        assert found[0] == pytest.approx(peak / warmup)
+    if warmup < total:
+        assert found[-1] == (peak if kind == "constant" else final)
+    assert found[:warmup] == sorted(found[:warmup])
+    after = found[max(0, warmup - 1) :]
+    assert all(a >= b - 1e-12 * peak for a, b in itertools.pairwise(after))
+    assert all(0 < rate <= peak * (1 + 1e-12) or rate == final for rate in found)
+
+
+@pytest.mark.parametrize(("kind", "after"), [("constant", 0.8), ("linear", 0.2), ("cosine", 0.2)])
+def test_a_step_beyond_the_run_stays_where_it_ended(kind: ScheduleKind, after: float) -> None:
+    assert scheduled_learning_rate(99, 6, 0.8, 0.2, 2, kind) == after
+
+
+@KIND
+def test_a_warm_up_as_long_as_the_run_ends_at_the_peak(kind: ScheduleKind) -> None:
+    assert rates(kind, 4, 4) == pytest.approx([0.2, 0.4, 0.6, 0.8])
+
+
+def test_linear_and_cosine_part_between_the_ends() -> None:
+    linear, cosine = rates("linear", 8, 0), rates("cosine", 8, 0)
+    assert linear[3] == pytest.approx(cosine[3])
+    assert cosine[0] > linear[0] + 0.01
+    assert cosine[6] < linear[6] - 0.01
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": 0},
+        {"total_steps": 0},
+        {"warmup_steps": -1},
+        {"peak": -1.0},
+        {"final": math.nan},
+        {"peak": math.inf},
+    ],
+)
+def test_what_cannot_be_a_schedule_is_refused(wrong: dict[str, float]) -> None:
+    good = {"step": 1, "total_steps": 2, "peak": 0.1, "final": 0.0, "warmup_steps": 0}
+    with pytest.raises(InvalidRequest):
+        scheduled_learning_rate(**{**good, **wrong}, kind="linear")  # type: ignore[arg-type]
