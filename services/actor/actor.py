@@ -13,14 +13,17 @@ from quartet.errors import FailedPrecondition, InvalidRequest
 from quartet.files import confined, describe_files
 from quartet.models.engine import TorchEngine
 from quartet.models.forward import max_positions
+from quartet.models.freezing import freeze_parameters
 from quartet.models.loading import (
     count_parameters,
     load_causal_lm,
     load_tokenizer,
+    save_adapter,
     save_policy,
     stop_token_ids,
     tokenizer_fingerprint,
 )
+from quartet.models.lora import add_adapter
 from quartet.models.optimizer import create_optimizer, save_optimizer
 from quartet.models.scoring import response_log_probs
 from quartet.models.training import update_policy
@@ -61,12 +64,21 @@ class Actor:
         max_concurrent: int,
         run_directory: Path,
         buffer: Callable[[str], BufferAccess],
+        seed: int = 0,
     ) -> None:
-        """Loads the model. ``buffer`` gives access to the buffer of a run, by its name. Raises ModelError."""
+        """Loads the model. ``buffer`` gives access to the buffer of a run, by its name; ``seed`` is where an adapter starts.
+
+        Raises ModelError.
+        """
         self._config, self._device, self._buffer = config, device, buffer
         self._root = run_directory
         self._tokenizer = load_tokenizer(config.model)
         self._model = load_causal_lm(config.model, config.dtype, device)
+        lora = config.lora
+        self._adapter = (
+            add_adapter(self._model, config.model, lora.rank, lora.alpha, lora.target_modules, seed) if lora else None
+        )
+        freeze_parameters(self._model, config.freeze)
         optimizer = config.optimizer
         self._optimizer = create_optimizer(
             self._model, config.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay
@@ -113,9 +125,19 @@ class Actor:
             stream.append(finished)
         return len(requests), tokens
 
-    def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
-        """Log-probs under the current policy, float32 [response tokens]."""
-        return response_log_probs(self._model, batch, temperature, self._config.micro_batch_tokens)
+    def log_probs(self, batch: TokenBatch, temperature: float, reference: bool = False) -> FloatArray:
+        """Log-probs under the current policy, or under the ``reference``, which is the policy without its adapter.
+
+        float32 [response tokens]. Raises FailedPrecondition when there is no adapter to turn off.
+        """
+        if not reference:
+            return response_log_probs(self._model, batch, temperature, self._config.micro_batch_tokens)
+        if self._adapter is None:
+            raise FailedPrecondition(
+                "log-probs as the reference: this actor has no adapter to turn off; set actor.lora, or ask a reference service"
+            )
+        with self._adapter.off():
+            return response_log_probs(self._model, batch, temperature, self._config.micro_batch_tokens)
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: PolicyLossSettings
@@ -133,12 +155,18 @@ class Actor:
     def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind) -> list[SavedFile]:
         """Writes the policy, and its optimizer in a checkpoint, below the run's directory.
 
-        Raises InvalidRequest for a directory elsewhere, FailedPrecondition when the model has learned in another
-        run, when another orchestrator leads, or when an update broke off.
+        With an adapter a checkpoint holds the adapter alone, and a model is the merged one. Raises InvalidRequest for a
+        directory elsewhere, FailedPrecondition when the model has learned in another run, when another orchestrator leads, when
+        an update broke off, or when there is no adapter to save.
         """
         self._updates.check_save(run, leader_epoch)
         target = confined(self._root, directory)
-        save_policy(self._model, self._tokenizer, target)
+        if self._adapter is not None and kind is not SaveKind.MODEL:
+            save_adapter(self._adapter, self._tokenizer, target)
+        elif kind is SaveKind.ADAPTER:
+            raise FailedPrecondition("save of the adapter: this actor has none; set actor.lora, or save the model")
+        else:
+            save_policy(self._model, self._tokenizer, target, self._adapter)
         if kind is SaveKind.CHECKPOINT:
             save_optimizer(self._optimizer, target / "optimizer.safetensors")
         return describe_files(self._root, target)
@@ -157,6 +185,7 @@ class Actor:
             max_sequence_tokens=max_positions(self._model) or 0,
             run=self._updates.run,
             step=self._updates.step,
+            answers_as_reference=self._adapter is not None,
         )
 
     @property

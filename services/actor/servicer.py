@@ -42,10 +42,12 @@ class ActorServicer(ModelRole[Actor], actor_pb2_grpc.ActorServiceServicer):
     def LogProbs(
         self, request: actor_pb2.ActorServiceLogProbsRequest, context: grpc.ServicerContext
     ) -> actor_pb2.ActorServiceLogProbsResponse:
-        """Log-probs under the current policy."""
+        """Log-probs under the current policy, or under the reference."""
         batch, temperature = codec.batch_from_proto(request.batch), codec.positive(request.temperature, "temperature")
         log_probs, version = self.compute.run(
-            "log_probs", context, lambda _: (self.core.log_probs(batch, temperature), self.core.policy_version)
+            "log_probs",
+            context,
+            lambda _: (self.core.log_probs(batch, temperature, request.reference), self.core.policy_version),
         )
         return actor_pb2.ActorServiceLogProbsResponse(
             log_probs=codec.tensor_to_proto(log_probs), policy_version=version
@@ -83,9 +85,9 @@ class ActorServicer(ModelRole[Actor], actor_pb2_grpc.ActorServiceServicer):
 
 def _generation_requests(request: actor_pb2.GenerateRequest) -> list[GenerationRequest]:
     lengths = codec.ints_from_proto(request.prompt_lengths, "prompt_lengths", len(request.prompts))
-    if not len(lengths) or lengths.min() < 1 or not request.run or request.step < 1 or request.samples_per_prompt < 1:
+    if not len(lengths) or lengths.min() < 1 or not request.run or request.samples_per_prompt < 1:
         raise InvalidRequest(
-            "generate: expected a run, a step and samples_per_prompt of 1 or more, and prompts of 1 token or more"
+            "generate: expected a run, samples_per_prompt of 1 or more, and prompts of 1 token or more"
         )
     if len(set(request.prompts)) != len(lengths):
         raise InvalidRequest("prompts: an index stands twice, its trajectories would have the same ids")

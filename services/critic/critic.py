@@ -7,9 +7,12 @@ from pathlib import Path
 
 from quartet.buffer.experience import ExperienceStore
 from quartet.config import CriticConfig
+from quartet.errors import FailedPrecondition
 from quartet.files import confined, describe_files
 from quartet.models.forward import max_positions
+from quartet.models.freezing import freeze_parameters
 from quartet.models.loading import count_parameters, load_critic, load_tokenizer, tokenizer_fingerprint
+from quartet.models.lora import add_adapter
 from quartet.models.optimizer import create_optimizer, save_optimizer
 from quartet.models.scoring import response_values
 from quartet.models.training import update_value
@@ -37,11 +40,20 @@ class Critic:
         device: str,
         run_directory: Path,
         experience: Callable[[str], ExperienceStore],
+        seed: int = 0,
     ) -> None:
-        """Loads ``model``. ``experience`` gives access to a run's sealed experience, by its name. Raises ModelError."""
+        """Loads ``model``. ``experience`` gives access to a run's sealed experience, by its name; ``seed`` is where an adapter
+        starts. Raises ModelError.
+        """
         self._config, self._name, self._device, self._experience = config, model, device, experience
         self._root = run_directory
         self._model = load_critic(model, config.dtype, device)
+        lora = config.lora
+        # The head is small and begins at nothing learned: it is trained in full beside an adapter.
+        self._adapter = (
+            add_adapter(self._model.backbone, model, lora.rank, lora.alpha, lora.target_modules, seed) if lora else None
+        )
+        freeze_parameters(self._model, config.freeze)
         optimizer = config.optimizer
         self._optimizer = create_optimizer(
             self._model, config.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay
@@ -72,14 +84,19 @@ class Critic:
     def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind) -> list[SavedFile]:
         """Writes the value model, and its optimizer in a checkpoint, below the run's directory.
 
-        Raises InvalidRequest for a directory elsewhere, FailedPrecondition when the model has learned in another
-        run, when another orchestrator leads, or when an update broke off.
+        With an adapter a checkpoint holds the adapter and the value head, and a model is the merged one. Raises InvalidRequest
+        for a directory elsewhere, FailedPrecondition when the model has learned in another run, when another orchestrator leads,
+        when an update broke off, or when there is no adapter to save.
         """
         self._updates.check_save(run, leader_epoch)
         target = confined(self._root, directory)
-        self._model.save(target)
         # A critic starts from a directory with a tokenizer; what it writes can be started from too.
-        self._tokenizer.save_pretrained(target)
+        if self._adapter is not None and kind is not SaveKind.MODEL:
+            self._model.save_adapter(target, self._adapter, self._tokenizer)
+        elif kind is SaveKind.ADAPTER:
+            raise FailedPrecondition("save of the adapter: this critic has none; set critic.lora, or save the model")
+        else:
+            self._model.save(target, self._tokenizer, self._adapter)
         if kind is SaveKind.CHECKPOINT:
             save_optimizer(self._optimizer, target / "optimizer.safetensors")
         return describe_files(self._root, target)

@@ -1,7 +1,7 @@
 """Checkpoints in Hugging Face format, read and written: tokenizers, causal LMs, reward models, critics.
 
 Safetensors only, no code from a checkpoint, nothing half initialised: what cannot be loaded whole is a ModelError that says what
-was wrong and what to do.
+was wrong and what to do. A LoRA adapter's directory is a checkpoint, too: its base is loaded and the adapter merged into it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 
 from quartet.errors import ModelError
 from quartet.files import replace_directory
+from quartet.models.lora import Adapter, adapter_base, adapter_chain, is_adapter, merge_adapter
 from quartet.models.quiet import quiet
 from quartet.models.value_head import HEAD_FILE, ValueModel
 
@@ -36,7 +37,8 @@ _SAFE = {"trust_remote_code": False}
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """The tokenizer of a checkpoint directory or hub id. Raises ModelError."""
+    """The tokenizer of a checkpoint directory or hub id; of an adapter's base, where it has none. Raises ModelError."""
+    model = _tokenizer_location(model)
     _check_location(model)
     with _explained(model, "tokenizer"):
         kind: Any = transformers.AutoTokenizer
@@ -57,10 +59,18 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
-    """A causal language model in evaluation mode, without dropout. Raises ModelError, for a classifier too."""
-    config = _load_config(model)
-    _check_architecture(model, config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "a causal language model")
-    loaded = _load(model, config, transformers.AutoModelForCausalLM, dtype, device)
+    """A causal language model in evaluation mode, without dropout. Raises ModelError, for a classifier too.
+
+    From a directory with a LoRA adapter: its base, with the adapter merged into the weights.
+    """
+    _check_location(model)
+    base, adapters = adapter_chain(model)
+    with _below(model, base):
+        config = _load_config(base)
+        _check_architecture(base, config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "a causal language model")
+        loaded = _load(base, config, transformers.AutoModelForCausalLM, dtype, device)
+    for adapter in adapters:
+        _merge(loaded, adapter)
     with _explained(model, "forward pass without an attention mask"), torch.inference_mode():
         loaded(input_ids=_two_tokens(loaded))
     return loaded
@@ -78,11 +88,14 @@ def load_reward_model(model: str | Path, dtype: str = "float32", device: str = "
 
 
 def load_critic(model: str | Path, dtype: str = "float32", device: str = "cpu") -> ValueModel:
-    """A value model in evaluation mode, from one of three checkpoints, told apart by their files and architecture.
+    """A value model in evaluation mode, from one of four checkpoints, told apart by their files and architecture.
 
-    From what ``ValueModel.save`` wrote; from a decoder classifier with one output (backbone and head); or from a causal LM
+    From what ``ValueModel.save`` wrote; from what ``ValueModel.save_adapter`` wrote (the base's backbone with the adapter merged
+    into it, and the head beside it); from a decoder classifier with one output (backbone and head); or from a causal LM
     (backbone, and a head of zeros: every value starts at 0). Raises ModelError.
     """
+    _check_location(model)
+    adapter_chain(model)  # so that no chain of adapters without an end is followed below
     critic = _frozen_dropout(_critic(model, dtype, device))
     with _explained(model, "forward pass of the backbone"), torch.inference_mode():
         input_ids = _two_tokens(critic)
@@ -91,7 +104,17 @@ def load_critic(model: str | Path, dtype: str = "float32", device: str = "cpu") 
 
 
 def _critic(model: str | Path, dtype: str, device: str) -> ValueModel:
-    if (Path(model) / HEAD_FILE).is_file():
+    has_head = (Path(model) / HEAD_FILE).is_file()
+    if is_adapter(model):
+        if not has_head:
+            return ValueModel.of_causal_lm(load_causal_lm(model, dtype, device))
+        base = adapter_base(Path(model))
+        with _below(model, base):
+            backbone = _critic(base, dtype, device).backbone
+        _merge(backbone, Path(model))
+        with _explained(model, "value head"):
+            return ValueModel.with_saved_head(backbone, Path(model)).to(device)
+    if has_head:
         config = _load_config(model)
         backbone = _load(model, config, transformers.AutoModel, dtype, device)
         with _explained(model, "value head"):
@@ -132,16 +155,59 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def save_policy(model: Any, tokenizer: Any, directory: str | Path) -> None:
-    """Writes model and tokenizer in Hugging Face format; the same weights give the same bytes. Raises ModelError."""
+def save_policy(model: Any, tokenizer: Any, directory: str | Path, adapter: Adapter | None = None) -> None:
+    """Writes model and tokenizer in Hugging Face format; the same weights give the same bytes. Raises ModelError.
+
+    With the model's ``adapter`` what is written is the merged model; the model itself stays as it is.
+    """
 
     def write(target: Path) -> None:
-        model.save_pretrained(target)
+        if adapter is None:
+            model.save_pretrained(target)
+        else:
+            adapter.write_merged(target)
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
 
     with _explained(directory, "model directory, writing"), quiet():
         replace_directory(Path(directory), write)
+
+
+def save_adapter(adapter: Adapter, tokenizer: Any, directory: str | Path) -> None:
+    """Writes a policy's adapter in peft's format, and the tokenizer; the same weights give the same bytes. Raises ModelError."""
+
+    def write(target: Path) -> None:
+        adapter.write(target)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+
+    with _explained(directory, "model directory, writing"), quiet():
+        replace_directory(Path(directory), write)
+
+
+def _merge(model: Any, adapter: Path) -> None:
+    with _explained(adapter, "LoRA adapter"), quiet():
+        merge_adapter(model, adapter)
+
+
+def _tokenizer_location(model: str | Path) -> str | Path:
+    """Where the tokenizer of a checkpoint is: adapters that others saved often leave it to their base."""
+    base, adapters = adapter_chain(model)
+    for adapter in reversed(adapters):
+        if any((adapter / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+            return adapter
+    return base
+
+
+@contextlib.contextmanager
+def _below(model: str | Path, base: str | Path) -> Iterator[None]:
+    """Says of an error in the base of an adapter which adapter asked for it."""
+    try:
+        yield
+    except ModelError as error:
+        if str(model) == str(base):
+            raise
+        raise ModelError(f"adapter {model}: its base model: {error}") from error
 
 
 def _is_generic(directory: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from quartet.errors import ModelError
 from quartet.files import replace_directory
+from quartet.models.lora import Adapter
 from quartet.models.quiet import quiet
 
 HEAD_FILE = "value_head.safetensors"
@@ -71,22 +73,41 @@ class ValueModel(nn.Module):
         values: torch.Tensor = self.head(hidden[keep].float()).squeeze(-1)
         return values
 
-    def save(self, directory: str | Path) -> None:
-        """Writes the backbone in Hugging Face format and the head beside it, for ``load_critic``. Raises ModelError."""
+    def save(self, directory: str | Path, tokenizer: Any = None, adapter: Adapter | None = None) -> None:
+        """Writes the backbone in Hugging Face format and the head beside it, for ``load_critic``. Raises ModelError.
+
+        With the backbone's ``adapter`` what is written is the merged backbone; the backbone itself stays as it is. A tokenizer
+        goes beside them.
+        """
+        self._replace(Path(directory), tokenizer, lambda target: self._write_backbone(target, adapter))
+
+    def save_adapter(self, directory: str | Path, adapter: Adapter, tokenizer: Any = None) -> None:
+        """Writes the backbone's adapter in peft's format and the head beside it, for ``load_critic``. Raises ModelError."""
+        self._replace(Path(directory), tokenizer, adapter.write)
+
+    def _replace(self, directory: Path, tokenizer: Any, write: Callable[[Path], None]) -> None:
+        def fill(target: Path) -> None:
+            write(target)
+            tensors = {name: value.detach().cpu().contiguous() for name, value in self.head.state_dict().items()}
+            safetensors.torch.save_file(tensors, target / HEAD_FILE)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(target)
+
         try:
             with quiet():
-                replace_directory(Path(directory), self._write)
+                replace_directory(directory, fill)
         except OSError as error:
             raise ModelError(f"value model directory {directory}: cannot be written: {error}") from error
 
-    def _write(self, directory: Path) -> None:
-        self.backbone.save_pretrained(directory)
+    def _write_backbone(self, directory: Path, adapter: Adapter | None) -> None:
+        if adapter is None:
+            self.backbone.save_pretrained(directory)
+        else:
+            adapter.write_merged(directory)
         # A base model keeps the name of the class it came from; what is written here is the base model.
         config = directory / "config.json"
         content = {**json.loads(config.read_text()), "architectures": [type(self.backbone).__name__]}
         config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        tensors = {name: value.detach().cpu().contiguous() for name, value in self.head.state_dict().items()}
-        safetensors.torch.save_file(tensors, directory / HEAD_FILE)
 
 
 def _empty_head(hidden: int, bias: bool, device: torch.device) -> nn.Linear:

@@ -1,0 +1,42 @@
+"""Parameters that keep their weights while the rest is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from quartet.errors import ModelError
+
+_EXAMPLES = 6
+
+
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Stops the gradients of every parameter whose name matches one of the shell patterns (``*.layers.0.*``).
+
+    A weight that two layers share (tied) has both names, and is frozen for both when either matches. Raises ModelError for a
+    pattern that matches nothing, and when nothing would be left to train.
+    """
+    if not patterns:
+        return
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matching = [parameter for name, parameter in parameters if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ModelError(
+                f"freeze {pattern!r}: no parameter of {type(model).__name__} has such a name; there are, among others, "
+                f"{_examples([name for name, _ in parameters])}"
+            )
+        for parameter in matching:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"freeze {', '.join(map(repr, patterns))}: every parameter of {type(model).__name__} is frozen and nothing is "
+            f"left to train; leave some out of {_examples([name for name, _ in parameters])}"
+        )
+
+
+def _examples(names: Sequence[str]) -> str:
+    """Some of the names, from all over the model."""
+    return ", ".join(names[:: max(1, len(names) // _EXAMPLES)][:_EXAMPLES])

@@ -1,0 +1,274 @@
+"""LoRA through peft: low-rank adapters on a model that itself stays as it is (Hu et al. 2021, "LoRA").
+
+A linear layer with weight W computes W x + (alpha / rank) B A x, and only A and B are trained. peft puts its layers into the
+model in place, so what computes with the model goes on with the object and the class that it knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import safetensors.torch
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from quartet.errors import ModelError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_NAME = "default"
+_EXAMPLES = 8
+
+
+class Adapter:
+    """A LoRA adapter on ``model``, whose targeted layers it has replaced in place.
+
+    A and B are kept and multiplied in fp32 whatever the model computes in: half precision would round small updates away. A
+    layer's sum is rounded to the model's dtype, once.
+    """
+
+    def __init__(self, peft_model: Any, base: str) -> None:
+        """``base`` is the name or path of the checkpoint below, as it is written into adapter_config.json."""
+        self._peft = peft_model
+        self._base = base
+        self.model: Any = peft_model.get_base_model()
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Without the adapter: the model below, bit for bit. It is back on afterwards, also after an error.
+
+        For the thread that computes with the model; no other may use it meanwhile.
+        """
+        with self._peft.disable_adapter():
+            yield
+
+    def write_merged(self, directory: Path) -> None:
+        """Writes the whole model in Hugging Face format into an existing directory, with weights W + (alpha / rank) B A.
+
+        The model itself stays as it is: merged weights are copies in host memory, of the targeted layers only.
+        """
+        self.model.save_pretrained(directory, state_dict=self._merged_state())
+
+    def write(self, directory: Path) -> None:
+        """Writes the adapter into an existing directory in peft's format; the same weights give the same bytes."""
+        tensors = {name: value.detach().cpu().contiguous() for name, value in sorted(self._state().items())}
+        safetensors.torch.save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        # peft keeps names in sets, which come in another order in every process.
+        content = {
+            name: sorted(value) if isinstance(value, set) else value
+            for name, value in self._peft.peft_config[_NAME].to_dict().items()
+        }
+        content |= {"base_model_name_or_path": self._base, "inference_mode": True}
+        (directory / CONFIG_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def read(self, directory: Path) -> None:
+        """Puts back the weights that ``write`` left in ``directory``, in place. Raises ModelError.
+
+        An optimizer goes on with the same parameters: with ``load_optimizer`` this is the way back to a checkpoint.
+        """
+        path = directory / WEIGHTS_FILE
+        if not path.is_file():
+            raise ModelError(f"adapter {directory}: no {WEIGHTS_FILE}; pickled adapters are not read, save it again")
+        try:
+            tensors = safetensors.torch.load_file(path)
+        except Exception as error:  # safetensors raises its own error, or OSError
+            raise ModelError(f"adapter {path}: cannot be read: {error}; save it again") from error
+        self._check_fit(directory, tensors)
+        peft.set_peft_model_state_dict(self._peft, tensors, _NAME)
+
+    def _merged_state(self) -> dict[str, torch.Tensor]:
+        """The model's state with the adapter in its weights, under the names that it has without one."""
+        layers = _layers(self.model)
+        state = {}
+        for name, value in self.model.state_dict().items():
+            owner, below, leaf = name.rpartition(".base_layer.")
+            if below and owner in layers:
+                state[f"{owner}.{leaf}"] = _merged_weight(layers[owner]) if leaf == "weight" else value
+            elif ".lora_" not in name:
+                state[name] = value
+        return state
+
+    def _check_fit(self, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+        state = self._state()
+        for names, what in ((state.keys() - tensors.keys(), "lacks"), (tensors.keys() - state.keys(), "has too many:")):
+            if names:
+                raise ModelError(
+                    f"adapter {directory}: {what} {len(names)} weights, the first {min(names)!r}; "
+                    "expected an adapter of this model, for the layers that its config names"
+                )
+        for name, value in sorted(tensors.items()):
+            if value.shape != state[name].shape:
+                raise ModelError(
+                    f"adapter {directory}: {name} has shape {tuple(value.shape)}, the model expects "
+                    f"{tuple(state[name].shape)}; give the model that the adapter was trained on, and its rank"
+                )
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        # The embeddings are never trained; to be asked whether they were, peft would go to the hub.
+        found: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(self._peft, save_embedding_layers=False)
+        return found
+
+
+def add_adapter(
+    model: Any, base: str, rank: int, alpha: float, target_modules: Sequence[str] = (), seed: int = 0
+) -> Adapter:
+    """Puts an adapter on a transformers model and freezes everything else. The model computes what it did: B starts at 0.
+
+    ``base`` is the checkpoint's name or path. ``target_modules`` are names of linear layers, whole or their last parts
+    (``q_proj``); none: every linear layer but the vocabulary projection. A starts uniform in ±1/√inputs, as peft's does, from a
+    stream of (seed, name of the layer). Raises ModelError for a name that no linear layer has.
+    """
+    layers = _targets(model, target_modules)
+    settings = peft.LoraConfig(
+        r=rank,
+        # peft's type says int, its formula takes any number; a whole one is written as others write it.
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]
+        target_modules=sorted(_names_of(model, layers)),
+        task_type="FEATURE_EXTRACTION" if model.get_output_embeddings() is None else "CAUSAL_LM",
+    )
+    adapter = Adapter(_on(model, settings), base)
+    with torch.no_grad():
+        for name, layer in _layers(model).items():
+            matrix = layer.lora_A[_NAME].weight
+            bound = 1 / math.sqrt(matrix.shape[1])
+            start = torch.empty(matrix.shape).uniform_(-bound, bound, generator=_generator(seed, name))
+            matrix.copy_(start)
+    return adapter
+
+
+def is_adapter(model: str | Path) -> bool:
+    """Whether this is a directory with an adapter in it."""
+    return (Path(model) / CONFIG_FILE).is_file()
+
+
+def adapter_chain(model: str | Path) -> tuple[str | Path, list[Path]]:
+    """The full checkpoint below an adapter directory, and the adapters on it, the lowest first.
+
+    ``(model, [])`` for a full checkpoint. Raises ModelError where an adapter names no base, or leads back to itself.
+    """
+    adapters: list[Path] = []
+    while is_adapter(model):
+        directory = Path(model)
+        if directory in adapters:
+            raise ModelError(
+                f"adapter {directory}: is its own base (base_model_name_or_path in {CONFIG_FILE}); mend it"
+            )
+        adapters.append(directory)
+        model = adapter_base(directory)
+    return model, adapters[::-1]
+
+
+def adapter_base(directory: Path) -> str:
+    """The checkpoint that an adapter was trained on, as its config says. Raises ModelError, for other adapters than LoRA too."""
+    try:
+        content = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"adapter {directory}: {CONFIG_FILE} cannot be read: {error}; save it again") from error
+    kind = content.get("peft_type") if isinstance(content, dict) else None
+    if kind != "LORA":
+        raise ModelError(f"adapter {directory}: {CONFIG_FILE} says peft_type {kind!r}; expected LORA")
+    base = content.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(f"adapter {directory}: {CONFIG_FILE} names no base_model_name_or_path; write it in")
+    return base
+
+
+def merge_adapter(model: Any, directory: Path) -> None:
+    """Adds a saved adapter to the weights of ``model`` in place; afterwards the model is what it was, with other weights.
+
+    Raises ModelError for an adapter of another model, or one that is broken.
+    """
+    settings = peft.LoraConfig.from_pretrained(str(directory))
+    # The model may have been loaded under another name than the adapter has for it.
+    settings.base_model_name_or_path = None
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    peft_model = _on(model, settings)
+    Adapter(peft_model, "").read(directory)
+    peft_model.merge_and_unload(progressbar=False)
+    # peft leaves the weights frozen.
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trainable)
+
+
+def _on(model: Any, settings: peft.LoraConfig) -> Any:
+    """The peft model around ``model``, whose layers are now peft's. Raises ModelError."""
+    with warnings.catch_warnings():
+        # peft warns of what it does to transformers and of what is checked here; that is not for whoever starts a run.
+        warnings.simplefilter("ignore")
+        wrapped: Any = peft.get_peft_model(model, settings, _NAME)
+    model.eval()
+    places: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        places[id(parameter)] = places.get(id(parameter), 0) + 1
+    for name, layer in _layers(model).items():
+        if places[id(layer.get_base_layer().weight)] > 1:
+            raise ModelError(
+                f"target module {name}: its weight is shared with another layer (tied), which an adapter cannot be; leave it out"
+            )
+    return wrapped
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that have an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _targets(model: Any, target_modules: Sequence[str]) -> dict[str, Any]:
+    """The linear layers that are to get an adapter, by name. Raises ModelError."""
+    projection = model.get_output_embeddings()
+    linear: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    }
+    if not target_modules:
+        every = {name: module for name, module in linear.items() if module is not projection}
+        if not every:
+            raise ModelError(f"lora: {type(model).__name__} has no linear layer that could get an adapter")
+        return every
+    found: dict[str, Any] = {}
+    for target in target_modules:
+        matching = [name for name, _ in model.named_modules() if _matches(name, target)]
+        if not matching or not set(matching) <= linear.keys():
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            reason = "no layer has this name" if not matching else f"{matching[0]} is not a linear layer"
+            raise ModelError(
+                f"lora.target_modules {target!r}: {reason} in {type(model).__name__}; there are, among others, "
+                f"{', '.join(known[:_EXAMPLES])}"
+            )
+        found |= {name: linear[name] for name in matching}
+    return found
+
+
+def _names_of(model: nn.Module, layers: dict[str, Any]) -> set[str]:
+    """Names that match these layers and no other: their last parts, as people write them, or whole where those are not enough."""
+    short = {name.rpartition(".")[2] for name in layers}
+    matched = {name for name, _ in model.named_modules() if any(_matches(name, target) for target in short)}
+    return short if matched == layers.keys() else set(layers)
+
+
+def _matches(name: str, target: str) -> bool:
+    """peft's rule for which module a target means."""
+    return name == target or name.endswith(f".{target}")
+
+
+def _merged_weight(layer: Any) -> torch.Tensor:
+    weight = layer.get_base_layer().weight.detach()
+    with torch.no_grad():
+        merged: torch.Tensor = weight.float() + layer.get_delta_weight(_NAME)
+    return merged.to(weight.dtype).cpu()
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    """Random numbers for one layer, whatever the others are and wherever they are computed."""
+    digest = hashlib.blake2b(f"lora/{seed}/{name}".encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))

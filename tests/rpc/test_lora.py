@@ -1,0 +1,215 @@
+"""Adapters and frozen layers behind gRPC: the actor as reference, what each kind of save writes, and the way back from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import transformers
+
+from quartet.buffer.connection import Redis
+from quartet.buffer.experience import ExperienceStore
+from quartet.config import Config
+from quartet.errors import FailedPrecondition, InvalidRequest, ModelError
+from quartet.types import OptimizationSettings, PolicyLossSettings, Role, SaveKind, ValueLossSettings
+from tests.buffer.samples import experience
+from tests.rpc.conftest import Services
+from tests.unit.models import tiny
+
+SETTINGS = OptimizationSettings(epochs=2, mini_batches=1, learning_rate=1e-2, max_grad_norm=1.0, seed=0)
+LOSSES: dict[Role, Any] = {Role.ACTOR: PolicyLossSettings(), Role.CRITIC: ValueLossSettings(value_clip=0.0)}
+TRAINED = [Role.ACTOR, Role.CRITIC]
+BATCH = tiny.batch([3, 2], [4, 7])
+RUN = "lora"
+ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
+pytestmark = pytest.mark.usefixtures("store")
+
+
+@pytest.fixture
+def store(redis_client: Redis, redis_url: str) -> ExperienceStore:
+    """Sealed experience of steps 1 and 2."""
+    found = ExperienceStore(redis_client, redis_url, RUN)
+    for step in (1, 2):
+        found.seal(experience(RUN, step))
+    return found
+
+
+Lora = Callable[..., Config]
+
+
+@pytest.fixture
+def lora_config(make_config: Callable[..., Config]) -> Lora:
+    """A config whose actor and critic have adapters, with changes to the two, and a seed."""
+
+    def make(kind: str = "llama", seed: int = 1, **changes: Any) -> Config:
+        tree = make_config(kind).model_dump()
+        tree["run"]["seed"] = seed
+        for role in TRAINED:
+            tree[role] |= {"lora": {"rank": 4, "alpha": 8.0}, **changes}
+        return Config.model_validate(tree)
+
+    return make
+
+
+def update(client: Any, steps: int = 2) -> None:
+    for step in range(1, steps + 1):
+        client.update(RUN, step, 1, SETTINGS, LOSSES[client.role]).result()
+
+
+def outputs(client: Any) -> Any:
+    return client.log_probs(BATCH, 0.7) if client.role is Role.ACTOR else client.values(BATCH).result()
+
+
+def save(client: Any, config: Config, kind: SaveKind) -> Path:
+    """The directory, after a look at what the service says is in it."""
+    name = f"{client.role}-{kind}"
+    files = client.save(RUN, 1, name, kind).result()
+    assert {file.path for file in files} == {
+        path.relative_to(config.run_directory).as_posix() for path in (config.run_directory / name).iterdir()
+    }
+    return config.run_directory / name
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_an_actor_with_an_adapter_answers_as_the_reference_before_and_after_updates(
+    kind: str, services: Services, lora_config: Lora
+) -> None:
+    config = lora_config(kind)
+    actor, reference = services.start(Role.ACTOR, config), services.start(Role.REFERENCE, config)
+    assert actor.wait_until_ready().answers_as_reference
+    expected = reference.log_probs(BATCH, 0.7).result().tobytes()
+    assert actor.reference_log_probs(BATCH, 0.7).result().tobytes() == expected
+    assert outputs(actor).tobytes() == expected
+    update(actor)
+    policy = outputs(actor)
+    assert actor.reference_log_probs(BATCH, 0.7).result().tobytes() == expected
+    assert outputs(actor).tobytes() == policy.tobytes() != expected
+    assert np.abs(policy - np.frombuffer(expected, np.float32)).max() > 1e-2
+
+
+def test_a_reference_call_that_fails_leaves_the_policy_in_place(services: Services, lora_config: Lora) -> None:
+    actor = services.start(Role.ACTOR, lora_config())
+    update(actor, 1)
+    policy = outputs(actor)
+    with pytest.raises(InvalidRequest, match="positions for 64"):
+        actor.reference_log_probs(tiny.batch([60], [20]), 1.0).result()
+    assert outputs(actor).tobytes() == policy.tobytes()
+    actor.update(RUN, 2, 1, SETTINGS, LOSSES[Role.ACTOR]).result()
+    assert outputs(actor).tobytes() != policy.tobytes()
+
+
+def test_an_actor_without_an_adapter_is_no_reference(services: Services, make_config: Callable[..., Config]) -> None:
+    actor = services.start(Role.ACTOR, make_config())
+    assert not actor.wait_until_ready().answers_as_reference
+    with pytest.raises(FailedPrecondition, match=r"no adapter to turn off; set actor\.lora"):
+        actor.reference_log_probs(BATCH, 1.0).result()
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_a_run_with_adapters_follows_from_its_seed(role: Role, services: Services, lora_config: Lora) -> None:
+    one, same, other = (services.start(role, lora_config(seed=seed)) for seed in (1, 1, 2))
+    for client in (one, same, other):
+        update(client, 1)
+    assert outputs(one).tobytes() == outputs(same).tobytes() != outputs(other).tobytes()
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_each_kind_of_save_writes_what_it_says(role: Role, services: Services, lora_config: Lora) -> None:
+    config = lora_config()
+    client = services.start(role, config)
+    update(client, 1)
+    before = outputs(client)
+    head = {"value_head.safetensors"} if role is Role.CRITIC else set()
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    found = {kind: {path.name for path in save(client, config, kind).iterdir()} for kind in SaveKind}
+    assert found[SaveKind.ADAPTER] == ADAPTER | head | tokenizer
+    assert found[SaveKind.CHECKPOINT] == ADAPTER | head | tokenizer | {"optimizer.safetensors"}
+    generation = {"generation_config.json"} if role is Role.ACTOR else set()
+    assert found[SaveKind.MODEL] == {"config.json", "model.safetensors"} | generation | head | tokenizer
+    assert outputs(client).tobytes() == before.tobytes()
+    directory = config.run_directory / f"{role}-checkpoint"
+    written = json.loads((directory / "adapter_config.json").read_text())
+    expected = config.actor.model if role is Role.ACTOR else config.critic_model
+    assert (written["base_model_name_or_path"], written["r"], written["lora_alpha"]) == (expected, 4, 8)
+    adapter = safetensors.numpy.load_file(directory / "adapter_model.safetensors")
+    moments = safetensors.numpy.load_file(directory / "optimizer.safetensors")
+    trained = len(adapter) + len(head)
+    assert len({name.partition(".")[0] for name in moments}) == trained > 0
+    client.update(RUN, 2, 1, SETTINGS, LOSSES[role]).result()
+    assert outputs(client).tobytes() != before.tobytes()
+
+
+@pytest.mark.parametrize("role", TRAINED)
+@pytest.mark.parametrize("kind", list(SaveKind))
+def test_a_service_starts_again_from_every_save(
+    kind: SaveKind, role: Role, services: Services, lora_config: Lora
+) -> None:
+    config = lora_config()
+    client = services.start(role, config)
+    update(client)
+    tree = lora_config().model_dump()
+    tree[role]["model"] = str(save(client, config, kind))
+    again = services.start(role, Config.model_validate(tree))
+    np.testing.assert_allclose(outputs(again), outputs(client), atol=1e-5)
+    # What it answers is the merged model's now: the new adapter starts from there.
+    update(again, 1)
+    if role is Role.ACTOR:
+        np.testing.assert_allclose(again.reference_log_probs(BATCH, 0.7).result(), outputs(client), atol=1e-5)
+    assert np.abs(outputs(again) - outputs(client)).max() > 1e-3
+
+
+def test_the_saved_model_is_one_for_plain_transformers(services: Services, lora_config: Lora) -> None:
+    config = lora_config("gpt2")
+    actor = services.start(Role.ACTOR, config)
+    update(actor)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(save(actor, config, SaveKind.MODEL))
+    assert not any("lora" in name for name, _ in loaded.named_parameters())
+    tree = lora_config("gpt2").model_dump()
+    tree["reference"]["model"] = str(config.run_directory / "actor-model")
+    reference = services.start(Role.REFERENCE, Config.model_validate(tree))
+    np.testing.assert_allclose(reference.log_probs(BATCH, 0.7).result(), outputs(actor), atol=1e-5)
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_there_is_no_adapter_to_save_where_all_weights_are_trained(
+    role: Role, services: Services, make_config: Callable[..., Config]
+) -> None:
+    config = make_config()
+    client = services.start(role, config)
+    with pytest.raises(FailedPrecondition, match=rf"this {role} has none; set {role}\.lora"):
+        client.save(RUN, 1, "adapter", SaveKind.ADAPTER).result()
+    assert not (config.run_directory / "adapter").exists()
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_frozen_parameters_are_saved_as_they_came(role: Role, services: Services, lora_config: Lora) -> None:
+    config = lora_config(lora=None, freeze=["*.layers.0.*"])
+    client = services.start(role, config)
+    update(client)
+    saved = safetensors.numpy.load_file(save(client, config, SaveKind.MODEL) / "model.safetensors")
+    first = Path(config.actor.model if role is Role.ACTOR else config.critic_model) / "model.safetensors"
+    original = {name.removeprefix("model."): value for name, value in safetensors.numpy.load_file(first).items()}
+    assert len(saved) >= 20
+    for name, value in saved.items():
+        unmoved = value.tobytes() == original[name.removeprefix("model.")].tobytes()
+        assert unmoved == (".layers.0." in f".{name}"), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora": None, "freeze": ["*.h.0.*"]}, "freeze '.*': no parameter of .* has such a name"),
+        ({"lora": {"target_modules": ["c_attn"]}}, "lora.target_modules 'c_attn': no layer has this name"),
+    ],
+)
+@pytest.mark.parametrize("role", TRAINED)
+def test_names_that_the_model_does_not_have_end_the_start(
+    role: Role, changes: dict[str, Any], words: str, services: Services, lora_config: Lora
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        services.build(role, lora_config(**changes))

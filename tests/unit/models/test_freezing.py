@@ -1,0 +1,95 @@
+"""Frozen parameters: which ones a pattern means, that an update leaves them alone, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.errors import ModelError
+from quartet.models.freezing import freeze_parameters
+from quartet.models.optimizer import create_optimizer
+from quartet.models.training import update_value
+from quartet.models.value_head import ValueModel
+from quartet.types import ValueLossSettings
+from tests.unit.models import tiny
+from tests.unit.models.test_lora import SETTINGS, experience, learn
+
+
+def frozen(model: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def moved(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "patterns"),
+    [
+        ("llama", ("*embed_tokens*", "*.layers.0.*")),
+        ("gpt2", ("transformer.wpe.weight", "*.h.1.mlp.*")),
+        ("gpt_neox", ("gpt_neox.*",)),
+        ("qwen2", ("*.bias",)),
+    ],
+)
+def test_an_update_leaves_the_frozen_alone_and_moves_all_else(kind: str, patterns: tuple[str, ...]) -> None:
+    model = tiny.causal(kind)
+    names, before = {name for name, _ in model.named_parameters()}, weights(model)
+    freeze_parameters(model, patterns)
+    chosen = {
+        "llama": {n for n in names if "embed_tokens" in n or ".layers.0." in n},
+        "gpt2": {n for n in names if n == "transformer.wpe.weight" or ".h.1.mlp." in n},
+        "gpt_neox": names - {"lm_head.weight"},
+        "qwen2": {n for n in names if n.endswith(".bias")},
+    }[kind]
+    assert frozen(model) == chosen
+    # With weight decay, which would move what has no gradient.
+    learn(model, steps=2)
+    assert moved(model, before) == names - chosen
+
+
+@pytest.mark.parametrize("pattern", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_weight_is_frozen_under_either_name(pattern: str) -> None:
+    model = tiny.causal("qwen2")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    before = model.lm_head.weight.detach().clone()
+    freeze_parameters(model, (pattern,))
+    learn(model)
+    assert torch.equal(model.lm_head.weight, before)
+    untied: Any = tiny.causal("qwen2", tie_word_embeddings=False)
+    freeze_parameters(untied, ("lm_head.weight",))
+    assert untied.model.embed_tokens.weight.requires_grad
+
+
+def test_a_critic_may_learn_in_its_head_alone() -> None:
+    critic = ValueModel.of_classifier(tiny.classifier("llama"))
+    before = weights(critic)
+    freeze_parameters(critic, ("backbone.*",))
+    optimizer = create_optimizer(critic, 1e-2, weight_decay=0.1)
+    update_value(critic, optimizer, experience(), SETTINGS, ValueLossSettings(), 64)
+    assert moved(critic, before) == {"head.weight"}
+
+
+def test_no_pattern_freezes_nothing() -> None:
+    model = tiny.causal("llama")
+    freeze_parameters(model, ())
+    assert frozen(model) == set()
+
+
+def test_a_pattern_that_matches_nothing_is_named_with_names_that_there_are() -> None:
+    with pytest.raises(
+        ModelError, match=r"freeze 'wte\*': no parameter of LlamaForCausalLM .*model.embed_tokens.weight,"
+    ):
+        freeze_parameters(tiny.causal("llama"), ("*norm*", "wte*"))
+
+
+@pytest.mark.parametrize("patterns", [("*",), ("model.*", "lm_head.*")])
+def test_something_must_be_left_to_train(patterns: tuple[str, ...]) -> None:
+    with pytest.raises(ModelError, match=r"nothing is left to train; leave some out of model.embed_tokens.weight,"):
+        freeze_parameters(tiny.causal("llama"), patterns)
