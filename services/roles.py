@@ -12,6 +12,7 @@ from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
 from quartet.config import Config, ServiceConfig
 from quartet.errors import ConfigError
+from quartet.rewards.building import build_reward
 from quartet.rpc.compute import ComputeThread
 from quartet.rpc.server import HostedRole
 from quartet.types import Role
@@ -21,7 +22,6 @@ from services.critic.critic import Critic
 from services.critic.servicer import CriticServicer
 from services.reference.reference import Reference
 from services.reference.servicer import ReferenceServicer
-from services.reward.reward import RewardModel
 from services.reward.servicer import RewardServicer
 
 
@@ -46,7 +46,7 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int) -> Hosted
         return BufferAccess(RolloutStream(client, url, run), ExperienceStore(client, url, run))
 
     device = device_of(config.services.actor)
-    actor = Actor(config.actor, device, config.rollout.max_concurrent, run_root(config), access)
+    actor = Actor(config.actor, device, config.rollout.max_concurrent, run_root(config), access, config.run.seed)
     return ActorServicer(actor, compute, threads)
 
 
@@ -59,12 +59,15 @@ def _build_critic(config: Config, compute: ComputeThread, threads: int) -> Hoste
         device_of(config.services.critic),
         run_root(config),
         lambda run: ExperienceStore(client, url, run),
+        config.run.seed,
     )
     return CriticServicer(critic, compute, threads)
 
 
 def _build_reward(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
-    return RewardServicer(RewardModel(config.reward, device_of(config.services.reward)), compute, threads)
+    source = build_reward(config, device_of(config.services.reward))
+    # Functions compute in processes of their own: what else is in this one does not wait with those who wait for them.
+    return RewardServicer(source, compute if source.status().parameters else ComputeThread(), threads)
 
 
 def _build_reference(config: Config, compute: ComputeThread, threads: int) -> HostedRole:

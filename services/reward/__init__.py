@@ -1,1 +1,1 @@
-"""The reward model: a frozen scorer."""
+"""The reward: a frozen scorer, whatever its source."""

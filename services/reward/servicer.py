@@ -1,18 +1,18 @@
-"""The reward model behind gRPC: convert, delegate, convert."""
+"""A reward source behind gRPC: convert, delegate, convert."""
 
 from __future__ import annotations
 
 import grpc
 
 from quartet import codec
+from quartet.rewards.source import RewardSource
 from quartet.rpc.role import ModelRole
 from quartet.types import Role
 from quartet.v1 import reward_pb2, reward_pb2_grpc
-from services.reward.reward import RewardModel
 
 
-class RewardServicer(ModelRole[RewardModel], reward_pb2_grpc.RewardServiceServicer):
-    """RewardService over a RewardModel."""
+class RewardServicer(ModelRole[RewardSource], reward_pb2_grpc.RewardServiceServicer):
+    """RewardService over a RewardSource."""
 
     role = Role.REWARD
 
@@ -20,8 +20,13 @@ class RewardServicer(ModelRole[RewardModel], reward_pb2_grpc.RewardServiceServic
         """Adds this servicer."""
         reward_pb2_grpc.add_RewardServiceServicer_to_server(self, server)
 
+    def close(self) -> None:
+        """Ends the processes of functions, too."""
+        super().close()
+        self.core.close()
+
     def Score(self, request: reward_pb2.ScoreRequest, context: grpc.ServicerContext) -> reward_pb2.ScoreResponse:
         """One score for each prompt+response."""
-        batch = codec.batch_from_proto(request.batch)
-        scores = self.compute.run("score", context, lambda _: self.core.score(batch))
-        return reward_pb2.ScoreResponse(scores=codec.tensor_to_proto(scores))
+        batch, fields = codec.batch_from_proto(request.batch), list(request.fields)
+        scores = self.compute.run("score", context, lambda cancelled: self.core.score(batch, fields, cancelled))
+        return codec.scores_to_proto(scores)

@@ -60,7 +60,7 @@ def test_scores_are_the_classifiers_output_at_the_last_token(
         with torch.no_grad():
             hidden = model.model(torch.from_numpy(sequence.astype(np.int64))[None]).last_hidden_state
             expected.append(float(model.score(hidden[0, -1])))
-    found = clients[Role.REWARD].score(BATCH).result()
+    found = clients[Role.REWARD].score(BATCH).result().total
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
 
 

@@ -1,0 +1,94 @@
+"""A weighted sum of sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from quartet.errors import ComputationFailed
+from quartet.rewards.source import RewardSource, never
+from quartet.types import FloatArray, Role, Scores, ServiceStatus, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class EnsemblePart:
+    """One source under its name, with its weight in the sum."""
+
+    name: str
+    weight: float
+    source: RewardSource
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it computes here; functions compute in processes of their own."""
+        return self.source.status().parameters > 0
+
+
+class EnsembleReward:
+    """score = sum of weight x score over the parts, summed in float64 in their order. Closes its parts."""
+
+    def __init__(self, parts: Sequence[EnsemblePart]) -> None:
+        self._parts = tuple(parts)
+        functions = sum(not part.is_model for part in self._parts)
+        self._waiting = ThreadPoolExecutor(max_workers=max(1, functions), thread_name_prefix="reward-part")
+
+    def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
+        """The sums, and under ``parts`` each source's unweighted scores. Functions and models work at the same time."""
+        functions = {
+            part.name: self._waiting.submit(part.source.score, batch, fields, cancelled)
+            for part in self._parts
+            if not part.is_model
+        }
+        found: dict[str, FloatArray] = {}
+        try:
+            for part in self._parts:
+                if part.is_model:
+                    found[part.name] = part.source.score(batch, fields, cancelled).total
+        finally:
+            # Also where a model has failed: no call is left behind.
+            failures = [future.exception() for future in functions.values()]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        found |= {name: future.result().total for name, future in functions.items()}
+        parts = {part.name: found[part.name] for part in self._parts}
+        return Scores(self._sum(parts), parts)
+
+    def _sum(self, parts: dict[str, FloatArray]) -> FloatArray:
+        total = np.zeros(len(next(iter(parts.values()))), np.float64)
+        for part in self._parts:
+            total += part.weight * parts[part.name].astype(np.float64)
+        with np.errstate(over="ignore"):
+            narrow = total.astype(np.float32)
+        if not np.isfinite(narrow).all():
+            index = int(np.flatnonzero(~np.isfinite(narrow))[0])
+            raise ComputationFailed(
+                f"reward.parts: the weighted sum of sequence index {index} is {total[index]:g}, beyond float32; "
+                "lower the weights"
+            )
+        return narrow
+
+    def status(self) -> ServiceStatus:
+        """Of the parts together: what the narrowest takes. Only models limit vocabulary and length, where there are any."""
+        statuses = [part.source.status() for part in self._parts]
+        models = [status for status in statuses if status.parameters]
+        limits = [status.max_sequence_tokens for status in models if status.max_sequence_tokens]
+        return ServiceStatus(
+            role=Role.REWARD,
+            model=" + ".join(f"{part.weight:g}*{part.name}" for part in self._parts),
+            device=(models or statuses)[0].device,
+            dtype=", ".join(dict.fromkeys(status.dtype for status in models)),
+            parameters=sum(status.parameters for status in models),
+            tokenizer_fingerprint=statuses[0].tokenizer_fingerprint,
+            vocabulary_size=min(status.vocabulary_size for status in models or statuses),
+            max_sequence_tokens=min(limits, default=0),
+        )
+
+    def close(self) -> None:
+        """Closes every part."""
+        for part in self._parts:
+            part.source.close()
+        self._waiting.shutdown(wait=False)

@@ -1,0 +1,119 @@
+"""A user's Python function as a source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from quartet.config import RewardSourceConfig
+from quartet.errors import Cancelled, ComputationFailed, ConfigError, InvalidRequest
+from quartet.models.loading import load_tokenizer, tokenizer_fingerprint
+from quartet.rewards.function_worker import FunctionWorker
+from quartet.rewards.source import never, parse_fields
+from quartet.types import FloatArray, IntArray, Role, Scores, ServiceStatus, TokenBatch
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+class FunctionReward:
+    """Calls f(prompt, response, fields) -> number; or, batched, f(prompts, responses, fields) -> numbers, all of them lists.
+
+    ``prompt`` is the text of the tokens that the policy saw, special tokens included, so that the turns of a chat can be told
+    apart. ``response`` has none: what ended it is left out. Tokens that the tokenizer does not know have no text; a policy
+    whose embedding is padded can draw them. ``fields`` is the prompt line's own object, {} where it has none.
+    """
+
+    def __init__(self, config: RewardSourceConfig, tokenizer: str, key: str = "reward") -> None:
+        """Starts the function's process. ``key`` is the config's key of this source. Raises ModelError, ConfigError."""
+        if config.function is None:
+            raise ConfigError(f"{key}.function: missing; source function needs it")
+        self._tokenizer = load_tokenizer(tokenizer)
+        self._has_text = _known_ids(self._tokenizer)
+        self._name, self._batched, self._timeout = f"{key}.function {config.function}", config.batched, config.timeout
+        self._status = ServiceStatus(
+            role=Role.REWARD,
+            model=config.function,
+            device="cpu",
+            tokenizer_fingerprint=tokenizer_fingerprint(self._tokenizer),
+            vocabulary_size=len(self._tokenizer),
+        )
+        self._worker = FunctionWorker(config.function, f"{key}.function")
+
+    def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
+        """What the function says of each prompt+response. It has its ``timeout`` for each call: of a sequence, or a batch."""
+        objects = parse_fields(fields, len(batch))
+        prompts, responses = self._texts(batch)
+        if self._batched:
+            return Scores(self._score_together(prompts, responses, objects))
+        found = np.empty(len(batch), np.float32)
+        for index, arguments in enumerate(zip(prompts, responses, objects, strict=True)):
+            if cancelled():
+                raise Cancelled(f"{self._name}: the caller went away")
+            about = f"sequence index {index}"
+            value = self._worker.call(arguments, self._timeout, about)
+            found[index] = _number(value, f"{self._name}, {about}: returned")
+        return Scores(found)
+
+    def status(self) -> ServiceStatus:
+        """The function, and the vocabulary that it reads."""
+        return self._status
+
+    def close(self) -> None:
+        """Ends the function's process."""
+        self._worker.close()
+
+    def _score_together(self, prompts: list[str], responses: list[str], objects: list[dict[str, Any]]) -> FloatArray:
+        where = f"{self._name}, a batch of {len(prompts)}"
+        values = self._worker.call([prompts, responses, objects], self._timeout, f"a batch of {len(prompts)}")
+        if not isinstance(values, list) or len(values) != len(prompts):
+            raise ComputationFailed(f"{where}: returned {_shown(values)}, expected a list of {len(prompts)} numbers")
+        numbers = [_number(value, f"{where}: at index {index} returned") for index, value in enumerate(values)]
+        return np.array(numbers, np.float32)
+
+    def _texts(self, batch: TokenBatch) -> tuple[list[str], list[str]]:
+        lowest = int(batch.token_ids.min())
+        if lowest < 0:
+            raise InvalidRequest(f"token_ids: found {lowest}, expected 0 or more")
+        prompts, responses = [], []
+        for sequence, prompt in zip(batch.sequences(), batch.prompt_lengths, strict=True):
+            prompts.append(self._text(sequence[:prompt], special=True))
+            responses.append(self._text(sequence[prompt:], special=False))
+        return prompts, responses
+
+    def _text(self, token_ids: IntArray, special: bool) -> str:
+        inside = token_ids[token_ids < len(self._has_text)]
+        known = inside[self._has_text[inside]].tolist()
+        # Nothing tidied up: a function that compares texts sees the spaces that are there.
+        text = self._tokenizer.decode(known, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return str(text)
+
+
+def _known_ids(tokenizer: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    ids = np.fromiter(tokenizer.get_vocab().values(), np.int64)
+    known = np.zeros(int(ids.max()) + 1, np.bool_)
+    known[ids] = True
+    return known
+
+
+def _number(value: Any, where: str) -> float:
+    """A score that float32 can hold. Raises ComputationFailed saying what came back instead."""
+    # A bool is an int to Python; from a reward function it is more likely a verdict that somebody forgot to weigh.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
+        raise ComputationFailed(f"{where} {_shown(value)}, expected a finite number")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    """What came back, without what may be text of a prompt or response."""
+    if isinstance(value, str):
+        return f"a string of {len(value)} characters"
+    if isinstance(value, list | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return "an integer beyond float32"
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:g}, beyond float32" if abs(value) > _LARGEST else f"{value:g}"
+    return repr(value)

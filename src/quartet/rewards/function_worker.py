@@ -1,0 +1,247 @@
+"""Calls of a user's Python function in a process of its own.
+
+There it may print, leak, hang and crash: a call that takes too long is ended with its process, and the next call finds a
+fresh one. Calls and answers are lines of JSON over pipes. The child is ``quartet.rewards.worker``. No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from quartet.errors import Cancelled, ComputationFailed, ConfigError
+from quartet.processes import with_parent
+
+START_TIMEOUT = 120.0
+"""Seconds that the function's module may take to import."""
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+"""Longest answer that is read."""
+MAX_OUTPUT_BYTES = 64 * 1024
+"""What a function may print in a minute; the rest is left out of the log."""
+_OUTPUT_PERIOD = 60.0
+_POLL = 0.1
+"""Seconds between looks at whether the process still runs and the call is still wanted."""
+_SECRETS = ("QUARTET_BUFFER_URL",)
+"""Variables of the environment that may hold a password and are no business of the function."""
+
+
+class FunctionWorker:
+    """One function, its process, and a fresh process after a time-out or a crash. Calls from several threads take turns."""
+
+    def __init__(self, function: str, key: str, start_timeout: float = START_TIMEOUT) -> None:
+        """Starts the process and imports ``function`` there, package.module:callable; the working directory is importable.
+
+        ``key`` is the config's key of it, for messages. Raises ConfigError when it is not a function that can be imported.
+        """
+        self._function, self._name, self._start_timeout = function, f"{key} {function}", start_timeout
+        self._turn = threading.Lock()
+        self._closed = threading.Event()
+        # Linux ends a child with the thread that started it, and the thread that calls may well end before its process.
+        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="function-starter")
+        self._process: _Process | None = None
+        try:
+            self._running_process()
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, arguments: Sequence[Any], timeout: float, about: str = "") -> Any:
+        """Calls the function with JSON values and gives its result, a JSON value (which may hold NaN and infinity).
+
+        ``timeout`` in seconds; ``about`` tells in messages which call it was. Raises ComputationFailed when the function
+        raises, takes longer, ends its process, or gives something else than JSON; ConfigError when a fresh process cannot
+        import it any more; Cancelled when the worker is closed.
+        """
+        line = json.dumps({"arguments": list(arguments)}).encode() + b"\n"
+        where = f"{self._name}, {about}" if about else self._name
+        with self._turn:
+            process = self._running_process()
+            try:
+                answer = process.exchange(line, timeout, self._closed.is_set)
+            except _Lost as lost:
+                if self._closed.is_set():
+                    raise Cancelled(f"{where}: closed during the call") from None
+                advice = "; raise its timeout if it needs longer" if isinstance(lost, _TooSlow) else ""
+                raise ComputationFailed(f"{where}: {lost}{advice}") from None
+        if "raised" in answer:
+            raise ComputationFailed(f"{where}: raised {answer['raised']}")
+        if "not_json" in answer:
+            raise ComputationFailed(f"{where}: returned a value of type {answer['not_json']}, expected JSON")
+        return answer["result"]
+
+    def close(self) -> None:
+        """Ends the process; a call under way fails. May be called again."""
+        self._closed.set()
+        with self._turn:
+            if self._process is not None:
+                self._process.end()
+            self._starter.shutdown(wait=False)
+
+    def _running_process(self) -> _Process:
+        if self._closed.is_set():
+            raise Cancelled(f"{self._name}: closed")
+        if self._process is not None and self._process.is_running():
+            return self._process
+        if self._process is not None:
+            self._process.end()
+        self._process = process = self._starter.submit(_Process, self._function).result()
+        try:
+            problem = process.exchange(b"", self._start_timeout, self._closed.is_set).get("unusable")
+        except _Lost as lost:
+            problem = f"cannot be imported from {Path.cwd()}: {lost}"
+        if problem is not None:
+            process.end()
+            raise ConfigError(f"{self._name}: {problem}")
+        return process
+
+
+class _Lost(Exception):
+    """The process is of no more use; the text says why."""
+
+
+class _TooSlow(_Lost):
+    """It did not answer in time."""
+
+
+class _Process:
+    """One life of the child."""
+
+    def __init__(self, function: str) -> None:
+        self._answers, answers = os.pipe()
+        output, printed = os.pipe()
+        command = [sys.executable, "-m", "quartet.rewards.worker", function, str(answers)]
+        try:
+            self._child = subprocess.Popen(
+                with_parent(command),
+                stdin=subprocess.PIPE,
+                stdout=printed,
+                stderr=printed,
+                bufsize=0,
+                env={**{k: v for k, v in os.environ.items() if k not in _SECRETS}, "PYTHONUNBUFFERED": "1"},
+                pass_fds=(answers,),
+                # A group of its own, which is ended as a whole: the function may start processes. And Ctrl-C is not for it.
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._answers)
+            os.close(output)
+            raise
+        finally:
+            os.close(answers)
+            os.close(printed)
+        assert self._child.stdin is not None
+        self._requests = self._child.stdin
+        os.set_blocking(self._requests.fileno(), False)
+        self._open = True
+        self._output = threading.Thread(target=_pass_on, args=(output,), name="function-output", daemon=True)
+        self._output.start()
+
+    def is_running(self) -> bool:
+        """Whether it is there to be called."""
+        return self._open and self._child.poll() is None
+
+    def exchange(self, line: bytes, timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:
+        """Sends a line, if any, and gives the answer. Raises _Lost; what ends an exchange early ends the process."""
+        try:
+            answer = json.loads(self._exchange(line, timeout, unwanted))
+            if isinstance(answer, dict):
+                return answer
+            raise ValueError
+        except (ValueError, RecursionError):
+            self.end()
+            raise _Lost("wrote to its worker's pipe, and was ended; print instead") from None
+        except BaseException:
+            # Ctrl-C, too: an answer that comes later would be taken for the next call's.
+            self.end()
+            raise
+
+    def _exchange(self, line: bytes, timeout: float, unwanted: Callable[[], bool]) -> bytearray:
+        deadline = time.monotonic() + timeout
+        unsent, received = memoryview(line), bytearray()
+        # Sends and receives by turns: neither side ever waits for the other to empty a full pipe.
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._answers, selectors.EVENT_READ)
+            if unsent:
+                selector.register(self._requests, selectors.EVENT_WRITE)
+            while not received.endswith(b"\n"):
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise _TooSlow(f"took longer than {timeout:g} s, and was ended")
+                if unwanted():
+                    raise _Lost("is not wanted any more")
+                ready = selector.select(min(remaining, _POLL))
+                for key, _ in ready:
+                    if key.fd == self._answers:
+                        received += self._receive()
+                    else:
+                        unsent = unsent[self._send(unsent) :]
+                        if not unsent:
+                            selector.unregister(self._requests)
+                if not ready and self._child.poll() is not None:
+                    # Its own children may hold the pipe open.
+                    raise self._ended()
+                if len(received) > MAX_ANSWER_BYTES:
+                    raise _Lost(f"answered with more than {MAX_ANSWER_BYTES} bytes, and was ended")
+        return received
+
+    def end(self) -> None:
+        """Kills it and every process of its group, and waits for it. May be called again."""
+        if not self._open:
+            return
+        self._open = False
+        # macOS refuses where only the dead are left.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+        with contextlib.suppress(OSError):
+            self._requests.close()
+        os.close(self._answers)
+        # Its last words. A process of its own that it moved to another group may hold the pipe for longer.
+        self._output.join(timeout=1.0)
+
+    def _send(self, unsent: memoryview) -> int:
+        try:
+            return os.write(self._requests.fileno(), unsent)
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def _receive(self) -> bytes:
+        chunk = os.read(self._answers, 65536)
+        if not chunk:
+            raise self._ended()
+        return chunk
+
+    def _ended(self) -> _Lost:
+        try:
+            code = self._child.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return _Lost("closed its worker's pipe, and was ended")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return _Lost(f"its process {how}")
+
+
+def _pass_on(output: int) -> None:
+    """Passes what the function prints on to standard error, so much a minute. Always reads on: the function never waits."""
+    begun, passed = time.monotonic(), 0
+    with open(output, "rb", buffering=0) as pipe:
+        while chunk := pipe.read(65536):
+            if time.monotonic() - begun > _OUTPUT_PERIOD:
+                begun, passed = time.monotonic(), 0
+            room = MAX_OUTPUT_BYTES - passed
+            passed += len(chunk)
+            kept = chunk[: max(0, room)]
+            if 0 <= room < len(chunk):
+                kept += f"\n[over {MAX_OUTPUT_BYTES} bytes printed in a minute: the rest is left out]\n".encode()
+            with contextlib.suppress(OSError):
+                os.write(2, kept)

@@ -1,0 +1,46 @@
+"""A reward model as a source: a frozen sequence classifier with one output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quartet.config import RewardSourceConfig
+from quartet.errors import ModelError
+from quartet.models.forward import max_positions, vocabulary_size
+from quartet.models.loading import count_parameters, load_reward_model, load_tokenizer, tokenizer_fingerprint
+from quartet.models.scoring import sequence_scores
+from quartet.rewards.source import never, parse_fields
+from quartet.types import Role, Scores, ServiceStatus, TokenBatch
+
+
+class ModelReward:
+    """A frozen sequence classifier, read at the last token of each prompt+response."""
+
+    def __init__(self, config: RewardSourceConfig, device: str) -> None:
+        """Loads the model. Raises ModelError."""
+        if config.model is None:
+            raise ModelError("reward.model: missing; source model needs it")
+        self._model = load_reward_model(config.model, config.dtype, device)
+        self._micro_batch_tokens = config.micro_batch_tokens
+        self._status = ServiceStatus(
+            role=Role.REWARD,
+            model=config.model,
+            device=device,
+            dtype=config.dtype,
+            parameters=count_parameters(self._model),
+            tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(config.model)),
+            vocabulary_size=vocabulary_size(self._model),
+            max_sequence_tokens=max_positions(self._model) or 0,
+        )
+
+    def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
+        """Score of each prompt+response; ``fields`` are checked, and mean nothing to a model."""
+        parse_fields(fields, len(batch))
+        return Scores(sequence_scores(self._model, batch, self._micro_batch_tokens))
+
+    def status(self) -> ServiceStatus:
+        """The model."""
+        return self._status
+
+    def close(self) -> None:
+        """There is nothing to end."""

@@ -1,0 +1,119 @@
+"""The process in which a user's function runs: ``python -m quartet.rewards.worker package.module:callable DESCRIPTOR``.
+
+Calls come on standard input and answers go to DESCRIPTOR, one JSON object a line. The standard library alone is imported
+here, so that the process starts fast; what the function imports is its own affair. The other end is
+``quartet.rewards.function_worker``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+LONGEST_REASON = 300
+"""Characters of an exception's text that are passed on."""
+
+
+class UnusableFunction(Exception):
+    """There is no such function; the text says why."""
+
+
+def main(function_name: str, descriptor: str) -> None:
+    """Says whether the function can be used, then answers calls until standard input ends."""
+    requests, answers = _take_pipes(int(descriptor))
+    try:
+        function = load_function(function_name)
+    except UnusableFunction as error:
+        _say(answers, json.dumps({"unusable": str(error)}))
+        return
+    _say(answers, json.dumps({"ready": True}))
+    for line in requests:
+        _say(answers, answer(function, json.loads(line)["arguments"]))
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """Imports package.module:callable. Raises UnusableFunction."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:  # a module may do anything, sys.exit() included
+        raise UnusableFunction(f"cannot be imported from {Path.cwd()}: {describe(error)}") from None
+    function = getattr(module, attribute, None)
+    if function is None:
+        close = difflib.get_close_matches(attribute, vars(module), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UnusableFunction(f"module {module_name} has no {attribute}{hint}")
+    if not callable(function):
+        raise UnusableFunction(f"is a value of type {type(function).__name__}, expected a function")
+    return function  # type: ignore[no-any-return]
+
+
+def answer(function: Callable[..., Any], arguments: list[Any]) -> str:
+    """Calls the function and says how that went, as a JSON object.
+
+    It has the function's ``result``; or what it ``raised``; or the type of a result that is ``not_json``.
+    """
+    try:
+        result = function(*arguments)
+    except BaseException as error:  # sys.exit() of one call is no reason to end the process
+        traceback.print_exc()
+        return json.dumps({"raised": describe(error)})
+    try:
+        return json.dumps({"result": result}, default=_plain)
+    except Exception:
+        return json.dumps({"not_json": type(result).__name__})
+
+
+def describe(error: BaseException) -> str:
+    """An exception's type and text, and the file and line that raised it, in one line."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = ""
+    if len(text) > LONGEST_REASON:
+        text = text[:LONGEST_REASON] + "..."
+    return f"{type(error).__name__}{': ' if text else ''}{text}{_place(error)}"
+
+
+def _place(error: BaseException) -> str:
+    """Nothing where no line but of this file and of Python's import is to blame."""
+    mine = (__file__, importlib.__file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in mine]
+    frames = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's and torch's numbers and arrays as Python's own."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _take_pipes(descriptor: int) -> tuple[BinaryIO, BinaryIO]:
+    """Both pipes, out of reach of the function: it may read standard input, and start processes that inherit descriptors."""
+    requests = os.fdopen(os.dup(0), "rb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.set_inheritable(descriptor, False)
+    return requests, os.fdopen(descriptor, "wb")
+
+
+def _say(answers: BinaryIO, message: str) -> None:
+    answers.write(message.encode() + b"\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    # Threads that the function left behind do not hold the process.
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,38 @@
+"""Which processes are there."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def runs(process: int) -> bool:
+    """Whether it runs; one that has ended and waits to be noticed does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def children() -> set[int]:
+    """Every process that this one has started, those included that have ended and were not waited for."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(parent) == os.getpid():
+                found.add(int(entry.name))
+    return found
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Waits until it holds."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds
+        time.sleep(0.01)

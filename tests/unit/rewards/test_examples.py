@@ -1,0 +1,62 @@
+"""The functions of examples/rewards, called as the README says."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quartet.config import Config, parse_config
+from quartet.rewards.function_worker import FunctionWorker
+
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "examples/rewards/README.md").read_text(encoding="utf-8")
+
+
+def configs() -> list[Config]:
+    """The configs of the README."""
+    common = {"data": {"prompts": "none.jsonl"}, "actor": {"model": "policy"}}
+    blocks = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    return [parse_config({**common, **yaml.safe_load(block)}, "README") for block in blocks]
+
+
+def call(name: str, arguments: list[Any]) -> Any:
+    with closing(FunctionWorker(f"examples.rewards.functions:{name}", "reward.function")) as worker:
+        return worker.call(arguments, 30)
+
+
+@pytest.fixture(autouse=True)
+def _checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_every_function_that_the_readme_names_can_be_called() -> None:
+    alone, ensemble = configs()
+    sources = [alone.reward, *ensemble.reward.parts]
+    functions = [source.function for source in sources if source.function]
+    assert len(functions) == 3
+    for function in functions:
+        FunctionWorker(function, "reward.function").close()
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [("6 times 7 is 42.", 1.0), ("It is 42, or 43", 0.0), ("1,042.0", 0.0), ("who knows", -0.5), ("42.0!", 1.0)],
+)
+def test_the_last_number_of_a_response_is_compared_with_the_answer(response: str, expected: float) -> None:
+    assert call("final_number", ["What is 6 times 7?", response, {"answer": 42}]) == expected
+
+
+def test_a_length_near_the_target_scores_higher() -> None:
+    scores = [call("length_target", ["", "word " * words, {"words": 4}]) for words in (4, 5, 3, 8)]
+    assert scores[0] == 1
+    assert scores[0] > scores[1] == scores[2] > scores[3] > 0
+
+
+def test_keywords_are_counted_in_a_batch() -> None:
+    fields = [{"keywords": ["Sea", "ship"]}, {"keywords": ["sea", "ship"]}, {}]
+    assert call("keywords", [["", "", ""], ["A ship at sea", "The SEA", "x"], fields]) == [1.0, 0.5, 0.0]

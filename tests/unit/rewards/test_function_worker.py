@@ -1,0 +1,343 @@
+"""A user's function in a process of its own: what it does there stays there, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.errors import Cancelled, ComputationFailed, ConfigError
+from quartet.rewards import function_worker
+from quartet.rewards.function_worker import FunctionWorker
+from tests.unit.rewards.processes import children, runs, wait_for
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+Start = Callable[..., FunctionWorker]
+
+
+@pytest.fixture
+def start(functions: Path) -> Iterator[Start]:
+    """Starts workers, and checks at the end that no process is left."""
+    before = children()
+    with ExitStack() as stack:
+
+        def start(name: str, **options: Any) -> FunctionWorker:
+            worker = FunctionWorker(f"functions:{name}", "reward.function", **options)
+            stack.callback(worker.close)
+            return worker
+
+        yield start
+    assert children() <= before
+
+
+def test_arguments_and_results_are_json_values(start: Start) -> None:
+    value = {"text": 'a "quoted"\nline \u2028 é \ud83d', "list": [1, -2.5, True, None], "nested": {"a": [[]]}}
+    worker = start("echo")
+    assert worker.call([value], 20) == value
+    assert math.isnan(worker.call([math.nan], 20))
+    assert start("numbers").call([0], 20) == {"one": 0.5, "many": [0, 1, 2], "truth": True}
+
+
+def test_what_a_function_prints_is_no_answer_and_goes_to_standard_error(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    worker = start("noisy")
+    assert worker.call([7], 20) == [7, ""]
+    assert worker.call([8], 20) == [8, ""]
+    worker.close()
+    output = capfd.readouterr()
+    assert output.out == ""
+    for said in ("said on standard output", "said on standard error", "written to descriptor 1", "said by a child"):
+        assert output.err.count(said) == 2
+
+
+def test_a_flood_of_output_neither_blocks_nor_fills_the_log(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    worker = start("flood")
+    assert worker.call([5_000], 60) == "done"
+    worker.close()
+    printed = capfd.readouterr().err
+    assert function_worker.MAX_OUTPUT_BYTES <= len(printed) < function_worker.MAX_OUTPUT_BYTES + 200
+    assert printed.count("the rest is left out") == 1
+
+
+def test_a_batch_far_larger_than_a_pipe_goes_there_and_back(start: Start) -> None:
+    value = ["é" * 1000] * 2_000
+    assert start("echo").call([value], 60) == value
+
+
+def test_what_a_function_raises_is_told_in_one_line_and_its_process_goes_on(start: Start) -> None:
+    worker = start("fails")
+    with pytest.raises(ComputationFailed) as failed:
+        worker.call(["secret"], 20, "sequence index 3")
+    expected = r"reward.function functions:fails, sequence index 3: raised ValueError: bad luck (functions.py:"
+    assert str(failed.value).startswith(expected)
+    assert "\n" not in str(failed.value)
+    with pytest.raises(ComputationFailed, match=r"raised TypeError: .*takes 0 positional arguments but 1 was given$"):
+        start("wrong_signature").call([1], 20)
+    with pytest.raises(ComputationFailed, match=r"functions:leaves: raised SystemExit: 4 \(functions.py:\d+\)"):
+        start("leaves").call([], 20)
+
+
+def test_the_process_is_the_same_from_call_to_call(start: Start) -> None:
+    worker = start("process")
+    assert worker.call([], 20) == worker.call([], 20) != os.getpid()
+
+
+def replaced(start: Start, name: str, timeout: float) -> str:
+    """The message of the failure, after which the worker's next call finds a fresh process."""
+    (Path.cwd() / "first.py").write_text(
+        "import functions\nfrom pathlib import Path\n\n"
+        "def first(*_):\n"
+        "    if Path('failed').exists():\n"
+        "        return functions.process()\n"
+        "    Path('failed').touch()\n"
+        f"    return functions.{name}()\n"
+    )
+    worker = FunctionWorker("first:first", "reward.function")
+    try:
+        with pytest.raises(ComputationFailed) as failed:
+            worker.call([], timeout)
+        fresh = worker.call([], 20)
+        assert worker.call([], 20) == fresh
+        assert runs(fresh)
+    finally:
+        worker.close()
+    assert not runs(fresh)
+    return str(failed.value)
+
+
+def test_a_call_that_takes_too_long_is_ended_and_the_next_one_works(start: Start) -> None:
+    begun = time.monotonic()
+    message = replaced(start, "sleeps", 0.5)
+    assert "first:first: took longer than 0.5 s, and was ended; raise its timeout" in message
+    assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dies", "its process ended with status 3"),
+        ("is_killed", "its process was killed by SIGKILL"),
+        ("dies_and_leaves_a_child", "its process ended with status 5"),
+    ],
+)
+def test_a_function_that_ends_its_process_is_named_and_the_next_call_works(
+    name: str, expected: str, start: Start
+) -> None:
+    begun = time.monotonic()
+    assert replaced(start, name, 40).endswith(expected)
+    assert time.monotonic() - begun < 20
+
+
+def test_a_process_that_ends_between_calls_is_replaced(start: Start) -> None:
+    worker = start("process")
+    first = worker.call([], 20)
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: not runs(first))
+    assert worker.call([], 20) != first
+
+
+def test_a_function_that_is_gone_when_its_process_is_replaced_fails_each_call(start: Start, functions: Path) -> None:
+    worker = start("dies")
+    (functions / "functions.py").rename(functions / "away.py")
+    with pytest.raises(ComputationFailed, match="status 3"):
+        worker.call([], 20)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"reward.function functions:dies: .*No module named 'functions'"):
+            worker.call([], 20)
+    (functions / "away.py").rename(functions / "functions.py")
+    with pytest.raises(ComputationFailed, match="status 3"):
+        worker.call([], 20)
+
+
+def test_results_that_are_not_json_are_told_by_their_type(start: Start) -> None:
+    with pytest.raises(ComputationFailed, match="functions:a_set: returned a value of type set, expected JSON"):
+        start("a_set").call([1], 20)
+
+
+def test_an_answer_without_end_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(function_worker, "MAX_ANSWER_BYTES", 1_000_000)
+    worker = start("huge")
+    assert len(worker.call([900_000], 20)) == 900_000
+    with pytest.raises(ComputationFailed, match="answered with more than 1000000 bytes"):
+        worker.call([3_000_000], 20)
+    assert worker.call([3], 20) == "xxx"
+
+
+def test_a_function_that_writes_to_the_workers_pipe_is_told_so(start: Start) -> None:
+    before = children()
+    worker = start("a_pipe_writer")
+    (process,) = children() - before
+    arguments = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    with pytest.raises(ComputationFailed, match="wrote to its worker's pipe"):
+        worker.call([int(arguments[-2])], 20)
+
+
+MODULES = {
+    "raises": "1 / 0",
+    "mistyped": "def f(:\n",
+    "imports_nothing": "import not_there",
+    "leaves": "import sys; sys.exit('later')",
+    "dies": "import os; os._exit(9)",
+    "hangs": "import time; time.sleep(60)",
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("nowhere:f", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("functions:ecko", "module functions has no ecko; did you mean echo?"),
+        ("functions:not_a_function", "is a value of type int, expected a function"),
+        ("raises:f", "ZeroDivisionError: division by zero (raises.py:1)"),
+        ("mistyped:f", "SyntaxError: invalid syntax (mistyped.py, line 1)"),
+        ("imports_nothing:f", "ModuleNotFoundError: No module named 'not_there' (imports_nothing.py:1)"),
+        ("leaves:f", "SystemExit: later"),
+        ("dies:f", "its process ended with status 9"),
+        ("hangs:f", "took longer than 2 s"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused_at_the_start(function: str, expected: str, functions: Path) -> None:
+    for name, text in MODULES.items():
+        (functions / f"{name}.py").write_text(text)
+    before = children()
+    with pytest.raises(ConfigError) as refused:
+        FunctionWorker(function, "reward.parts.taste.function", start_timeout=2 if function == "hangs:f" else 60)
+    message = str(refused.value)
+    assert message.startswith(f"reward.parts.taste.function {function}: ")
+    assert expected in message
+    assert "\n" not in message
+    assert children() <= before
+
+
+def test_the_process_knows_little_of_quartet_and_nothing_of_its_secrets(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUARTET_BUFFER_URL", "redis://:password@host")
+    monkeypatch.setenv("OTHER", "value")
+    assert start("loaded").call([], 20) == ["quartet", "quartet.rewards"]
+    assert start("inherited").call([], 20) == []
+    worker = start("variable")
+    assert (worker.call(["QUARTET_BUFFER_URL"], 20), worker.call(["OTHER"], 20)) == (None, "value")
+
+
+def test_threads_take_turns(start: Start) -> None:
+    worker = start("echo")
+    wrong = []
+
+    def call(name: int) -> None:
+        wrong.extend(index for index in range(50) if worker.call([[name, index]], 20) != [name, index])
+
+    threads = [threading.Thread(target=call, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_process_outlives_the_thread_that_made_it_start(start: Start) -> None:
+    worker = start("process")
+    first = worker.call([], 20)
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: not runs(first))
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(worker.call([], 20)))
+    thread.start()
+    thread.join()
+    # The kernel would end the process with its thread; a moment later it is seen to.
+    for _ in range(20):
+        assert worker.call([], 20) == found[0]
+
+
+def test_closing_ends_the_process_and_those_that_the_function_started(start: Start) -> None:
+    worker = start("starts_a_child")
+    child = worker.call([], 20)
+    assert runs(child)
+    worker.close()
+    wait_for(lambda: not runs(child))
+    worker.close()
+    with pytest.raises(Cancelled, match="functions:starts_a_child: closed"):
+        worker.call([], 20)
+
+
+def test_closing_ends_a_call_under_way(start: Start, functions: Path) -> None:
+    worker = start("sleeps")
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            worker.call([], 60)
+        except Cancelled as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    wait_for((functions / "asleep").exists)
+    begun = time.monotonic()
+    worker.close()
+    thread.join()
+    assert time.monotonic() - begun < 10
+    assert [str(error) for error in raised] == ["reward.function functions:sleeps: closed during the call"]
+
+
+def test_after_ctrl_c_no_answer_is_taken_for_that_of_another_call(start: Start, functions: Path) -> None:
+    (functions / "late.py").write_text(
+        "import time\nfrom pathlib import Path\n\n"
+        "def late(name):\n"
+        "    Path(name).touch()\n"
+        "    while name == 'first' and not Path('second').exists():\n"
+        "        time.sleep(0.01)\n"
+        "    return name\n"
+    )
+    worker = FunctionWorker("late:late", "reward.function")
+
+    def interrupt() -> None:
+        wait_for((functions / "first").exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        worker.call(["first"], 20)
+    thread.join()
+    (functions / "second").touch()
+    assert worker.call(["other"], 20) == "other"
+    worker.close()
+
+
+PARENT = """
+from quartet.rewards.function_worker import FunctionWorker
+FunctionWorker("functions:sleeps", "key").call([], 60)
+"""
+
+
+def test_a_call_ends_with_the_process_that_made_it(functions: Path) -> None:
+    asleep = functions / "asleep"
+    with subprocess.Popen([sys.executable, "-c", PARENT]) as parent:
+        wait_for(lambda: asleep.exists() and asleep.read_text() != "")
+        worker = int(asleep.read_text())
+        assert runs(worker)
+        parent.kill()
+        wait_for(lambda: not runs(worker))
+
+
+FORGETS = """
+from quartet.rewards.function_worker import FunctionWorker
+print(FunctionWorker("functions:process", "key").call([], 20))
+"""
+
+
+def test_a_program_ends_though_it_forgot_to_close(functions: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", FORGETS], capture_output=True, text=True, timeout=60, check=True)
+    wait_for(lambda: not runs(int(ended.stdout)))
