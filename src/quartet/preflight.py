@@ -8,28 +8,57 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import Config, ServiceConfig
-from quartet.data import read_prompt_lines
-from quartet.errors import ConfigError, ModelError
-from quartet.topology import listen_address
+from quartet.data import iterate_prompt_lines
+from quartet.errors import ConfigError, DataError, ModelError
+from quartet.topology import listen_address, roles_of
 from quartet.types import Role
 
 
 def check_inputs(config: Config) -> list[str]:
     """Reads the prompts and looks at every local checkpoint; says what it found, one line each. Raises ConfigError."""
-    prompts = len(read_prompt_lines(config.data.prompts))
+    prompts, note = _check_prompts("data.prompts", config.data.prompts, config.actor.model)
     if prompts < config.rollout.prompts_per_step:
         raise ConfigError(
             f"rollout.prompts_per_step {config.rollout.prompts_per_step}: data.prompts {config.data.prompts} has only "
             f"{prompts} prompts; lower it or give more prompts"
         )
-    notes = [f"data.prompts {config.data.prompts}: {prompts} prompts"]
-    for name, model in config.models.items():
-        role = Role(name)
+    notes = [note]
+    if config.data.validation is not None:
+        notes.append(_check_prompts("data.validation", config.data.validation, config.actor.model)[1])
+    for key, model in config.models.items():
+        role = Role(key.partition(".")[0])
+        if getattr(config.services, role).address is None:
+            notes.append(_check_model(key, role, model, config.rollout.max_response_tokens))
+    for role in roles_of(config):
         service: ServiceConfig = getattr(config.services, role)
         if service.address is None:
-            notes.append(_check_model(role, model, config.rollout.max_response_tokens))
             _check_port(role, listen_address(service))
     return notes
+
+
+def _check_prompts(key: str, path: Path, model: str) -> tuple[int, str]:
+    """How many prompts a file holds, and a line that says so. Raises DataError."""
+    prompts = chats = 0
+    for line in iterate_prompt_lines(path):
+        prompts += 1
+        if line.messages is None:
+            continue
+        chats += 1
+        if chats == 1 and not _may_have_chat_template(model):
+            raise DataError(
+                f"prompts {path}:{line.line}: messages, but the tokenizer of actor.model {model} has no chat template; "
+                "give prompts as text, or save the checkpoint with a tokenizer that has one (chat_template.jinja)"
+            )
+    of_chats = f", {chats} of them messages" if chats else ""
+    return prompts, f"{key} {path}: {prompts} prompts{of_chats}"
+
+
+def _may_have_chat_template(model: str) -> bool:
+    """Whether a tokenizer has one, as far as its files say; a hub id's is seen when the tokenizer is loaded."""
+    description = Path(model) / "tokenizer_config.json"
+    if not description.is_file() or list(Path(model).glob("*chat_template*")):
+        return True
+    return "chat_template" in _read_json("actor.model", description)
 
 
 def looks_local(model: str) -> bool:
@@ -47,41 +76,44 @@ _WRONG_KIND = {
 """How the architectures of the wrong kind of checkpoint end, and what is expected. A critic may start from either."""
 
 
-def _check_model(role: Role, model: str, max_response_tokens: int) -> str:
+def _check_model(key: str, role: Role, model: str, max_response_tokens: int) -> str:
     if not looks_local(model):
-        return f"{role}.model {model}: a hub id; it is looked up when the {role} starts"
+        return f"{key} {model}: a hub id; it is looked up when the {role} starts"
     directory = Path(model)
     if not directory.is_dir():
         raise ModelError(
-            f"{role}.model {model}: no such directory; expected a Hugging Face checkpoint, or a hub id (NAME or OWNER/NAME)"
+            f"{key} {model}: no such directory; expected a Hugging Face checkpoint, or a hub id (NAME or OWNER/NAME)"
         )
-    description = _read_json(role, directory / "config.json")
+    if (directory / "adapter_config.json").is_file():
+        base = _read_json(key, directory / "adapter_config.json").get("base_model_name_or_path")
+        return f"{key} {model}: a LoRA adapter on {base}; it is read when the {role} starts"
+    description = _read_json(key, directory / "config.json")
     if not list(directory.glob("*.safetensors")):
-        raise ModelError(f"{role}.model {model}: no safetensors weights in it; save the model with save_pretrained")
+        raise ModelError(f"{key} {model}: no safetensors weights in it; save the model with save_pretrained")
     architectures = [str(name) for name in description.get("architectures") or ["unknown architecture"]]
     endings, wanted = _WRONG_KIND.get(role, ((), ""))
     if any(name.endswith(endings) for name in architectures):
-        raise ModelError(f"{role}.model {model}: {', '.join(architectures)}; expected {wanted}")
+        raise ModelError(f"{key} {model}: {', '.join(architectures)}; expected {wanted}")
     positions = description.get("max_position_embeddings")
     if isinstance(positions, int) and positions <= max_response_tokens:
         raise ModelError(
-            f"{role}.model {model}: has {positions} positions, rollout.max_response_tokens {max_response_tokens} leaves none "
+            f"{key} {model}: has {positions} positions, rollout.max_response_tokens {max_response_tokens} leaves none "
             "for a prompt; lower it"
         )
-    return f"{role}.model {model}: {', '.join(architectures)}"
+    return f"{key} {model}: {', '.join(architectures)}"
 
 
-def _read_json(role: Role, path: Path) -> dict[str, Any]:
+def _read_json(key: str, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(
-            f"{role}.model {path.parent}: config.json cannot be read ({error.strerror}); expected a Hugging Face checkpoint"
+            f"{key} {path.parent}: {path.name} cannot be read ({error.strerror}); expected a Hugging Face checkpoint"
         ) from None
     except ValueError as error:
-        raise ModelError(f"{role}.model {path}: not JSON ({error}); save the model again") from None
+        raise ModelError(f"{key} {path}: not JSON ({error}); save the model again") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{role}.model {path}: expected a JSON object; save the model again")
+        raise ModelError(f"{key} {path}: expected a JSON object; save the model again")
     return value
 
 

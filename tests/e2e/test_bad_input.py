@@ -83,7 +83,7 @@ def test_a_mistyped_option_is_explained_without_a_traceback(start: Start, config
     [
         (None, ("cannot be read", "No such file", "give a JSON Lines file")),
         ('{"text": "a"}\n{"text": \n', (":2: not JSON", 'expected a JSON object with "text"')),
-        ('{"text": "a"}\n\n{"prompt": "b"}\n', (":3: found neither of text and token_ids",)),
+        ('{"text": "a"}\n\n{"prompt": "b"}\n', (":3: found none of text, messages and token_ids",)),
         ('{"text": "a"}\n{"text": ""}\n', (":2: text is empty",)),
         ("\n\n", ("empty", "at least one prompt")),
     ],

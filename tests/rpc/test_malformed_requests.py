@@ -52,7 +52,12 @@ def good_requests() -> dict[str, Any]:
     """A request for every RPC of the four services that succeeds."""
     optimization = update_pb2.OptimizationSettings(epochs=1, mini_batches=1, learning_rate=1e-3)
     policy_loss = actor_pb2.PolicyLossSettings(
-        temperature=1.0, clip_low=0.2, clip_high=0.2, kl_loss=actor_pb2.KL_LOSS_NONE
+        temperature=1.0,
+        clip_low=0.2,
+        clip_high=0.2,
+        kl_loss=actor_pb2.KL_LOSS_NONE,
+        ratio_level=actor_pb2.RATIO_LEVEL_TOKEN,
+        aggregation=actor_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
     )
     update = {"run": RUN, "step": 1, "leader_epoch": 1, "optimization": optimization}
     save = {"run": RUN, "leader_epoch": 1, "directory": "saved", "kind": update_pb2.SAVE_KIND_MODEL}
@@ -137,7 +142,6 @@ TEMPERATURE: dict[str, tuple[Change, str]] = {
 }
 GENERATE: dict[str, tuple[Change, str]] = {
     "no run": (drop("run"), "expected a run"),
-    "step 0": (drop("step"), "expected a run, a step"),
     "no samples": (drop("samples_per_prompt"), "samples_per_prompt"),
     "no prompts": (both(drop("prompts"), put("prompt_lengths", ints())), "expected a run"),
     "a prompt twice": (put("prompts", [3, 3]), "an index stands twice"),
@@ -159,8 +163,7 @@ GENERATE: dict[str, tuple[Change, str]] = {
     "top_p NaN": (put("sampling.top_p", NAN), "top_p"),
 }
 UPDATE: dict[str, tuple[Change, str]] = {
-    "no optimization": (drop("optimization"), "epochs and mini_batches"),
-    "no epochs": (put("optimization.epochs", 0), "epochs"),
+    "no optimization": (drop("optimization"), "mini_batches 0"),
     "more mini-batches than sequences": (
         both(put("step", 2), put("optimization.mini_batches", 3)),
         "mini_batches 3: expected 1 to 2",
@@ -175,6 +178,10 @@ POLICY_LOSS: dict[str, tuple[Change, str]] = {
     "a negative clip": (put("loss.clip_low", -0.1), "clip_low"),
     "dual clip 1": (put("loss.dual_clip", 1.0), "dual_clip"),
     "an unknown KL loss": (put("loss.kl_loss", 9), "kl_loss 9"),
+    "no ratio level": (put("loss.ratio_level", 0), "ratio_level 0"),
+    "an unknown aggregation": (put("loss.aggregation", 9), "aggregation 9"),
+    "a negative importance cap": (put("loss.importance_cap", -1.0), "importance_cap"),
+    "a limit of NaN": (put("loss.max_update_kl", NAN), "max_update_kl"),
 }
 SAVE: dict[str, tuple[Change, str]] = {
     **{

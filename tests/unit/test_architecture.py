@@ -15,8 +15,16 @@ ROOT = Path(__file__).parents[2]
 ROOTS = {"quartet": ROOT / "src/quartet", "services": ROOT / "services"}
 
 FOUNDATION = {"quartet", "quartet.errors", "quartet.types", "quartet.config"}
-FILES = {"quartet.data", "quartet.files", "quartet.topology", "quartet.processes"}
-LIBRARY = {"quartet.rpc", "quartet.buffer", "quartet.models", "quartet.telemetry", "quartet.ppo", "quartet.codec"}
+FILES = {"quartet.data", "quartet.evaluation", "quartet.files", "quartet.topology", "quartet.processes"}
+LIBRARY = {
+    "quartet.rpc",
+    "quartet.buffer",
+    "quartet.models",
+    "quartet.rewards",
+    "quartet.telemetry",
+    "quartet.ppo",
+    "quartet.codec",
+}
 SERVICE = FOUNDATION | FILES | LIBRARY | {"quartet.v1"}
 
 # What a part may import of Quartet, besides itself. A part is a module or a package directly below `quartet` or `services`.
@@ -28,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.config": {"quartet.errors"},
     "quartet.random_streams": {"quartet.types"},
     "quartet.data": {"quartet.errors", "quartet.types", "quartet.random_streams"},
+    "quartet.evaluation": FOUNDATION | {"quartet.data"},
     "quartet.files": {"quartet.errors", "quartet.types"},
     "quartet.topology": {"quartet.config", "quartet.types"},
     "quartet.preflight": FOUNDATION | {"quartet.data", "quartet.topology"},
@@ -35,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.codec": {"quartet.errors", "quartet.types", "quartet.v1"},
     "quartet.v1": set(),
     "quartet.models": {"quartet.errors", "quartet.types", "quartet.ppo", "quartet.files", "quartet.random_streams"},
+    "quartet.rewards": FOUNDATION | {"quartet.models", "quartet.processes"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.processes"},
     "quartet.rpc": FOUNDATION | {"quartet.codec", "quartet.v1"},
     "quartet.telemetry": FOUNDATION | {"quartet.files"},
@@ -62,6 +72,7 @@ WITHOUT_TORCH = [
     "quartet.topology",
     "quartet.preflight",
     "quartet.data",
+    "quartet.evaluation",
     "quartet.files",
     "quartet.codec",
     "quartet.launcher",
@@ -69,6 +80,8 @@ WITHOUT_TORCH = [
     "quartet.buffer.embedded",
     "quartet.buffer.experience",
     "quartet.buffer.rollouts",
+    "quartet.rewards.function_worker",
+    "quartet.rewards.worker",
     "quartet.rpc.clients",
     "quartet.rpc.server",
     "quartet.telemetry.run_files",

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from quartet.data import MAX_LINE_BYTES, PromptLine, PromptOrder, PromptSet, encode_prompts, read_prompt_lines
+from quartet.data import (
+    ENCODE_LINES,
+    MAX_FIELDS_BYTES,
+    MAX_LINE_BYTES,
+    MAX_MESSAGES,
+    PromptEncoder,
+    PromptLine,
+    PromptOrder,
+    PromptSet,
+    encode_prompts,
+    iterate_prompt_lines,
+    read_prompt_lines,
+)
 from quartet.errors import ConfigError, DataError
 from quartet.types import Prompt
+from tests.unit.models import tiny
 
 check = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -22,9 +38,41 @@ def prompts_file(tmp_path: Path, *lines: str | bytes) -> Path:
     return path
 
 
-def test_text_and_token_ids_are_read_with_their_line_numbers_and_blank_lines_left_out(tmp_path: Path) -> None:
-    path = prompts_file(tmp_path, '{"text": "héllo", "more": 1}', "", "  ", '{"token_ids": [3, 0]}')
-    assert read_prompt_lines(path) == [PromptLine(1, "héllo", None), PromptLine(4, None, (3, 0))]
+USER = {"role": "user", "content": "hi"}
+
+
+def test_prompts_of_each_kind_are_read_with_their_line_numbers_and_blank_lines_left_out(tmp_path: Path) -> None:
+    path = prompts_file(
+        tmp_path, '{"text": "héllo"}', "", "  ", '{"token_ids": [3, 0]}', json.dumps({"messages": [USER], "text": None})
+    )
+    assert read_prompt_lines(path) == [
+        PromptLine(1, text="héllo", fields='{"text":"héllo"}'),
+        PromptLine(4, token_ids=(3, 0)),
+        PromptLine(5, messages=(USER,), fields='{"messages":[{"content":"hi","role":"user"}]}'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        (
+            '{"text": "a", "level": 3, "answer": {"z": [1.5, null], "b": true}}',
+            '{"answer":{"b":true,"z":[1.5,null]},"level":3,"text":"a"}',
+        ),
+        ('{"token_ids": [4], "answer": "ö", "text": null}', '{"answer":"ö"}'),
+        (
+            '{"answer": 2, "messages": [{"role": "user", "content": "a", "name": "b"}]}',
+            '{"answer":2,"messages":[{"content":"a","name":"b","role":"user"}]}',
+        ),
+    ],
+)
+def test_all_that_a_line_says_but_token_ids_are_its_fields_as_compact_json(
+    line: str, fields: str, tmp_path: Path
+) -> None:
+    (read,) = read_prompt_lines(prompts_file(tmp_path, line))
+    assert read.fields == fields
+    (prompt,) = encoded([read], limit=50).prompts
+    assert prompt.fields == fields
 
 
 @pytest.mark.parametrize(
@@ -35,12 +83,21 @@ def test_text_and_token_ids_are_read_with_their_line_numbers_and_blank_lines_lef
         ('{"token_ids": [' + "1" * 5000 + "]}", "not JSON"),
         ('["text"]', "found list"),
         ("3", "found int"),
-        ("{}", "found neither of text and token_ids"),
-        ('{"text": null}', "found neither"),
-        ('{"text": "a", "token_ids": [1]}', "found both"),
+        ("{}", "found none of text, messages and token_ids"),
+        ('{"text": null}', "found none"),
+        ('{"text": "a", "token_ids": [1]}', "found text and token_ids of text, messages and token_ids"),
+        ('{"messages": [], "token_ids": [1]}', "found messages and token_ids"),
+        ('{"text": "a", "score": NaN}', "not JSON (NaN is no number in JSON)"),
         ('{"text": ""}', "text is empty"),
         ('{"text": 3}', "text is not a string"),
-        ('{"text": "\\ud800"}', "text"),
+        ('{"text": "\\ud800"}', "holds half of a character (a lone surrogate)"),
+        ('{"text": "a", "answer": "\\udfff"}', "holds half of a character (a lone surrogate)"),
+        ('{"messages": []}', "messages is empty"),
+        ('{"messages": "hi"}', "messages is not a list"),
+        ('{"messages": ["hi"]}', "message 1 is not an object"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}', "message 2: content is missing"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "message 1: content is missing or not a"),
+        ('{"messages": [{"role": 1, "content": "a"}]}', "message 1: role is missing or not a string"),
         ('{"token_ids": []}', "token_ids is not a list of token ids"),
         ('{"token_ids": "12"}', "token_ids is not a list of token ids"),
         ('{"token_ids": [1, -1]}', "token_ids is not a list of token ids"),
@@ -58,7 +115,7 @@ def test_a_malformed_line_is_refused_with_file_line_and_expectation(
         read_prompt_lines(path)
     said = str(refused.value)
     assert said.startswith(f"prompts {path}:2: {problem}")
-    assert 'expected a JSON object with "text" (a string) or "token_ids" (a list of integers)' in said
+    assert 'expected a JSON object with "text" (a string), "messages" (a list of objects with' in said
     assert "\n" not in said
 
 
@@ -66,6 +123,17 @@ def test_an_endless_line_is_refused(tmp_path: Path) -> None:
     path = prompts_file(tmp_path, '{"text": "' + "a" * MAX_LINE_BYTES + '"}')
     with pytest.raises(DataError, match="longer than"):
         read_prompt_lines(path)
+
+
+def test_what_goes_with_every_request_for_a_score_has_a_limit(tmp_path: Path) -> None:
+    fitting = "a" * (MAX_FIELDS_BYTES - len('{"text":""}'))
+    assert len(read_prompt_lines(prompts_file(tmp_path, json.dumps({"text": fitting})))) == 1
+    with pytest.raises(DataError, match=rf":1: {MAX_FIELDS_BYTES + 2} bytes of text and fields, expected at most"):
+        read_prompt_lines(prompts_file(tmp_path, json.dumps({"text": fitting + "ö"}, ensure_ascii=False)))
+    with pytest.raises(DataError, match="1025 messages, expected at most 1024"):
+        read_prompt_lines(prompts_file(tmp_path, json.dumps({"messages": [USER] * (MAX_MESSAGES + 1)})))
+    with pytest.raises(DataError, match=r":1: message 1: role is empty"):
+        read_prompt_lines(prompts_file(tmp_path, '{"messages": [{"role": "", "content": ""}]}'))
 
 
 @pytest.mark.parametrize("lines", [(), ("", " ")])
@@ -81,20 +149,36 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
         read_prompt_lines(tmp_path)
 
 
-def encoded(lines: list[PromptLine], limit: int = 5, vocabulary: int = 128) -> PromptSet:
+def ids_of(text: str) -> list[int]:
+    return [ord(character) for character in text if character != "_"]
+
+
+def texts(batch: list[str]) -> list[list[int]]:
+    return [ids_of(text) for text in batch]
+
+
+def chat(messages: list[dict[str, Any]]) -> list[int]:
+    """A template of its own: ROLE:CONTENT; for each message, then a:"""
+    for message in messages:
+        if message["role"] not in ("user", "assistant"):
+            raise ValueError(f"no {message['role']} here\nand more")
+    return ids_of("".join(f"{message['role'][0]}:{message['content']};" for message in messages) + "a:")
+
+
+PLAIN, CHAT = PromptEncoder("policies/a", texts), PromptEncoder("policies/a", texts, chat)
+
+
+def encoded(
+    lines: list[PromptLine], limit: int = 5, vocabulary: int = 128, encoder: PromptEncoder = PLAIN
+) -> PromptSet:
     """Tokenised by character code; "$" is the end of sequence."""
-    return encode_prompts(
-        Path("p.jsonl"),
-        lines,
-        lambda texts: [[ord(c) for c in text if c != "_"] for text in texts],
-        frozenset({ord("$")}),
-        vocabulary,
-        limit,
-    )
+    if any(line.messages for line in lines):
+        encoder = CHAT
+    return encode_prompts(Path("p.jsonl"), lines, encoder, frozenset({ord("$")}), vocabulary, limit)
 
 
 def test_prompts_keep_their_text_ids_and_line_as_index() -> None:
-    found = encoded([PromptLine(1, "ab", None), PromptLine(4, None, (7, 8)), PromptLine(9, "c", None)])
+    found = encoded([PromptLine(1, "ab"), PromptLine(4, token_ids=(7, 8)), PromptLine(9, "c")])
     assert [(p.index, p.token_ids.tolist(), p.text) for p in found.prompts] == [
         (0, [97, 98], "ab"),
         (3, [7, 8], ""),
@@ -104,31 +188,134 @@ def test_prompts_keep_their_text_ids_and_line_as_index() -> None:
     assert found.notes == []
 
 
+def test_messages_are_what_the_template_writes_and_counted() -> None:
+    lines = [PromptLine(1, token_ids=(1,)), PromptLine(2, messages=(USER,)), PromptLine(3, token_ids=(2,))]
+    found = encoded(lines, limit=20)
+    assert found.prompts[1].token_ids.tolist() == ids_of("u:hi;a:")
+    assert found.notes == ["1 of 3 prompts are messages, written out by the chat template of policies/a"]
+
+
+def test_messages_that_end_with_the_assistants_are_noted() -> None:
+    answered = (USER, {"role": "assistant", "content": "oh"})
+    found = encoded([PromptLine(1, messages=answered), PromptLine(2, messages=(*answered, USER))], limit=50)
+    assert found.prompts[0].token_ids.tolist() == ids_of("u:hi;a:oh;a:")
+    assert found.notes[1] == ("1 of 2 prompts end with a message of the assistant; the response is a new one after it")
+
+
+def test_plain_text_beside_a_chat_template_is_used_as_it_is_and_noted() -> None:
+    lines = [PromptLine(1, "ab"), PromptLine(2, token_ids=(1,)), PromptLine(3, "c")]
+    found = encoded(lines, encoder=CHAT)
+    assert [prompt.token_ids.tolist() for prompt in found.prompts] == [[97, 98], [1], [99]]
+    assert found.notes == [
+        "the tokenizer of policies/a has a chat template; 2 of 3 prompts are plain text and used as they are "
+        "(messages would go through it)"
+    ]
+    assert encoded(lines).notes == []
+
+
+def test_messages_without_a_chat_template_are_refused_with_what_to_do() -> None:
+    with pytest.raises(
+        DataError, match=r"p\.jsonl:7: messages, but the tokenizer of policies/a has no chat template; give"
+    ):
+        encode_prompts(Path("p.jsonl"), [PromptLine(7, messages=(USER,))], PLAIN, frozenset(), 128, 9)
+
+
+def test_messages_that_the_template_refuses_are_named_in_one_line() -> None:
+    strange = ({"role": "judge", "content": ""},)
+    with pytest.raises(DataError) as refused:
+        encoded([PromptLine(1, messages=(USER,)), PromptLine(5, messages=strange)])
+    said = str(refused.value)
+    assert said.startswith(
+        "prompts p.jsonl:5: the chat template of policies/a refuses these messages: no judge here (Val"
+    )
+    assert "\n" not in said
+
+
+BEGINNING = "w5"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    " w6 {{ m.content }}{% endfor %}{% if add_generation_prompt %} w7{% endif %}"
+)
+
+
+def chatting() -> Any:
+    """A tokenizer that begins every text with a special token, as its chat template does."""
+    from tokenizers.processors import TemplateProcessing
+
+    found = tiny.tokenizer()
+    found.backend_tokenizer.post_processor = TemplateProcessing(single="w5 $A", special_tokens=[("w5", 5)])
+    found.add_special_tokens({"bos_token": BEGINNING})
+    found.chat_template = TEMPLATE
+    return found
+
+
+def test_a_tokenizers_template_opens_the_response_and_its_special_tokens_come_once() -> None:
+    encoder = PromptEncoder.of(chatting(), "m")
+    assert encoder.texts(["w8 w9"]) == [[5, 8, 9]]
+    assert encoder.texts([]) == []
+    lines = [PromptLine(1, "w8 w9"), PromptLine(2, messages=({"role": "user", "content": "w8 w9"},))]
+    found = encode_prompts(Path("p"), lines, encoder, frozenset({1}), tiny.VOCABULARY, 9)
+    assert [prompt.token_ids.tolist() for prompt in found.prompts] == [[5, 8, 9], [5, 6, 8, 9, 7]]
+    tool = PromptLine(2, messages=({"role": "tool", "content": "w8"},))
+    with pytest.raises(DataError, match=r"p:2: .* refuses these messages: no tools \(TemplateError\)"):
+        encode_prompts(Path("p"), [tool], encoder, frozenset(), tiny.VOCABULARY, 9)
+    assert PromptEncoder.of(tiny.tokenizer(), "m").chat is None
+
+
 def test_prompts_over_the_limit_are_dropped_and_counted() -> None:
-    found = encoded([PromptLine(n, "a" * n, None) for n in range(1, 9)])
+    found = encoded([PromptLine(n, "a" * n) for n in range(1, 9)])
     assert [len(prompt.token_ids) for prompt in found.prompts] == [1, 2, 3, 4, 5]
     assert found.notes == ["3 of 8 prompts are over data.max_prompt_tokens 5 and dropped"]
 
 
 def test_a_data_set_of_which_nothing_is_left_is_refused() -> None:
     with pytest.raises(DataError, match=r"all 2 are over data\.max_prompt_tokens 5; raise it"):
-        encoded([PromptLine(n, "a" * 6, None) for n in (1, 2)])
+        encoded([PromptLine(n, "a" * 6) for n in (1, 2)])
 
 
 def test_an_end_of_sequence_that_the_tokenizer_adds_is_taken_off_but_given_ids_stay() -> None:
-    found = encoded([PromptLine(1, "ab$", None), PromptLine(2, None, (97, ord("$"))), PromptLine(3, "$", None)])
+    found = encoded([PromptLine(1, "ab$"), PromptLine(2, token_ids=(97, ord("$"))), PromptLine(3, "$")])
     assert [prompt.token_ids.tolist() for prompt in found.prompts] == [[97, 98], [97, ord("$")], [ord("$")]]
     assert found.notes == ["1 of 3 prompts ended with an end-of-sequence token; it is taken off"]
 
 
 def test_ids_outside_the_vocabulary_are_refused_with_their_line() -> None:
     with pytest.raises(DataError, match=r"p\.jsonl:4: token id 128; the policy's vocabulary is 0\.\.127"):
-        encoded([PromptLine(1, "a", None), PromptLine(4, None, (1, 128))])
+        encoded([PromptLine(1, "a"), PromptLine(4, token_ids=(1, 128))])
 
 
 def test_a_prompt_without_tokens_is_refused_with_its_line() -> None:
     with pytest.raises(DataError, match=r"p\.jsonl:2: the tokenizer makes no token of it"):
-        encoded([PromptLine(1, "a", None), PromptLine(2, "_", None)])
+        encoded([PromptLine(1, "a"), PromptLine(2, "_")])
+
+
+def test_a_limit_takes_the_first_usable_prompts_and_looks_no_further() -> None:
+    lines = [PromptLine(1, "a"), PromptLine(2, "toolong"), PromptLine(3, "b"), PromptLine(4, token_ids=(500,))]
+    found = encode_prompts(Path("p.jsonl"), lines, PLAIN, frozenset(), 128, 5, limit=2)
+    assert [prompt.index for prompt in found.prompts] == [0, 2]
+    assert found.notes == ["1 of 3 prompts are over data.max_prompt_tokens 5 and dropped"]
+
+
+def test_a_large_file_is_tokenised_a_portion_at_a_time_as_it_is_read(tmp_path: Path) -> None:
+    count = 2 * ENCODE_LINES + 3
+    path = prompts_file(tmp_path, *(json.dumps({"text": f"{number}"}) for number in range(count)))
+    asked: list[int] = []
+    read = 0
+
+    def counting() -> Iterator[PromptLine]:
+        nonlocal read
+        for line in iterate_prompt_lines(path):
+            read += 1
+            yield line
+
+    def portion(batch: list[str]) -> list[list[int]]:
+        assert read - sum(asked) == len(batch)
+        asked.append(len(batch))
+        return texts(batch)
+
+    found = encode_prompts(path, counting(), PromptEncoder("m", portion), frozenset(), 128, 9)
+    assert asked == [ENCODE_LINES, ENCODE_LINES, 3]
+    assert [(p.index, p.text) for p in found.prompts] == [(number, f"{number}") for number in range(count)]
 
 
 def data_set(size: int) -> list[Prompt]:
@@ -162,6 +349,15 @@ def test_a_step_takes_the_same_prompts_whatever_was_asked_before() -> None:
     in_order = [indices(walked, step) for step in range(1, 30)]
     fresh = [indices(PromptOrder(data_set(20), 3, seed=5), step) for step in range(29, 0, -1)][::-1]
     assert fresh == in_order
+
+
+@check
+@given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 2**63 - 1))
+def test_a_run_that_resumes_at_a_step_takes_the_tail_of_the_whole_order(per_step: int, step: int, seed: int) -> None:
+    whole = PromptOrder(data_set(17), per_step, seed)
+    undisturbed = [indices(whole, number) for number in range(1, 45)]
+    resumed = PromptOrder(data_set(17), per_step, seed)
+    assert [indices(resumed, number) for number in range(step, 45)] == undisturbed[step - 1 :]
 
 
 def test_seeds_and_passes_differ() -> None:

@@ -51,6 +51,41 @@ def test_bad_prompts_are_found(models: Path) -> None:
         check_inputs(config(models))
 
 
+def with_validation(models: Path, text: str) -> Config:
+    (models / "validation.jsonl").write_text(text)
+    tree = config(models).model_dump()
+    tree["data"]["validation"] = models / "validation.jsonl"
+    return parse_config(tree, "test")
+
+
+def test_validation_prompts_are_read_too(models: Path) -> None:
+    assert check_inputs(with_validation(models, '{"text": "a"}\n'))[1] == (
+        f"data.validation {models}/validation.jsonl: 1 prompts"
+    )
+    with pytest.raises(DataError, match=r"validation\.jsonl:2: not JSON"):
+        check_inputs(with_validation(models, '{"text": "a"}\nnonsense\n'))
+
+
+MESSAGES = '{"text": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n'
+
+
+def test_messages_for_a_tokenizer_without_a_chat_template_are_found(models: Path) -> None:
+    (models / "policy/tokenizer_config.json").write_text("{}")
+    with pytest.raises(DataError, match=rf"validation\.jsonl:2: messages, but the tokenizer of actor\.model {models}"):
+        check_inputs(with_validation(models, MESSAGES))
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("chat_template.jinja", ""), ("tokenizer_config.json", '{"chat_template": "{{ messages }}"}')],
+)
+def test_messages_for_a_tokenizer_with_a_chat_template_are_counted(file: str, text: str, models: Path) -> None:
+    (models / "policy/tokenizer_config.json").write_text("{}")
+    (models / "policy" / file).write_text(text)
+    notes = check_inputs(with_validation(models, MESSAGES))
+    assert notes[1].endswith("validation.jsonl: 2 prompts, 1 of them messages")
+
+
 def test_a_missing_model_is_named_with_its_role(models: Path) -> None:
     (models / "reward/config.json").unlink()
     (models / "reward/model.safetensors").unlink()
@@ -119,3 +154,24 @@ def test_a_hub_id_is_left_to_the_service(models: Path) -> None:
     tree["actor"]["model"] = "no-such-owner/no-such-model"
     notes = check_inputs(parse_config(tree, "test"))
     assert notes[1] == "actor.model no-such-owner/no-such-model: a hub id; it is looked up when the actor starts"
+
+
+def test_an_adapter_directory_is_a_model_and_its_base_is_named(models: Path) -> None:
+    adapter = models / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
+    tree = config(models).model_dump()
+    tree["actor"]["model"] = str(adapter)
+    notes = check_inputs(parse_config(tree, "test"))
+    assert notes[1] == f"actor.model {adapter}: a LoRA adapter on some/base; it is read when the actor starts"
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"actor\.model .*adapter_config\.json: not JSON"):
+        check_inputs(parse_config(tree, "test"))
+
+
+def test_every_model_of_an_ensemble_is_looked_at(models: Path) -> None:
+    tree = config(models).model_dump()
+    parts = [{"name": "tone", "model": str(models / "reward")}, {"name": "other", "model": str(models / "absent")}]
+    tree["reward"] = {"source": "ensemble", "parts": parts}
+    with pytest.raises(ModelError, match=r"reward\.parts\.other\.model .*absent: no such directory"):
+        check_inputs(parse_config(tree, "test"))

@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -83,16 +84,14 @@ class Scored:
 def _scored_completions(config: Config, policy: str) -> list[Scored]:
     from quartet.cli.generate import complete
     from quartet.data import read_prompt_lines
-    from quartet.models.loading import load_reward_model
-    from quartet.models.scoring import sequence_scores
+    from quartet.rewards.building import build_reward
     from quartet.types import SamplingParameters, TokenBatch
 
     lines = read_prompt_lines(config.data.prompts)[:SCORED]
     sampling = SamplingParameters(config.rollout.max_response_tokens, config.rollout.temperature)
     completions = complete(policy, config.data.prompts, lines, sampling, seed=config.run.seed)
-    reward = load_reward_model(config.reward.model)
-    batch = TokenBatch.of([item.trajectory for item in completions])
-    scores = sequence_scores(reward, batch, config.reward.micro_batch_tokens)
+    with closing(build_reward(config, "cpu")) as reward:
+        scores = reward.score(TokenBatch.of([item.trajectory for item in completions])).total
     return [Scored(item.prompt, item.text, float(score)) for item, score in zip(completions, scores, strict=True)]
 
 

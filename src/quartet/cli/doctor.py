@@ -21,8 +21,8 @@ from quartet.config import Config, load_config, redact_url
 from quartet.errors import QuartetError
 from quartet.preflight import check_inputs, looks_local
 from quartet.rpc.channels import accepts_connections
-from quartet.topology import cores, listen_address, threads_of
-from quartet.types import MODEL_ROLES, Role
+from quartet.topology import cores, listen_address, roles_of, threads_of
+from quartet.types import Role
 
 console = Console()
 
@@ -105,7 +105,8 @@ def _needs(config: Config) -> Iterator[Finding]:
     except QuartetError as error:
         yield Finding("input", False, str(error))
     threads = 0
-    for role in MODEL_ROLES:
+    roles = roles_of(config)
+    for role in roles:
         service = getattr(config.services, role)
         if service.address is not None:
             answers = accepts_connections(service.address)
@@ -119,7 +120,7 @@ def _needs(config: Config) -> Iterator[Finding]:
         port = listen if ":" in listen else f"a free port of {listen}"
         detail = f"{where}, listens on {port}{_memory(config, role)}"
         yield Finding(role, not missing, f"{detail}; CUDA {missing} not there" if missing else detail)
-    if threads > max(cores(), len(MODEL_ROLES)):
+    if threads > max(cores(), len(roles)):
         yield Finding(
             "threads", False, f"{threads} for {cores()} cores: every service will crawl; lower services.*.threads"
         )
@@ -128,10 +129,10 @@ def _needs(config: Config) -> Iterator[Finding]:
 
 
 def _memory(config: Config, role: Role) -> str:
-    model = config.models[role]
-    if not looks_local(model):
+    models = [model for key, model in config.models.items() if key.partition(".")[0] == role and looks_local(model)]
+    weights = sum(path.stat().st_size for model in models for path in Path(model).glob("*.safetensors"))
+    if not weights:
         return ""
-    weights = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
     factor = OPTIMIZER_FACTOR if role in (Role.ACTOR, Role.CRITIC) else 1
     return f", about {weights * factor / 2**20:.0f} MiB for weights" + (" and optimizer" if factor > 1 else "")
 

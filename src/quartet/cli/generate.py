@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import typer
 
-from quartet.data import PromptLine, encode_prompts, read_prompt_lines
+from quartet.data import PromptEncoder, PromptLine, encode_prompts, read_prompt_lines
 from quartet.errors import ConfigError, InvalidRequest
 from quartet.models.engine import TorchEngine
 from quartet.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
@@ -41,7 +41,7 @@ def generate(
     if bool(texts) == (file is not None):
         raise ConfigError("generate: give either prompts as arguments or a JSON Lines file with --file")
     source = file or Path("<arguments>")
-    lines = read_prompt_lines(file) if file else [PromptLine(i, text, None) for i, text in enumerate(texts, 1)]
+    lines = read_prompt_lines(file) if file else [PromptLine(i, text) for i, text in enumerate(texts, 1)]
     try:
         completions = complete(model, source, lines, sampling, samples, seed, device)
     except InvalidRequest as error:
@@ -76,7 +76,7 @@ def complete(
     prompts = encode_prompts(
         source,
         lines,
-        lambda batch: tokenizer(batch)["input_ids"] if batch else [],
+        PromptEncoder.of(tokenizer, model),
         stops,
         vocabulary,
         max_prompt_tokens=np.iinfo(np.int32).max,

@@ -60,6 +60,29 @@ class Pace:
         return f"{hours}:{clock}" if hours else clock
 
 
+class News:
+    """What has not been said yet of a run's notes, alerts and pauses."""
+
+    def __init__(self) -> None:
+        self._notes = self._alerts = 0
+        self._paused = False
+
+    def of(self, progress: orchestrator_pb2.Progress) -> list[str]:
+        """New lines to print."""
+        lines = [f"note: {note}" for note in progress.notes[self._notes :]]
+        lines += [
+            f"guard {alert.guard} ({alert.action}) after step {alert.step}: {alert.evidence}; {alert.remedy}"
+            for alert in progress.alerts[self._alerts :]
+        ]
+        paused = progress.state == orchestrator_pb2.RUN_STATE_PAUSED
+        if paused and not self._paused:
+            lines.append(
+                f"paused after step {progress.step}: quartet resume RUN goes on, quartet stop RUN saves the policy and ends"
+            )
+        self._notes, self._alerts, self._paused = len(progress.notes), len(progress.alerts), paused
+        return lines
+
+
 class LineView:
     """One line for each step: for logs and pipes."""
 
@@ -67,13 +90,12 @@ class LineView:
         self._console = console
         self._pace = Pace()
         self._step = 0
-        self._notes = 0
+        self._news = News()
 
     def show(self, progress: orchestrator_pb2.Progress) -> None:
-        """Prints notes and newly committed steps."""
-        for note in progress.notes[self._notes :]:
-            self._print(f"note: {note}")
-        self._notes = len(progress.notes)
+        """Prints notes, alerts and newly committed steps."""
+        for line in self._news.of(progress):
+            self._print(line)
         if progress.step <= self._step:
             return
         self._step = progress.step
@@ -103,7 +125,7 @@ class LiveView:
         self._pace = Pace()
         self._curves: dict[str, deque[float]] = {}
         self._step = 0
-        self._notes = 0
+        self._news = News()
         self._progress = orchestrator_pb2.Progress()
         self._since = time.monotonic()
         self._bar = Progress(
@@ -120,9 +142,8 @@ class LiveView:
 
     def show(self, progress: orchestrator_pb2.Progress) -> None:
         """Redraws."""
-        for note in progress.notes[self._notes :]:
-            self._live.console.print(Text(f"note: {note}", style="yellow"))
-        self._notes = len(progress.notes)
+        for line in self._news.of(progress):
+            self._live.console.print(Text(line, style="yellow"))
         if progress.step > self._step:
             self._step = progress.step
             self._pace.add(dict(progress.metrics))

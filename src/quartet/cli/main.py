@@ -49,6 +49,33 @@ def up(config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = F
     run(config, overrides or [], overwrite)
 
 
+RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is going on: runs/NAME.")]
+
+
+@app.command()
+def pause(run: RunDirectory) -> None:
+    """Let a run wait after the step in hand."""
+    from quartet.cli.control import pause as ask
+
+    ask(run)
+
+
+@app.command()
+def resume(run: RunDirectory) -> None:
+    """Let a paused run go on."""
+    from quartet.cli.control import resume as ask
+
+    ask(run)
+
+
+@app.command()
+def stop(run: RunDirectory) -> None:
+    """End a run after the step in hand; its policy is saved."""
+    from quartet.cli.control import stop as ask
+
+    ask(run)
+
+
 @app.command()
 def demo(
     directory: Annotated[Path, typer.Option(help="Where the demo keeps its world and its run.")] = Path("runs"),
@@ -90,6 +117,24 @@ def generate(
         device,
         json_lines,
     )
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="Saved policy or adapter: runs/NAME/policy, or of a checkpoint.")],
+    config: Annotated[Optional[Path], typer.Option(help="YAML file; otherwise that of the run it lies in.")] = None,  # noqa: UP045
+    overrides: Overrides = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda:0, ...")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="The means as one JSON object.")] = False,
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="Write the responses as JSON Lines, one object for each prompt."),
+    ] = None,
+) -> None:
+    """Hold a saved policy against the initial one, on the validation prompts."""
+    from quartet.cli.evaluate import evaluate as run
+
+    run(checkpoint, config, overrides or [], device, as_json, output)
 
 
 @app.command()

@@ -69,9 +69,11 @@ def _started(config: Config, overwrite: bool) -> Iterator[tuple[Launcher, RunFil
             files.write_config(config.to_yaml())
             with Launcher(config, files.config) as launcher:
                 _start(launcher)
+                files.write_services(launcher.addresses)
                 yield launcher, files
                 console.print("stopping the services", highlight=False)
         finally:
+            files.services.unlink(missing_ok=True)
             files.restore()
 
 

@@ -5,28 +5,38 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from quartet.errors import ConfigError
 from quartet.files import write_durably
+from quartet.types import Alert, Role
 
 MARK = "# The config of a run of Quartet, as resolved.\n"
 """First line of every run's config.yaml: by it a run's directory is known."""
 
 
 class RunFiles:
-    """``config.yaml``, ``metrics.jsonl``, ``trajectories/``, ``checkpoints/``, ``policy/``, ``logs/`` of one run."""
+    """``config.yaml``, ``metrics.jsonl``, ``trajectories/``, ``checkpoints/``, ``policy/``, ``logs/`` of one run.
+
+    And of its evaluations ``evaluations.jsonl`` and ``evaluations/``.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.yaml"
         self.metrics = root / "metrics.jsonl"
         self.trajectories = root / "trajectories"
+        self.evaluation_summaries = root / "evaluations.jsonl"
+        self.evaluations = root / "evaluations"
         self.checkpoints = root / "checkpoints"
         self.policy = root / "policy"
+        self.adapter = root / "adapter"
+        self.alerts = root / "alerts.jsonl"
+        self.services = root / "services.json"
         self.logs = root / "logs"
         self.redis = root / "redis"
         self._aside = root / ".earlier"
@@ -56,7 +66,7 @@ class RunFiles:
         Raises ConfigError when what lies there under a run's names is not a run's.
         """
         found = [path for path in self._own() if path.exists()]
-        if found and not self._is_a_run():
+        if found and not self.is_a_run():
             raise ConfigError(
                 f"--overwrite: {found[0]} is not of a run of Quartet's; choose another run.name, or move it away"
             )
@@ -84,13 +94,19 @@ class RunFiles:
             self.config,
             self.metrics,
             self.trajectories,
+            self.evaluation_summaries,
+            self.evaluations,
             self.checkpoints,
             self.policy,
+            self.adapter,
+            self.alerts,
+            self.services,
             self.logs,
             self.redis,
         ]
 
-    def _is_a_run(self) -> bool:
+    def is_a_run(self) -> bool:
+        """Whether a run of Quartet's lies here, by the first line of its config."""
         try:
             return self.config.read_text(encoding="utf-8").startswith(MARK)
         except (OSError, UnicodeDecodeError):
@@ -118,11 +134,65 @@ class RunFiles:
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
 
+    def append_alert(self, alert: Alert) -> None:
+        """Adds what a guard found to ``alerts.jsonl``."""
+        with self.alerts.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(alert)) + "\n")
+
+    def write_services(self, addresses: dict[Role, str]) -> None:
+        """Writes ``services.json``: where each service of a run that is going on listens, by role."""
+        write_durably(self.services, json.dumps(addresses, indent=2) + "\n")
+
+    def orchestrator_address(self) -> str:
+        """Where the orchestrator of a run that is going on listens. Raises ConfigError when none is."""
+        try:
+            return str(json.loads(self.services.read_text(encoding="utf-8"))[Role.ORCHESTRATOR])
+        except (OSError, ValueError, KeyError):
+            raise ConfigError(
+                f"run {self.root}: no run is going on there; give the directory of one, such as runs/NAME"
+            ) from None
+
     def write_trajectories(self, step: int, trajectories: Iterable[dict[str, Any]]) -> None:
         """Writes ``trajectories/step-000001.jsonl``, one object for each response."""
         self.trajectories.mkdir(exist_ok=True)
         lines = "".join(json.dumps(trajectory, ensure_ascii=False) + "\n" for trajectory in trajectories)
         (self.trajectories / f"step-{step:06d}.jsonl").write_text(lines, encoding="utf-8")
+
+    def write_evaluation(self, step: int, summary: Mapping[str, float], rows: Iterable[dict[str, Any]]) -> None:
+        """Writes ``evaluations/step-000000.jsonl``, one object for each prompt, and the step's line of ``evaluations.jsonl``.
+
+        Lines of this and later steps, left by a run that came further before it broke off, make way.
+        """
+        self.evaluations.mkdir(exist_ok=True)
+        lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in rows)
+        write_durably(self._evaluation(step), lines)
+        earlier = read_metrics(self.evaluation_summaries) if self.evaluation_summaries.exists() else []
+        kept = [*(item for item in earlier if item["step"] < step), {"step": step, **summary}]
+        write_durably(self.evaluation_summaries, "".join(json.dumps(item) + "\n" for item in kept))
+
+    def read_evaluation(self, step: int) -> list[dict[str, Any]]:
+        """The rows that ``write_evaluation`` wrote. Raises ConfigError when they are not there, or damaged."""
+        path = self._evaluation(step)
+        try:
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not JSON Lines"
+            raise ConfigError(
+                f"evaluation {path}: cannot be read ({reason}); it holds what the initial policy answered, so start the run anew"
+            ) from None
+        return rows
+
+    def _evaluation(self, step: int) -> Path:
+        return self.evaluations / f"step-{step:06d}.jsonl"
+
+
+def find_run(path: Path) -> RunFiles | None:
+    """The run in whose directory ``path`` lies, if there is one: of several, one in the other, the innermost."""
+    for folder in path.absolute().parents:
+        files = RunFiles(folder)
+        if files.is_a_run():
+            return files
+    return None
 
 
 def _remove(path: Path) -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from quartet.errors import ConfigError
-from quartet.telemetry.run_files import RunFiles, read_metrics
+from quartet.telemetry.run_files import RunFiles, find_run, read_metrics
 
 
 def leave_a_run(files: RunFiles) -> None:
     files.write_config("run: {}\n")
     files.append_metrics({"step": 1})
     files.write_trajectories(1, [{"id": "a"}])
+    files.write_evaluation(0, {"eval_kl": 0.0}, [{"index": 0}])
     (files.root / "thesis.tex").write_text("mine")
 
 
@@ -21,7 +22,7 @@ def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
-RUN = ["config.yaml", "logs", "metrics.jsonl", "thesis.tex", "trajectories"]
+RUN = ["config.yaml", "evaluations", "evaluations.jsonl", "logs", "metrics.jsonl", "thesis.tex", "trajectories"]
 
 
 def test_a_directory_has_one_run_at_a_time(tmp_path: Path) -> None:
@@ -82,3 +83,47 @@ def test_a_damaged_metrics_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n')
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not JSON"):
         read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_an_evaluation_leaves_its_rows_and_a_line_of_its_means(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    first, second = [{"index": 0, "sampled": "a\u2028b\n"}, {"index": 3, "sampled": ""}], [{"index": 0, "sampled": "c"}]
+    files.write_evaluation(0, {"eval_kl": 0.0}, first)
+    files.write_evaluation(20, {"eval_kl": 1.5}, second)
+    assert files.read_evaluation(0) == first
+    assert files.read_evaluation(20) == second
+    assert names(tmp_path / "evaluations") == ["step-000000.jsonl", "step-000020.jsonl"]
+    assert read_metrics(tmp_path / "evaluations.jsonl") == [{"step": 0, "eval_kl": 0.0}, {"step": 20, "eval_kl": 1.5}]
+
+
+def test_an_evaluation_that_is_repeated_replaces_what_an_earlier_attempt_left(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    for step in (0, 5, 10):
+        files.write_evaluation(step, {"eval_kl": step / 10}, [])
+    files.write_evaluation(5, {"eval_kl": 9.0}, [])
+    assert read_metrics(tmp_path / "evaluations.jsonl") == [{"step": 0, "eval_kl": 0.0}, {"step": 5, "eval_kl": 9.0}]
+
+
+@pytest.mark.parametrize(("contents", "reason"), [(None, "No such file or directory"), ("{\n", "not JSON Lines")])
+def test_an_evaluation_that_cannot_be_read_back_is_an_error(contents: str | None, reason: str, tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    if contents is not None:
+        files.write_evaluation(0, {}, [])
+        (tmp_path / "evaluations/step-000000.jsonl").write_text(contents)
+    with pytest.raises(ConfigError, match=rf"step-000000\.jsonl: cannot be read \({reason}\)"):
+        files.read_evaluation(0)
+
+
+def test_the_run_of_a_path_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = RunFiles(tmp_path / "runs/a")
+    files.write_config("run: {}\n")
+    (tmp_path / "config.yaml").write_text("foo: bar\n")
+    for inside in ("policy", "checkpoints/step-000020/actor"):
+        found = find_run(tmp_path / "runs/a" / inside)
+        assert found is not None
+        assert found.root == files.root
+    monkeypatch.chdir(files.root)
+    found = find_run(Path("policy"))
+    assert found is not None
+    assert found.root == files.root
+    assert find_run(tmp_path / "runs/b/policy") is None

@@ -1,0 +1,196 @@
+"""`quartet evaluate`: any saved policy against the initial one, in this process, with the figures of a run's own evaluations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quartet.config import Config, load_config
+from quartet.errors import ConfigError, InvalidRequest, MismatchError, ModelError
+from quartet.evaluation import (
+    Answers,
+    Comparison,
+    Judge,
+    Response,
+    compare,
+    greedy_sampling,
+    read_validation_prompts,
+    row,
+    run_sampling,
+    summarize,
+    texts_of,
+    trajectory_id,
+)
+from quartet.models.engine import TorchEngine
+from quartet.models.loading import load_causal_lm, load_tokenizer, stop_token_ids, tokenizer_fingerprint
+from quartet.models.scoring import response_log_probs
+from quartet.preflight import looks_local
+from quartet.rewards.building import build_reward
+from quartet.rewards.function_worker import FunctionWorker
+from quartet.rewards.source import RewardSource
+from quartet.telemetry.run_files import find_run
+from quartet.types import GenerationRequest, Prompt, SamplingParameters, TokenBatch, Trajectory
+
+SHOWN = 3
+"""Prompts whose responses are shown side by side."""
+
+
+def evaluate(
+    checkpoint: str, config_path: Path | None, overrides: list[str], device: str, as_json: bool, output: Path | None
+) -> None:
+    """Evaluates, prints the means, and writes one object for each prompt to ``output``. Raises ConfigError for bad input."""
+    console = Console(stderr=as_json)
+    if looks_local(checkpoint) and not Path(checkpoint).is_dir():
+        raise ModelError(f"evaluate {checkpoint}: no such directory; expected a saved policy, such as runs/NAME/policy")
+    config = load_config(config_path or _config_of_run(checkpoint), overrides)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {output}: its directory is not there; make it first, or choose another")
+    with console.status("evaluating"):
+        try:
+            comparisons, notes = compare_with_initial(checkpoint, config, device)
+        except InvalidRequest as error:
+            raise ConfigError(f"evaluate {checkpoint}: {error}") from None
+    for note in notes:
+        console.print(note, highlight=False, soft_wrap=True)
+    if output is not None:
+        lines = (json.dumps(row(comparison), ensure_ascii=False) + "\n" for comparison in comparisons)
+        output.write_text("".join(lines), encoding="utf-8")
+    if as_json:
+        print(json.dumps(summarize(comparisons)))
+    else:
+        console.print(_summary_table(comparisons), _responses_table(comparisons))
+
+
+def _config_of_run(checkpoint: str) -> Path:
+    run = find_run(Path(checkpoint))
+    if run is None:
+        raise ConfigError(
+            f"evaluate {checkpoint}: lies in no run's directory; say with --config CONFIG what to evaluate on"
+        )
+    return run.config
+
+
+def compare_with_initial(checkpoint: str, config: Config, device: str) -> tuple[list[Comparison], list[str]]:
+    """The answers of a saved policy and of the initial one to the validation prompts; and what a user should know of these.
+
+    The random numbers, batches and precision are those of a run's own evaluations. Raises ConfigError, InvalidRequest,
+    ComputationFailed.
+    """
+    tokenizer = load_tokenizer(config.actor.model)
+    if tokenizer_fingerprint(load_tokenizer(checkpoint)) != tokenizer_fingerprint(tokenizer):
+        raise MismatchError(
+            f"evaluate {checkpoint}: its vocabulary is not that of actor.model {config.actor.model}; "
+            "give a policy that was trained from it, or the --config of its own run"
+        )
+    with ExitStack() as stack:
+        judge = None
+        if config.evaluation.judge is not None:
+            worker = FunctionWorker(config.evaluation.judge, "evaluation.judge")
+            stack.callback(worker.close)
+            judge = Judge(config.evaluation.judge, worker, config.evaluation.timeout)
+        policy = load_causal_lm(checkpoint, config.actor.dtype, device)
+        vocabulary = int(policy.get_input_embeddings().weight.shape[0])
+        found = read_validation_prompts(config, tokenizer, vocabulary)
+        reward = build_reward(config, device)
+        stack.callback(reward.close)
+        examiner = _Examiner(config, tokenizer, found.prompts, reward, device)
+        answers = examiner.answers(policy)
+        del policy  # One policy less in memory while the initial one answers.
+        initial = examiner.answers(examiner.initial_policy())
+        return compare(found.prompts, answers, initial, judge), found.notes
+
+
+class _Examiner:
+    """Puts the prompts to a policy, and its responses to reward and reference, as the services do."""
+
+    def __init__(
+        self, config: Config, tokenizer: Any, prompts: Sequence[Prompt], reward: RewardSource, device: str
+    ) -> None:
+        self._config, self._tokenizer, self._prompts, self._reward = config, tokenizer, prompts, reward
+        self._fields = {prompt.index: prompt.fields for prompt in prompts} if config.reward.has_functions else {}
+        self._device = device
+        self._reference_source = (config.reference_model, config.reference.dtype or config.actor.dtype)
+        self._reference = load_causal_lm(*self._reference_source, device)
+
+    def initial_policy(self) -> Any:
+        """What the run starts from: the reference, unless the config names another."""
+        initial = (self._config.actor.model, self._config.actor.dtype)
+        return self._reference if initial == self._reference_source else load_causal_lm(*initial, self._device)
+
+    def answers(self, policy: Any) -> dict[int, Answers]:
+        """The policy's answers, by the prompt's index."""
+        rollout = self._config.rollout
+        engine = TorchEngine(policy, stop_token_ids(policy, self._tokenizer), rollout.max_concurrent)
+        greedy = self._responses(engine, greedy_sampling(rollout))
+        sampled = self._responses(engine, run_sampling(rollout))
+        texts = texts_of(self._tokenizer, [prompt.token_ids for prompt in self._prompts], special_tokens=True)
+        return {
+            prompt.index: Answers(text, greedy[prompt.index], sampled[prompt.index])
+            for prompt, text in zip(self._prompts, texts, strict=True)
+        }
+
+    def _responses(self, engine: TorchEngine, sampling: SamplingParameters) -> dict[int, Response]:
+        run, size = self._config.run, self._config.rollout.score_batch
+        requests = [GenerationRequest(trajectory_id(run.name, prompt), prompt.token_ids) for prompt in self._prompts]
+        # In the order in which they finish and in batches of the run's size, so that the bits are the run's.
+        finished = list(engine.generate(requests, sampling, run.seed, policy_version=0))
+        found: dict[int, Response] = {}
+        for start in range(0, len(finished), size):
+            found |= self._scored(finished[start : start + size], sampled=sampling.temperature > 0)
+        return found
+
+    def _scored(self, trajectories: list[Trajectory], sampled: bool) -> dict[int, Response]:
+        batch = TokenBatch.of(trajectories)
+        fields = [self._fields[trajectory.id.prompt] for trajectory in trajectories] if self._fields else []
+        scores = self._reward.score(batch, fields).total
+        references: list[Any] = [None] * len(trajectories)
+        if sampled:
+            flat = response_log_probs(
+                self._reference, batch, self._config.rollout.temperature, self._config.reference.micro_batch_tokens
+            )
+            references = np.split(flat, np.cumsum(batch.response_lengths)[:-1])
+        texts = texts_of(self._tokenizer, [item.response_ids for item in trajectories], special_tokens=False)
+        return {
+            item.id.prompt: Response.of(item, text, float(score), reference)
+            for item, text, score, reference in zip(trajectories, texts, scores, references, strict=True)
+        }
+
+
+def _summary_table(comparisons: Sequence[Comparison]) -> Table:
+    """The means of policy and initial policy."""
+    policy = summarize(comparisons)
+    initial = summarize([Comparison(item.index, item.initial, item.initial) for item in comparisons])
+    table = Table(title=f"{len(comparisons)} validation prompts")
+    for title in ("", "policy", "initial policy"):
+        table.add_column(title, justify="right" if title else "left")
+    for name, value in policy.items():
+        compares = "win_rate" in name
+        table.add_row(name, f"{value:.4f}", "" if compares else f"{initial[name]:.4f}")
+    return table
+
+
+def _responses_table(comparisons: Sequence[Comparison]) -> Table:
+    """Sampled responses side by side."""
+    table = Table(title="sampled responses", show_lines=True)
+    for title in ("prompt", "initial policy", "score", "policy", "score"):
+        table.add_column(title, overflow="fold", justify="right" if title == "score" else "left")
+    for item in comparisons[:SHOWN]:
+        before, after = item.initial.sampled, item.policy.sampled
+        cells = (
+            item.policy.prompt,
+            before.text.strip(),
+            f"{before.score:+.2f}",
+            after.text.strip(),
+            f"{after.score:+.2f}",
+        )
+        # Text of a model is never markup.
+        table.add_row(*(Text(cell) for cell in cells))
+    return table

@@ -1,0 +1,308 @@
+"""Evaluations over real services: the figures against services asked one by one, and against `quartet evaluate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quartet.buffer.connection import Redis
+from quartet.buffer.rollouts import RolloutStream
+from quartet.cli.evaluate import compare_with_initial
+from quartet.config import Config
+from quartet.errors import ComputationFailed, ConfigError, FailedPrecondition
+from quartet.evaluation import greedy_sampling, read_validation_prompts, row, run_sampling, stream_name, summarize
+from quartet.telemetry.run_files import RunFiles, read_metrics
+from quartet.types import FinishReason, Role, TokenBatch, Trajectory
+from services.orchestrator.collector import ScoringServices
+from services.orchestrator.evaluation import Evaluator
+from tests.buffer.samples import trajectory
+from tests.rpc.conftest import Services, save_checkpoint
+from tests.unit.models import tiny
+
+PROMPTS = [{"text": f"w{30 + index} w{5 + index % 4} w7", "answer": index / 8} for index in range(9)]
+ASKED = 7
+STEP = 5
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that is not the initial one."""
+    return save_checkpoint(tiny.causal("llama", seed=11), tmp_path_factory.mktemp("trained") / "policy")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with validation prompts and functions of a user's."""
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    (tmp_path / "mine.py").write_text(
+        "def answer(prompt, response, fields):\n    return fields['answer']\n"
+        "def longer(prompt, response, initial_response, fields):\n    return float(len(response) > len(initial_response))\n"
+        "def failing(*_):\n    raise KeyError('no judge')\n"
+        "def hanging(*_):\n    import time\n    time.sleep(600)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+Configure = Callable[..., Config]
+
+
+@pytest.fixture
+def configure(folder: Path, make_config: Configure, request: pytest.FixtureRequest) -> Configure:
+    """A config of a run that evaluates, named as the test is."""
+    name = request.node.name.partition("[")[0][:60]
+
+    def configured(**sections: Any) -> Config:
+        return make_config(
+            **{
+                "run": {"directory": folder / "runs", "name": name, "seed": 3},
+                "data": {"prompts": "none.jsonl", "validation": folder / "validation.jsonl"},
+                "rollout": {"max_response_tokens": 9, "temperature": 0.8, "max_concurrent": 4, "score_batch": 3},
+                "evaluation": {"every": STEP, "prompts": ASKED},
+                **sections,
+            }
+        )
+
+    return configured
+
+
+Build = Callable[..., Evaluator]
+
+
+@pytest.fixture
+def build(services: Services, clients: dict[Role, Any], redis_client: Redis, redis_url: str) -> Iterator[Build]:
+    """Evaluators over services of the session's, or clients of others."""
+    with ExitStack() as stack:
+
+        def built(config: Config, actor: Any = None, reward: Any = None) -> Evaluator:
+            prompts = read_validation_prompts(config, tiny.tokenizer(), tiny.VOCABULARY).prompts
+            scoring = ScoringServices(
+                reward or clients[Role.REWARD], clients[Role.REFERENCE], None, config.rollout.temperature
+            )
+            files = RunFiles(config.run_directory)
+            files.root.mkdir(parents=True, exist_ok=True)
+            evaluator = Evaluator(
+                config,
+                actor or clients[Role.ACTOR],
+                stream_of(config, redis_client, redis_url),
+                scoring,
+                prompts,
+                tiny.tokenizer(),
+                files,
+                leader_epoch=1,
+            )
+            stack.callback(evaluator.close)
+            return evaluator
+
+        yield built
+
+
+def stream_of(config: Config, client: Redis, url: str) -> RolloutStream:
+    return RolloutStream(client, url, stream_name(config.run.name))
+
+
+def actor_of(services: Services, checkpoint: Path, config: Config) -> Any:
+    """An actor service with this policy, of version 0."""
+    tree = config.actor.model_copy(update={"model": str(checkpoint)})
+    return services.start(Role.ACTOR, config.model_copy(update={"actor": tree}))
+
+
+def rows_of(config: Config, step: int) -> list[dict[str, Any]]:
+    return RunFiles(config.run_directory).read_evaluation(step)
+
+
+def asked_directly(
+    clients: dict[Role, Any], actor: Any, stream: RolloutStream, config: Config, greedy: bool
+) -> tuple[list[Trajectory], Any, Any]:
+    """Trajectories, scores and reference log-probs of the validation prompts, from each service by itself."""
+    stream.reset()
+    prompts = read_validation_prompts(config, tiny.tokenizer(), tiny.VOCABULARY).prompts
+    sampling = (greedy_sampling if greedy else run_sampling)(config.rollout)
+    run = stream.key.removeprefix("quartet:").removesuffix(":rollouts")
+    actor.generate(run, 0, 1, prompts, 1, sampling, config.run.seed, 0).result()
+    found = sorted((item.trajectory for item in stream.read(100, 0.1)), key=lambda item: item.id)
+    batch = TokenBatch.of(found)
+    scores = clients[Role.REWARD].score(batch).result().total
+    reference = clients[Role.REFERENCE].log_probs(batch, config.rollout.temperature).result()
+    return found, scores, reference
+
+
+def test_the_figures_are_those_of_the_services_asked_one_by_one(
+    services: Services,
+    clients: dict[Role, Any],
+    build: Build,
+    configure: Configure,
+    trained: Path,
+    redis_client: Redis,
+    redis_url: str,
+) -> None:
+    config, heard = configure(), []
+    actor = actor_of(services, trained, config)
+    summary = build(config, actor).evaluate(0, 0, heard.append)
+    stream = RolloutStream(redis_client, redis_url, f"{config.run.name}:asked")
+    greedy, greedy_scores, _ = asked_directly(clients, actor, stream, config, greedy=True)
+    sampled, scores, reference = asked_directly(clients, actor, stream, config, greedy=False)
+    log_probs = np.concatenate([item.log_probs for item in sampled]).astype(np.float64)
+    ends = np.cumsum([len(item.response_ids) for item in sampled])[:-1]
+    kl = np.array([part.sum() for part in np.split(log_probs - reference, ends)])
+    lengths = {kind: [len(item.response_ids) for item in found] for kind, found in (("g", greedy), ("s", sampled))}
+    assert [len(greedy), heard[-1]] == [ASKED, 2 * ASKED]
+    assert summary == pytest.approx(
+        {
+            "eval_reward_greedy": greedy_scores.mean(dtype=np.float64),
+            "eval_reward_sampled": scores.mean(dtype=np.float64),
+            "eval_kl": kl.mean(),
+            "eval_tokens_greedy": np.mean(lengths["g"]),
+            "eval_tokens_sampled": np.mean(lengths["s"]),
+            "eval_eos_rate": np.mean([item.finish_reason is FinishReason.EOS for item in sampled]),
+            "eval_win_rate_greedy": 0.5,
+            "eval_win_rate_sampled": 0.5,
+        },
+        abs=1e-5,
+    )
+    assert [item.response_ids.tolist() for item in greedy] != [item.response_ids.tolist() for item in sampled]
+    rows = rows_of(config, 0)
+    assert abs(kl.mean()) > 0.1
+    assert [item["kl"] for item in rows] == pytest.approx(kl, abs=1e-5)
+    texts = tiny.tokenizer().batch_decode([item.response_ids for item in sampled], skip_special_tokens=True)
+    assert [(item["index"], item["sampled"]) for item in rows] == list(enumerate(texts))
+    assert [item["prompt"] for item in rows] == [prompt["text"] for prompt in PROMPTS[:ASKED]]
+    assert "answer" not in rows[0]
+
+
+def test_a_later_policy_is_held_against_the_first_evaluation_also_by_another_process(
+    services: Services, build: Build, configure: Configure, trained: Path
+) -> None:
+    config = configure()
+    first = build(config)
+    first.evaluate(0, 0)
+    initial = rows_of(config, 0)
+    later = actor_of(services, trained, config)
+    after = build(config, actor=later).evaluate(STEP, 0)
+    rows = rows_of(config, STEP)
+    for kind in ("greedy", "sampled"):
+        assert [item[f"initial_{kind}"] for item in rows] == [item[kind] for item in initial]
+        before = [item[f"score_{kind}"] for item in initial]
+        gaps = np.array([item[f"score_{kind}"] for item in rows]) - np.array(before)
+        assert after[f"eval_win_rate_{kind}"] == ((np.sign(gaps) + 1) / 2).mean()
+        assert gaps.any()
+    assert after["eval_kl"] > 0.1
+    lines = read_metrics(config.run_directory / "evaluations.jsonl")
+    assert [line.pop("step") for line in lines] == [0, STEP]
+    assert lines[1] == after
+
+
+def test_quartet_evaluate_gives_the_same_rows(
+    services: Services, build: Build, configure: Configure, trained: Path
+) -> None:
+    config = configure(evaluation={"every": 1, "prompts": ASKED, "judge": "mine:longer"})
+    build(config).evaluate(0, 0)
+    summary = build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0)
+    found, notes = compare_with_initial(str(trained), config, "cpu")
+    assert [row(item) for item in found] == rows_of(config, STEP)
+    assert summarize(found) == summary
+    assert notes == []
+
+
+def test_every_evaluation_draws_the_same_random_numbers(build: Build, configure: Configure) -> None:
+    config = configure()
+    evaluator = build(config)
+    assert evaluator.evaluate(0, 0) == evaluator.evaluate(STEP, 0) == evaluator.evaluate(2 * STEP, 0)
+    assert rows_of(config, 0) == rows_of(config, 2 * STEP)
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.3}, {"top_k": 1}, {"max_response_tokens": 2}])
+def test_sampled_responses_are_drawn_with_the_runs_settings(
+    change: dict[str, Any], build: Build, configure: Configure
+) -> None:
+    usual = configure()
+    build(usual).evaluate(0, 0)
+    before = rows_of(usual, 0)
+    changed = configure(rollout={**usual.rollout.model_dump(), **change})
+    build(changed).evaluate(0, 0)
+    assert [item["sampled"] for item in rows_of(changed, 0)] != [item["sampled"] for item in before]
+    if "max_response_tokens" not in change:
+        assert [item["greedy"] for item in rows_of(changed, 0)] == [item["greedy"] for item in before]
+
+
+def test_the_training_runs_stream_is_left_alone_and_what_broke_off_is_dropped(
+    build: Build, configure: Configure, redis_client: Redis, redis_url: str
+) -> None:
+    config = configure()
+    training = RolloutStream(redis_client, redis_url, config.run.name)
+    training.reset()
+    training.append([trajectory(config.run.name, 1)])
+    own = stream_of(config, redis_client, redis_url)
+    own.reset()
+    own.append([trajectory(stream_name(config.run.name), 1)])
+    build(config).evaluate(0, 0)
+    assert (training.depth(), own.depth()) == (1, 0)
+
+
+def test_functions_get_the_prompts_own_fields(services: Services, build: Build, configure: Configure) -> None:
+    config = configure(reward={"source": "function", "function": "mine:answer", "tokenizer": None})
+    reward = services.start(Role.REWARD, config)
+    summary = build(config, reward=reward).evaluate(0, 0)
+    expected = [prompt["answer"] for prompt in PROMPTS[:ASKED]]
+    assert [item["score_greedy"] for item in rows_of(config, 0)] == expected
+    assert summary["eval_reward_sampled"] == pytest.approx(np.mean(expected))
+    found, _ = compare_with_initial(config.actor.model, config, "cpu")
+    assert [item.policy.sampled.score for item in found] == expected
+
+
+def test_a_judge_compares_sampled_responses_with_the_initial_ones(
+    services: Services, build: Build, configure: Configure, trained: Path
+) -> None:
+    config = configure(evaluation={"every": 1, "prompts": ASKED, "judge": "mine:longer"})
+    assert build(config).evaluate(0, 0)["eval_judge_win_rate"] == 0.5
+    after = build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0)
+    rows = rows_of(config, STEP)
+    expected = [
+        0.5
+        if item["sampled"] == item["initial_sampled"]
+        else float(len(item["sampled"]) > len(item["initial_sampled"]))
+        for item in rows
+    ]
+    assert [item["judge"] for item in rows] == expected
+    assert len(set(expected)) > 1
+    assert after["eval_judge_win_rate"] == np.mean(expected)
+
+
+def test_what_fails_is_raised_and_leaves_no_evaluation(
+    services: Services, build: Build, configure: Configure, trained: Path
+) -> None:
+    config = configure(evaluation={"every": 1, "prompts": ASKED, "judge": "mine:failing"})
+    with pytest.raises(ConfigError, match=r"step-000000\.jsonl: cannot be read"):
+        build(config).evaluate(STEP, 0)
+    with pytest.raises(FailedPrecondition, match="policy version 3"):
+        build(config).evaluate(0, 3)
+    build(config).evaluate(0, 0)
+    with pytest.raises(ComputationFailed, match=r"evaluation\.judge mine:failing, prompt 1: raised KeyError"):
+        build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0)
+    slow = configure(evaluation={"every": 1, "prompts": ASKED, "judge": "mine:hanging", "timeout": 0.25})
+    with pytest.raises(ComputationFailed, match=r"mine:hanging, prompt 1: took longer than 0\.25 s"):
+        build(slow, actor=actor_of(services, trained, slow)).evaluate(STEP, 0)
+    assert len(read_metrics(config.run_directory / "evaluations.jsonl")) == 1
+    assert [path.name for path in (config.run_directory / "evaluations").iterdir()] == ["step-000000.jsonl"]
+
+
+def test_a_judge_that_cannot_be_imported_is_refused_before_anything_is_generated(
+    build: Build, configure: Configure
+) -> None:
+    with pytest.raises(ConfigError, match=r"evaluation\.judge mine:absent"):
+        build(configure(evaluation={"every": 1, "judge": "mine:absent"}))
+
+
+def test_evaluations_come_before_the_first_step_every_so_often_and_after_the_last(
+    build: Build, configure: Configure
+) -> None:
+    evaluator = build(configure())
+    assert [step for step in range(14) if evaluator.is_due(step, last=step == 13)] == [0, 5, 10, 13]
+    never = build(configure(evaluation={"every": 0}))
+    assert not any(never.is_due(step, last=True) for step in range(14))

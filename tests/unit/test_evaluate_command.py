@@ -1,0 +1,220 @@
+"""`quartet evaluate` on tiny checkpoints, in this process: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import yaml
+
+from quartet.cli.evaluate import evaluate
+from quartet.errors import ConfigError, DataError, MismatchError, ModelError
+from quartet.models.loading import load_causal_lm, load_reward_model
+from quartet.telemetry.run_files import RunFiles
+from tests.unit.models import tiny
+
+TEXTS = [f"w{30 + index} w{5 + index % 4}" for index in range(6)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints, prompts, and a run that has ended."""
+    found = tmp_path_factory.mktemp("evaluate")
+    models = {"initial": tiny.causal("llama", seed=3), "trained": tiny.causal("llama", seed=11)}
+    for name, model in {**models, "reward": tiny.classifier("llama", seed=4)}.items():
+        tiny.saved(model, found / name)
+        tiny.tokenizer().save_pretrained(found / name)
+    (found / "validation.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    tree = {
+        "run": {"directory": str(found / "runs"), "name": "a", "seed": 3},
+        "data": {"prompts": str(found / "validation.jsonl"), "validation": str(found / "validation.jsonl")},
+        "actor": {"model": str(found / "initial")},
+        "reward": {"model": str(found / "reward")},
+        "rollout": {"max_response_tokens": 9},
+        "evaluation": {"prompts": 5},
+    }
+    RunFiles(found / "runs/a").write_config(yaml.safe_dump(tree))
+    shutil.copytree(found / "trained", found / "runs/a/policy")
+    return found
+
+
+def means(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, float]:
+    capsys.readouterr()
+    evaluate(str(folder / "runs/a/policy"), None, list(overrides), "cpu", True, None)
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def greedy_response(policy: Path, prompt: str) -> list[int]:
+    """By nothing but whole forward passes."""
+    model, ids = load_causal_lm(policy), tiny.tokenizer()(prompt)["input_ids"]
+    response: list[int] = []
+    with torch.inference_mode():
+        while len(response) < 9 and tiny.EOS not in response:
+            response.append(int(model(input_ids=torch.tensor([ids + response])).logits[0, -1].argmax()))
+    return response
+
+
+def score(reward: Path, prompt: str, response: list[int]) -> float:
+    """Read at the last token."""
+    model, ids = load_reward_model(reward), tiny.tokenizer()(prompt)["input_ids"]
+    with torch.inference_mode():
+        return float(model.score(model.model(input_ids=torch.tensor([ids + response])).last_hidden_state[0, -1]))
+
+
+def test_a_policy_of_a_run_is_held_against_its_initial_policy_by_the_runs_config(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "rows.jsonl"
+    evaluate(str(folder / "runs/a/policy"), None, [], "cpu", True, output)
+    printed = capsys.readouterr()
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [item["prompt"] for item in rows] == TEXTS[:5]
+    for item in rows:
+        for policy, prefix in (("trained", ""), ("initial", "initial_")):
+            response = greedy_response(folder / policy, item["prompt"])
+            assert item[f"{prefix}greedy"] == tiny.tokenizer().decode(response, skip_special_tokens=True)
+            expected = score(folder / "reward", item["prompt"], response)
+            assert item[f"{prefix}score_greedy"] == pytest.approx(expected, abs=1e-5)
+    found = json.loads(printed.out)
+    assert printed.err == ""
+    for name in ("score", "tokens"):
+        metric = {"score": "eval_reward", "tokens": "eval_tokens"}[name]
+        for kind in ("greedy", "sampled"):
+            assert found[f"{metric}_{kind}"] == pytest.approx(np.mean([item[f"{name}_{kind}"] for item in rows]))
+    assert found["eval_kl"] > 0.1
+
+
+def test_settings_can_be_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usual = means(folder, capsys)
+    assert means(folder, capsys) == usual
+    for change in ("run.seed=4", "rollout.temperature=0.4", "rollout.max_response_tokens=3", "evaluation.prompts=2"):
+        assert means(folder, capsys, change) != usual, change
+
+
+def test_the_initial_policy_is_what_the_run_starts_from_and_the_kl_is_to_the_reference(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = means(folder, capsys)
+    other = means(folder, capsys, f"reference.model={folder}/trained")
+    assert other.pop("eval_kl") == pytest.approx(0, abs=1e-5)
+    assert other.items() <= usual.items()
+    itself = means(folder, capsys, f"actor.model={folder}/trained")
+    assert (itself["eval_win_rate_greedy"], itself["eval_win_rate_sampled"]) == (0.5, 0.5)
+
+
+def test_a_config_may_be_given_for_a_policy_that_lies_anywhere(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = means(folder, capsys)
+    evaluate(str(folder / "trained"), folder / "runs/a/config.yaml", [], "cpu", True, None)
+    assert json.loads(capsys.readouterr().out) == usual
+
+
+def test_a_person_sees_tables_of_the_means_and_of_responses(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    found = means(folder, capsys)
+    evaluate(str(folder / "initial"), folder / "runs/a/config.yaml", [], "cpu", True, None)
+    initial = json.loads(capsys.readouterr().out)
+    evaluate(str(folder / "runs/a/policy"), None, [], "cpu", False, None)
+    shown = capsys.readouterr().out
+    for name, value in found.items():
+        row = next(line for line in shown.splitlines() if name in line)
+        numbers = [word for word in row.split() if word[-1].isdecimal()]
+        assert numbers == [f"{value:.4f}"] + ([] if "win_rate" in name else [f"{initial[name]:.4f}"])
+    for title in ("5 validation prompts", "initial policy", "sampled responses", *TEXTS[:3]):
+        assert title in shown
+    assert TEXTS[3] not in shown
+
+
+def test_dropped_prompts_are_said_so(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "some.jsonl").write_text('{"text": "w3 w4 w5"}\n{"text": "w3"}\n')
+    changes = [f"data.validation={tmp_path}/some.jsonl", "data.max_prompt_tokens=2"]
+    evaluate(str(folder / "trained"), folder / "runs/a/config.yaml", changes, "cpu", True, None)
+    printed = capsys.readouterr()
+    assert printed.err == "1 of 2 prompts are over data.max_prompt_tokens 2 and dropped\n"
+    assert "eval_kl" in json.loads(printed.out)
+
+
+def test_an_adapter_is_evaluated_as_the_policy_that_it_makes_of_its_base(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = load_causal_lm(folder / "initial")
+    base.name_or_path = str(folder / "initial")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.peft_config["default"].base_model_name_or_path = str(folder / "initial")
+    adapted.save_pretrained(tmp_path / "adapter")
+    tiny.saved(adapted.merge_and_unload(), tmp_path / "merged")
+    tiny.tokenizer().save_pretrained(tmp_path / "merged")
+    found = []
+    for name in ("adapter", "merged"):
+        evaluate(str(tmp_path / name), folder / "runs/a/config.yaml", [], "cpu", True, None)
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+    assert abs(found[0]["eval_kl"]) > 1e-3
+
+
+def another_tokenizer(folder: Path, tmp_path: Path) -> str:
+    other = shutil.copytree(folder / "trained", tmp_path / "other")
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    vocabulary["model"]["vocab"]["other"] = vocabulary["model"]["vocab"].pop("w60")
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    return str(other)
+
+
+def empty(folder: Path, tmp_path: Path) -> str:
+    (tmp_path / "empty").mkdir()
+    return str(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "overrides", "kind", "said"),
+    [
+        (lambda folder, _: str(folder / "absent"), [], ModelError, "absent: no such directory; expected a saved policy"),
+        (lambda folder, _: str(folder / "validation.jsonl"), [], ModelError, "no such directory"),
+        (empty, [], ModelError, "the directory is empty"),
+        (lambda folder, _: str(folder / "reward"), [], ModelError, "expected a causal language model"),
+        (another_tokenizer, [], MismatchError, "its vocabulary is not that of actor.model"),
+        (None, ["data.validation=null"], ConfigError, "data.validation: names no prompts to evaluate on"),
+        (None, ["data.validation=absent.jsonl"], DataError, "absent.jsonl: cannot be read"),
+        (None, ["rollout.max_response_tokens=63"], ConfigError, "the model has positions for 64"),
+        (None, ["evaluation.prompt=3"], ConfigError, "did you mean 'prompts'"),
+        (None, ["reward.model=absent/absent/absent"], ModelError, "absent: no such directory"),
+    ],
+    ids=[
+        "absent", "a file", "empty", "a classifier", "another tokenizer", "no validation", "no prompts", "too long",
+        "a typo", "no reward",
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_in_one_line(
+    checkpoint: Any, overrides: list[str], kind: type[ConfigError], said: str, folder: Path, tmp_path: Path
+) -> None:
+    policy = checkpoint(folder, tmp_path) if checkpoint else str(folder / "runs/a/policy")
+    with pytest.raises(kind) as refused:
+        evaluate(policy, folder / "runs/a/config.yaml", overrides, "cpu", True, None)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_policy_outside_any_run_needs_a_config(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trained: lies in no run's directory; say with --config CONFIG"):
+        evaluate(str(folder / "trained"), None, [], "cpu", True, None)
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--output .*rows\.jsonl: its directory is not there"):
+        evaluate(str(folder / "runs/a/policy"), None, [], "cpu", True, tmp_path / "absent/rows.jsonl")

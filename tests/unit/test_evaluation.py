@@ -1,0 +1,270 @@
+"""Evaluation: the figures against formulas of their own, the rows, and what a judge may say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quartet.config import Config, RolloutConfig, parse_config
+from quartet.errors import ComputationFailed, ConfigError, DataError
+from quartet.evaluation import (
+    Answers,
+    Comparison,
+    Judge,
+    Response,
+    answers_of,
+    compare,
+    greedy_sampling,
+    read_validation_prompts,
+    row,
+    run_sampling,
+    stream_name,
+    summarize,
+    trajectory_id,
+    win,
+)
+from quartet.types import FinishReason, Prompt, SamplingParameters, Trajectory, TrajectoryId
+from tests.unit.models import tiny
+
+
+def answers(number: int, generator: np.random.Generator) -> Answers:
+    """Random responses; every third score is a whole number, so that ties come up."""
+
+    def response(kind: str, kl: float | None) -> Response:
+        score = float(generator.integers(-1, 2)) if number % 3 else float(generator.normal())
+        tokens = int(generator.integers(1, 30))
+        return Response(f"{kind} {number}", score, tokens, bool(generator.integers(2)), kl)
+
+    return Answers(f"prompt {number}", response("greedy", None), response("sampled", float(generator.normal())))
+
+
+def comparisons(count: int = 41, judged: bool = True) -> list[Comparison]:
+    generator = np.random.default_rng(5)
+    return [
+        Comparison(
+            number,
+            answers(number, generator),
+            answers(number, generator),
+            float(generator.integers(0, 3)) / 2 if judged else None,
+        )
+        for number in range(count)
+    ]
+
+
+def test_the_means_are_those_of_the_prompts() -> None:
+    found = comparisons()
+
+    def column(kind: str, name: str, whose: str = "policy") -> Any:
+        return np.array([getattr(getattr(getattr(item, whose), kind), name) for item in found], np.float64)
+
+    def wins(kind: str) -> float:
+        gap = column(kind, "score") - column(kind, "score", "initial")
+        assert {-1.0, 0.0, 1.0} == set(np.sign(gap)), "losses, ties and wins are all to be there"
+        return float((np.sign(gap) + 1).sum() / 2 / len(found))
+
+    expected = {
+        "eval_reward_greedy": column("greedy", "score").mean(),
+        "eval_reward_sampled": column("sampled", "score").mean(),
+        "eval_kl": column("sampled", "kl").mean(),
+        "eval_tokens_greedy": column("greedy", "tokens").mean(),
+        "eval_tokens_sampled": column("sampled", "tokens").mean(),
+        "eval_eos_rate": column("sampled", "finished").mean(),
+        "eval_win_rate_greedy": wins("greedy"),
+        "eval_win_rate_sampled": wins("sampled"),
+        "eval_judge_win_rate": np.mean([item.judge for item in found]),
+    }
+    assert summarize(found) == pytest.approx(expected, abs=1e-12)
+    assert len({round(value, 6) for value in expected.values()}) == len(expected), "no figure stands for another"
+
+
+def test_without_a_judge_there_is_no_judges_win_rate() -> None:
+    assert "eval_judge_win_rate" not in summarize(comparisons(judged=False))
+
+
+@pytest.mark.parametrize(("score", "other", "expected"), [(1.0, 0.5, 1.0), (0.5, 0.5, 0.5), (-1.0, 0.5, 0.0)])
+def test_a_tie_counts_half(score: float, other: float, expected: float) -> None:
+    assert win(score, other) == expected
+
+
+def test_a_figure_that_is_not_finite_is_an_error() -> None:
+    damaged = comparisons(3)
+    policy = damaged[1].policy
+    damaged[1] = replace(damaged[1], policy=replace(policy, greedy=replace(policy.greedy, score=float("nan"))))
+    with pytest.raises(ComputationFailed, match="eval_reward_greedy is nan"):
+        summarize(damaged)
+
+
+def trajectory(finish: FinishReason) -> Trajectory:
+    log_probs = np.array([-0.5, -1e-3, -7.25], np.float32)
+    return Trajectory(
+        TrajectoryId("r", 0, 1, 0), 4, np.array([1], np.int32), np.array([5, 6, 1], np.int32), log_probs, finish
+    )
+
+
+def test_kl_is_the_sum_of_log_ratios_of_a_sampled_response_and_none_of_a_greedy_one() -> None:
+    reference = np.array([-0.25, -2.0, -7.0], np.float32)
+    sampled = Response.of(trajectory(FinishReason.EOS), "text", 1.5, reference)
+    expected = sum(float(ours) - float(theirs) for ours, theirs in zip((-0.5, -1e-3, -7.25), reference, strict=True))
+    assert sampled == Response("text", 1.5, 3, True, pytest.approx(expected, rel=1e-6))
+    assert Response.of(trajectory(FinishReason.LENGTH), "text", 1.5) == Response("text", 1.5, 3, False, None)
+
+
+def test_rows_hold_the_answers_and_give_them_back() -> None:
+    found = comparisons(5)
+    rows = [json.loads(json.dumps(row(item))) for item in found]
+    assert answers_of(rows, "file") == {item.index: item.policy for item in found}
+    first = found[0]
+    assert rows[0] == {
+        "index": 0,
+        "prompt": "prompt 0",
+        "greedy": "greedy 0",
+        "sampled": "sampled 0",
+        "score_greedy": first.policy.greedy.score,
+        "score_sampled": first.policy.sampled.score,
+        "kl": first.policy.sampled.kl,
+        "tokens_greedy": first.policy.greedy.tokens,
+        "tokens_sampled": first.policy.sampled.tokens,
+        "finished_greedy": first.policy.greedy.finished,
+        "finished_sampled": first.policy.sampled.finished,
+        "initial_greedy": "greedy 0",
+        "initial_sampled": "sampled 0",
+        "initial_score_greedy": first.initial.greedy.score,
+        "initial_score_sampled": first.initial.sampled.score,
+        "win_greedy": win(first.policy.greedy.score, first.initial.greedy.score),
+        "win_sampled": win(first.policy.sampled.score, first.initial.sampled.score),
+        "judge": first.judge,
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("kl", None), ("score_greedy", "high"), ("index", "0"), ("sampled", 3), ("finished_greedy", 1)]
+)
+def test_a_damaged_row_is_named(key: str, value: object) -> None:
+    rows = [row(item) for item in comparisons(2)]
+    rows[1][key] = value
+    with pytest.raises(ConfigError, match=r"evaluation step\.jsonl:2: not as an evaluation wrote it"):
+        answers_of(rows, "step.jsonl")
+    del rows[1][key]
+    with pytest.raises(ConfigError, match=rf"step\.jsonl:2: .*'{key}'"):
+        answers_of(rows, "step.jsonl")
+
+
+class Answering:
+    """A worker that says what it is told to, and notes what it was asked."""
+
+    def __init__(self, *results: Any) -> None:
+        self._results = list(results)
+        self.asked: list[tuple[list[Any], float, str]] = []
+
+    def call(self, arguments: Sequence[Any], timeout: float, about: str = "") -> Any:
+        self.asked.append((list(arguments), timeout, about))
+        return self._results.pop(0)
+
+
+def prompts(*indices: int) -> list[Prompt]:
+    return [Prompt(index, np.array([1], np.int32), fields=f'{{"answer":{index}}}') for index in indices]
+
+
+def test_policy_and_initial_policy_are_compared_prompt_by_prompt_and_judged() -> None:
+    found = {item.index: item for item in comparisons(8)}
+    policy = {index: item.policy for index, item in found.items()}
+    initial = {
+        index: replace(item.initial, sampled=replace(item.initial.sampled, text=f"before {index}"))
+        for index, item in found.items()
+    }
+    worker = Answering(1, 0.25)
+    compared = compare(prompts(2, 7), policy, initial, Judge("m:f", worker, 5.0))
+    assert [(item.index, item.policy, item.initial, item.judge) for item in compared] == [
+        (2, policy[2], initial[2], 1.0),
+        (7, policy[7], initial[7], 0.25),
+    ]
+    assert worker.asked == [
+        (["prompt 2", "sampled 2", "before 2", {"answer": 2}], 5.0, "prompt 3"),
+        (["prompt 7", "sampled 7", "before 7", {"answer": 7}], 5.0, "prompt 8"),
+    ]
+    assert [item.judge for item in compare(prompts(2), policy, initial, None)] == [None]
+
+
+def test_equal_responses_are_a_tie_that_no_judge_is_asked_about() -> None:
+    worker = Answering()
+    policy = {item.index: item.policy for item in comparisons(3)}
+    assert [item.judge for item in compare(prompts(0, 1, 2), policy, policy, Judge("m:f", worker, 5.0))] == [0.5] * 3
+    assert worker.asked == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [(True, "True"), (1.01, "1.01"), (-0.1, "-0.1"), (float("nan"), "nan"), (None, "None"), ("better", "a str")],
+)
+def test_a_judge_that_says_anything_else_is_an_error(answer: object, shown: str) -> None:
+    with pytest.raises(ComputationFailed) as refused:
+        Judge("m:f", Answering(answer), 1.0).preference(3, "p", "a", "b", "{}")
+    assert str(refused.value) == (
+        f"evaluation.judge m:f, prompt 3: returned {shown}, expected a number from 0 to 1, "
+        "1 where the response is better than the initial one"
+    )
+
+
+@pytest.mark.parametrize("change", ["missing", "another prompt"])
+def test_an_initial_policy_that_was_asked_something_else_is_refused(change: str) -> None:
+    policy = {item.index: item.policy for item in comparisons(3)}
+    initial = dict(policy)
+    if change == "missing":
+        del initial[1]
+    else:
+        initial[1] = replace(initial[1], prompt="other")
+    with pytest.raises(
+        ConfigError, match=r"data\.validation: prompt 2 is not the one that the initial policy answered"
+    ):
+        compare(prompts(0, 1), policy, initial, None)
+
+
+def test_an_evaluation_draws_as_the_run_does_and_greedily() -> None:
+    rollout = RolloutConfig(max_response_tokens=7, temperature=0.5, top_p=0.9, top_k=4)
+    assert run_sampling(rollout) == SamplingParameters(7, 0.5, 0.9, 4)
+    assert greedy_sampling(rollout) == SamplingParameters(7, temperature=0.0)
+
+
+def test_its_trajectories_are_of_no_run_that_trains_and_of_no_training_step() -> None:
+    found = trajectory_id("reviews", prompts(12)[0])
+    assert (found.run, found.step, found.prompt, found.sample) == (stream_name("reviews"), 0, 12, 0)
+    assert TrajectoryId.parse(str(found)) == found
+    with pytest.raises(ConfigError, match=r"run\.name"):
+        parse_config({"run": {"name": stream_name("reviews")}}, "test")
+
+
+def config(tmp_path: Path, validation: Path | None, count: int = 2) -> Config:
+    return parse_config(
+        {
+            "data": {"prompts": tmp_path / "none.jsonl", "validation": validation, "max_prompt_tokens": 3},
+            "actor": {"model": "policies/a"},
+            "reward": {"model": "r"},
+            "evaluation": {"prompts": count},
+        },
+        "test",
+    )
+
+
+def test_the_first_usable_validation_prompts_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "validation.jsonl"
+    lines = [{"text": "w3 w4", "answer": 1}, {"text": "w3 w4 w5 w6"}, {"token_ids": [9]}, {"text": "w8"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_validation_prompts(config(tmp_path, path), tiny.tokenizer(), tiny.VOCABULARY)
+    assert [(prompt.index, prompt.token_ids.tolist()) for prompt in found.prompts] == [(0, [3, 4]), (2, [9])]
+    assert found.prompts[0].fields == '{"answer":1,"text":"w3 w4"}'
+    assert found.notes == ["1 of 3 prompts are over data.max_prompt_tokens 3 and dropped"]
+    every = read_validation_prompts(config(tmp_path, path, count=9), tiny.tokenizer(), tiny.VOCABULARY)
+    assert [prompt.index for prompt in every.prompts] == [0, 2, 3]
+
+
+def test_validation_prompts_are_needed_and_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.validation: names no prompts to evaluate on"):
+        read_validation_prompts(config(tmp_path, None), tiny.tokenizer(), tiny.VOCABULARY)
+    with pytest.raises(DataError, match=r"absent\.jsonl: cannot be read"):
+        read_validation_prompts(config(tmp_path, tmp_path / "absent.jsonl"), tiny.tokenizer(), tiny.VOCABULARY)
