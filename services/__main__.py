@@ -86,7 +86,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     if roles == [Role.ORCHESTRATOR]:
-        hosted, background = _orchestrator(config, endings, status)
+        hosted, background = _orchestrator(config, endings, status, announcer)
     else:
         hosted, background = _models(roles, config, threads), None
 
@@ -114,8 +114,9 @@ def _models(roles: list[Role], config: Config, threads: int) -> list[Any]:
 
 
 def _orchestrator(
-    config: Config, endings: queue.SimpleQueue[str], status: list[int]
+    config: Config, endings: queue.SimpleQueue[str], status: list[int], announcer: Announcer
 ) -> tuple[list[Any], threading.Thread]:
+    from services.orchestrator.control import Control
     from services.orchestrator.progress import ProgressBoard
     from services.orchestrator.servicer import OrchestratorServicer
     from services.orchestrator.training import Training, train
@@ -123,14 +124,18 @@ def _orchestrator(
 
     set_up_torch(1)
     board = ProgressBoard(config.run.name, config.run.steps)
-    training = Training(config, buffer_url(config), board)
+    control = Control()
+    training = Training(config, buffer_url(config), board, control)
 
     def finished(code: int) -> None:
         status[0] = code
+        if code:
+            # For a launcher that was not watching yet when the run ended.
+            announcer.say(error=board.current().error, exit_code=code)
         endings.put("end of the run")
 
     thread = threading.Thread(target=train, args=(training, board, finished), name="training", daemon=True)
-    return [OrchestratorServicer(board, training.request_stop)], thread
+    return [OrchestratorServicer(board, control)], thread
 
 
 if __name__ == "__main__":

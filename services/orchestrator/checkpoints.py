@@ -1,10 +1,11 @@
-"""Checkpoints: both trained models and all else that the run is, written aside, renamed when whole, the manifest last."""
+"""Checkpoints: the trained models and all else that the run is, written aside, renamed when whole, the manifest last."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 from quartet.files import check_saved, flush, write_durably
@@ -25,19 +26,21 @@ class Checkpoints:
         self._config_hash = hashlib.sha256(config_yaml.encode()).hexdigest()
 
     def save(
-        self, run: str, step: int, leader_epoch: int, actor: ActorClient, critic: CriticClient, state: dict[str, Any]
+        self,
+        run: str,
+        step: int,
+        leader_epoch: int,
+        trained: Sequence[ActorClient | CriticClient],
+        state: dict[str, Any],
     ) -> None:
-        """Saves both models and ``state`` (what the orchestrator itself must remember), then drops the oldest."""
+        """Saves the trained models and ``state`` (what the orchestrator itself must remember), then drops the oldest."""
         name = f"step-{step:06d}"
         partial = self._files.checkpoints / f".{name}.partial"
         final = self._files.checkpoints / name
         for leftover in (*self._files.checkpoints.glob(".step-*.partial"), final):
             shutil.rmtree(leftover, ignore_errors=True)
         relative = partial.relative_to(self._files.root).as_posix()
-        calls = [
-            client.save(run, leader_epoch, f"{relative}/{client.role}", SaveKind.CHECKPOINT)
-            for client in (actor, critic)
-        ]
+        calls = [client.save(run, leader_epoch, f"{relative}/{client.role}", SaveKind.CHECKPOINT) for client in trained]
         wait_for_all(calls)
         saved = [file for call in calls for file in call.result()]
         check_saved(self._files.root, saved)

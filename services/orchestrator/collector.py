@@ -1,18 +1,18 @@
-"""Collecting a step: trajectories stream out of the buffer and are scored by three services at once as they arrive."""
+"""Collecting a step: trajectories stream out of the buffer and are scored by several services at once as they arrive."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
 from quartet.buffer.rollouts import RolloutStream
 from quartet.errors import BufferFailed
-from quartet.rpc.clients import CriticClient, PendingResult, ReferenceClient, RewardClient
-from quartet.types import FloatArray, TokenBatch, Trajectory, TrajectoryId
+from quartet.rpc.clients import ActorClient, CriticClient, PendingResult, RewardClient
+from quartet.types import FloatArray, Scores, TokenBatch, Trajectory, TrajectoryId
 
 READ_BLOCK = 0.2
 """Seconds that a read of the stream may wait; failures of generation and scoring are looked for in between."""
@@ -24,15 +24,17 @@ MAX_IN_FLIGHT = 4
 
 @dataclass(frozen=True, slots=True)
 class ScoredTrajectory:
-    """A trajectory with what the three scoring services say of it.
+    """A trajectory with what the scoring services say of it.
 
-    ``score`` in units of reward; ``reference_log_probs`` and ``values`` float32 [response tokens].
+    ``score`` in units of reward, and ``parts`` by name where it is a weighted sum; ``reference_log_probs`` and ``values``
+    float32 [response tokens], values of 0 without a critic.
     """
 
     trajectory: Trajectory
     score: float
     reference_log_probs: FloatArray
     values: FloatArray
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,57 +47,83 @@ class CollectedStep:
     seconds_score: float
 
 
+class ReferencePolicy(Protocol):
+    """Who knows the initial policy's log-probs: a reference service, or an actor with its adapter off."""
+
+    def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
+        """Begins to compute log-probs, float32 [response tokens]."""
+
+
+class AdapterOff:
+    """An actor with a LoRA adapter, as the reference that it is with the adapter off."""
+
+    def __init__(self, actor: ActorClient) -> None:
+        self._actor = actor
+
+    def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
+        """Begins to compute log-probs, after the generation in hand."""
+        return self._actor.reference_log_probs(batch, temperature)
+
+
 class ScoringServices:
-    """Reward, reference and critic, asked together."""
+    """Reward, reference and, where there is one, the critic: asked together."""
 
     def __init__(
-        self, reward: RewardClient, reference: ReferenceClient, critic: CriticClient, temperature: float
+        self, reward: RewardClient, reference: ReferencePolicy, critic: CriticClient | None, temperature: float
     ) -> None:
         self._reward, self._reference, self._critic, self._temperature = reward, reference, critic, temperature
 
-    def begin(self, trajectories: list[Trajectory]) -> ScoringBatch:
-        """Sends one ragged batch to all three."""
+    def begin(self, trajectories: list[Trajectory], fields: Mapping[int, str]) -> ScoringBatch:
+        """Sends one ragged batch to all of them, the prompts' own ``fields`` by prompt index to the reward."""
         batch = TokenBatch.of(trajectories)
+        rows = [fields[trajectory.id.prompt] for trajectory in trajectories] if fields else []
         return ScoringBatch(
             trajectories,
-            self._reward.score(batch),
+            self._reward.score(batch, rows),
             self._reference.log_probs(batch, self._temperature),
-            self._critic.values(batch),
+            self._critic.values(batch) if self._critic else None,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringBatch:
-    """One batch under way at all three services."""
+    """One batch under way at the scoring services."""
 
     trajectories: list[Trajectory]
-    scores: PendingResult[FloatArray]
+    scores: PendingResult[Scores]
     reference_log_probs: PendingResult[FloatArray]
-    values: PendingResult[FloatArray]
+    values: PendingResult[FloatArray] | None
 
     @property
-    def pending(self) -> tuple[PendingResult[FloatArray], ...]:
-        """The three calls."""
-        return self.scores, self.reference_log_probs, self.values
+    def pending(self) -> tuple[PendingResult[Any], ...]:
+        """The calls."""
+        calls = (self.scores, self.reference_log_probs, self.values)
+        return tuple(call for call in calls if call is not None)
 
     def ended(self) -> bool:
-        """Whether all three calls have succeeded. Raises the failure of one that has not."""
+        """Whether all calls have succeeded. Raises the failure of one that has not."""
         raise_failures(self.pending)
         return all(call.done() for call in self.pending)
 
     def scored(self) -> list[ScoredTrajectory]:
         """The answers, trajectory by trajectory."""
-        ends = np.cumsum([len(trajectory.response_ids) for trajectory in self.trajectories])[:-1]
-        parts = zip(
+        ends = np.cumsum([len(trajectory.response_ids) for trajectory in self.trajectories])
+        scores, log_probs = self.scores.result(), self.reference_log_probs.result()
+        values = self.values.result() if self.values else np.zeros(int(ends[-1]), np.float32)
+        parts = [
+            {name: float(numbers[row]) for name, numbers in scores.parts.items()} for row in range(len(scores.total))
+        ]
+        rows = zip(
             self.trajectories,
-            self.scores.result(),
-            np.split(self.reference_log_probs.result(), ends),
-            np.split(self.values.result(), ends),
+            scores.total,
+            np.split(log_probs, ends[:-1]),
+            np.split(values, ends[:-1]),
+            parts,
             strict=True,
         )
         return [
-            ScoredTrajectory(trajectory, float(score), log_probs, values)
-            for trajectory, score, log_probs, values in parts
+            ScoredTrajectory(trajectory, float(score), reference, value, named)
+            for trajectory, score, reference, value, named in rows
         ]
 
 
@@ -111,8 +139,11 @@ class Collector:
         policy_version: int,
         generation: PendingResult[int],
         on_progress: Callable[[int], None],
+        fields: Mapping[int, str] | None = None,
     ) -> CollectedStep:
         """Waits for every expected trajectory and its scores. ``on_progress`` hears how many have been scored.
+
+        ``fields`` are the prompts' own, by prompt index, where the reward looks at them.
 
         Batches are made of ``score_batch`` trajectories in the order in which the engine finished them, so that what a
         batch holds does not depend on timing. Raises what generation or scoring failed with, BufferFailed when the
@@ -121,7 +152,9 @@ class Collector:
         start = time.perf_counter()
         batches: list[ScoringBatch] = []
         try:
-            entry_ids, generated = self._receive(expected, policy_version, generation, batches, on_progress)
+            entry_ids, generated = self._receive(
+                expected, policy_version, generation, batches, on_progress, fields or {}
+            )
             wait_for_all([generation, *_calls(batches)], lambda: on_progress(_finished(batches)))
             entry_ids += self._late_repeats(expected, policy_version)
         except BaseException:
@@ -140,6 +173,7 @@ class Collector:
         generation: PendingResult[int],
         batches: list[ScoringBatch],
         on_progress: Callable[[int], None],
+        fields: Mapping[int, str],
     ) -> tuple[list[str], float]:
         seen: set[TrajectoryId] = set()
         entry_ids: list[str] = []
@@ -165,7 +199,7 @@ class Collector:
                 waiting.append(trajectory)
             while len(waiting) >= self._score_batch or (waiting and len(seen) == len(expected)):
                 self._wait_for_a_place(batches, on_progress)
-                batches.append(self._services.begin(waiting[: self._score_batch]))
+                batches.append(self._services.begin(waiting[: self._score_batch], fields))
                 waiting = waiting[self._score_batch :]
             on_progress(_finished(batches))
         return entry_ids, time.perf_counter()
@@ -196,7 +230,7 @@ def _check_asked_for(trajectory: Trajectory, expected: set[TrajectoryId], policy
         )
 
 
-def _calls(batches: Sequence[ScoringBatch]) -> list[PendingResult[FloatArray]]:
+def _calls(batches: Sequence[ScoringBatch]) -> list[PendingResult[Any]]:
     return [call for batch in batches for call in batch.pending]
 
 

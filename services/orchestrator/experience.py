@@ -9,17 +9,11 @@ import numpy as np
 import torch
 
 from quartet.config import AlgorithmConfig
-from quartet.ppo import gae, kl, ragged, rewards, statistics
+from quartet.ppo import kl, ragged, rewards, statistics
+from quartet.ppo.rewards import RunningMoments
 from quartet.types import Experience, FinishReason, FloatArray, TokenBatch
+from services.orchestrator.advantages import estimate_advantages, treat_scores
 from services.orchestrator.collector import ScoredTrajectory
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreMoments:
-    """Mean and standard deviation by which scores are normalised."""
-
-    mean: float = 0.0
-    std: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,44 +32,53 @@ def prepare_step(
     scored: Sequence[ScoredTrajectory],
     algorithm: AlgorithmConfig,
     kl_coefficient: float,
-    moments: ScoreMoments,
+    moments: RunningMoments | None,
+    max_response_tokens: int,
 ) -> PreparedStep:
-    """Computes token rewards, GAE and whitening of a step's trajectories, which are sorted by id."""
+    """Computes treated scores, advantages and value targets of a step's trajectories, which are sorted by id.
+
+    ``moments`` normalise the scores; None leaves them. ``max_response_tokens`` is the limit that overlong penalties refer to.
+    """
     trajectories = [item.trajectory for item in scored]
     batch = TokenBatch.of(trajectories)
     lengths = torch.from_numpy(batch.response_lengths).long()
     truncated = torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories])
+    groups = torch.tensor([t.id.prompt for t in trajectories])
     log_probs = _flat([t.log_probs for t in trajectories])
     reference_log_probs = _flat([item.reference_log_probs for item in scored])
     values = _flat([item.values for item in scored])
     raw_scores = torch.tensor([item.score for item in scored])
 
-    scores = treat_truncated(rewards.normalize_scores(raw_scores, moments.mean, moments.std), truncated, algorithm)
+    scores = treat_scores(raw_scores, truncated, lengths, algorithm, moments, max_response_tokens)
     token_kl = kl.kl_estimate(log_probs, reference_log_probs, algorithm.kl_estimator)
-    token_rewards = rewards.token_rewards(scores, token_kl, lengths, kl_coefficient)
-    if algorithm.whiten_rewards:
-        token_rewards = statistics.whiten(token_rewards, shift_mean=False)
-    estimate = gae.generalized_advantages(token_rewards, values, lengths, algorithm.gamma, algorithm.gae_lambda)
+    estimate = estimate_advantages(scores, token_kl, values, lengths, groups, algorithm, kl_coefficient)
     masked = algorithm.truncation.treatment == "mask"
     actor_mask = rewards.mask_truncated(truncated if masked else torch.zeros_like(truncated), lengths)
     advantages = estimate.advantages
-    if algorithm.normalize_advantages:
+    if algorithm.normalizes_advantages:
         advantages = statistics.whiten(advantages, shift_mean=True, mask=actor_mask)
 
     response_kl = ragged.sequence_sum(kl.kl_estimate(log_probs, reference_log_probs, "k1"), lengths)
+    responses = [t.response_ids for t in trajectories]
     metrics = {
         "reward_mean": float(raw_scores.double().mean()),
         "reward_std": float(raw_scores.double().std(correction=0)),
+        **_part_means(scored),
+        "score_mean": float(scores.double().mean()),
         "kl_mean": float(response_kl.double().mean()),
         "kl_coefficient": kl_coefficient,
-        "explained_variance": statistics.explained_variance(values, estimate.returns),
         "advantage_std": float(estimate.advantages.double().std(correction=0)),
         "response_tokens_mean": float(lengths.double().mean()),
         "eos_rate": float((~truncated).double().mean()),
-        "repetition": statistics.repetition([t.response_ids for t in trajectories]),
+        "repetition": statistics.repetition(responses),
+        "distinct_1": statistics.distinct(responses, 1),
+        "distinct_2": statistics.distinct(responses, 2),
+        "length_reward_correlation": statistics.correlation(lengths.double(), raw_scores.double()),
         "prompt_tokens": int(batch.prompt_lengths.sum()),
         "response_tokens": int(batch.response_lengths.sum()),
     }
+    if algorithm.has_critic:
+        metrics["explained_variance"] = statistics.explained_variance(values, estimate.returns)
     experience = Experience(
         run=run,
         step=step,
@@ -93,20 +96,12 @@ def prepare_step(
     return PreparedStep(experience, _array(response_kl), metrics)
 
 
-def treat_truncated(scores: torch.Tensor, truncated: torch.Tensor, algorithm: AlgorithmConfig) -> torch.Tensor:
-    """Scores [sequences] after the configured treatment of truncated responses, bool [sequences]."""
-    treatment = algorithm.truncation
-    if treatment.treatment == "penalty":
-        return rewards.penalize_truncated(scores, truncated, treatment.penalty)
-    if treatment.treatment == "scale":
-        return rewards.scale_truncated(scores, truncated, treatment.scale)
-    return scores
-
-
-def score_moments(scored: Sequence[ScoredTrajectory]) -> ScoreMoments:
-    """Moments of a step's scores; a step without spread is only shifted."""
-    scores = np.array([item.score for item in scored], np.float64)
-    return ScoreMoments(float(scores.mean()), float(scores.std()) or 1.0)
+def _part_means(scored: Sequence[ScoredTrajectory]) -> dict[str, float]:
+    """The mean score of each of an ensemble's sources, before its weight."""
+    return {
+        f"reward_{name}_mean": float(np.mean([item.parts[name] for item in scored], dtype=np.float64))
+        for name in scored[0].parts
+    }
 
 
 def _flat(parts: Sequence[FloatArray]) -> torch.Tensor:

@@ -8,6 +8,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from quartet.types import Alert
+
 
 class RunState(StrEnum):
     """Where a run stands."""
@@ -17,6 +19,7 @@ class RunState(StrEnum):
     FINISHED = "finished"
     STOPPED = "stopped"
     FAILED = "failed"
+    PAUSED = "paused"
 
     @property
     def ended(self) -> bool:
@@ -39,6 +42,7 @@ class Progress:
     error: str = ""
     exit_code: int = 0
     notes: list[str] = field(default_factory=list)
+    alerts: list[Alert] = field(default_factory=list)
 
 
 class ProgressBoard:
@@ -62,6 +66,11 @@ class ProgressBoard:
         """Adds something that a user should know."""
         with self._changed:
             self.update(notes=[*self._progress.notes, text])
+
+    def alert(self, alert: Alert) -> None:
+        """Adds what a guard found."""
+        with self._changed:
+            self.update(alerts=[*self._progress.alerts, alert])
 
     def commit(self, step: int, metrics: dict[str, float]) -> None:
         """Notes a committed step."""

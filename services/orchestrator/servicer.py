@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import grpc
 
 from quartet.types import Role, ServiceStatus
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from services.orchestrator.control import Control
 from services.orchestrator.progress import Progress, ProgressBoard, RunState
 
 _STATES = {
@@ -16,16 +17,17 @@ _STATES = {
     RunState.FINISHED: orchestrator_pb2.RUN_STATE_FINISHED,
     RunState.STOPPED: orchestrator_pb2.RUN_STATE_STOPPED,
     RunState.FAILED: orchestrator_pb2.RUN_STATE_FAILED,
+    RunState.PAUSED: orchestrator_pb2.RUN_STATE_PAUSED,
 }
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
-    """OrchestratorService over a progress board. ``stop`` asks the training thread to stop after the step in hand."""
+    """OrchestratorService over a progress board; ``control`` takes what users ask of the training thread."""
 
     role = Role.ORCHESTRATOR
 
-    def __init__(self, board: ProgressBoard, stop: Callable[[], None]) -> None:
-        self._board, self._stop = board, stop
+    def __init__(self, board: ProgressBoard, control: Control) -> None:
+        self._board, self._control = board, control
 
     def register(self, server: grpc.Server) -> None:
         """Adds this servicer."""
@@ -59,8 +61,22 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: orchestrator_pb2.StopRequest, context: grpc.ServicerContext
     ) -> orchestrator_pb2.StopResponse:
         """Stops after the step in hand."""
-        self._stop()
+        self._control.stop()
         return orchestrator_pb2.StopResponse()
+
+    def Pause(
+        self, request: orchestrator_pb2.PauseRequest, context: grpc.ServicerContext
+    ) -> orchestrator_pb2.PauseResponse:
+        """Waits after the step in hand."""
+        self._control.pause()
+        return orchestrator_pb2.PauseResponse()
+
+    def Resume(
+        self, request: orchestrator_pb2.ResumeRequest, context: grpc.ServicerContext
+    ) -> orchestrator_pb2.ResumeResponse:
+        """Goes on."""
+        self._control.resume()
+        return orchestrator_pb2.ResumeResponse()
 
 
 def _to_proto(progress: Progress) -> orchestrator_pb2.Progress:
@@ -76,4 +92,14 @@ def _to_proto(progress: Progress) -> orchestrator_pb2.Progress:
         error=progress.error,
         exit_code=progress.exit_code,
         notes=progress.notes,
+        alerts=[
+            orchestrator_pb2.Alert(
+                step=alert.step,
+                guard=alert.guard,
+                action=alert.action,
+                evidence=alert.evidence,
+                remedy=alert.remedy,
+            )
+            for alert in progress.alerts
+        ],
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from quartet.errors import Cancelled
-from quartet.types import FloatArray, TokenBatch
+from quartet.types import FloatArray, Scores, TokenBatch
 
 
 class Answer:
@@ -47,10 +47,11 @@ class Scorer:
     def __init__(self, held: bool = False, failure: Exception | None = None, fails_at: str = "") -> None:
         self._held, self._failure, self._fails_at = held, failure, fails_at
         self.batches: list[TokenBatch] = []
+        self.fields: list[list[str]] = []
         self.calls: list[Answer] = []
         self.temperatures: set[float] = set()
 
-    def _call(self, name: str, compute: Callable[[], FloatArray]) -> Any:
+    def _call(self, name: str, compute: Callable[[], Any]) -> Any:
         found = Answer(compute)
         self.calls.append(found)
         if name == self._fails_at:
@@ -59,10 +60,11 @@ class Scorer:
             found.answer()
         return found
 
-    def score(self, batch: TokenBatch) -> Any:
+    def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> Any:
         self.batches.append(batch)
+        self.fields.append(list(fields))
         first = np.array([sequence[0] for sequence in batch.sequences()], np.float32)
-        return self._call("score", lambda: first)
+        return self._call("score", lambda: Scores(first, {"half": first / 2}))
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> Any:
         self.temperatures.add(temperature)

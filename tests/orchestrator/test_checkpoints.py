@@ -56,7 +56,7 @@ def names(files: RunFiles) -> list[str]:
 
 def test_a_checkpoint_holds_both_models_and_a_manifest_that_is_true(files: RunFiles, savers: tuple[Any, Any]) -> None:
     state = {"kl_controller": {"value": 0.05}}
-    Checkpoints(files, 2, "the: config\n").save("run", 20, 1, *savers, state)
+    Checkpoints(files, 2, "the: config\n").save("run", 20, 1, savers, state)
     assert names(files) == ["step-000020"]
     folder = files.checkpoints / "step-000020"
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -78,7 +78,7 @@ def test_the_newest_are_kept(keep: int, files: RunFiles, savers: tuple[Any, Any]
     checkpoints = Checkpoints(files, keep, "")
     steps = [5, 10, 95, 100, 105]
     for number, step in enumerate(steps, 1):
-        checkpoints.save("run", step, 1, *savers, {})
+        checkpoints.save("run", step, 1, savers, {})
         assert names(files) == [f"step-{kept:06d}" for kept in steps[:number][-keep:]]
 
 
@@ -86,20 +86,20 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoints_and_no_new_one(
     files: RunFiles, savers: tuple[Any, Any]
 ) -> None:
     checkpoints = Checkpoints(files, 1, "")
-    checkpoints.save("run", 1, 1, *savers, {})
+    checkpoints.save("run", 1, 1, savers, {})
     savers[1].failure = ServiceFailed("critic: disk full")
     with pytest.raises(ServiceFailed, match="disk full"):
-        checkpoints.save("run", 2, 1, *savers, {})
+        checkpoints.save("run", 2, 1, savers, {})
     assert [name for name in names(files) if not name.startswith(".")] == ["step-000001"]
     savers[1].failure = None
-    checkpoints.save("run", 2, 1, *savers, {})
+    checkpoints.save("run", 2, 1, savers, {})
     assert names(files) == ["step-000002"]
 
 
 def test_saving_a_step_again_replaces_it(files: RunFiles, savers: tuple[Any, Any]) -> None:
     checkpoints = Checkpoints(files, 2, "")
     for _ in range(2):
-        checkpoints.save("run", 1, 1, *savers, {})
+        checkpoints.save("run", 1, 1, savers, {})
     assert names(files) == ["step-000001"]
     assert (files.checkpoints / "step-000001/actor/model.safetensors").read_bytes() == b"actor 2"
 
@@ -115,5 +115,5 @@ def test_files_that_are_not_there_as_reported_are_an_error(
         wrong["path"] = "checkpoints/.step-000001.partial/actor/model.safetensors"
     monkeypatch.setattr(savers[0], "reported", reported)
     with pytest.raises(ServiceFailed, match="must be a path that orchestrator, actor and critic share"):
-        Checkpoints(files, 2, "").save("run", 1, 1, *savers, {})
+        Checkpoints(files, 2, "").save("run", 1, 1, savers, {})
     assert [name for name in names(files) if not name.startswith(".")] == []

@@ -52,11 +52,13 @@ def collect(
     generation: Answer | None = None,
     score_batch: int = 3,
     progress: list[int] | None = None,
+    critic: bool = True,
+    fields: dict[int, str] | None = None,
 ) -> CollectedStep:
-    services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
+    services = ScoringServices(scorer, scorer, scorer if critic else None, 0.7)  # type: ignore[arg-type]
     collector = Collector(stream, services, score_batch)
     heard = progress if progress is not None else []
-    return collector.collect(expected, 0, generation or ended(), heard.append)  # type: ignore[arg-type]
+    return collector.collect(expected, 0, generation or ended(), heard.append, fields)  # type: ignore[arg-type]
 
 
 def first_tokens(scorer: Scorer) -> list[list[int]]:
@@ -219,3 +221,29 @@ def test_only_a_few_batches_are_under_way_at_once(stream: RolloutStream, run: st
                     call.answer()
                     answered += 1
         assert len(collecting.result(timeout=20).scored) == 20
+
+
+def test_without_a_critic_values_are_zero_and_nobody_is_asked_for_them(stream: RolloutStream, run: str) -> None:
+    written = [trajectory(run, prompt, response=3) for prompt in range(4)]
+    stream.append(written)
+    scorer = Scorer()
+    step = collect(stream, scorer, ids(written), critic=False)
+    for item in step.scored:
+        np.testing.assert_array_equal(item.values, np.zeros(3, np.float32))
+        np.testing.assert_array_equal(item.reference_log_probs, -item.trajectory.response_ids.astype(np.float32))
+    assert len(scorer.calls) == 2 * len(scorer.batches)
+
+
+def test_the_scores_of_an_ensembles_parts_stay_with_their_trajectory(stream: RolloutStream, run: str) -> None:
+    written = [trajectory(run, prompt) for prompt in (3, 1, 2)]
+    stream.append(written)
+    step = collect(stream, Scorer(), ids(written), score_batch=2)
+    assert [item.parts for item in step.scored] == [{"half": (prompt + 1) / 2} for prompt in (1, 2, 3)]
+
+
+def test_the_prompts_own_fields_go_with_their_trajectories(stream: RolloutStream, run: str) -> None:
+    written = [trajectory(run, prompt) for prompt in (3, 1, 2)]
+    stream.append(written)
+    scorer = Scorer()
+    collect(stream, scorer, ids(written), score_batch=2, fields={1: '{"a":1}', 2: '{"a":2}', 3: '{"a":3}'})
+    assert scorer.fields == [['{"a":3}', '{"a":1}'], ['{"a":2}']]

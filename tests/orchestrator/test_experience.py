@@ -8,15 +8,24 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 
 from quartet.config import AlgorithmConfig
+from quartet.ppo.rewards import RunningMoments
 from quartet.types import FinishReason, Trajectory, TrajectoryId
 from services.orchestrator.collector import ScoredTrajectory
-from services.orchestrator.experience import PreparedStep, ScoreMoments, prepare_step, score_moments
+from services.orchestrator.experience import PreparedStep, prepare_step
 
 check = settings(max_examples=60, deadline=None, derandomize=True)
-PLAIN = ScoreMoments()
+LIMIT = 8
+"""rollout.max_response_tokens of these tests."""
+
+
+def moments(*seen: float) -> RunningMoments:
+    found = RunningMoments()
+    found.update(torch.tensor(seen))
+    return found
 
 
 def scored(
@@ -27,53 +36,85 @@ def scored(
     values: list[float],
     truncated: bool = False,
     response_ids: list[int] | None = None,
+    prompt: int = 7,
+    **parts: float,
 ) -> ScoredTrajectory:
     def flat(numbers: list[float]) -> np.ndarray:
         return np.array(numbers, np.float32)
 
     ids = np.array(response_ids or range(5, 5 + len(log_probs)), np.int32)
     trajectory = Trajectory(
-        TrajectoryId("run", 4, 7, sample),
+        TrajectoryId("run", 4, prompt, sample),
         3,
         np.array([2, 3], np.int32),
         ids,
         flat(log_probs),
         FinishReason.LENGTH if truncated else FinishReason.EOS,
     )
-    return ScoredTrajectory(trajectory, score, flat(reference), flat(values))
+    return ScoredTrajectory(trajectory, score, flat(reference), flat(values), parts)
 
 
 def prepare(
-    items: list[ScoredTrajectory], coefficient: float = 0.1, moments: ScoreMoments = PLAIN, **algorithm: Any
+    items: list[ScoredTrajectory], coefficient: float = 0.1, seen: RunningMoments | None = None, **algorithm: Any
 ) -> PreparedStep:
-    return prepare_step("run", 4, 3, items, AlgorithmConfig(**algorithm), coefficient, moments)
+    return prepare_step("run", 4, 3, items, AlgorithmConfig(**algorithm), coefficient, seen, LIMIT)
+
+
+def expected_score(item: ScoredTrajectory, seen: RunningMoments | None, algorithm: AlgorithmConfig) -> float:
+    """A score after its treatment, in the order of ScoreConfig and of the penalties."""
+    score = item.score if seen is None else (item.score - seen.mean) / seen.std
+    score *= algorithm.score.scale
+    if algorithm.score.clip is not None:
+        score = max(-algorithm.score.clip, min(algorithm.score.clip, score))
+    truncation = algorithm.truncation
+    if item.trajectory.finish_reason is FinishReason.LENGTH:
+        score -= truncation.penalty if truncation.treatment == "penalty" else 0
+        score *= truncation.scale if truncation.treatment == "scale" else 1
+    tokens = len(item.trajectory.response_ids)
+    price, overlong = algorithm.length_penalty, algorithm.overlong_penalty
+    score -= price.per_token * max(0, tokens - price.free_tokens)
+    if overlong.buffer_tokens:
+        over = tokens - (LIMIT - overlong.buffer_tokens)
+        score -= overlong.penalty * min(1, max(0, over) / overlong.buffer_tokens)
+    return score
 
 
 def expected_flat(
-    items: list[ScoredTrajectory], coefficient: float, moments: ScoreMoments, algorithm: AlgorithmConfig
+    items: list[ScoredTrajectory], coefficient: float, seen: RunningMoments | None, algorithm: AlgorithmConfig
 ) -> dict[str, list[float]]:
     """Scores, advantages, returns and mask, by the definitions of numerics.md."""
-    truncation = algorithm.truncation
-    scores, rewards, mask = [], [], []
-    for item in items:
-        score = (item.score - moments.mean) / moments.std
+    scores = [expected_score(item, seen, algorithm) for item in items]
+    rewards, mask = [], []
+    for item, score in zip(items, scores, strict=True):
         cut = item.trajectory.finish_reason is FinishReason.LENGTH
-        if cut and truncation.treatment == "penalty":
-            score -= truncation.penalty
-        if cut and truncation.treatment == "scale":
-            score *= truncation.scale
-        scores.append(score)
         row = []
         for own, other in zip(item.trajectory.log_probs.tolist(), item.reference_log_probs.tolist(), strict=True):
             kl = abs(own - other) if algorithm.kl_estimator == "absolute" else own - other
             row.append(-coefficient * kl)
         row[-1] += score
         rewards.append(row)
-        mask += [0.0 if cut and truncation.treatment == "mask" else 1.0] * len(row)
+        mask += [0.0 if cut and algorithm.truncation.treatment == "mask" else 1.0] * len(row)
     if algorithm.whiten_rewards:
         every = [reward for row in rewards for reward in row]
         mean, deviation = moments_of(every)
         rewards = [[(reward - mean) / deviation + mean for reward in row] for row in rewards]
+    if algorithm.estimator == "gae":
+        advantages, returns = expected_gae(items, rewards, algorithm)
+    else:
+        advantages = expected_without_critic(items, rewards, algorithm)
+        returns = [0.0] * len(advantages)
+    normalize = algorithm.normalize_advantages
+    if normalize is None:
+        normalize = algorithm.estimator in ("gae", "reinforce_plus_plus")
+    if normalize and any(mask):
+        mean, deviation = moments_of([a for a, counts in zip(advantages, mask, strict=True) if counts])
+        advantages = [(advantage - mean) / deviation for advantage in advantages]
+    return {"scores": scores, "advantages": advantages, "returns": returns, "actor_mask": mask}
+
+
+def expected_gae(
+    items: list[ScoredTrajectory], rewards: list[list[float]], algorithm: AlgorithmConfig
+) -> tuple[list[float], list[float]]:
     advantages, returns = [], []
     for item, row in zip(items, rewards, strict=True):
         values = item.values.tolist()
@@ -89,10 +130,36 @@ def expected_flat(
             found.append(following)
         advantages += found[::-1]
         returns += [advantage + value for advantage, value in zip(found[::-1], values, strict=True)]
-    if algorithm.normalize_advantages and any(mask):
-        mean, deviation = moments_of([a for a, counts in zip(advantages, mask, strict=True) if counts])
-        advantages = [(advantage - mean) / deviation for advantage in advantages]
-    return {"scores": scores, "advantages": advantages, "returns": returns, "actor_mask": mask}
+    return advantages, returns
+
+
+def expected_without_critic(
+    items: list[ScoredTrajectory], rewards: list[list[float]], algorithm: AlgorithmConfig
+) -> list[float]:
+    """Advantages by token; a response's reward is the sum of its token rewards."""
+    if algorithm.estimator == "reinforce_plus_plus":
+        return [
+            math.fsum(algorithm.gamma ** (later - place) * row[later] for later in range(place, len(row)))
+            for row in rewards
+            for place in range(len(row))
+        ]
+    paid = [math.fsum(row) for row in rewards]
+    found = []
+    for index, (item, row) in enumerate(zip(items, rewards, strict=True)):
+        same = [j for j, other in enumerate(items) if other.trajectory.id.prompt == item.trajectory.id.prompt]
+        if algorithm.estimator == "reinforce":
+            advantage = paid[index] - math.fsum(paid) / len(paid)
+        elif algorithm.estimator == "rloo":
+            others = [paid[j] for j in same if j != index]
+            advantage = paid[index] - math.fsum(others) / len(others)
+        else:
+            mean = math.fsum(paid[j] for j in same) / len(same)
+            advantage = paid[index] - mean
+            if algorithm.grpo_std:
+                variance = math.fsum((paid[j] - mean) ** 2 for j in same) / (len(same) - 1)
+                advantage /= math.sqrt(variance) + 1e-4
+        found += [advantage] * len(row)
+    return found
 
 
 def moments_of(numbers: list[float]) -> tuple[float, float]:
@@ -105,41 +172,91 @@ numbers = st.floats(-4, 4, width=32)
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[ScoredTrajectory]:
+    """Two or three responses for each of one to three prompts, sorted by id."""
     items = []
-    for sample in range(draw(st.integers(1, 5))):
-        size = draw(st.integers(1, 7))
-        rows = [draw(st.lists(numbers, min_size=size, max_size=size)) for _ in range(3)]
-        items.append(scored(sample, draw(numbers), *rows, truncated=draw(st.booleans())))
+    for prompt in range(draw(st.integers(1, 3))):
+        for sample in range(draw(st.integers(2, 3))):
+            size = draw(st.integers(1, LIMIT))
+            rows = [draw(st.lists(numbers, min_size=size, max_size=size)) for _ in range(3)]
+            truncated = draw(st.booleans())
+            items.append(scored(sample, draw(numbers), *rows, truncated=truncated, prompt=prompt))
     return items
 
 
-algorithms = st.fixed_dictionaries(
+treatments = {
+    "kl_estimator": st.sampled_from(["k1", "absolute"]),
+    "normalize_advantages": st.sampled_from([None, True, False]),
+    "score": st.sampled_from([{}, {"scale": 0.5}, {"clip": 1.0}, {"scale": 2.0, "clip": 3.0}]),
+    "length_penalty": st.sampled_from([{}, {"per_token": 0.25}, {"per_token": 0.5, "free_tokens": 3}]),
+    "overlong_penalty": st.sampled_from([{}, {"buffer_tokens": 4}, {"buffer_tokens": LIMIT, "penalty": 3.0}]),
+    "truncation": st.sampled_from(
+        [{"treatment": kind, "penalty": 0.75, "scale": 0.25} for kind in ("keep", "penalty", "mask", "scale")]
+    ),
+}
+by_token = st.fixed_dictionaries(
     {
+        **treatments,
+        "estimator": st.sampled_from(["gae", "reinforce_plus_plus"]),
         "gamma": st.sampled_from([1.0, 0.9]),
         "gae_lambda": st.sampled_from([0.95, 0.0, 1.0]),
-        "kl_estimator": st.sampled_from(["k1", "absolute"]),
         "whiten_rewards": st.booleans(),
-        "normalize_advantages": st.booleans(),
-        "truncation": st.sampled_from(
-            [{"treatment": kind, "penalty": 0.75, "scale": 0.25} for kind in ("keep", "penalty", "mask", "scale")]
-        ),
     }
+)
+by_response = st.fixed_dictionaries(
+    {**treatments, "estimator": st.sampled_from(["reinforce", "rloo", "grpo"]), "grpo_std": st.booleans()}
 )
 
 
 @check
-@given(steps(), algorithms, st.sampled_from([0.0, 0.05, 1.0]), st.sampled_from([PLAIN, ScoreMoments(0.5, 2.0)]))
+@given(
+    steps(),
+    st.one_of(by_token, by_response),
+    st.sampled_from([0.0, 0.05, 1.0]),
+    st.sampled_from([None, moments(-1.5, 2.5), moments(3.0)]),
+)
 def test_experience_agrees_with_the_formulas(
-    items: list[ScoredTrajectory], algorithm: dict[str, Any], coefficient: float, moments: ScoreMoments
+    items: list[ScoredTrajectory], algorithm: dict[str, Any], coefficient: float, seen: RunningMoments | None
 ) -> None:
-    expected = expected_flat(items, coefficient, moments, AlgorithmConfig(**algorithm))
-    experience = prepare(items, coefficient, moments, **algorithm).experience
-    # A step whose rewards or advantages are all but equal divides rounding errors by almost nothing.
-    scale = 1e-4 if not (algorithm["whiten_rewards"] or algorithm["normalize_advantages"]) else 2e-2
+    tree = AlgorithmConfig(**algorithm)
+    expected = expected_flat(items, coefficient, seen, tree)
+    experience = prepare(items, coefficient, seen, **algorithm).experience
+    # Dividing by the spread of all but equal numbers divides rounding errors by almost nothing.
+    divides = tree.whiten_rewards or tree.normalizes_advantages or (tree.estimator == "grpo" and tree.grpo_std)
     for name, numbers in expected.items():
         found = getattr(experience, name)
         assert found.dtype == np.float32
-        np.testing.assert_allclose(found, numbers, rtol=1e-3, atol=scale, err_msg=name)
+        np.testing.assert_allclose(found, numbers, rtol=1e-3, atol=2e-2 if divides else 1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"estimator": "reinforce"},
+        {"estimator": "rloo"},
+        {"estimator": "grpo"},
+        {"estimator": "grpo", "grpo_std": False},
+        {"estimator": "reinforce_plus_plus"},
+        {"gamma": 0.9},
+        {"gae_lambda": 0.5},
+        {"kl_estimator": "absolute"},
+        {"normalize_advantages": True},
+        {"whiten_rewards": True},
+        {"score": {"scale": 0.5}},
+        {"score": {"clip": 0.5}},
+        {"truncation": {"treatment": "penalty"}},
+        {"truncation": {"treatment": "scale"}},
+        {"truncation": {"treatment": "mask"}, "normalize_advantages": True},
+        {"length_penalty": {"per_token": 0.1}},
+        {"overlong_penalty": {"buffer_tokens": 7}},
+    ],
+    ids=str,
+)
+def test_no_option_is_ignored(option: dict[str, Any]) -> None:
+    items = [*TWO, scored(0, 0.5, [-1.0, -0.5, -2.0], [-1.5, -1.0, -1.5], [0.1, 0.2, 0.3], prompt=8)]
+    items.append(scored(1, 3.0, [-0.25], [-0.5], [0.0], prompt=8))
+    default = {"gae_lambda": 1.0, "normalize_advantages": False}
+    plain, changed = prepare(items, **default), prepare(items, **{**default, **option})
+    assert not np.allclose(plain.experience.advantages, changed.experience.advantages, atol=1e-4)
 
 
 TWO = [
@@ -195,7 +312,7 @@ def test_masked_responses_do_not_move_the_normalisation_of_the_others() -> None:
 
 
 def test_normalised_scores_are_moved_before_anything_else_but_the_metrics_tell_the_raw_ones() -> None:
-    prepared = prepare(TWO, moments=ScoreMoments(1.0, 0.5))
+    prepared = prepare(TWO, seen=moments(0.5, 1.5))
     assert prepared.experience.scores.tolist() == [2.0, -4.0]
     assert prepared.metrics["reward_mean"] == 0.5
     assert prepared.metrics["reward_std"] == 1.5
@@ -226,6 +343,32 @@ def test_the_kl_figure_is_the_plain_difference_whatever_the_penalty() -> None:
     assert prepare(TWO, kl_estimator="absolute").response_kl.tolist() == [-0.25, -0.25]
 
 
-def test_moments_of_a_step() -> None:
-    assert score_moments(TWO) == ScoreMoments(0.5, 1.5)
-    assert score_moments(TWO[:1]) == ScoreMoments(2.0, 1.0)
+def test_the_parts_of_an_ensemble_are_reported_before_their_weights() -> None:
+    items = [
+        scored(0, 2.0, [-1.0], [-1.0], [0.0], sentiment=1.0, brevity=0.5),
+        scored(1, 1.0, [-1.0], [-1.0], [0.0], sentiment=2.0, brevity=-0.5),
+    ]
+    metrics = prepare(items).metrics
+    assert (metrics["reward_sentiment_mean"], metrics["reward_brevity_mean"]) == (1.5, 0.0)
+    assert metrics["reward_mean"] == 1.5
+
+
+def test_the_treated_scores_have_a_figure_of_their_own() -> None:
+    metrics = prepare(TWO, truncation={"treatment": "penalty", "penalty": 3.0}).metrics
+    assert (metrics["reward_mean"], metrics["score_mean"]) == (0.5, -1.0)
+
+
+def test_without_a_critic_nothing_is_said_of_one() -> None:
+    assert "explained_variance" not in prepare(TWO, estimator="rloo").metrics
+
+
+def test_the_monitors_of_a_step() -> None:
+    items = [
+        scored(0, 1.0, [-1.0] * 4, [-1.0] * 4, [0.0] * 4, response_ids=[5, 6, 5, 6]),
+        scored(1, -1.0, [-1.0] * 2, [-1.0] * 2, [0.0] * 2, response_ids=[5, 7]),
+    ]
+    metrics = prepare(items).metrics
+    # Of 6 tokens 3 differ; of the 4 pairs 56 65 56 57 three.
+    assert metrics["distinct_1"] == pytest.approx(3 / 6)
+    assert metrics["distinct_2"] == pytest.approx(3 / 4)
+    assert metrics["length_reward_correlation"] == pytest.approx(1.0)

@@ -12,7 +12,9 @@ import pytest
 from quartet.errors import ServiceUnavailable
 from quartet.rpc.channels import Peer
 from quartet.rpc.server import Server
+from quartet.types import Alert
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from services.orchestrator.control import Control
 from services.orchestrator.progress import Progress, ProgressBoard, RunState
 from services.orchestrator.servicer import OrchestratorServicer
 
@@ -108,13 +110,13 @@ def board() -> ProgressBoard:
 
 
 @pytest.fixture
-def stopped() -> threading.Event:
-    return threading.Event()
+def control() -> Control:
+    return Control()
 
 
 @pytest.fixture
-def peer(board: ProgressBoard, stopped: threading.Event) -> Iterator[Peer]:
-    server = Server([OrchestratorServicer(board, stopped.set)], "127.0.0.1:0")
+def peer(board: ProgressBoard, control: Control) -> Iterator[Peer]:
+    server = Server([OrchestratorServicer(board, control)], "127.0.0.1:0")
     peer = Peer("orchestrator", server.address)
     yield peer
     board.update(state=RunState.STOPPED)
@@ -124,12 +126,13 @@ def peer(board: ProgressBoard, stopped: threading.Event) -> Iterator[Peer]:
 
 def test_every_field_of_the_progress_crosses_the_wire(peer: Peer, board: ProgressBoard) -> None:
     commit(board, 2)
-    board.update(state=RunState.TRAINING, phase="update", scored=5, wanted=8, error="e", exit_code=2, notes=["n"])
+    board.update(state=RunState.PAUSED, phase="update", scored=5, wanted=8, error="e", exit_code=2, notes=["n"])
+    board.alert(Alert(2, "mismatch", "pause", "seen", "do"))
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
     found = peer.call(stub.GetProgress, orchestrator_pb2.GetProgressRequest(), 5, "GetProgress").progress
     expected = orchestrator_pb2.Progress(
         run="run",
-        state=orchestrator_pb2.RUN_STATE_TRAINING,
+        state=orchestrator_pb2.RUN_STATE_PAUSED,
         step=2,
         total_steps=3,
         phase="update",
@@ -139,6 +142,9 @@ def test_every_field_of_the_progress_crosses_the_wire(peer: Peer, board: Progres
         error="e",
         exit_code=2,
         notes=["n"],
+        alerts=[
+            orchestrator_pb2.Alert(step=2, guard="mismatch", action="pause", evidence="seen", remedy="do"),
+        ],
     )
     assert found == expected
     assert {field.name for field, _ in found.ListFields()} == set(orchestrator_pb2.Progress.DESCRIPTOR.fields_by_name)
@@ -157,11 +163,39 @@ def test_a_remote_watcher_is_shown_every_step_until_the_end(peer: Peer, board: P
     assert news.code() is grpc.StatusCode.OK
 
 
-def test_a_stop_reaches_the_training(peer: Peer, stopped: threading.Event) -> None:
+def test_a_stop_reaches_the_training(peer: Peer, control: Control) -> None:
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
-    assert not stopped.is_set()
+    assert not control.stopping
     peer.call(stub.Stop, orchestrator_pb2.StopRequest(), 5, "Stop")
-    assert stopped.is_set()
+    assert control.stopping
+
+
+def test_a_pause_and_a_resume_reach_the_training(peer: Peer, control: Control) -> None:
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
+    peer.call(stub.Pause, orchestrator_pb2.PauseRequest(), 5, "Pause")
+    assert control.paused
+    peer.call(stub.Resume, orchestrator_pb2.ResumeRequest(), 5, "Resume")
+    assert not control.paused
+
+
+@pytest.mark.parametrize("end", ["resume", "stop"])
+def test_a_paused_run_waits_until_it_is_resumed_or_stopped(control: Control, end: str) -> None:
+    control.pause()
+    waiting = threading.Thread(target=control.wait_while_paused)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    getattr(control, end)()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert not control.paused
+
+
+def test_a_run_that_is_to_stop_does_not_wait(control: Control) -> None:
+    control.stop()
+    control.pause()
+    assert not control.paused
+    control.wait_while_paused()
 
 
 def test_the_orchestrators_status_follows_the_board(peer: Peer, board: ProgressBoard) -> None:
@@ -171,7 +205,7 @@ def test_the_orchestrators_status_follows_the_board(peer: Peer, board: ProgressB
 
 
 def test_an_orchestrator_that_is_gone_is_unavailable(board: ProgressBoard) -> None:
-    server = Server([OrchestratorServicer(board, lambda: None)], "127.0.0.1:0")
+    server = Server([OrchestratorServicer(board, Control())], "127.0.0.1:0")
     peer = Peer("orchestrator", server.address)
     server.stop(0)
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)

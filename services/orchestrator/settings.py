@@ -1,0 +1,55 @@
+"""What an Update request says of how to update: losses, and the optimisation of one step."""
+
+from __future__ import annotations
+
+from quartet.config import AlgorithmConfig, Config, TrainedModelConfig
+from quartet.ppo.schedules import scheduled_learning_rate
+from quartet.types import OptimizationSettings, PolicyLossSettings, ValueLossSettings
+
+
+def learning_rate_at(config: Config, trained: TrainedModelConfig, step: int) -> float:
+    """The learning rate of ``step``, counted from 1, by the model's schedule."""
+    return scheduled_learning_rate(
+        step,
+        config.run.steps,
+        trained.learning_rate,
+        trained.final_learning_rate,
+        trained.warmup_steps,
+        trained.schedule,
+    )
+
+
+def optimization_at(config: Config, trained: TrainedModelConfig, step: int) -> OptimizationSettings:
+    """How ``trained`` walks through the experience of ``step``. The policy rests while the critic warms up."""
+    algorithm = config.algorithm
+    resting = trained is config.actor and step <= algorithm.critic_warmup_steps
+    return OptimizationSettings(
+        epochs=0 if resting else algorithm.epochs,
+        mini_batches=algorithm.mini_batches,
+        learning_rate=learning_rate_at(config, trained, step),
+        max_grad_norm=trained.optimizer.max_grad_norm,
+        seed=config.run.seed,
+        skip_non_finite=algorithm.non_finite == "skip",
+    )
+
+
+def policy_loss_of(algorithm: AlgorithmConfig, temperature: float) -> PolicyLossSettings:
+    """The policy loss as configured."""
+    return PolicyLossSettings(
+        temperature=temperature,
+        clip_low=algorithm.clip_ratio,
+        clip_high=algorithm.clip_ratio_high or algorithm.clip_ratio,
+        dual_clip=algorithm.dual_clip or 0.0,
+        entropy_bonus=algorithm.entropy_bonus,
+        kl_loss=algorithm.kl_loss,
+        kl_loss_coefficient=algorithm.kl_loss_coefficient,
+        ratio_level=algorithm.ratio_level,
+        aggregation=algorithm.loss_aggregation,
+        importance_cap=algorithm.importance_cap or 0.0,
+        max_update_kl=algorithm.max_update_kl or 0.0,
+    )
+
+
+def value_loss_of(algorithm: AlgorithmConfig) -> ValueLossSettings:
+    """The value loss as configured."""
+    return ValueLossSettings(algorithm.value_clip)

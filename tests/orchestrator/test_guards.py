@@ -1,0 +1,161 @@
+"""Guards: each holds where its figures say so, names them, and is silent on a healthy run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quartet.config import GuardsConfig
+from quartet.types import Alert
+from services.orchestrator.guards import Guards
+
+HEALTHY = {
+    "reward_mean": 1.0,
+    "reward_std": 1.0,
+    "kl_mean": 4.0,
+    "response_tokens_mean": 20.0,
+    "entropy": 3.0,
+    "rollout_mismatch_kl": 1e-6,
+    "repetition": 0.05,
+    "eos_rate": 0.95,
+    "length_reward_correlation": 0.1,
+    "explained_variance": 0.6,
+    "skipped_steps_actor": 0.0,
+    "skipped_steps_critic": 0.0,
+}
+
+
+def run(steps: list[dict[str, float]], **config: Any) -> list[Alert]:
+    """The alerts of a run whose metrics are healthy but for what each step says."""
+    guards = Guards(GuardsConfig(**{"window": 8, **config}))
+    found: list[Alert] = []
+    for number, changes in enumerate(steps, 1):
+        found += guards.look({"step": number, **HEALTHY, **changes})
+    return found
+
+
+def names(alerts: list[Alert]) -> list[str]:
+    return [alert.guard for alert in alerts]
+
+
+def rising(count: int, **ends: tuple[float, float]) -> list[dict[str, float]]:
+    """Steps in which each metric moves on a straight line from its first to its last value."""
+    return [
+        {name: first + (last - first) * index / (count - 1) for name, (first, last) in ends.items()}
+        for index in range(count)
+    ]
+
+
+def test_a_healthy_run_hears_nothing() -> None:
+    # The figures of a good run: reward and KL rise, length stays.
+    assert run(rising(60, reward_mean=(0.0, 3.0), kl_mean=(0.0, 11.0), response_tokens_mean=(20.0, 24.0))) == []
+
+
+HACKED = rising(10, reward_mean=(0.0, 4.0), kl_mean=(2.0, 8.0), response_tokens_mean=(10.0, 40.0))
+
+
+def test_reward_kl_and_length_that_rise_together_are_reward_hacking() -> None:
+    (alert,) = run(HACKED, reward_hacking={"action": "pause"})
+    assert (alert.guard, alert.action, alert.step) == ("reward_hacking", "pause", 8)
+    for part in ("reward rose from", "KL from", "response length from", "tokens"):
+        assert part in alert.evidence
+    assert "algorithm.length_penalty" in alert.remedy
+
+
+@pytest.mark.parametrize(
+    "calm",
+    [
+        {"reward_mean": 1.0},
+        {"kl_mean": 4.0},
+        {"response_tokens_mean": 20.0},
+        {"reward_std": 100.0},
+    ],
+    ids=lambda calm: next(iter(calm)),
+)
+def test_two_of_the_three_are_not(calm: dict[str, float]) -> None:
+    assert run([{**step, **calm} for step in HACKED]) == []
+
+
+@pytest.mark.parametrize(
+    "threshold", [{"reward_rise": 5.0}, {"kl_rise": 5.0}, {"length_rise": 5.0}, {"kl_above": 50.0}], ids=str
+)
+def test_each_threshold_of_reward_hacking_counts(threshold: dict[str, float]) -> None:
+    assert run(HACKED, reward_hacking=threshold) == []
+
+
+BEYOND = {
+    "kl_runaway": ({"kl_mean": 60.0}, "above", 100.0),
+    "mismatch": ({"rollout_mismatch_kl": 0.1}, "above", 0.2),
+    "repetition": ({"repetition": 0.6}, "above", 0.7),
+    "missing_eos": ({"eos_rate": 0.1}, "below", 0.05),
+    "length_reward": ({"length_reward_correlation": 0.9}, "above", 0.95),
+    "critic_lost": ({"explained_variance": -1.0}, "below", -2.0),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_metric_beyond_its_bound_is_told_with_metric_and_bound(name: str) -> None:
+    changes, side, elsewhere = BEYOND[name]
+    (alert,) = run([changes] * 8)
+    assert (alert.guard, alert.action) == (name, "warn")
+    assert next(iter(changes)) in alert.evidence
+    assert side in alert.evidence
+    assert alert.remedy
+    assert run([changes] * 8, **{name: {side: elsewhere}}) == []
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_one_odd_step_is_not_enough_and_neither_is_a_short_run(name: str) -> None:
+    changes, _, _ = BEYOND[name]
+    assert run([changes] * 7) == []
+    calm = {"kl_mean": 4.0, "rollout_mismatch_kl": 0.0, "repetition": 0.0, "eos_rate": 1.0}
+    calm |= {"length_reward_correlation": 0.0, "explained_variance": 1.0}
+    assert run([calm] * 7 + [changes] + [calm] * 7) == []
+
+
+def test_an_entropy_far_below_the_first_steps_has_collapsed() -> None:
+    (alert,) = run(rising(16, entropy=(3.0, 0.1)), entropy_collapse={"below": 0.5})
+    assert alert.guard == "entropy_collapse"
+    assert "nats per token" in alert.evidence
+    assert run(rising(16, entropy=(3.0, 0.1)), entropy_collapse={"below": 0.01}) == []
+    # A policy that begins with little entropy has not collapsed.
+    assert run([{"entropy": 0.1}] * 16) == []
+
+
+def test_a_skipped_optimizer_step_is_told_at_once() -> None:
+    (alert,) = run([{"skipped_steps_actor": 2.0, "skipped_steps_critic": 1.0}], not_finite={"action": "stop"})
+    assert (alert.guard, alert.action, alert.step) == ("not_finite", "stop", 1)
+    assert "3 optimizer steps" in alert.evidence
+
+
+def test_a_rule_that_is_off_says_nothing() -> None:
+    assert run([{"kl_mean": 60.0}] * 8, kl_runaway={"action": "off"}) == []
+
+
+def test_a_rule_speaks_again_only_after_a_window() -> None:
+    alerts = run([{"kl_mean": 60.0}] * 20)
+    assert [alert.step for alert in alerts] == [8, 16]
+
+
+def test_without_a_critic_its_rule_is_silent() -> None:
+    guards = Guards(GuardsConfig(window=4))
+    metrics = {
+        name: value for name, value in HEALTHY.items() if name not in ("explained_variance", "skipped_steps_critic")
+    }
+    assert [guards.look({"step": step, **metrics}) for step in range(1, 9)] == [[]] * 8
+
+
+def test_every_rule_of_the_config_can_speak() -> None:
+    rules = set(GuardsConfig.model_fields) - {"window"}
+    assert rules == {*BEYOND, "not_finite", "reward_hacking", "entropy_collapse"}
+
+
+def test_the_entropy_slope_is_that_of_the_window() -> None:
+    guards = Guards(GuardsConfig(window=4))
+    slopes = []
+    for step, entropy in enumerate([5.0, 3.0, 2.0, 1.0, 0.0, 0.0], 1):
+        slopes.append(guards.entropy_slope(entropy))
+        guards.look({"step": step, **HEALTHY, "entropy": entropy})
+    # By hand: least squares over the last four, (-1.5 a - 0.5 b + 0.5 c + 1.5 d) / 5.
+    assert slopes == pytest.approx([0.0, -2.0, -1.5, -1.3, -1.0, -0.7])

@@ -1,0 +1,84 @@
+"""What an Update request carries follows from the config and the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quartet.config import Config, parse_config
+from quartet.types import PolicyLossSettings
+from services.orchestrator.settings import learning_rate_at, optimization_at, policy_loss_of
+
+
+def config(**sections: Any) -> Config:
+    tree = {
+        "run": {"steps": 10},
+        "data": {"prompts": "p"},
+        "actor": {"model": "a", "learning_rate": 1.0},
+        "reward": {"model": "r"},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return parse_config(tree, "test")
+
+
+def rates(**actor: Any) -> list[float]:
+    found = config(actor=actor)
+    return [learning_rate_at(found, found.actor, step) for step in range(1, 11)]
+
+
+def test_a_learning_rate_is_constant_unless_told_otherwise() -> None:
+    assert rates() == [1.0] * 10
+
+
+def test_a_warm_up_and_a_linear_schedule() -> None:
+    found = rates(warmup_steps=2, schedule="linear", final_learning_rate=0.2)
+    assert found == pytest.approx([0.5, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2])
+
+
+def test_a_cosine_schedule_ends_at_its_end() -> None:
+    found = rates(schedule="cosine", final_learning_rate=0.5)
+    assert found[-1] == pytest.approx(0.5)
+    assert found == sorted(found, reverse=True)
+    assert found[5] != pytest.approx(rates(schedule="linear", final_learning_rate=0.5)[5])
+
+
+def test_the_policy_rests_while_the_critic_warms_up() -> None:
+    found = config(algorithm={"critic_warmup_steps": 2, "epochs": 3})
+    assert [optimization_at(found, found.actor, step).epochs for step in (1, 2, 3)] == [0, 0, 3]
+    assert [optimization_at(found, found.critic, step).epochs for step in (1, 2, 3)] == [3, 3, 3]
+
+
+def test_actor_and_critic_have_schedules_of_their_own() -> None:
+    found = config(critic={"learning_rate": 4.0, "warmup_steps": 4})
+    assert [optimization_at(found, trained, 1).learning_rate for trained in (found.actor, found.critic)] == [1.0, 1.0]
+    assert [optimization_at(found, trained, 4).learning_rate for trained in (found.actor, found.critic)] == [1.0, 4.0]
+
+
+def test_what_becomes_of_a_nan_is_part_of_the_request() -> None:
+    found = config()
+    assert not optimization_at(found, found.actor, 1).skip_non_finite
+    found = config(algorithm={"non_finite": "skip"})
+    assert optimization_at(found, found.critic, 1).skip_non_finite
+
+
+def test_every_setting_of_the_policy_loss_is_passed_on() -> None:
+    changed = {
+        "clip_ratio": 0.1,
+        "clip_ratio_high": 0.3,
+        "dual_clip": 4.0,
+        "entropy_bonus": 0.01,
+        "kl_loss": "k3",
+        "kl_loss_coefficient": 0.2,
+        "estimator": "reinforce",
+        "ratio_level": "sequence",
+        "loss_aggregation": "sequence_mean",
+        "importance_cap": 3.0,
+        "max_update_kl": 0.5,
+    }
+    assert policy_loss_of(config(algorithm=changed).algorithm, 0.7) == PolicyLossSettings(
+        0.7, 0.1, 0.3, 4.0, 0.01, "k3", 0.2, "sequence", "sequence_mean", 3.0, 0.5
+    )
+    off = {"importance_cap": None, "clip_ratio": 0.1}
+    assert policy_loss_of(config(algorithm=off).algorithm, 1.0) == PolicyLossSettings(clip_low=0.1, clip_high=0.1)

@@ -1,0 +1,65 @@
+"""The tiny world that runs in these tests start from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.config import Config
+from quartet.demo.world import World, make_world
+from tests.e2e.conftest import MINIATURE
+from tests.training.runs import merged, parsed
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("training") / "world", recipe=MINIATURE)
+
+
+@pytest.fixture(scope="session")
+def world_tree(world: World, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Any]]:
+    """The settings that tie any config to the tiny world: its checkpoints, prompts, Redis, a run's folder of its own."""
+    numbers = itertools.count()
+    folder = tmp_path_factory.mktemp("runs")
+
+    def tree() -> dict[str, Any]:
+        return {
+            "run": {"name": f"run-{next(numbers)}", "steps": 2, "directory": str(folder)},
+            "data": {"prompts": str(world.prompts), "max_prompt_tokens": 24},
+            "algorithm": {"epochs": 2},
+            "rollout": {"prompts_per_step": 4, "max_response_tokens": 10, "score_batch": 4},
+            "actor": {"model": str(world.policy), "learning_rate": 1e-3},
+            "critic": {"learning_rate": 1e-3},
+            "reward": {"model": str(world.reward)},
+            "checkpoint": {"every": 0},
+            "buffer": {"url": redis_url},
+        }
+
+    return tree
+
+
+@pytest.fixture(scope="session")
+def make(world_tree: Callable[[], dict[str, Any]]) -> MakeConfig:
+    """A config on the tiny world, changed section by section."""
+
+    def build(**changes: Any) -> Config:
+        return parsed(merged(world_tree(), changes))
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def prompts_of(world: World) -> Path:
+    return world.prompts

@@ -1,0 +1,101 @@
+"""Whole runs in one process: every service behind its own server, over TCP, with a real Redis; only the processes are spared."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quartet.config import Config, load_config, parse_config
+from quartet.rpc.compute import ComputeThread
+from quartet.rpc.server import Server
+from quartet.telemetry.run_files import RunFiles
+from quartet.topology import roles_of
+from services.orchestrator.control import Control
+from services.orchestrator.progress import Progress, ProgressBoard
+from services.orchestrator.training import Training, train
+from services.roles import build_model_role
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended: where its files are, how it stood, and its exit status."""
+
+    files: RunFiles
+    progress: Progress
+    code: int
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        return json_lines(self.files.metrics)
+
+    def trajectories(self, step: int) -> list[dict[str, Any]]:
+        return json_lines(self.files.trajectories / f"step-{step:06d}.jsonl")
+
+
+def json_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class Underway:
+    """A run that is going on."""
+
+    config: Config
+    board: ProgressBoard
+    control: Control
+    thread: threading.Thread
+    ended: list[int]
+
+    def finish(self, seconds: float = 120) -> Run:
+        """Waits for its end."""
+        self.thread.join(seconds)
+        assert not self.thread.is_alive(), self.board.current()
+        return Run(RunFiles(self.config.run_directory), self.board.current(), self.ended[0])
+
+
+@contextmanager
+def underway(config: Config) -> Iterator[Underway]:
+    """Starts the run's services and its training."""
+    files = RunFiles(config.run_directory)
+    files.write_config(config.to_yaml())
+    with ExitStack() as stack:
+        overrides = []
+        for role in roles_of(config):
+            server = Server([build_model_role(role, config, ComputeThread(), threads=1)], "127.0.0.1:0")
+            stack.callback(server.stop, 5.0)
+            overrides.append(f"services.{role}.address={server.address}")
+        config = load_config(files.config, overrides)
+        board, control, ended = ProgressBoard(config.run.name, config.run.steps), Control(), list[int]()
+        assert config.buffer.url is not None
+        training = Training(config, config.buffer.url, board, control)
+        thread = threading.Thread(target=train, args=(training, board, ended.append), daemon=True)
+        thread.start()
+        yield Underway(config, board, control, thread, ended)
+        control.stop()
+        thread.join(60)
+
+
+def run_to_the_end(config: Config) -> Run:
+    """One run from start to end. Raises AssertionError when it fails."""
+    with underway(config) as going:
+        run = going.finish()
+    assert run.code == 0, run.progress.error
+    return run
+
+
+def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The tree with ``changes`` in place, section by section."""
+    found = dict(tree)
+    for name, value in changes.items():
+        old = found.get(name)
+        found[name] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return found
+
+
+def parsed(tree: dict[str, Any]) -> Config:
+    return parse_config(tree, "test")

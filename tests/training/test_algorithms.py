@@ -1,0 +1,114 @@
+"""Each estimator and each way to be the reference trains, with just the services that it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from quartet.demo.world import World
+from quartet.topology import roles_of
+from quartet.types import Role
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, run_to_the_end
+
+GROUPS = {"prompts_per_step": 2, "samples_per_prompt": 3}
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "gae": {"algorithm": {"estimator": "gae"}},
+    "reinforce": {
+        "algorithm": {"estimator": "reinforce", "ratio_level": "sequence", "loss_aggregation": "sequence_mean"}
+    },
+    "rloo": {"algorithm": {"estimator": "rloo"}, "rollout": GROUPS},
+    "grpo": {
+        "algorithm": {"estimator": "grpo", "kl_coefficient": 0, "kl_loss": "k3", "kl_loss_coefficient": 0.04},
+        "rollout": GROUPS,
+    },
+    "dr_grpo": {"algorithm": {"estimator": "grpo", "grpo_std": False}, "rollout": GROUPS},
+    "reinforce_plus_plus": {"algorithm": {"estimator": "reinforce_plus_plus", "gamma": 0.99}},
+}
+
+
+def policy_moved(run: Run, world: World) -> bool:
+    trained = safetensors.torch.load_file(run.files.policy / "model.safetensors")
+    initial = safetensors.torch.load_file(world.policy / "model.safetensors")
+    return any(not torch.equal(trained[name], initial[name]) for name in trained)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_each_estimator_trains_the_policy_and_only_gae_a_critic(name: str, make: MakeConfig, world: World) -> None:
+    run = run_to_the_end(make(**ESTIMATORS[name]))
+    assert [step["step"] for step in run.metrics] == [1, 2]
+    assert policy_moved(run, world)
+    about_critic = {"value_loss", "explained_variance", "grad_norm_critic", "learning_rate_critic"}
+    for step in run.metrics:
+        assert about_critic & set(step) == (about_critic if name == "gae" else set())
+        assert {"entropy", "kl_mean", "entropy_slope", "distinct_2", "rollout_mismatch_kl"} <= set(step)
+    assert not run.progress.alerts
+
+
+def test_samples_of_one_prompt_come_together(make: MakeConfig) -> None:
+    run = run_to_the_end(make(**ESTIMATORS["rloo"]))
+    found = [item["id"].rsplit("/", 2)[1:] for item in run.trajectories(1)]
+    prompts = {prompt for prompt, _ in found}
+    assert len(prompts) == 2
+    assert sorted(found) == sorted([prompt, str(sample)] for prompt in prompts for sample in range(3))
+    assert len({item["response"] for item in run.trajectories(1)}) > 2, "samples draw from streams of their own"
+
+
+def test_the_policy_rests_while_the_critic_warms_up(make: MakeConfig, world: World) -> None:
+    run = run_to_the_end(make(algorithm={"critic_warmup_steps": 2}))
+    assert not policy_moved(run, world)
+    for step in run.metrics:
+        assert (step["optimizer_steps_actor"], step["optimizer_steps_critic"]) == (0, 2)
+        assert step["entropy"] > 0
+    assert policy_moved(run_to_the_end(make(algorithm={"critic_warmup_steps": 1})), world)
+
+
+def test_learning_rates_follow_their_schedules_and_are_reported(make: MakeConfig) -> None:
+    actor = {"warmup_steps": 2, "schedule": "linear", "final_learning_rate": 1e-4}
+    run = run_to_the_end(make(run={"steps": 4}, actor=actor, critic={"schedule": "cosine"}))
+    rates = [step["learning_rate_actor"] for step in run.metrics]
+    assert rates == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])
+    assert run.metrics[-1]["learning_rate_critic"] == pytest.approx(0, abs=1e-12)
+
+
+def test_scores_are_normalised_by_running_moments(make: MakeConfig) -> None:
+    run = run_to_the_end(make(run={"steps": 3}, algorithm={"score": {"normalize": "running"}}))
+    seen: list[float] = []
+    for number, step in enumerate(run.metrics, 1):
+        scores = [item["score"] for item in run.trajectories(number)]
+        seen += scores
+        every = torch.tensor(seen, dtype=torch.float64)
+        expected = (torch.tensor(scores, dtype=torch.float64).mean() - every.mean()) / every.std(correction=0)
+        assert step["score_mean"] == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_the_initial_moments_stay(make: MakeConfig) -> None:
+    run = run_to_the_end(make(run={"steps": 3}, algorithm={"score": {"normalize": "initial"}}))
+    first = torch.tensor([item["score"] for item in run.trajectories(1)], dtype=torch.float64)
+    for step in run.metrics:
+        expected = (step["reward_mean"] - float(first.mean())) / float(first.std(correction=0))
+        assert step["score_mean"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_actor_with_adapters_is_its_own_reference(make: MakeConfig) -> None:
+    config = make(run={"steps": 3}, actor={"lora": {"rank": 2}, "learning_rate": 0.05})
+    assert Role.REFERENCE not in roles_of(config)
+    run = run_to_the_end(config)
+    assert run.metrics[0]["kl_mean"] == pytest.approx(0, abs=1e-4), (
+        "before the first update the policy is the reference"
+    )
+    assert abs(run.metrics[2]["kl_mean"]) > 0.01, "after it, no longer"
+    assert (run.files.adapter / "adapter_model.safetensors").is_file()
+    assert (run.files.policy / "model.safetensors").is_file()
+
+
+def test_with_adapters_on_the_same_figures_come_out_of_a_reference_service(make: MakeConfig, world: World) -> None:
+    lora = {"lora": {"rank": 2}, "learning_rate": 0.05}
+    own = run_to_the_end(make(actor=lora))
+    other = run_to_the_end(make(actor=lora, reference={"model": str(world.policy)}))
+    for left, right in zip(own.metrics, other.metrics, strict=True):
+        assert left["kl_mean"] == pytest.approx(right["kl_mean"], abs=1e-4)
+        assert left["reward_mean"] == pytest.approx(right["reward_mean"], abs=1e-6)

@@ -1,0 +1,117 @@
+"""Reward functions, ensembles and evaluations in whole runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from quartet.demo.world import World
+from tests.training.conftest import MakeConfig
+from tests.training.runs import json_lines, run_to_the_end, underway
+
+FUNCTIONS = '''
+import json
+
+def by_field(prompt, response, fields):
+    """Twice the number that the prompt's line brings along."""
+    print("a line on standard output is nobody's score")
+    return 2.0 * fields["worth"]
+
+def words(prompts, responses, fields):
+    return [len(response.split()) for response in responses]
+
+def fails(prompt, response, fields):
+    raise ValueError("no such thing")
+
+def prefers_initial(prompt, response, initial_response, fields):
+    return 0.25
+'''
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: World) -> Path:
+    """A folder with a module of functions, in which the run takes place, and prompts with a field."""
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    lines = [json.loads(line) for line in world.prompts.read_text().splitlines()]
+    with (tmp_path / "prompts.jsonl").open("w") as file:
+        for number, line in enumerate(lines):
+            file.write(json.dumps({**line, "worth": number}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_function_scores_by_the_prompts_own_fields(make: MakeConfig, functions: Path) -> None:
+    reward = {"source": "function", "function": "mine:by_field", "model": None}
+    config = make(
+        data={"prompts": str(functions / "prompts.jsonl")}, reward=reward, algorithm={"estimator": "reinforce"}
+    )
+    run = run_to_the_end(config)
+    for step in (1, 2):
+        for item in run.trajectories(step):
+            prompt = int(item["id"].split("/")[2])
+            assert item["score"] == 2.0 * prompt
+
+
+def test_an_ensemble_weighs_its_parts_and_keeps_each_of_them(make: MakeConfig, functions: Path, world: World) -> None:
+    parts = [
+        {"name": "tone", "model": str(world.reward), "weight": 0.5},
+        {"name": "words", "source": "function", "function": "mine:words", "batched": True, "weight": -0.1},
+    ]
+    run = run_to_the_end(make(reward={"source": "ensemble", "parts": parts, "model": None}))
+    for number, step in enumerate(run.metrics, 1):
+        items = run.trajectories(number)
+        for item in items:
+            assert item["parts"]["words"] == len(item["response"].split())
+            expected = 0.5 * item["parts"]["tone"] - 0.1 * item["parts"]["words"]
+            assert item["score"] == pytest.approx(expected, abs=1e-5)
+        for name in ("tone", "words"):
+            assert step[f"reward_{name}_mean"] == pytest.approx(fmean(item["parts"][name] for item in items), abs=1e-5)
+
+
+def test_a_function_that_fails_stops_the_run_with_its_name_and_error(make: MakeConfig, functions: Path) -> None:
+    reward = {"source": "function", "function": "mine:fails", "model": None}
+    with underway(make(reward=reward, critic={"model": None})) as going:
+        run = going.finish()
+    assert run.code == 1
+    assert all(part in run.progress.error for part in ("mine:fails", "ValueError", "no such thing"))
+    assert not run.files.metrics.exists(), "a failed score is no score"
+
+
+def test_evaluations_are_kept_with_a_table_and_held_against_the_initial_policy(
+    make: MakeConfig, functions: Path, world: World
+) -> None:
+    config = make(
+        run={"steps": 3},
+        data={"validation": str(world.prompts)},
+        evaluation={"every": 2, "prompts": 5, "judge": "mine:prefers_initial"},
+        actor={"learning_rate": 0.05},
+    )
+    run = run_to_the_end(config)
+    summaries = json_lines(run.files.root / "evaluations.jsonl")
+    assert [summary["step"] for summary in summaries] == [0, 2, 3]
+    first, last = summaries[0], summaries[-1]
+    assert first["eval_win_rate_greedy"] == first["eval_win_rate_sampled"] == 0.5, (
+        "against itself every prompt is a tie"
+    )
+    assert first["eval_kl"] == pytest.approx(0, abs=1e-4)
+    for summary in summaries:
+        rows = json_lines(run.files.root / "evaluations" / f"step-{summary['step']:06d}.jsonl")
+        assert len(rows) == 5
+        assert summary["eval_reward_greedy"] == pytest.approx(fmean(row["score_greedy"] for row in rows))
+        assert summary["eval_win_rate_sampled"] == pytest.approx(fmean(row["win_sampled"] for row in rows))
+    rows = json_lines(run.files.root / "evaluations" / "step-000003.jsonl")
+    assert {row["judge"] for row in rows} <= {0.25, 0.5}
+    assert last["eval_judge_win_rate"] == pytest.approx(fmean(row["judge"] for row in rows))
+    assert any(row["greedy"] != row["initial_greedy"] for row in rows), "the policy has moved"
+    assert any(note.startswith("evaluation after step 3: ") for note in run.progress.notes)
+
+
+def test_evaluating_changes_nothing_of_the_training(make: MakeConfig, world: World) -> None:
+    evaluated: dict[str, Any] = {"data": {"validation": str(world.prompts)}, "evaluation": {"every": 1, "prompts": 3}}
+    with_it, without = run_to_the_end(make(**evaluated)), run_to_the_end(make())
+    weights = [run.files.policy / "model.safetensors" for run in (with_it, without)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -1,0 +1,130 @@
+"""What a run does when something goes wrong with its numbers, or a guard speaks: it says so, and does as configured."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import safetensors.torch
+
+from quartet.demo.world import World
+from services.orchestrator.progress import RunState
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Underway, json_lines, run_to_the_end, underway
+
+# At this learning rate a step throws the policy far away, whatever it has seen.
+WILD = {"actor": {"learning_rate": 10.0}, "guards": {"window": 2, "kl_runaway": {"above": 1.0}}}
+
+
+def wild(action: str, **changes: Any) -> dict[str, Any]:
+    return {**WILD, "guards": {"window": 2, "kl_runaway": {"above": 1.0, "action": action}}, **changes}
+
+
+def wait_for(going: Underway, condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert going.thread.is_alive(), going.board.current()
+        assert time.monotonic() < deadline, going.board.current()
+        time.sleep(0.01)
+
+
+def test_a_guard_that_warns_is_written_down_and_the_run_goes_on(make: MakeConfig) -> None:
+    run = run_to_the_end(make(**wild("warn", run={"steps": 4})))
+    assert run.progress.state is RunState.FINISHED
+    alerts = {alert.guard: alert for alert in run.progress.alerts}
+    assert alerts["kl_runaway"].action == "warn"
+    kept = json_lines(run.files.alerts)
+    assert [alert["guard"] for alert in kept] == [alert.guard for alert in run.progress.alerts]
+    assert "nats per response" in alerts["kl_runaway"].evidence
+    assert "kl_coefficient" in alerts["kl_runaway"].remedy
+
+
+def test_a_guard_that_stops_ends_the_run_with_its_policy_saved_and_its_reason(make: MakeConfig) -> None:
+    with underway(make(**wild("stop", run={"steps": 50}))) as going:
+        run = going.finish()
+    assert run.code == 1
+    assert run.progress.error.startswith("guard kl_runaway (stop) after step ")
+    assert len(run.metrics) < 50
+    assert safetensors.torch.load_file(run.files.policy / "model.safetensors")
+
+
+def test_a_guard_that_pauses_holds_the_run_until_it_is_resumed(make: MakeConfig) -> None:
+    with underway(make(**wild("pause", run={"steps": 4}))) as going:
+        wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
+        paused_at = going.board.current().step
+        assert [alert.action for alert in going.board.current().alerts if alert.guard == "kl_runaway"] == ["pause"]
+        going.thread.join(0.3)
+        assert going.board.current().step == paused_at < 4, "it waits"
+        while going.thread.is_alive():
+            going.control.resume()
+            going.thread.join(0.05)
+        run = going.finish()
+    assert run.code == 0
+    assert [step["step"] for step in run.metrics] == [1, 2, 3, 4]
+
+
+def test_a_paused_run_can_be_stopped_and_keeps_its_policy(make: MakeConfig) -> None:
+    with underway(make(run={"steps": 100000})) as going:
+        wait_for(going, lambda: going.board.current().step >= 1)
+        going.control.pause()
+        wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
+        going.control.stop()
+        run = going.finish()
+    assert (run.code, run.progress.state) == (0, RunState.STOPPED)
+    assert (run.files.policy / "model.safetensors").is_file()
+
+
+EXPLODING = {
+    "actor": {"learning_rate": 1e38, "optimizer": {"max_grad_norm": 0.0}},
+    "run": {"steps": 3},
+}
+"""The first update throws the weights beyond float32, so that a later loss is not finite."""
+
+
+def test_a_nan_stops_the_run_with_its_cause(make: MakeConfig) -> None:
+    with underway(make(**EXPLODING)) as going:
+        run = going.finish()
+    assert run.code == 1
+    assert "not finite" in run.progress.error or "expected finite numbers" in run.progress.error
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second policy loss is NaN, as an overflow in half precision would make it."""
+    from quartet.models import training
+
+    real, calls = training.policy_loss, [0]
+
+    def loss(*arguments: Any, **options: Any) -> Any:
+        found = real(*arguments, **options)
+        calls[0] += 1
+        return type(found)(found.loss * float("nan"), *tuple_of(found)[1:]) if calls[0] % 2 == 0 else found
+
+    monkeypatch.setattr(training, "policy_loss", loss)
+
+
+def tuple_of(found: Any) -> tuple[Any, ...]:
+    return tuple(getattr(found, name) for name in type(found).__dataclass_fields__)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_nan_loss_is_skipped_counted_and_told_where_the_config_says_so(make: MakeConfig, world: World) -> None:
+    run = run_to_the_end(make(algorithm={"non_finite": "skip", "epochs": 4}))
+    for step in run.metrics:
+        assert (step["optimizer_steps_actor"], step["skipped_steps_actor"]) == (2, 2)
+        assert json.dumps(step, allow_nan=False)
+    weights = safetensors.torch.load_file(run.files.policy / "model.safetensors")
+    assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+    assert [alert.guard for alert in run.progress.alerts] == ["not_finite"]
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_nan_loss_stops_the_run_by_default(make: MakeConfig) -> None:
+    with underway(make()) as going:
+        run = going.finish()
+    assert run.code == 1
+    assert "expected finite numbers" in run.progress.error
+    assert not run.files.policy.exists(), "weights between two steps are not saved"
