@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PARITY := build/parity-venv
 PYTEST_ARGS ?=
+REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check format proto acceptance clean
+.PHONY: help demo test check format proto acceptance parity clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
@@ -50,12 +52,23 @@ format: $(VENV)/.installed-dev ## Format the code
 proto: $(VENV)/.installed-dev ## Regenerate src/quartet/v1 from proto/
 	PYTHON=$(BIN)/python proto/generate.sh
 
-acceptance: $(VENV)/.installed-dev ## The review run on real data (POSITIVE=... NEGATIVE=...), with its plot
+acceptance: $(VENV)/.installed-dev ## Every estimator on real reviews (POSITIVE=... NEGATIVE=...), with table and plots
 	@test -n "$(POSITIVE)" -a -n "$(NEGATIVE)" || \
 		{ echo "error: give two files of sentences: make acceptance POSITIVE=... NEGATIVE=..." >&2; exit 2; }
 	$(BIN)/python examples/reviews/prepare.py "$(POSITIVE)" "$(NEGATIVE)" build/reviews
-	$(BIN)/quartet train configs/reviews.yaml --overwrite
-	$(BIN)/python examples/reviews/report.py runs/reviews
+	for config in configs/reviews/*.yaml; do $(BIN)/quartet train $$config --overwrite || exit; done
+	$(BIN)/python examples/reviews/report.py $(REVIEW_RUNS)
+
+# In an environment of its own: TRL brings much that Quartet does not need, and imports requests without asking for it.
+$(PARITY)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(PARITY): a minute or more, most of it torch"
+	$(BIN)/python -m venv $(PARITY)
+	$(PARITY)/bin/python -m pip install --quiet --constraint constraints.txt \
+		$$(grep '^torch==' constraints.txt) trl==1.8.0 requests --editable .
+	@touch $@
+
+parity: $(PARITY)/.installed ## Compare one update with TRL's trainers; write docs/parity.md
+	$(PARITY)/bin/python -m tests.parity
 
 clean: ## Remove installation, builds and caches; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

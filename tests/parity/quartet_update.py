@@ -1,0 +1,168 @@
+"""The same update by Quartet's own functions, on TRL's rollouts: scoring, experience, losses, optimizer steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from quartet import random_streams
+from quartet.config import Config
+from quartet.models import training, walk
+from quartet.models.loading import load_causal_lm, load_critic, load_reward_model
+from quartet.models.optimizer import create_optimizer
+from quartet.models.scoring import response_log_probs, response_values, sequence_scores
+from quartet.ppo.kl import kl_estimate
+from quartet.types import Experience, FinishReason, TokenBatch, Trajectory, TrajectoryId
+from services.orchestrator.collector import ScoredTrajectory
+from services.orchestrator.experience import prepare_step
+from services.orchestrator.settings import optimization_at, policy_loss_of, value_loss_of
+from tests.parity.checkpoints import World
+from tests.parity.figures import Number, Weights
+from tests.parity.rollouts import Rollouts
+from tests.parity.scenarios import STEP
+
+
+@dataclass(frozen=True, slots=True)
+class QuartetUpdate:
+    """``figures`` by Quartet's names; weights before and after, by TRL's parameter names."""
+
+    figures: dict[str, Number]
+    policy_before: Weights
+    policy: Weights
+    critic_before: Weights = field(default_factory=dict)
+    critic: Weights = field(default_factory=dict)
+
+
+def run(world: World, rollouts: Rollouts, config: Config, same_order: bool = False) -> QuartetUpdate:
+    """Scores the rollouts, prepares the step and takes both updates, with the settings that ``config`` makes of an update.
+
+    ``same_order``: every epoch walks in the first one's order.
+    """
+    with_critic = config.algorithm.has_critic
+    batch = TokenBatch.of(_trajectories(rollouts))
+    policy, max_tokens = load_causal_lm(world.policy), config.actor.micro_batch_tokens
+    temperature = config.rollout.temperature
+    reference = response_log_probs(load_causal_lm(world.reference), batch, temperature, max_tokens)
+    scores = sequence_scores(load_reward_model(world.reward), batch, max_tokens)
+    critic = load_critic(world.critic) if with_critic else None
+    values = response_values(critic, batch, max_tokens) if critic else np.zeros_like(reference)
+    ends = np.cumsum(rollouts.lengths)[:-1]
+    scored = [
+        ScoredTrajectory(trajectory, float(score), reference_part, values_part)
+        for trajectory, score, reference_part, values_part in zip(
+            _trajectories(rollouts), scores, np.split(reference, ends), np.split(values, ends), strict=True
+        )
+    ]
+    prepared = prepare_step(
+        config.run.name,
+        STEP,
+        0,
+        scored,
+        config.algorithm,
+        config.algorithm.kl_coefficient,
+        None,
+        config.rollout.max_response_tokens,
+    )
+    experience = prepared.experience
+    figures: dict[str, Number] = {
+        "log_probs": response_log_probs(policy, batch, temperature, max_tokens),
+        "reference_log_probs": reference,
+        "scores": experience.scores,
+        "advantages": experience.advantages,
+        "kl_mean": prepared.metrics["kl_mean"],
+    }
+    policy_before = _weights(policy)
+    metrics, update_kl = _update_policy(policy, experience, config, same_order)
+    figures |= {name: metrics[name] for name in ("policy_loss", "clip_fraction", "entropy", "grad_norm")}
+    figures["approx_kl"] = update_kl
+    if critic is None:
+        return QuartetUpdate(figures, policy_before, _weights(policy))
+
+    critic_before = _weights(critic)
+    figures |= {"values": values, "returns": experience.returns}
+    figures |= _update_value(critic, experience, config)
+    return QuartetUpdate(figures, policy_before, _weights(policy), critic_before, _weights(critic))
+
+
+def _trajectories(rollouts: Rollouts) -> list[Trajectory]:
+    ends = np.cumsum(rollouts.lengths)[:-1]
+    return [
+        Trajectory(
+            TrajectoryId("parity", STEP, rollouts.prompt_index[index], index),
+            0,
+            rollouts.prompts[index],
+            rollouts.responses[index],
+            log_probs,
+            FinishReason.LENGTH if rollouts.truncated[index] else FinishReason.EOS,
+        )
+        for index, log_probs in enumerate(np.split(rollouts.log_probs, ends))
+    ]
+
+
+def _update_policy(
+    policy: Any, experience: Experience, config: Config, same_order: bool
+) -> tuple[dict[str, float], float]:
+    """Metrics, and the k2 estimate of KL(old || new) in nats per token, which is TRL's where Quartet reports k3."""
+    sums = {"kl": 0.0, "tokens": 0}
+    original = training.policy_loss
+
+    def recorded(log_probs: torch.Tensor, old_log_probs: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        sums["kl"] += kl_estimate(log_probs.detach(), old_log_probs, "k2").double().sum().item()
+        sums["tokens"] += len(log_probs)
+        return original(log_probs, old_log_probs, *rest, **named)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(training, "policy_loss", recorded))
+        if same_order:
+            stack.enter_context(_first_order())
+        metrics = training.update_policy(
+            policy,
+            _optimizer(policy, config.actor),
+            experience,
+            optimization_at(config, config.actor, STEP),
+            policy_loss_of(config.algorithm, config.rollout.temperature),
+            config.actor.micro_batch_tokens,
+        )
+    return metrics, sums["kl"] / sums["tokens"]
+
+
+@contextlib.contextmanager
+def _first_order() -> Iterator[None]:
+    def permutation(seed: int, step: int, epoch: int, n: int) -> Any:
+        return random_streams.permutation(seed, step, 0, n)
+
+    with mock.patch.object(walk, "permutation", permutation):
+        yield
+
+
+def _update_value(critic: Any, experience: Experience, config: Config) -> dict[str, Number]:
+    metrics = training.update_value(
+        critic,
+        _optimizer(critic, config.critic),
+        experience,
+        optimization_at(config, config.critic, STEP),
+        value_loss_of(config.algorithm),
+        config.critic.micro_batch_tokens,
+    )
+    return {name: metrics[name] for name in ("value_loss", "value_clip_fraction")}
+
+
+def _optimizer(model: Any, trained: Any) -> torch.optim.Optimizer:
+    settings = trained.optimizer
+    return create_optimizer(model, trained.learning_rate, settings.betas, settings.eps, settings.weight_decay)
+
+
+def _weights(model: Any) -> Weights:
+    """Copies of the parameters; a value model's under the names of the classifier that it came from."""
+    names = {"backbone.": "model.", "head.": "score."} if hasattr(model, "backbone") else {}
+    found = {}
+    for name, value in model.named_parameters():
+        prefix = next((prefix for prefix in names if name.startswith(prefix)), "")
+        found[names.get(prefix, "") + name.removeprefix(prefix)] = value.detach().clone()
+    return found

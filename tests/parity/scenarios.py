@@ -1,0 +1,130 @@
+"""What is compared: a few updates, each with the settings that bring out something else. One Config drives both sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet.config import Config
+from quartet.random_streams import permutation
+from tests.parity.checkpoints import World, make_world
+
+SEED = 11
+STEP = 1
+TRL_BETAS = (0.9, 0.999)
+ENDLESS, RAGGED = -30.0, 6.0
+"""What EOS's logit has more than the others': no response ends by it, or most do before the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One update. ``micro_batches`` is how many TRL makes of a mini-batch; Quartet's are bounded by ``micro_batch_tokens``."""
+
+    name: str
+    about: str
+    algorithm: dict[str, Any]
+    rollout: dict[str, Any]
+    learning_rate: float
+    eos_logit: float = RAGGED
+    micro_batches: int = 1
+    max_grad_norm: float = 0.0
+    micro_batch_tokens: int = 4096
+
+    def world(self, directory: Path) -> World:
+        """The checkpoints, and prompts for two steps: on the last batch of a data set accelerate accumulates no gradients."""
+        return make_world(directory / self.name, 2 * self.rollout["prompts_per_step"], self.eos_logit, SEED)
+
+    def config(self, world: World) -> Config:
+        """The settings, as a run's config would have them."""
+        trained = {
+            "learning_rate": self.learning_rate,
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "optimizer": {"betas": TRL_BETAS, "max_grad_norm": self.max_grad_norm},
+        }
+        return Config.model_validate(
+            {
+                "run": {"name": "parity", "seed": SEED},
+                "data": {"prompts": "prompts.jsonl"},
+                "algorithm": {"importance_cap": None, **self.algorithm},
+                "rollout": {"max_response_tokens": 16, **self.rollout},
+                "actor": {"model": str(world.policy), **trained},
+                "critic": {"model": str(world.critic), **trained},
+                "reward": {"model": str(world.reward)},
+                "reference": {"model": str(world.reference)},
+            }
+        )
+
+
+def responses(config: Config) -> int:
+    """Responses of the step."""
+    return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+
+
+def order(config: Config, epoch: int) -> NDArray[np.int64]:
+    """The order in which Quartet walks through the step's responses, int64 [responses]."""
+    n = responses(config)
+    return permutation(config.run.seed, STEP, epoch, n) if config.algorithm.mini_batches > 1 else np.arange(n)
+
+
+PPO = (
+    Scenario(
+        "ppo-full",
+        "Every response runs to the token limit: no pads in responses, so nothing of TRL's handling of them is touched. "
+        "One mini-batch in two micro-batches.",
+        {"epochs": 4},
+        {"prompts_per_step": 16},
+        learning_rate=5e-4,
+        eos_logit=ENDLESS,
+        micro_batches=2,
+        micro_batch_tokens=120,
+    ),
+    Scenario(
+        "ppo-ragged",
+        "Responses end at EOS, or lack it and pay a penalty. Two mini-batches, shuffled in every epoch.",
+        {"epochs": 3, "mini_batches": 2, "truncation": {"treatment": "penalty", "penalty": 1.0}},
+        {"prompts_per_step": 24},
+        learning_rate=3e-4,
+    ),
+    Scenario(
+        "ppo-settings",
+        "Every setting away from its default: whitened rewards, discount, temperature, both clips, KL coefficient.",
+        {
+            "epochs": 2,
+            "whiten_rewards": True,
+            "gamma": 0.97,
+            "gae_lambda": 0.8,
+            "kl_coefficient": 0.3,
+            "clip_ratio": 0.1,
+            "value_clip": 0.15,
+        },
+        {"prompts_per_step": 16, "temperature": 0.7},
+        learning_rate=3e-4,
+    ),
+)
+
+_RLOO = {"estimator": "rloo", "ratio_level": "sequence", "loss_aggregation": "sequence_mean"}
+
+RLOO = (
+    Scenario(
+        "rloo",
+        "Four responses to each of six prompts, one mini-batch in two micro-batches, gradients clipped to norm 1.",
+        {**_RLOO, "epochs": 4},
+        {"prompts_per_step": 6, "samples_per_prompt": 4},
+        learning_rate=5e-5,
+        micro_batches=2,
+        max_grad_norm=1.0,
+        micro_batch_tokens=150,
+    ),
+    Scenario(
+        "rloo-mini-batches",
+        "Two mini-batches in the same shuffled order, another temperature, clip and KL coefficient.",
+        {**_RLOO, "epochs": 3, "mini_batches": 2, "clip_ratio": 0.1, "kl_coefficient": 0.2},
+        {"prompts_per_step": 6, "samples_per_prompt": 4, "temperature": 0.8},
+        learning_rate=5e-5,
+        max_grad_norm=1.0,
+    ),
+)

@@ -1,0 +1,199 @@
+"""One update of TRL's PPOTrainer, run for real on the checkpoints, with what it computed captured from inside."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import datasets
+import numpy as np
+import torch
+import transformers
+from accelerate.state import AcceleratorState, GradientState
+from numpy.typing import NDArray
+from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+
+from quartet.config import Config
+from tests.parity.checkpoints import EOS, PAD, World, make_tokenizer
+from tests.parity.figures import Number, Weights
+from tests.parity.rewriting import rewritten
+from tests.parity.rollouts import Rollouts, TrlUpdate
+from tests.parity.scenarios import order, responses
+
+REWRITTEN = {
+    "sequence_lengths + 1": "sequence_lengths",
+    "entropy.mean()": "masked_mean(entropy, ~padding_mask[micro_batch_inds])",
+    "(logprobs_diff ** 2).mean()": "masked_mean(logprobs_diff ** 2, ~padding_mask[micro_batch_inds])",
+}
+"""Score and value one past EOS; entropy and approximate KL over pads too."""
+
+LOGGED = {
+    "policy_loss": "loss/policy_avg",
+    "value_loss": "loss/value_avg",
+    "clip_fraction": "policy/clipfrac_avg",
+    "value_clip_fraction": "val/clipfrac_avg",
+    "approx_kl": "policy/approxkl_avg",
+    "entropy": "policy/entropy_avg",
+}
+"""Quartet's names of what TRL logs."""
+
+
+class _Captured(PPOTrainer):
+    """Keeps train()'s local variables as they are when it logs, at the end of its one update."""
+
+    found: dict[str, Any]
+    logged: dict[str, float]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        frame = inspect.currentframe()
+        assert frame is not None
+        assert frame.f_back is not None
+        self.found, self.logged = dict(frame.f_back.f_locals), dict(logs)
+
+
+def run(world: World, config: Config, micro_batches: int, as_shipped: bool = False) -> TrlUpdate:
+    """Takes the update. ``as_shipped`` leaves on all that differs from Quartet on purpose, but for the settings."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        trainer = _trainer(world, config, micro_batches, folder)
+        stack.enter_context(mock.patch.object(np.random, "permutation", _orders(config)))
+        train = trainer.train
+        if not as_shipped:
+            # Optimizer steps once a mini-batch, not once every gradient_accumulation_steps micro-batches.
+            trainer.accelerator.gradient_accumulation_steps = micro_batches
+            stack.enter_context(_population_variance())
+            train = functools.partial(rewritten(PPOTrainer.train, REWRITTEN), trainer)
+        with contextlib.redirect_stdout(io.StringIO()):
+            train()
+    return _update(trainer, config, micro_batches, as_shipped)
+
+
+def _orders(config: Config) -> Callable[[int], NDArray[np.int64]]:
+    """Stands in for numpy.random.permutation: Quartet's order of each epoch in turn."""
+    epochs = itertools.count()
+    return lambda _: order(config, next(epochs))
+
+
+@contextlib.contextmanager
+def _population_variance() -> Iterator[None]:
+    biased = functools.partial(ppo_trainer.masked_var, unbiased=False)
+    with mock.patch.object(ppo_trainer, "masked_var", biased):
+        yield
+
+
+def _trainer(world: World, config: Config, micro_batches: int, folder: str) -> _Captured:
+    algorithm, batch = config.algorithm, responses(config)
+    accumulation = algorithm.mini_batches * micro_batches
+    penalty = algorithm.truncation.penalty if algorithm.truncation.treatment == "penalty" else None
+    settings = PPOConfig(
+        output_dir=folder,
+        seed=config.run.seed,
+        per_device_train_batch_size=batch // accumulation,
+        gradient_accumulation_steps=accumulation,
+        num_mini_batches=algorithm.mini_batches,
+        num_ppo_epochs=algorithm.epochs,
+        total_episodes=batch,
+        local_rollout_forward_batch_size=batch,
+        num_sample_generations=0,
+        response_length=config.rollout.max_response_tokens,
+        stop_token="eos",
+        missing_eos_penalty=penalty,
+        learning_rate=config.actor.learning_rate,
+        lr_scheduler_type="constant",
+        temperature=config.rollout.temperature,
+        kl_coef=algorithm.kl_coefficient,
+        cliprange=algorithm.clip_ratio,
+        cliprange_value=algorithm.value_clip,
+        vf_coef=1.0,
+        gamma=algorithm.gamma,
+        lam=algorithm.gae_lambda,
+        whiten_rewards=algorithm.whiten_rewards,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    classifier = transformers.AutoModelForSequenceClassification
+    causal_lm = transformers.AutoModelForCausalLM
+    return _Captured(
+        args=settings,
+        processing_class=make_tokenizer(),
+        model=causal_lm.from_pretrained(world.policy, dtype=torch.float32),
+        ref_model=causal_lm.from_pretrained(world.reference, dtype=torch.float32),
+        reward_model=classifier.from_pretrained(world.reward, dtype=torch.float32),
+        value_model=classifier.from_pretrained(world.critic, dtype=torch.float32),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": world.prompts}),
+    )
+
+
+def _update(trainer: _Captured, config: Config, micro_batches: int, as_shipped: bool) -> TrlUpdate:
+    found, logged = trainer.found, trainer.logged
+    keep = ~found["padding_mask"]
+    shares = _token_shares(keep, config, micro_batches)
+
+    def filled(name: str) -> torch.Tensor:
+        """A statistic of every micro-batch, without the slots that several mini-batches leave empty."""
+        return found[name][:, :, :micro_batches].double()
+
+    def over_tokens(name: str, epochs: slice = slice(None)) -> float:
+        return float((filled(name) * shares)[epochs].sum() / shares[epochs].sum())
+
+    figures: dict[str, Number] = {
+        "log_probs": found["logprobs"][keep].numpy(),
+        "reference_log_probs": found["ref_logprobs"][keep].numpy(),
+        "values": found["values"][keep].numpy(),
+        "scores": found["scores"].numpy(),
+        "advantages": found["advantages"][keep].numpy(),
+        "returns": found["returns"][keep].numpy(),
+        "kl_mean": logged["objective/kl"],
+    }
+    if as_shipped:
+        figures |= {name: logged[theirs] for name, theirs in LOGGED.items()}
+    else:
+        figures |= {
+            "policy_loss": float(filled("pg_loss_stats").mean()),
+            "value_loss": float(filled("vf_loss_stats").mean()),
+            "clip_fraction": over_tokens("pg_clipfrac_stats"),
+            "value_clip_fraction": over_tokens("vf_clipfrac_stats"),
+            "approx_kl": over_tokens("approxkl_stats"),
+            "entropy": over_tokens("entropy_stats", slice(1)),
+        }
+    return TrlUpdate(_rollouts(found, keep), figures, _weights(trainer.policy_model), _weights(trainer.value_model))
+
+
+def _rollouts(found: dict[str, Any], keep: torch.Tensor) -> Rollouts:
+    context = found["context_length"]
+    queries = found["query_responses"][:, :context]
+    responses = [row[kept].numpy().astype(np.int32) for row, kept in zip(found["responses"], keep, strict=True)]
+    if any(PAD in response for response in responses):
+        raise RuntimeError(
+            "a response has the pad token in it, which the two sides treat differently: take another seed"
+        )
+    return Rollouts(
+        prompts=[row[row != PAD].numpy().astype(np.int32) for row in queries],
+        responses=responses,
+        prompt_index=list(range(len(responses))),
+        truncated=[int(response[-1]) != EOS for response in responses],
+        log_probs=found["logprobs"][keep].numpy(),
+    )
+
+
+def _token_shares(keep: torch.Tensor, config: Config, micro_batches: int) -> torch.Tensor:
+    """Response tokens of each micro-batch, float64 [epochs, mini-batches, micro-batches]."""
+    counts, shape = keep.sum(1).double(), (config.algorithm.mini_batches, micro_batches, -1)
+    orders = [torch.from_numpy(order(config, epoch)) for epoch in range(config.algorithm.epochs)]
+    return torch.stack([counts[rows].view(shape).sum(-1) for rows in orders])
+
+
+def _weights(model: Any) -> Weights:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
