@@ -1,6 +1,6 @@
-"""Writes docs/results.md and its plot from a finished run on the reviews.
+"""Writes docs/results.md and its plots from finished runs on the reviews, one for each config of configs/reviews.
 
-python examples/reviews/report.py runs/reviews
+python examples/reviews/report.py runs/reviews-*
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 try:
@@ -18,10 +19,13 @@ except ModuleNotFoundError:
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+from quartet.config import Config, load_config
 from quartet.errors import ConfigError
-from quartet.telemetry.run_files import read_metrics
+from quartet.telemetry.run_files import RunFiles, read_metrics
 
 WINDOW = 10
+WANTED = 2.0
+"""The reward that a run is to reach, on average over a window."""
 COLUMNS = {
     "reward_mean": "reward",
     "kl_mean": "KL, nats per response",
@@ -31,68 +35,148 @@ COLUMNS = {
     "explained_variance": "explained variance",
     "seconds": "seconds per step",
 }
+DETAILED = "reviews-ppo"
+"""The run whose course is shown step by step."""
+
+Steps = list[dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished run: its config and its metrics."""
+
+    config: Config
+    steps: Steps
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name
+
+    @property
+    def title(self) -> str:
+        """The estimator, and what else sets the run apart."""
+        algorithm = self.config.algorithm
+        name = algorithm.estimator if algorithm.grpo_std else "grpo without the std"
+        return f"{name}, LoRA" if self.config.actor.lora else name
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the run's directory")
+    parser.add_argument("runs", type=Path, nargs="+", help="the runs' directories")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="where results.md goes")
     options = parser.parse_args()
     try:
-        steps = read_metrics(options.run / "metrics.jsonl")
+        runs = [read(path) for path in options.runs]
     except (OSError, ConfigError) as error:
-        print(f"error: {options.run}: no finished run there ({error})", file=sys.stderr)
+        print(f"error: no finished run there ({error})", file=sys.stderr)
         return 2
-    plot(steps, options.docs / "results.svg")
-    (options.docs / "results.md").write_text(page(steps), encoding="utf-8")
+    detailed = next((run for run in runs if run.name == DETAILED), runs[0])
+    plot_course(detailed.steps, options.docs / "results.svg")
+    plot_together(runs, options.docs / "estimators.svg")
+    (options.docs / "results.md").write_text(page(runs, detailed), encoding="utf-8")
     print(f"wrote {options.docs / 'results.md'}")
     return 0
 
 
-def page(steps: list[dict[str, float]]) -> str:
-    header = "| steps | " + " | ".join(COLUMNS.values()) + " |"
-    rows = [header, "|" + "---|" * (len(COLUMNS) + 1)]
-    for start in range(0, len(steps), WINDOW):
-        part = steps[start : start + WINDOW]
-        cells = [f"{mean(part, name):.2f}" for name in COLUMNS]
-        rows.append(f"| {start + 1}-{start + len(part)} | " + " | ".join(cells) + " |")
-    last = steps[-WINDOW:]
-    lowest_eos = min(step["eos_rate"] for step in steps)
+def read(directory: Path) -> Run:
+    """Raises OSError or ConfigError."""
+    files = RunFiles(directory)
+    return Run(load_config(files.config), read_metrics(files.metrics))
+
+
+def page(runs: list[Run], detailed: Run) -> str:
     return "\n".join(
         [
             "# Results",
             "",
             "## Film reviews",
             "",
-            "A small Llama (width 128, 2 layers), trained on 10,662 review sentences, learns by PPO to write more positive",
-            "ones: 64 prompts a step, at most 48 tokens, 4 epochs, β 0.05, constant learning rate, fp32, on two CPU cores.",
-            "The whole of it, data preparation included:",
+            "A small Llama (width 128, 2 layers), trained on 10,662 review sentences, learns to write more positive ones: 64",
+            "responses a step, at most 48 tokens, 4 epochs, β 0.05, fp32, on two CPU cores. The whole of it, data",
+            "preparation included:",
             "",
             "```sh",
             "make acceptance POSITIVE=positive.txt NEGATIVE=negative.txt",
             "```",
             "",
-            f"The mean reward is {mean(steps[:WINDOW], 'reward_mean'):.2f} over the first {WINDOW} steps and "
-            f"**{mean(last, 'reward_mean'):.2f}** over the last {WINDOW}, at a KL of **{mean(last, 'kl_mean'):.1f}** nats per "
-            f"response. The EOS rate is {mean(last, 'eos_rate'):.2f} there, and {lowest_eos:.2f} in the step where it is lowest.",
+            *estimators(runs),
             "",
-            "![reward, KL and EOS rate over the steps](results.svg)",
+            *course(detailed),
             "",
-            *rows,
-            "",
-            "Means over ten steps each. Seconds are of the machine at hand, and no claim. The page and the plot are written by",
-            "`examples/reviews/report.py` from the run's `metrics.jsonl`.",
+            "Seconds are of the machine at hand, and no claim. The page and the plots are written by",
+            "`examples/reviews/report.py` from the runs' `config.yaml` and `metrics.jsonl`.",
             "",
         ]
     )
 
 
-def mean(steps: list[dict[str, float]], name: str) -> float:
+def estimators(runs: list[Run]) -> list[str]:
+    """One row for each run."""
+    return [
+        "### Each estimator",
+        "",
+        f"Rewards and KL are means over {WINDOW} steps. A random policy of the same kind starts at a reward of about 0.",
+        "",
+        "| estimator | config | prompts × samples | learning rate | reward, last steps | KL there | EOS rate | tokens "
+        f"| first at {WANTED:g} | KL there |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *map(row, runs),
+        "",
+        "![reward over KL and over steps, each estimator](estimators.svg)",
+    ]
+
+
+def row(run: Run) -> str:
+    rollout, last = run.config.rollout, run.steps[-WINDOW:]
+    reached = first_at(run.steps)
+    cells = [
+        run.title,
+        f"`{run.name.removeprefix('reviews-').replace('-', '_')}.yaml`",
+        f"{rollout.prompts_per_step} × {rollout.samples_per_prompt}",
+        f"{run.config.actor.learning_rate:g}",
+        f"**{mean(last, 'reward_mean'):.2f}**",
+        f"{mean(last, 'kl_mean'):.1f}",
+        f"{mean(last, 'eos_rate'):.2f}",
+        f"{mean(last, 'response_tokens_mean'):.1f}",
+        "–" if reached is None else f"step {reached}",
+        "–" if reached is None else f"{mean(run.steps[reached - WINDOW : reached], 'kl_mean'):.1f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def first_at(steps: Steps) -> int | None:
+    """The first step that ends a window whose mean reward is the wanted one."""
+    ends = range(WINDOW, len(steps) + 1)
+    return next((end for end in ends if mean(steps[end - WINDOW : end], "reward_mean") >= WANTED), None)
+
+
+def course(run: Run) -> list[str]:
+    """One row for every ten steps of a run."""
+    columns = {name: title for name, title in COLUMNS.items() if name in run.steps[0]}
+    rows = ["| steps | " + " | ".join(columns.values()) + " |", "|" + "---|" * (len(columns) + 1)]
+    for start in range(0, len(run.steps), WINDOW):
+        part = run.steps[start : start + WINDOW]
+        cells = [f"{mean(part, name):.2f}" for name in columns]
+        rows.append(f"| {start + 1}-{start + len(part)} | " + " | ".join(cells) + " |")
+    last, lowest_eos = run.steps[-WINDOW:], min(step["eos_rate"] for step in run.steps)
+    return [
+        f"### The course of one run: {run.title}",
+        "",
+        f"The mean reward is {mean(run.steps[:WINDOW], 'reward_mean'):.2f} over the first {WINDOW} steps and "
+        f"**{mean(last, 'reward_mean'):.2f}** over the last {WINDOW}, at a KL of **{mean(last, 'kl_mean'):.1f}** nats per "
+        f"response. The EOS rate is {mean(last, 'eos_rate'):.2f} there, and {lowest_eos:.2f} in the step where it is lowest.",
+        "",
+        "![reward, KL and EOS rate over the steps](results.svg)",
+        "",
+        *rows,
+    ]
+
+
+def mean(steps: Steps, name: str) -> float:
     return statistics.fmean(step[name] for step in steps)
 
 
-def plot(steps: list[dict[str, float]], path: Path) -> None:
-    plt.rcParams["svg.hashsalt"] = "quartet"
+def plot_course(steps: Steps, path: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
     numbers = [step["step"] for step in steps]
     reward = [step["reward_mean"] for step in steps]
@@ -113,6 +197,34 @@ def plot(steps: list[dict[str, float]], path: Path) -> None:
     for axis in axes:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
+    save(figure, path)
+
+
+def plot_together(runs: list[Run], path: Path) -> None:
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    for run in runs:
+        ends = range(WINDOW, len(run.steps) + 1)
+        reward = [mean(run.steps[end - WINDOW : end], "reward_mean") for end in ends]
+        kl = [mean(run.steps[end - WINDOW : end], "kl_mean") for end in ends]
+        axes[0].plot(list(ends), reward, label=run.title)
+        axes[1].plot(list(ends), kl)
+        axes[2].plot(kl, reward)
+    axes[0].axhline(WANTED, color="grey", linewidth=0.8, linestyle="--")
+    for axis, title, label in zip(
+        axes,
+        (f"reward, mean over {WINDOW} steps", "KL, nats per response", "reward over KL"),
+        ("step", "step", "KL, nats per response"),
+        strict=True,
+    ):
+        axis.set_title(title)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=len(runs), frameon=False)
+    save(figure, path)
+
+
+def save(figure: plt.Figure, path: Path) -> None:
+    plt.rcParams["svg.hashsalt"] = "quartet"
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
