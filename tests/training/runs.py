@@ -51,7 +51,7 @@ class Underway:
     thread: threading.Thread
     ended: list[int]
 
-    def finish(self, seconds: float = 120) -> Run:
+    def finish(self, seconds: float = 250) -> Run:
         """Waits for its end."""
         self.thread.join(seconds)
         assert not self.thread.is_alive(), self.board.current()

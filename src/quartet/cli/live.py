@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
@@ -33,9 +34,9 @@ class View(Protocol):
     ) -> None: ...
 
 
-def make_view(console: Console) -> View:
-    """A live view where there is a terminal, else lines."""
-    return LiveView(console) if console.is_terminal else LineView(console)
+def make_view(console: Console, run: Path) -> View:
+    """A live view where there is a terminal, else lines. ``run`` is the run's directory."""
+    return LiveView(console, run) if console.is_terminal else LineView(console, run)
 
 
 class Pace:
@@ -61,9 +62,10 @@ class Pace:
 
 
 class News:
-    """What has not been said yet of a run's notes, alerts and pauses."""
+    """What has not been said yet of a run's notes, alerts and pauses. ``run`` is its directory."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Path) -> None:
+        self._run = run
         self._notes = self._alerts = 0
         self._paused = False
 
@@ -77,7 +79,8 @@ class News:
         paused = progress.state == orchestrator_pb2.RUN_STATE_PAUSED
         if paused and not self._paused:
             lines.append(
-                f"paused after step {progress.step}: quartet resume RUN goes on, quartet stop RUN saves the policy and ends"
+                f"paused after step {progress.step}: quartet resume {self._run} goes on, "
+                f"quartet stop {self._run} saves the policy and ends"
             )
         self._notes, self._alerts, self._paused = len(progress.notes), len(progress.alerts), paused
         return lines
@@ -86,11 +89,11 @@ class News:
 class LineView:
     """One line for each step: for logs and pipes."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, run: Path) -> None:
         self._console = console
         self._pace = Pace()
         self._step = 0
-        self._news = News()
+        self._news = News(run)
 
     def show(self, progress: orchestrator_pb2.Progress) -> None:
         """Prints notes, alerts and newly committed steps."""
@@ -120,12 +123,12 @@ class LineView:
 class LiveView:
     """A bar, the figures that matter with small curves, and what the step in hand is doing."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, run: Path) -> None:
         self._console = console
         self._pace = Pace()
         self._curves: dict[str, deque[float]] = {}
         self._step = 0
-        self._news = News()
+        self._news = News(run)
         self._progress = orchestrator_pb2.Progress()
         self._since = time.monotonic()
         self._bar = Progress(

@@ -102,7 +102,7 @@ def watch(launcher: Launcher, files: RunFiles) -> None:
 
     threading.Thread(target=receive, name="watch", daemon=True).start()
     try:
-        with make_view(console) as view:
+        with make_view(console, files.root) as view:
             _follow(launcher, news, view, files)
     finally:
         channel.close()

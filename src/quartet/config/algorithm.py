@@ -179,7 +179,7 @@ class RewardHackingGuardConfig(GuardConfig):
     """At least this rise of the reward, in standard deviations between responses."""
     kl_rise: NonNegative = 0.25
     """At least this relative rise of the KL."""
-    length_rise: NonNegative = 0.25
+    length_rise: NonNegative = 0.2
     """At least this relative rise of the response length."""
     kl_above: NonNegative = 1.0
     """And a KL above this, nats per response: at a run's start it always rises."""

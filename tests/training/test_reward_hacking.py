@@ -1,0 +1,75 @@
+"""The shipped example: a reward with a hole trips the guard, which pauses the run; with a length penalty it stays healthy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import yaml
+
+from quartet.config import Config
+from quartet.demo.world import World, make_world
+from services.orchestrator.progress import RunState
+from tests.training.runs import merged, parsed, run_to_the_end, underway
+from tests.training.test_stability import wait_for
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "reward_hacking"
+
+
+@pytest.fixture(scope="module")
+def demo_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The demo's own, as the example's user has it."""
+    return make_world(tmp_path_factory.mktemp("demo") / "world")
+
+
+def example(name: str, steps: int, world: World, redis_url: str, folder: Path) -> Config:
+    shipped = yaml.safe_load((EXAMPLE / name).read_text())
+    parts = [
+        {**part, **({"model": str(world.reward)} if "model" in part else {})} for part in shipped["reward"]["parts"]
+    ]
+    ties: dict[str, Any] = {
+        "run": {"steps": steps, "directory": str(folder)},
+        "data": {"prompts": str(world.prompts)},
+        "actor": {"model": str(world.policy)},
+        "critic": {"model": str(world.reward)},
+        "reward": {"parts": parts},
+        "buffer": {"url": redis_url},
+    }
+    return parsed(merged(shipped, ties))
+
+
+def test_a_reward_for_length_pauses_the_run_with_its_explanation(
+    demo_world: World, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with underway(example("exploit.yaml", 60, demo_world, redis_url, tmp_path)) as going:
+        wait_for(going, lambda: going.board.current().state is RunState.PAUSED, seconds=200)
+        going.control.stop()
+        run = going.finish()
+    (alert,) = [alert for alert in run.progress.alerts if alert.guard == "reward_hacking"]
+    assert alert.action == "pause"
+    assert "response length from" in alert.evidence
+    assert "algorithm.length_penalty" in alert.remedy
+    assert len(run.metrics) < 40
+    assert run.metrics[-1]["response_tokens_mean"] > 1.5 * run.metrics[0]["response_tokens_mean"]
+
+
+def test_with_a_price_on_length_the_same_run_stays_healthy(
+    demo_world: World, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run = run_to_the_end(example("healthy.yaml", 40, demo_world, redis_url, tmp_path))
+    assert run.progress.alerts == []
+    first, last = run.metrics[:3], run.metrics[-5:]
+    assert fmean(step["response_tokens_mean"] for step in last) < 40
+    assert fmean(step["reward_tone_mean"] for step in last) > fmean(step["reward_tone_mean"] for step in first) + 1
+
+
+def test_the_two_configs_differ_in_the_price_alone() -> None:
+    exploit, healthy = (yaml.safe_load((EXAMPLE / f"{name}.yaml").read_text()) for name in ("exploit", "healthy"))
+    assert healthy["algorithm"].pop("length_penalty")
+    assert exploit["run"].pop("name") != healthy["run"].pop("name")
+    assert exploit == healthy
