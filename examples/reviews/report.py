@@ -115,7 +115,8 @@ def estimators(runs: list[Run]) -> list[str]:
     return [
         "### Each estimator",
         "",
-        f"Rewards and KL are means over {WINDOW} steps. A random policy of the same kind starts at a reward of about 0.",
+        f"Configs are those of `configs/reviews`. Rewards and KL are means over {WINDOW} steps. The initial policy's reward is",
+        "about 0; each run has seed 0, by which the learning rates were chosen, too.",
         "",
         "| estimator | config | prompts × samples | learning rate | reward, last steps | KL there | EOS rate | tokens "
         f"| first at {WANTED:g} | KL there |",
