@@ -1,13 +1,17 @@
-"""What can be found wrong with a config's files before anything is started. No torch here."""
+"""What can be found wrong with a config and its files before anything is started. No torch here."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from quartet.config import Config, ServiceConfig
+from quartet.config import Config, Section, ServiceConfig
 from quartet.data import iterate_prompt_lines
 from quartet.errors import ConfigError, DataError, ModelError
 from quartet.topology import listen_address, roles_of
@@ -15,7 +19,10 @@ from quartet.types import Role
 
 
 def check_inputs(config: Config) -> list[str]:
-    """Reads the prompts and looks at every local checkpoint; says what it found, one line each. Raises ConfigError."""
+    """Reads the prompts, looks at every local checkpoint and for the modules of functions; says what it found, one line each.
+
+    The last lines are those of ``unused``. Raises ConfigError.
+    """
     prompts, note = _check_prompts("data.prompts", config.data.prompts, config.actor.model)
     if prompts < config.rollout.prompts_per_step:
         raise ConfigError(
@@ -29,11 +36,13 @@ def check_inputs(config: Config) -> list[str]:
         role = Role(key.partition(".")[0])
         if getattr(config.services, role).address is None:
             notes.append(_check_model(key, role, model, config.rollout.max_response_tokens))
+    for key, function in _functions(config).items():
+        notes.append(_check_function(key, function))
     for role in roles_of(config):
         service: ServiceConfig = getattr(config.services, role)
         if service.address is None:
             _check_port(role, listen_address(service))
-    return notes
+    return notes + unused(config)
 
 
 def _check_prompts(key: str, path: Path, model: str) -> tuple[int, str]:
@@ -63,7 +72,10 @@ def _may_have_chat_template(model: str) -> bool:
 
 def looks_local(model: str) -> bool:
     """Whether a model name is a path rather than a hub id such as NAME or OWNER/NAME."""
-    return Path(model).exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
+    path = Path(model)
+    # runs/mistyped is a path, too, where there is a folder runs.
+    inside = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
+    return path.exists() or inside or model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
 _GENERATES = ("ForCausalLM", "LMHeadModel")
@@ -86,6 +98,11 @@ def _check_model(key: str, role: Role, model: str, max_response_tokens: int) -> 
         )
     if (directory / "adapter_config.json").is_file():
         base = _read_json(key, directory / "adapter_config.json").get("base_model_name_or_path")
+        if role is Role.REWARD:
+            raise ModelError(
+                f"{key} {model}: a LoRA adapter on {base}; expected {_WRONG_KIND[role][1]}: "
+                "merge the adapter into its base and save that with save_pretrained"
+            )
         return f"{key} {model}: a LoRA adapter on {base}; it is read when the {role} starts"
     description = _read_json(key, directory / "config.json")
     if not list(directory.glob("*.safetensors")):
@@ -101,6 +118,110 @@ def _check_model(key: str, role: Role, model: str, max_response_tokens: int) -> 
             "for a prompt; lower it"
         )
     return f"{key} {model}: {', '.join(architectures)}"
+
+
+def _functions(config: Config) -> dict[str, str]:
+    """The functions that processes of this machine call, by their keys."""
+    found = {"evaluation.judge": config.evaluation.judge}
+    if config.services.reward.address is None:
+        found["reward.function"] = config.reward.function
+        found |= {f"reward.parts.{part.name}.function": part.function for part in config.reward.parts}
+    return {key: function for key, function in found.items() if function is not None}
+
+
+def _check_function(key: str, function: str) -> str:
+    """Where the module of a function lies. Nothing of the user's is imported here. Raises ConfigError."""
+    module = function.partition(":")[0]
+    if not _may_be_importable(module):
+        raise ConfigError(
+            f"{key} {function}: there is no module {module} in {Path.cwd()} or among the installed ones; "
+            "correct the name, start the command in the directory where it lies, or add that to PYTHONPATH"
+        )
+    return f"{key} {function}: its module is there; it is imported when its process starts"
+
+
+def _may_be_importable(module: str) -> bool:
+    """Whether Python would find a module, as far as files say: a package may make up modules while it is imported."""
+    top, *inner = module.split(".")
+    # The function's process looks in the working directory first.
+    spec = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) or _installed(top)
+    if spec is None:
+        return False
+    for name in inner:
+        if spec.submodule_search_locations is None:
+            return True
+        # By the last part of its name: with the whole name, Python would ask its parent, which is not imported.
+        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+        if spec is None:
+            return False
+    return True
+
+
+def _installed(top: str) -> ModuleSpec | None:
+    """What is built into Python, or found by whatever else it was told to find modules with."""
+    try:
+        return importlib.util.find_spec(top)
+    except ValueError:  # of a module such as __main__, which came from nowhere
+        return None
+
+
+def unused(config: Config) -> list[str]:
+    """One line for each group of settings that were given and do nothing in this config, and why.
+
+    In a section of which every key was given, as in the config that a run writes, those count that are not the default.
+    """
+    return [
+        f"not used: {', '.join(keys)}: {reason}"
+        for section, names, reason in _idle(config)
+        if (keys := _given(config, section, names))
+    ]
+
+
+def _idle(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """A section, its keys that do nothing (none: all of them do nothing), and why."""
+    algorithm = config.algorithm
+    if not config.has_critic:
+        reason = f"algorithm.estimator {algorithm.estimator} has no critic"
+        yield "critic", (), reason
+        yield "algorithm", ("gae_lambda", "value_clip", "critic_warmup_steps"), reason
+        yield "services.critic", (), reason
+        yield "guards.critic_lost", (), reason
+    if algorithm.estimator != "grpo":
+        yield "algorithm", ("grpo_std",), f"algorithm.estimator is {algorithm.estimator}"
+    if not config.has_reference:
+        reason = "the actor answers as reference with its adapter off"
+        yield "reference", (), reason
+        yield "services.reference", (), reason
+    if algorithm.kl_controller.kind == "fixed":
+        yield "algorithm.kl_controller", ("target", "horizon"), "algorithm.kl_controller.kind is fixed"
+    treatment = algorithm.truncation.treatment
+    for name in ("penalty", "scale"):
+        if treatment != name:
+            yield "algorithm.truncation", (name,), f"algorithm.truncation.treatment is {treatment}"
+    for name, trained in (("actor", config.actor), ("critic", config.critic)):
+        if trained.schedule == "constant" and (name == "actor" or config.has_critic):
+            yield name, ("final_learning_rate",), f"{name}.schedule is constant"
+
+
+def _given(config: Config, path: str, names: tuple[str, ...]) -> list[str]:
+    """Those keys of the section at ``path`` that were given, of ``names`` or of all."""
+    section: Any = config
+    for name in path.split("."):
+        section = getattr(section, name)
+    return [key for key in _given_keys(section, path) if not names or key.removeprefix(f"{path}.") in names]
+
+
+def _given_keys(section: Section, path: str) -> Iterator[str]:
+    fields = type(section).model_fields
+    written = section.model_fields_set == fields.keys()
+    for name, field in fields.items():
+        value, default = getattr(section, name), field.get_default(call_default_factory=True)
+        if name not in section.model_fields_set or (written and value == default):
+            continue
+        if isinstance(value, Section) and isinstance(default, Section):
+            yield from _given_keys(value, f"{path}.{name}")
+        else:
+            yield f"{path}.{name}"
 
 
 def _read_json(key: str, path: Path) -> dict[str, Any]:

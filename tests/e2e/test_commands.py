@@ -115,7 +115,9 @@ def test_a_guard_pauses_a_run_and_commands_resume_and_stop_it(start: Start, conf
     guard = settings("run.steps=100000", "guards.window=2", "guards.missing_eos={below: 1.0, action: pause}")
     command = start("train", config, *guard)
     command.wait_for(lambda: "quartet resume runs/tiny goes on" in command.out)
-    line = next(line for line in command.out.splitlines() if line.startswith("guard missing_eos (pause) after step 2: "))
+    line = next(
+        line for line in command.out.splitlines() if line.startswith("guard missing_eos (pause) after step 2: ")
+    )
     assert all(part in line for part in ("eos_rate", "below 1", "algorithm.truncation.treatment"))
     paused_at = committed_steps(tmp_path / "runs" / "tiny")
     resumed = start("resume", "runs/tiny").ended()

@@ -58,7 +58,8 @@ def test_quartet_evaluate_gives_the_figures_of_the_runs_own_last_evaluation(
 
 
 def test_quartet_evaluate_shows_tables_of_a_checkpoints_policy(evaluated_run: Run, start: Start) -> None:
-    checkpoint = evaluated_run.directory / "checkpoints" / f"step-{STEPS:06d}" / "actor"
+    # The actor in it is meant; so is the policy of a run's directory.
+    checkpoint = evaluated_run.directory / "checkpoints" / f"step-{STEPS:06d}"
     ended = start("evaluate", checkpoint).ended()
     assert (ended.code, ended.err) == (0, "")
     assert "are over data.max_prompt_tokens" in ended.out

@@ -262,6 +262,31 @@ def test_a_tokenizers_template_opens_the_response_and_its_special_tokens_come_on
     assert PromptEncoder.of(tiny.tokenizer(), "m").chat is None
 
 
+UNOPENED = "the template of m writes no generation prompt: the response may begin with the assistant's header"
+
+
+def test_a_template_without_a_generation_prompt_is_noted() -> None:
+    def notes(template: str) -> list[str]:
+        tokenizer = chatting()
+        tokenizer.chat_template = template
+        lines = [PromptLine(1, messages=({"role": "user", "content": "w8"},))]
+        encoder = PromptEncoder.of(tokenizer, "m")
+        return encode_prompts(Path("p"), lines, encoder, frozenset(), tiny.VOCABULARY, 9).notes
+
+    opening, refusing = "{% if add_generation_prompt %} w7{% endif %}", "{% else %}{{ raise_exception('no end') }}"
+    assert UNOPENED not in notes(TEMPLATE)
+    assert UNOPENED not in notes(TEMPLATE.replace(" w7", f" w7{refusing}"))
+    assert UNOPENED in notes(TEMPLATE.replace(opening, ""))
+
+
+def test_a_text_that_writes_out_what_the_tokenizer_begins_with_is_noted() -> None:
+    encoder = PromptEncoder.of(chatting(), "m")
+    lines = [PromptLine(1, "w5 w8"), PromptLine(2, "w8")]
+    found = encode_prompts(Path("p"), lines, encoder, frozenset(), tiny.VOCABULARY, 9)
+    assert [prompt.token_ids.tolist() for prompt in found.prompts] == [[5, 5, 8], [5, 8]]
+    assert found.notes[0].startswith("1 of 2 prompts are text that begins with the beginning-of-sequence token twice")
+
+
 def test_prompts_over_the_limit_are_dropped_and_counted() -> None:
     found = encoded([PromptLine(n, "a" * n) for n in range(1, 9)])
     assert [len(prompt.token_ids) for prompt in found.prompts] == [1, 2, 3, 4, 5]
@@ -276,7 +301,42 @@ def test_a_data_set_of_which_nothing_is_left_is_refused() -> None:
 def test_an_end_of_sequence_that_the_tokenizer_adds_is_taken_off_but_given_ids_stay() -> None:
     found = encoded([PromptLine(1, "ab$"), PromptLine(2, token_ids=(97, ord("$"))), PromptLine(3, "$")])
     assert [prompt.token_ids.tolist() for prompt in found.prompts] == [[97, 98], [97, ord("$")], [ord("$")]]
-    assert found.notes == ["1 of 3 prompts ended with an end-of-sequence token; it is taken off"]
+    assert found.notes == [
+        "1 of 3 prompts ended with end-of-sequence tokens; they are taken off",
+        "1 of 3 prompts are token_ids that end with an end-of-sequence token; they are used as they are, "
+        "and the policy is asked to go on after the end",
+    ]
+
+
+def test_all_ends_of_a_text_are_taken_off_but_its_first_token_and_the_prompt_counts_once() -> None:
+    found = encoded([PromptLine(1, "ab$$$"), PromptLine(2, "a$b$"), PromptLine(3, "$$"), PromptLine(4, "c")])
+    assert [prompt.token_ids.tolist() for prompt in found.prompts] == [ids_of(text) for text in ("ab", "a$b", "$", "c")]
+    assert found.notes == ["3 of 4 prompts ended with end-of-sequence tokens; they are taken off"]
+
+
+def test_messages_that_end_with_an_end_of_sequence_are_used_as_they_are_and_counted() -> None:
+    def closing(messages: list[dict[str, Any]]) -> list[int]:
+        return ids_of(f"{messages[-1]['content']}$")
+
+    encoder = PromptEncoder("policies/a", texts, closing)
+    lines = [PromptLine(1, messages=(USER,)), PromptLine(2, token_ids=(7,)), PromptLine(3, messages=(USER,))]
+    found = encode_prompts(Path("p"), lines, encoder, frozenset({ord("$")}), 128, 5)
+    assert found.prompts[0].token_ids.tolist() == ids_of("hi$")
+    assert found.notes[1:] == [
+        "2 of 3 prompts are messages that end with an end-of-sequence token; they are used as they are, "
+        "and the policy is asked to go on after the end"
+    ]
+
+
+def test_texts_that_begin_twice_are_counted() -> None:
+    encoder = PromptEncoder("policies/a", lambda batch: [ids_of(f"^{text}") for text in batch], bos_id=ord("^"))
+    lines = [PromptLine(1, "^ab"), PromptLine(2, "ab"), PromptLine(3, "a^^"), PromptLine(4, token_ids=(94, 94, 1))]
+    found = encode_prompts(Path("p"), lines, encoder, frozenset(), 128, 9)
+    assert found.prompts[0].token_ids.tolist() == ids_of("^^ab")
+    assert found.notes == [
+        "1 of 4 prompts are text that begins with the beginning-of-sequence token twice; the tokenizer adds one, "
+        "leave it out of the text"
+    ]
 
 
 def test_ids_outside_the_vocabulary_are_refused_with_their_line() -> None:

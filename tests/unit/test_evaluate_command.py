@@ -115,6 +115,19 @@ def test_the_initial_policy_is_what_the_run_starts_from_and_the_kl_is_to_the_ref
     assert (itself["eval_win_rate_greedy"], itself["eval_win_rate_sampled"]) == (0.5, 0.5)
 
 
+def test_the_reference_that_the_actor_answers_for_has_the_actors_precision(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def divergence(*overrides: str) -> float:
+        return means(folder, capsys, *overrides)["eval_kl"]
+
+    usual, coarse = divergence(), divergence("reference.dtype=bfloat16")
+    assert coarse != usual
+    lora = "actor.lora={rank: 2}"
+    assert divergence(lora) == divergence(lora, "reference.dtype=bfloat16") == usual
+    assert divergence(lora, "reference.dtype=bfloat16", f"reference.model={folder}/initial") == coarse
+
+
 def test_a_config_may_be_given_for_a_policy_that_lies_anywhere(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

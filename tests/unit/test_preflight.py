@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quartet.config import Config, parse_config
+from quartet.config import Config, load_config, parse_config
 from quartet.errors import ConfigError, DataError, ModelError
-from quartet.preflight import check_inputs, looks_local
+from quartet.preflight import check_inputs, looks_local, unused
 
 
 @pytest.fixture
@@ -175,3 +176,169 @@ def test_every_model_of_an_ensemble_is_looked_at(models: Path) -> None:
     tree["reward"] = {"source": "ensemble", "parts": parts}
     with pytest.raises(ModelError, match=r"reward\.parts\.other\.model .*absent: no such directory"):
         check_inputs(parse_config(tree, "test"))
+
+
+def test_an_adapter_is_no_reward_model(models: Path) -> None:
+    adapter = models / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
+    said = r"adapter: a LoRA adapter on some/base; expected a sequence classifier with one output: merge the adapter"
+    parts = [{"name": "tone", "model": str(adapter)}]
+    rewards = {"model": {"model": str(adapter)}, "parts.tone.model": {"source": "ensemble", "parts": parts}}
+    for key, reward in rewards.items():
+        tree = config(models).model_dump()
+        tree["reward"] = reward
+        with pytest.raises(ModelError, match=rf"reward\.{key} .*{said}"):
+            check_inputs(parse_config(tree, "test"))
+    tree["reward"], tree["critic"]["model"] = {"model": str(models / "reward")}, str(adapter)
+    assert f"critic.model {adapter}: a LoRA adapter on some/base; it is read when the critic starts" in check_inputs(
+        parse_config(tree, "test")
+    )
+
+
+IMPORTED = "raise SystemExit('imported by the check')\n"
+
+
+@pytest.fixture
+def modules(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Modules in the working directory that say so when they are imported."""
+    files = ("single.py", "package/__init__.py", "package/inner.py", "package/deeper/__init__.py", "open/wide/door.py")
+    for name in files:
+        (models / name).parent.mkdir(parents=True, exist_ok=True)
+        (models / name).write_text(IMPORTED)
+    monkeypatch.chdir(models)
+    return models
+
+
+def with_function(models: Path, function: str, **services: dict[str, Any]) -> Config:
+    tree = config(models, **services).model_dump()
+    tree["reward"] = {"source": "function", "function": function}
+    return parse_config(tree, "test")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "single", "package", "package.inner", "package.deeper", "open.wide.door", "single.made_when_imported",
+        "math", "os.path", "numpy.linalg", "quartet.errors",
+    ],
+)  # fmt: skip
+def test_the_module_of_a_function_is_found_and_not_imported(module: str, modules: Path) -> None:
+    before = set(sys.modules)
+    note = f"reward.function {module}:f: its module is there; it is imported when its process starts"
+    assert note in check_inputs(with_function(modules, f"{module}:f"))
+    assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("single", "package", "open")}
+
+
+@pytest.mark.parametrize(
+    "module", ["absent", "package.absent", "package.deeper.absent", "open.absent", "open.wide.shut"]
+)
+def test_a_function_of_a_module_that_does_not_exist_is_refused(module: str, modules: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_inputs(with_function(modules, f"{module}:f"))
+    said = str(refused.value)
+    assert said.startswith(
+        f"reward.function {module}:f: there is no module {module} in {modules} or among the installed"
+    )
+    assert "PYTHONPATH" in said
+
+
+def test_functions_of_ensembles_and_judges_are_looked_for_too(modules: Path) -> None:
+    tree = config(modules).model_dump()
+    parts = [{"name": name, "source": "function", "function": f"{name}:f"} for name in ("single", "absent")]
+    with pytest.raises(ConfigError, match=r"^reward\.parts\.absent\.function absent:f: there is no module absent"):
+        check_inputs(parse_config({**tree, "reward": {"source": "ensemble", "parts": parts}}, "test"))
+    with pytest.raises(ConfigError, match=r"^evaluation\.judge absent\.judges:f: there is no module absent\.judges"):
+        check_inputs(parse_config({**tree, "evaluation": {"judge": "absent.judges:f"}}, "test"))
+
+
+def test_the_function_of_a_reward_elsewhere_is_not_looked_for(modules: Path) -> None:
+    check_inputs(with_function(modules, "absent:f", reward={"address": "far:7001"}))
+
+
+def minimal(models: Path, **sections: Any) -> dict[str, Any]:
+    return {
+        "data": {"prompts": str(models / "prompts.jsonl")},
+        "actor": {"model": str(models / "policy")},
+        "reward": {"model": str(models / "reward")},
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2},
+        **sections,
+    }
+
+
+NO_CRITIC = "algorithm.estimator rloo has no critic"
+RLOO = {"estimator": "rloo"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "keys", "reason"),
+    [
+        ({"critic": {"learning_rate": 1e-4, "optimizer": {"eps": 1e-6}}}, "critic.learning_rate, critic.optimizer.eps",
+         NO_CRITIC),
+        ({"critic": {"model": "a/b", "schedule": "constant", "final_learning_rate": 0.0}},
+         "critic.schedule, critic.final_learning_rate, critic.model", NO_CRITIC),
+        ({"algorithm": {**RLOO, "value_clip": 0.3, "gae_lambda": 0.95}}, "algorithm.gae_lambda, algorithm.value_clip",
+         NO_CRITIC),
+        ({"algorithm": {**RLOO, "critic_warmup_steps": 0}}, "algorithm.critic_warmup_steps", NO_CRITIC),
+        ({"services": {"critic": {"threads": 2}}}, "services.critic.threads", NO_CRITIC),
+        ({"guards": {"critic_lost": {"action": "stop"}}}, "guards.critic_lost.action", NO_CRITIC),
+        ({"algorithm": {**RLOO, "grpo_std": False}}, "algorithm.grpo_std", "algorithm.estimator is rloo"),
+        ({"actor": {"model": "a/b", "lora": {}}, "reference": {"dtype": "float32", "micro_batch_tokens": 9}},
+         "reference.dtype, reference.micro_batch_tokens", "the actor answers as reference with its adapter off"),
+        ({"actor": {"model": "a/b", "lora": {}}, "services": {"reference": {"devices": [1]}}},
+         "services.reference.devices", "the actor answers as reference with its adapter off"),
+        ({"algorithm": {**RLOO, "kl_controller": {"target": 3.0, "horizon": 10_000.0}}},
+         "algorithm.kl_controller.target, algorithm.kl_controller.horizon", "algorithm.kl_controller.kind is fixed"),
+        ({"algorithm": {**RLOO, "truncation": {"treatment": "scale", "penalty": 2.0, "scale": 0.1}}},
+         "algorithm.truncation.penalty", "algorithm.truncation.treatment is scale"),
+        ({"algorithm": {**RLOO, "truncation": {"scale": 0.1}}}, "algorithm.truncation.scale",
+         "algorithm.truncation.treatment is keep"),
+        ({"actor": {"model": "a/b", "final_learning_rate": 1e-6}}, "actor.final_learning_rate",
+         "actor.schedule is constant"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_nothing_are_named_with_the_reason(
+    sections: dict[str, Any], keys: str, reason: str, models: Path
+) -> None:
+    given = parse_config(minimal(models, **{"algorithm": RLOO, **sections}), "test")
+    assert unused(given) == [f"not used: {keys}: {reason}"]
+
+
+def test_settings_that_do_something_are_not_named(models: Path) -> None:
+    sections: dict[str, Any] = {
+        "algorithm": {
+            "gae_lambda": 0.9, "value_clip": 0.1, "critic_warmup_steps": 1, "kl_controller": {"kind": "simple", "target": 3.0},
+            "truncation": {"treatment": "penalty", "penalty": 2.0},
+        },
+        "actor": {"model": "a/b", "schedule": "linear", "final_learning_rate": 1e-6, "lora": {"rank": 2}},
+        "critic": {"learning_rate": 1e-4, "schedule": "cosine", "final_learning_rate": 1e-6},
+        "reference": {"model": "a/b", "dtype": "bfloat16"},
+        "services": {"critic": {"threads": 1}, "reference": {"threads": 1}},
+        "guards": {"critic_lost": {"action": "stop"}},
+    }  # fmt: skip
+    assert unused(parse_config(minimal(models, **sections), "test")) == []
+    grpo = {"algorithm": {"estimator": "grpo", "grpo_std": False, "truncation": {"treatment": "scale", "scale": 0.1}}}
+    assert unused(parse_config(minimal(models, **grpo), "test")) == []
+    critic = {"critic": {"final_learning_rate": 1e-6}}
+    assert unused(parse_config(minimal(models, **critic), "test")) == [
+        "not used: critic.final_learning_rate: critic.schedule is constant"
+    ]
+
+
+def test_a_config_that_gives_every_key_is_told_of_those_that_differ_only(models: Path) -> None:
+    def resolved(**sections: Any) -> Config:
+        (models / "config.yaml").write_text(parse_config(minimal(models, **sections), "test").to_yaml())
+        return load_config(models / "config.yaml")
+
+    actor = {"model": str(models / "policy"), "lora": {"rank": 2}}
+    assert unused(resolved(algorithm=RLOO, actor=actor)) == []
+    given = resolved(algorithm={**RLOO, "gae_lambda": 0.9}, critic={"optimizer": {"eps": 1e-6}}, actor=actor)
+    assert unused(given) == [
+        f"not used: critic.optimizer.eps: {NO_CRITIC}",
+        f"not used: algorithm.gae_lambda: {NO_CRITIC}",
+    ]
+
+
+def test_the_check_ends_with_what_is_not_used(models: Path) -> None:
+    given = parse_config(minimal(models, algorithm=RLOO, critic={"warmup_steps": 3}), "test")
+    assert check_inputs(given)[-1] == f"not used: critic.warmup_steps: {NO_CRITIC}"

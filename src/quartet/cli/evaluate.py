@@ -36,7 +36,7 @@ from quartet.preflight import looks_local
 from quartet.rewards.building import build_reward
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.source import RewardSource
-from quartet.telemetry.run_files import find_run
+from quartet.telemetry.run_files import RunFiles, find_run
 from quartet.types import GenerationRequest, Prompt, SamplingParameters, TokenBatch, Trajectory
 
 SHOWN = 3
@@ -50,6 +50,7 @@ def evaluate(
     console = Console(stderr=as_json)
     if looks_local(checkpoint) and not Path(checkpoint).is_dir():
         raise ModelError(f"evaluate {checkpoint}: no such directory; expected a saved policy, such as runs/NAME/policy")
+    checkpoint = _policy_in(checkpoint)
     config = load_config(config_path or _config_of_run(checkpoint), overrides)
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"--output {output}: its directory is not there; make it first, or choose another")
@@ -69,6 +70,16 @@ def evaluate(
         console.print(_summary_table(comparisons), _responses_table(comparisons))
 
 
+def _policy_in(directory: str) -> str:
+    """The policy that is meant by a run's directory, or by one of its checkpoints'; any other directory is one itself."""
+    path = Path(directory)
+    if (path / "manifest.json").is_file() and (path / "actor").is_dir():
+        return str(path / "actor")
+    if RunFiles(path).is_a_run() and RunFiles(path).policy.is_dir():
+        return str(RunFiles(path).policy)
+    return directory
+
+
 def _config_of_run(checkpoint: str) -> Path:
     run = find_run(Path(checkpoint))
     if run is None:
@@ -81,7 +92,8 @@ def _config_of_run(checkpoint: str) -> Path:
 def compare_with_initial(checkpoint: str, config: Config, device: str) -> tuple[list[Comparison], list[str]]:
     """The answers of a saved policy and of the initial one to the validation prompts; and what a user should know of these.
 
-    The random numbers, batches and precision are those of a run's own evaluations. Raises ConfigError, InvalidRequest,
+    The random numbers, batches and precision are those of a run's own evaluations. With LoRA the last bits are not: a saved
+    policy has its adapter merged into the weights, and the run computes with the two apart. Raises ConfigError, InvalidRequest,
     ComputationFailed.
     """
     tokenizer = load_tokenizer(config.actor.model)
@@ -117,7 +129,10 @@ class _Examiner:
         self._config, self._tokenizer, self._prompts, self._reward = config, tokenizer, prompts, reward
         self._fields = {prompt.index: prompt.fields for prompt in prompts} if config.reward.has_functions else {}
         self._device = device
-        self._reference_source = (config.reference_model, config.reference.dtype or config.actor.dtype)
+        # Without a service of its own the reference is the actor with its adapter off, and computes as the actor does.
+        chosen = config.reference if config.has_reference else config.actor
+        self._reference_tokens = chosen.micro_batch_tokens
+        self._reference_source = (config.reference_model, chosen.dtype or config.actor.dtype)
         self._reference = load_causal_lm(*self._reference_source, device)
 
     def initial_policy(self) -> Any:
@@ -153,9 +168,7 @@ class _Examiner:
         scores = self._reward.score(batch, fields).total
         references: list[Any] = [None] * len(trajectories)
         if sampled:
-            flat = response_log_probs(
-                self._reference, batch, self._config.rollout.temperature, self._config.reference.micro_batch_tokens
-            )
+            flat = response_log_probs(self._reference, batch, self._config.rollout.temperature, self._reference_tokens)
             references = np.split(flat, np.cumsum(batch.response_lengths)[:-1])
         texts = texts_of(self._tokenizer, [item.response_ids for item in trajectories], special_tokens=False)
         return {

@@ -263,11 +263,16 @@ def _check_location(model: str | Path) -> None:
     """Tells a directory that is not there from a hub id that cannot be reached, before the hub is asked."""
     text = str(model)
     looks_local = (
-        isinstance(model, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1 or os.sep * 2 in text
+        isinstance(model, Path)
+        or text.startswith((".", "/", "~"))
+        or text.count("/") > 1
+        or os.sep * 2 in text
+        or (len(Path(text).parts) > 1 and Path(Path(text).parts[0]).is_dir())
     )
     if looks_local and not Path(model).is_dir():
         raise ModelError(
-            f"model {model}: no such directory; expected a checkpoint directory or a hub id (NAME or OWNER/NAME)"
+            f"model {model}: no such directory (paths start at the current folder); expected a checkpoint directory or a hub id "
+            "(NAME or OWNER/NAME)"
         )
     if Path(model).is_dir() and not any(Path(model).iterdir()):
         raise ModelError(

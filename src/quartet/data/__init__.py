@@ -1,0 +1,26 @@
+"""Prompts: read from JSON Lines, tokenised once, dealt out to the steps in an order that the seed decides."""
+
+from quartet.data.encoding import ENCODE_LINES, PromptEncoder, PromptSet, encode_prompts
+from quartet.data.lines import (
+    MAX_FIELDS_BYTES,
+    MAX_LINE_BYTES,
+    MAX_MESSAGES,
+    PromptLine,
+    iterate_prompt_lines,
+    read_prompt_lines,
+)
+from quartet.data.order import PromptOrder
+
+__all__ = [
+    "ENCODE_LINES",
+    "MAX_FIELDS_BYTES",
+    "MAX_LINE_BYTES",
+    "MAX_MESSAGES",
+    "PromptEncoder",
+    "PromptLine",
+    "PromptOrder",
+    "PromptSet",
+    "encode_prompts",
+    "iterate_prompt_lines",
+    "read_prompt_lines",
+]

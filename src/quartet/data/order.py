@@ -1,0 +1,34 @@
+"""Which prompts a step takes, as the seed decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quartet.errors import ConfigError
+from quartet.random_streams import prompt_order
+from quartet.types import Prompt
+
+
+class PromptOrder:
+    """Which prompts a step takes: passes over the data set, each in its own order, as a pure function of seed and step.
+
+    The remainder of a pass that does not fill a step is left out of that pass; another pass leaves out others. A run that
+    resumes goes on where it was without any state: the prompts of a step do not depend on those before.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int) -> None:
+        """Raises ConfigError when the data set cannot fill one step."""
+        if len(prompts) < prompts_per_step:
+            raise ConfigError(
+                f"rollout.prompts_per_step {prompts_per_step}: data.prompts has only {len(prompts)} usable prompts; "
+                "lower it or give more prompts"
+            )
+        self._prompts, self._per_step, self._seed = prompts, prompts_per_step, seed
+        self._steps_per_pass = len(prompts) // prompts_per_step
+
+    def of_step(self, step: int) -> list[Prompt]:
+        """The prompts of a step, counted from 1."""
+        number, place = divmod(step - 1, self._steps_per_pass)
+        order = prompt_order(self._seed, number, len(self._prompts))
+        chosen = order[place * self._per_step : (place + 1) * self._per_step]
+        return [self._prompts[index] for index in chosen]
