@@ -41,5 +41,11 @@ def keywords(prompts: Sequence[str], responses: Sequence[str], fields: Sequence[
     ]
 
 
+def shorter(prompt: str, response: str, initial_response: str, fields: dict[str, Any]) -> float:
+    """A judge: the shorter of two responses is the better one."""
+    lengths = len(response.split()), len(initial_response.split())
+    return 0.5 if lengths[0] == lengths[1] else float(lengths[0] < lengths[1])
+
+
 def _share(text: str, wanted: Sequence[str]) -> float:
     return sum(word.lower() in text for word in wanted) / len(wanted) if wanted else 0.0

@@ -1,7 +1,8 @@
 """Calls of a user's Python function in a process of its own.
 
 There it may print, leak, hang and crash: a call that takes too long is ended with its process, and the next call finds a
-fresh one. Calls and answers are lines of JSON over pipes. The child is ``quartet.rewards.worker``. No torch here.
+fresh one. Calls and answers are lines of JSON over pipes, numbered, so that nothing else is taken for an answer. The child is
+``quartet.rewards.worker``. No torch here.
 """
 
 from __future__ import annotations
@@ -63,12 +64,11 @@ class FunctionWorker:
         raises, takes longer, ends its process, or gives something else than JSON; ConfigError when a fresh process cannot
         import it any more; Cancelled when the worker is closed.
         """
-        line = json.dumps({"arguments": list(arguments)}).encode() + b"\n"
         where = f"{self._name}, {about}" if about else self._name
         with self._turn:
             process = self._running_process()
             try:
-                answer = process.exchange(line, timeout, self._closed.is_set)
+                answer = process.call(arguments, timeout, self._closed.is_set)
             except _Lost as lost:
                 if self._closed.is_set():
                     raise Cancelled(f"{where}: closed during the call") from None
@@ -97,7 +97,7 @@ class FunctionWorker:
             self._process.end()
         self._process = process = self._starter.submit(_Process, self._function).result()
         try:
-            problem = process.exchange(b"", self._start_timeout, self._closed.is_set).get("unusable")
+            problem = process.start(self._start_timeout, self._closed.is_set).get("unusable")
         except _Lost as lost:
             problem = f"cannot be imported from {Path.cwd()}: {lost}"
         if problem is not None:
@@ -144,6 +144,7 @@ class _Process:
         self._requests = self._child.stdin
         os.set_blocking(self._requests.fileno(), False)
         self._open = True
+        self._calls = 0
         self._output = threading.Thread(target=_pass_on, args=(output,), name="function-output", daemon=True)
         self._output.start()
 
@@ -151,11 +152,21 @@ class _Process:
         """Whether it is there to be called."""
         return self._open and self._child.poll() is None
 
-    def exchange(self, line: bytes, timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:
-        """Sends a line, if any, and gives the answer. Raises _Lost; what ends an exchange early ends the process."""
+    def start(self, timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:
+        """Waits until the function is imported: the child's first answer. Raises as ``call`` does."""
+        return self._answer(0, b"", timeout, unwanted)
+
+    def call(self, arguments: Sequence[Any], timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:
+        """Sends a call and gives the answer to it. Raises _Lost; what ends an exchange early ends the process."""
+        self._calls += 1
+        line = json.dumps({"number": self._calls, "arguments": list(arguments)}).encode() + b"\n"
+        return self._answer(self._calls, line, timeout, unwanted)
+
+    def _answer(self, number: int, line: bytes, timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:
         try:
             answer = json.loads(self._exchange(line, timeout, unwanted))
-            if isinstance(answer, dict):
+            # What the function wrote into the pipe, in this call or in one before, is nobody's score.
+            if isinstance(answer, dict) and answer.get("number") == number:
                 return answer
             raise ValueError
         except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
 """The process in which a user's function runs: ``python -m quartet.rewards.worker package.module:callable DESCRIPTOR``.
 
-Calls come on standard input and answers go to DESCRIPTOR, one JSON object a line. The standard library alone is imported
-here, so that the process starts fast; what the function imports is its own affair. The other end is
-``quartet.rewards.function_worker``.
+Calls come on standard input and answers go to DESCRIPTOR, one JSON object a line; an answer bears the number of its call, the
+first answer number 0. The standard library alone is imported here, so that the process starts fast; what the function imports
+is its own affair. The other end is ``quartet.rewards.function_worker``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def main(function_name: str, descriptor: str) -> None:
     try:
         function = load_function(function_name)
     except UnusableFunction as error:
-        _say(answers, json.dumps({"unusable": str(error)}))
+        _say(answers, json.dumps({"number": 0, "unusable": str(error)}))
         return
-    _say(answers, json.dumps({"ready": True}))
+    _say(answers, json.dumps({"number": 0, "ready": True}))
     for line in requests:
-        _say(answers, answer(function, json.loads(line)["arguments"]))
+        request = json.loads(line)
+        _say(answers, answer(function, request["number"], request["arguments"]))
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -55,20 +56,20 @@ def load_function(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def answer(function: Callable[..., Any], arguments: list[Any]) -> str:
+def answer(function: Callable[..., Any], number: int, arguments: list[Any]) -> str:
     """Calls the function and says how that went, as a JSON object.
 
-    It has the function's ``result``; or what it ``raised``; or the type of a result that is ``not_json``.
+    It has the ``number`` of the call, and the function's ``result``; or what it ``raised``; or the type of what is ``not_json``.
     """
     try:
         result = function(*arguments)
     except BaseException as error:  # sys.exit() of one call is no reason to end the process
         traceback.print_exc()
-        return json.dumps({"raised": describe(error)})
+        return json.dumps({"number": number, "raised": describe(error)})
     try:
-        return json.dumps({"result": result}, default=_plain)
+        return json.dumps({"number": number, "result": result}, default=_plain)
     except Exception:
-        return json.dumps({"not_json": type(result).__name__})
+        return json.dumps({"number": number, "not_json": type(result).__name__})
 
 
 def describe(error: BaseException) -> str:
@@ -99,12 +100,20 @@ def _plain(value: Any) -> Any:
 
 def _take_pipes(descriptor: int) -> tuple[BinaryIO, BinaryIO]:
     """Both pipes, out of reach of the function: it may read standard input, and start processes that inherit descriptors."""
-    requests = os.fdopen(os.dup(0), "rb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    calls = os.dup(0)
     os.set_inheritable(descriptor, False)
-    return requests, os.fdopen(descriptor, "wb")
+    _close_off(0)
+    # A copy of this process that the function forks has the pipes open whatever is inheritable.
+    os.register_at_fork(after_in_child=lambda: _close_off(calls, descriptor))
+    return os.fdopen(calls, "rb"), os.fdopen(descriptor, "wb")
+
+
+def _close_off(*descriptors: int) -> None:
+    """Puts nothing to read and nowhere to write in the place of pipes."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(nothing, descriptor, inheritable=descriptor == 0)
+    os.close(nothing)
 
 
 def _say(answers: BinaryIO, message: str) -> None:

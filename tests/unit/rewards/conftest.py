@@ -80,6 +80,20 @@ def a_pipe_writer(descriptor):
     os.write(descriptor, b"gibberish\\n")
     return 1
 
+def writes_and_waits(descriptor, line):
+    if line is None:
+        return 1
+    os.write(descriptor, line.encode())
+    time.sleep(60)
+
+def forks(descriptor):
+    child = os.fork()
+    if child == 0:
+        os.write(descriptor, b'{"number": 1, "result": "of the copy"}\\n')
+        return "of the copy"
+    os.waitpid(child, 0)
+    return "of the function"
+
 def huge(size):
     return "x" * size
 

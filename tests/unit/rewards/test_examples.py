@@ -19,7 +19,7 @@ README = (ROOT / "examples/rewards/README.md").read_text(encoding="utf-8")
 
 def configs() -> list[Config]:
     """The configs of the README."""
-    common = {"data": {"prompts": "none.jsonl"}, "actor": {"model": "policy"}}
+    common = {"data": {"prompts": "none.jsonl"}, "actor": {"model": "policy"}, "reward": {"model": "reward"}}
     blocks = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     return [parse_config({**common, **yaml.safe_load(block)}, "README") for block in blocks]
 
@@ -35,10 +35,10 @@ def _checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_function_that_the_readme_names_can_be_called() -> None:
-    alone, ensemble = configs()
+    alone, ensemble, judged = configs()
     sources = [alone.reward, *ensemble.reward.parts]
-    functions = [source.function for source in sources if source.function]
-    assert len(functions) == 3
+    functions = [source.function for source in sources if source.function] + [judged.evaluation.judge or ""]
+    assert len(functions) == 4
     for function in functions:
         FunctionWorker(function, "reward.function").close()
 
@@ -60,3 +60,8 @@ def test_a_length_near_the_target_scores_higher() -> None:
 def test_keywords_are_counted_in_a_batch() -> None:
     fields = [{"keywords": ["Sea", "ship"]}, {"keywords": ["sea", "ship"]}, {}]
     assert call("keywords", [["", "", ""], ["A ship at sea", "The SEA", "x"], fields]) == [1.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize(("response", "verdict"), [("a", 1.0), ("a b c", 0.0), ("c d", 0.5)])
+def test_the_judge_prefers_the_shorter_response(response: str, verdict: float) -> None:
+    assert call("shorter", ["", response, "a b", {}]) == verdict

@@ -174,13 +174,52 @@ def test_an_answer_without_end_is_refused(start: Start, monkeypatch: pytest.Monk
     assert worker.call([3], 20) == "xxx"
 
 
-def test_a_function_that_writes_to_the_workers_pipe_is_told_so(start: Start) -> None:
+def with_pipe(start: Start, name: str) -> tuple[FunctionWorker, int, int]:
+    """A worker, its process, and the descriptor there that answers go to."""
     before = children()
-    worker = start("a_pipe_writer")
+    worker = start(name)
     (process,) = children() - before
-    arguments = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    return worker, process, int(Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[-2])
+
+
+def test_a_function_that_writes_to_the_workers_pipe_is_told_so(start: Start) -> None:
+    worker, _, descriptor = with_pipe(start, "a_pipe_writer")
     with pytest.raises(ComputationFailed, match="wrote to its worker's pipe"):
-        worker.call([int(arguments[-2])], 20)
+        worker.call([descriptor], 20)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"result": 9}', '{"number": 0, "result": 9}', '{"number": 1, "result": 9}', '{"number": 3, "result": 9}', "2"],
+)
+def test_a_line_that_bears_not_the_number_of_the_call_is_no_answer(line: str, start: Start) -> None:
+    worker, process, descriptor = with_pipe(start, "writes_and_waits")
+    assert worker.call([descriptor, None], 20) == 1
+    begun = time.monotonic()
+    with pytest.raises(ComputationFailed) as failed:
+        worker.call([descriptor, f"{line}\n"], 40)
+    assert time.monotonic() - begun < 20
+    assert str(failed.value).startswith("reward.function functions:writes_and_waits: wrote to its worker's pipe, and")
+    assert not runs(process)
+    assert worker.call([descriptor, None], 20) == 1
+
+
+def test_an_answer_that_comes_after_its_call_is_not_taken_for_the_next_ones(start: Start) -> None:
+    worker, process, descriptor = with_pipe(start, "echo")
+    assert worker.call(["first"], 20) == "first"
+    with open(f"/proc/{process}/fd/{descriptor}", "wb", buffering=0) as pipe:
+        pipe.write(b'{"number": 1, "result": "late"}\n')
+    with pytest.raises(
+        ComputationFailed, match=r"^reward\.function functions:echo, step 2: wrote to its worker's pipe"
+    ):
+        worker.call(["second"], 20, "step 2")
+    assert worker.call(["third"], 20) == "third"
+
+
+def test_a_copy_of_its_process_that_a_function_forks_answers_no_call(start: Start) -> None:
+    worker, process, descriptor = with_pipe(start, "forks")
+    assert [worker.call([descriptor], 20) for _ in range(3)] == ["of the function"] * 3
+    assert runs(process)
 
 
 MODULES = {
