@@ -18,11 +18,11 @@ _BOTH = ("grad_norm", "optimizer_steps", "skipped_steps")
 
 
 def update_metrics(updates: Mapping[Role, UpdateResult]) -> dict[str, float]:
-    """The services' own figures under the names that they have everywhere."""
+    """The services' own figures under the names that they have everywhere; what a service did not see is left out."""
     found: dict[str, float] = {}
     for role, result in updates.items():
-        found |= {name: result.metrics[name] for name in _METRICS[role]}
-        found |= {f"{name}_{role}": result.metrics[name] for name in _BOTH}
+        names = {name: name for name in _METRICS[role]} | {name: f"{name}_{role}" for name in _BOTH}
+        found |= {public: result.metrics[name] for name, public in names.items() if name in result.metrics}
     return found
 
 

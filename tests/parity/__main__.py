@@ -67,7 +67,9 @@ def _compared(scenario: Any, folder: Path) -> Any:
     ours = quartet_update.run(world, theirs.rollouts, config, same_order=not is_ppo)
 
     figures: list[Figure] = [
-        compare(name, ours.figures[name], theirs.figures[name]) for name in page.LABELS if name in theirs.figures
+        compare(name, ours.figures[name], theirs.figures[name])
+        for name in page.LABELS
+        if name in theirs.figures and (name != "entropy" or scenario.compares_entropy)
     ]
     figures.append(compare_change("policy_weights", ours.policy_before, ours.policy, theirs.policy, WEIGHTS_TOLERANCE))
     if theirs.critic:

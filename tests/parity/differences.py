@@ -75,10 +75,10 @@ PPO = (
     ),
     Difference(
         "entropy",
-        "over response tokens, in epoch one: at the weights that generated",
-        "over all positions, pads too, and all epochs",
-        "pads say nothing about the policy",
-        "TRL's over response tokens, first epoch",
+        "over response tokens, at the weights that generated",
+        "over all positions, pads too, and all epochs, at weights that move",
+        "pads say nothing about the policy; a step's entropy is that of one policy",
+        "TRL's over response tokens, first epoch; compared where that is one optimizer step",
     ),
     Difference(
         "gradient clipping",
@@ -114,6 +114,13 @@ PPO = (
         "those of generation",
         "an engine may compute otherwise than the trainer",
         "left on, the weights off: the first row shows by how much they differ",
+    ),
+    Difference(
+        "dropout",
+        "off: the rates of modules and of attention set to 0",
+        "modules' rates set to 0; those that attention takes from its config stay, and it trains in `model.train()`",
+        "under dropout a ratio differs from 1 before anything was learnt",
+        "the checkpoints have none",
     ),
     Difference(
         "temperature",
@@ -161,6 +168,20 @@ RLOO = (
         "one order, Quartet's first, on both sides",
     ),
     Difference(
+        "old log-probs",
+        "recomputed by the trainer; weights of engine mismatch, at most 2",
+        "recomputed, too; no weights",
+        "an engine may sample from another distribution than the trainer updates",
+        "the weights off",
+    ),
+    Difference(
+        "dropout",
+        "off: the rates of modules and of attention set to 0",
+        "on, in `model.train()`, unless told otherwise (`disable_dropout`, modules only)",
+        "under dropout a ratio differs from 1 before anything was learnt",
+        "`disable_dropout`; the checkpoints have none",
+    ),
+    Difference(
         "clip fraction",
         "by tokens",
         "by responses",
@@ -169,10 +190,10 @@ RLOO = (
     ),
     Difference(
         "entropy",
-        "over response tokens, in epoch one",
-        "means of micro-batches, all iterations",
-        "at the weights that generated",
-        "TRL's first iteration, weighed by tokens",
+        "over response tokens, at the weights that generated",
+        "means of micro-batches, all iterations, at weights that move",
+        "a step's entropy is that of one policy",
+        "TRL's first iteration, weighed by tokens; compared where that is one optimizer step",
     ),
     Difference(
         "KL in the log",
@@ -216,5 +237,5 @@ NOT_COMPARED = (
     "**`objective/entropy`**: TRL's sum of −log-prob over a response, in which every pad counts −1. Quartet does not report it.",
     "**Sampling**: TRL draws from torch's global generator, Quartet from a stream for each trajectory. Both learn from TRL's.",
     "**RLOO's value loss and approximate KL**: it has no critic, and TRL's trainer does not log the KL from old to new.",
-    "**Whatever TRL's trainers do not have**: dual clip, adaptive β, KL in the loss, entropy bonus.",
+    "**Whatever TRL's PPO and RLOO trainers do not have**: dual clip, adaptive β, KL in the loss, entropy bonus.",
 )

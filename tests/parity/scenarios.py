@@ -34,6 +34,11 @@ class Scenario:
     max_grad_norm: float = 0.0
     micro_batch_tokens: int = 4096
 
+    @property
+    def compares_entropy(self) -> bool:
+        """Whether TRL's first epoch is at the weights that generated: no optimizer step comes before its end."""
+        return self.algorithm.get("mini_batches", 1) == 1
+
     def world(self, directory: Path) -> World:
         """The checkpoints, and prompts for two steps: on the last batch of a data set accelerate accumulates no gradients."""
         return make_world(directory / self.name, 2 * self.rollout["prompts_per_step"], self.eos_logit, SEED)
@@ -91,7 +96,8 @@ PPO = (
     ),
     Scenario(
         "ppo-settings",
-        "Every setting away from its default: whitened rewards, discount, temperature, both clips, KL coefficient.",
+        "Away from their defaults: `whiten_rewards`, `gamma`, `gae_lambda`, `kl_coefficient`, `clip_ratio`, `value_clip`, "
+        "`epochs` and `temperature`.",
         {
             "epochs": 2,
             "whiten_rewards": True,

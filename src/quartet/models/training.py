@@ -25,6 +25,8 @@ from quartet.types import (
     ValueLossSettings,
 )
 
+_POLICY_TOKEN_MEANS = {"clip_fraction": "clipped", "approx_kl": "approx_kl"}
+
 
 def update_policy(
     model: Any,
@@ -42,11 +44,11 @@ def update_policy(
     tokens exceeds ``loss.max_update_kl`` ends the update instead (Spinning Up's target_kl, without its factor of 1.5). With 0
     epochs one forward pass is all, and nothing changes.
 
-    Metrics, 0 where nothing was observed: ``policy_loss`` and ``grad_norm`` (before clipping), means over optimizer steps;
-    ``clip_fraction`` and ``approx_kl`` (old to new, nats), means over masked tokens of all epochs; ``entropy`` (nats), mean over
-    response tokens in epoch one; ``rollout_mismatch_kl`` (nats), k3 between the engine's log-probs and the old ones, mean over
-    response tokens; ``importance_weight``, mean over masked tokens, 1 without a cap; ``learning_rate``; ``optimizer_steps`` and
-    ``skipped_steps``. Steps not taken count in none of the means.
+    Metrics, left out where nothing was observed: ``policy_loss`` and ``grad_norm`` (before clipping), means over optimizer
+    steps; ``clip_fraction`` and ``approx_kl`` (old to new, nats), means over masked tokens of all epochs; ``entropy`` (nats), of
+    the old policy, mean over response tokens; ``rollout_mismatch_kl`` (nats), k3 between the engine's log-probs and the old
+    ones, mean over response tokens; ``importance_weight``, mean over masked tokens, 1 without a cap; ``learning_rate``; and
+    always ``optimizer_steps`` and ``skipped_steps``. Steps not taken count in none of the other means.
 
     Raises InvalidRequest before anything; ComputationFailed at an old log-prob, loss or gradient that is not finite, before that
     mini-batch's step (the steps before it stay: go back to the checkpoint). Under ``settings.skip_non_finite`` that step is left
@@ -56,18 +58,14 @@ def update_policy(
     policy = _PolicyExperience(model, walk, experience, loss)
     totals = Totals()
     if settings.epochs == 0:
-        totals.sums.merge(policy.recompute(walk.mini_batches(0), settings.skip_non_finite, "report"))
+        policy.recompute(walk.mini_batches(0), settings.skip_non_finite)
     else:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.zero_grad(set_to_none=True)
         _take_policy_steps(walk, policy, optimizer, settings, loss, totals)
     return {
-        "policy_loss": totals.per_step("policy_loss"),
-        "clip_fraction": totals.per_token("clipped"),
-        "approx_kl": totals.per_token("approx_kl"),
-        "entropy": totals.sums["entropy"] / max(1.0, totals.sums["entropy_tokens"]),
-        "rollout_mismatch_kl": _mismatch(experience.log_probs, policy.old.cpu().numpy()),
-        "importance_weight": policy.mean_importance_weight(),
+        **totals.means(per_step={"policy_loss": "policy_loss"}, per_token=_POLICY_TOKEN_MEANS),
+        **policy.observations(),
         **totals.metrics(settings),
     }
 
@@ -83,9 +81,9 @@ def update_value(
     """Takes the value model's optimizer steps on one step's experience and reports on them.
 
     Every response token counts, whatever the actor's mask; the old values are the experience's. Does not depend on
-    ``max_tokens``. With 0 epochs nothing is computed. Metrics, 0 where nothing was observed: ``value_loss`` and ``grad_norm``
-    (before clipping), means over optimizer steps; ``value_clip_fraction``, mean over tokens of all epochs; ``learning_rate``;
-    ``optimizer_steps`` and ``skipped_steps``. Raises, or skips, as ``update_policy``.
+    ``max_tokens``. With 0 epochs nothing is computed. Metrics, left out where nothing was observed: ``value_loss`` and
+    ``grad_norm`` (before clipping), means over optimizer steps; ``value_clip_fraction``, mean over tokens of all epochs;
+    ``learning_rate``; and always ``optimizer_steps`` and ``skipped_steps``. Raises, or skips, as ``update_policy``.
     """
     walk = Walk(value_model, experience, settings, max_tokens)
     old_values, returns = walk.tensor(experience.values), walk.tensor(experience.returns)
@@ -108,8 +106,7 @@ def update_value(
             totals.take_step(optimizer, losses, settings, "value", count, seen)
 
     return {
-        "value_loss": totals.per_step("value_loss"),
-        "value_clip_fraction": totals.per_token("clipped"),
+        **totals.means(per_step={"value_loss": "value_loss"}, per_token={"value_clip_fraction": "clipped"}),
         **totals.metrics(settings),
     }
 
@@ -133,7 +130,7 @@ def _take_policy_steps(
         for index, (mini_batch, count) in enumerate(zip(mini_batches, counts, strict=True)):
             if count == 0:
                 continue
-            losses, seen = policy.backward(mini_batch, index == first, report_entropy=epoch == 0)
+            losses, seen = policy.backward(mini_batch, index == first)
             if loss.max_update_kl and totals.steps and seen["approx_kl"] / count > loss.max_update_kl:
                 optimizer.zero_grad(set_to_none=True)
                 return
@@ -148,44 +145,44 @@ class _PolicyExperience:
         self._mask, self._advantages = walk.tensor(experience.actor_mask), walk.tensor(experience.advantages)
         self._reference, self._rollout = walk.tensor(experience.reference_log_probs), walk.tensor(experience.log_probs)
         self._weights = torch.zeros_like(self._mask)
+        self._rollout_log_probs = experience.log_probs
+        self._entropy = Sums()
         self.old = torch.full_like(self._mask, torch.nan)
 
     def masked_tokens(self, mini_batch: MiniBatch) -> int:
         """How many of its tokens count in the policy loss."""
         return int(sum(np.count_nonzero(self._actor_mask[part.places.cpu().numpy()]) for part in mini_batch))
 
-    def recompute(self, mini_batches: list[MiniBatch], skip_non_finite: bool, entropy_use: EntropyUse = "none") -> Sums:
-        """Fills in the old log-probs at the present weights, in the shapes in which they will be trained.
+    def recompute(self, mini_batches: list[MiniBatch], skip_non_finite: bool) -> None:
+        """Fills in the old log-probs at the present weights, in the shapes in which they will be trained, and the entropy.
 
-        Gives the sum of the entropies, if asked for. One that is not finite becomes NaN, which makes the loss of its mini-batch
-        NaN, or raises ComputationFailed unless ``skip_non_finite``.
+        One that is not finite becomes NaN, which makes the loss of its mini-batch NaN, or raises ComputationFailed unless
+        ``skip_non_finite``.
         """
         seen = Sums()
         with torch.no_grad():
             for micro_batch in (part for mini_batch in mini_batches for part in mini_batch):
-                log_probs, entropies = forward_log_probs(self._model, micro_batch, self._loss.temperature, entropy_use)
+                log_probs, entropies = forward_log_probs(self._model, micro_batch, self._loss.temperature, "report")
                 finite = log_probs.isfinite()
                 seen.add(not_finite=(~finite).sum())
                 self.old[micro_batch.places] = torch.where(finite, log_probs, torch.nan)
-                if entropies is not None:
-                    seen.add(entropy=entropies[finite].sum(), entropy_tokens=finite.sum())
+                self._observe(entropies)
         if seen["not_finite"] and not skip_non_finite:
             raise ComputationFailed(
                 f"policy update: {seen['not_finite']:g} old log-probs are not finite: the weights diverged before this step, "
                 "which has not touched them; go back to the checkpoint"
             )
-        return seen
 
-    def backward(self, mini_batch: MiniBatch, is_first: bool, report_entropy: bool) -> tuple[list[torch.Tensor], Sums]:
+    def backward(self, mini_batch: MiniBatch, is_first: bool) -> tuple[list[torch.Tensor], Sums]:
         """Adds the mini-batch's gradients to the model's. Gives the loss [] of each micro-batch, and what was seen.
 
-        ``is_first``: the weights are the old ones, and this forward pass gives the old log-probs.
+        ``is_first``: the weights are the old ones, and this forward pass gives the old log-probs and the entropy.
         """
         loss, losses, seen = self._loss, [], Sums()
         self._weigh(mini_batch)
         for micro_batch in mini_batch:
             places = micro_batch.places
-            entropy_use: EntropyUse = "train" if loss.entropy_bonus else "report" if report_entropy else "none"
+            entropy_use: EntropyUse = "train" if loss.entropy_bonus else "report" if is_first else "none"
             log_probs, entropies = forward_log_probs(self._model, micro_batch, loss.temperature, entropy_use)
             if is_first:
                 self.old[places] = log_probs.detach()
@@ -210,17 +207,30 @@ class _PolicyExperience:
             total.backward()  # type: ignore[no-untyped-call]
             losses.append(total)
             seen.add(policy_loss=result.loss, clipped=result.clipped_tokens, approx_kl=result.approx_kl_sum)
-            if report_entropy and entropies is not None:
-                seen.add(entropy=entropies.sum(), entropy_tokens=torch.tensor(len(micro_batch)))
+            if is_first:
+                self._observe(entropies)
         return losses, seen
 
-    def mean_importance_weight(self) -> float:
-        """Over the masked tokens whose old log-prob is known; 1 without a cap."""
+    def observations(self) -> dict[str, float]:
+        """``entropy``, ``rollout_mismatch_kl`` and ``importance_weight`` of the tokens of which they are known."""
+        found = {}
+        if self._entropy["tokens"]:
+            found["entropy"] = self._entropy["entropy"] / self._entropy["tokens"]
+        old = self.old.cpu().numpy()
+        if np.isfinite(old).any():
+            found["rollout_mismatch_kl"] = _mismatch(self._rollout_log_probs, old)
+        known = (self._mask != 0) & self.old.isfinite()
         if not self._loss.importance_cap:
-            return 1.0
-        known = (self._mask != 0) & self.old.isfinite() & self._rollout.isfinite()
-        weights = importance_weights(self.old[known], self._rollout[known], self._loss.importance_cap)
-        return float(weights.double().sum()) / max(1, len(weights))
+            found["importance_weight"] = 1.0
+        elif known.any():
+            weights = importance_weights(self.old[known], self._rollout[known], self._loss.importance_cap)
+            found["importance_weight"] = float(weights.double().mean())
+        return found
+
+    def _observe(self, entropies: torch.Tensor | None) -> None:
+        assert entropies is not None
+        finite = entropies.isfinite()
+        self._entropy.add(entropy=entropies[finite].sum(), tokens=finite.sum())
 
     def _weigh(self, mini_batch: MiniBatch) -> None:
         places = torch.cat([micro_batch.places for micro_batch in mini_batch])
@@ -240,4 +250,4 @@ def _mismatch(rollout: FloatArray, old: FloatArray) -> float:
     """k3 estimate of KL(engine || trainer) in nats, mean over the response tokens whose old log-prob is known."""
     difference = np.clip(old.astype(np.float64) - rollout, -20, 20)
     difference = difference[np.isfinite(difference)]
-    return float(np.mean(np.expm1(difference) - difference)) if len(difference) else 0.0
+    return float(np.mean(np.expm1(difference) - difference))

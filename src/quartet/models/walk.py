@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,22 +110,19 @@ class Totals:
         self._norms += norm
         self.sums.merge(seen)
 
-    def per_step(self, name: str) -> float:
-        """Mean over the steps taken."""
-        return self.sums[name] / max(1, self.steps)
-
-    def per_token(self, name: str) -> float:
-        """Mean over the tokens of the steps taken."""
-        return self.sums[name] / max(1, self.tokens)
+    def means(self, per_step: Mapping[str, str], per_token: Mapping[str, str]) -> dict[str, float]:
+        """Sums, by metric name, as means over the steps taken or over their tokens. Nothing where no step was taken."""
+        if not self.steps:
+            return {}
+        found = {metric: self.sums[name] / self.steps for metric, name in per_step.items()}
+        return found | {metric: self.sums[name] / self.tokens for metric, name in per_token.items()}
 
     def metrics(self, settings: OptimizationSettings) -> dict[str, float]:
-        """What every update reports: ``grad_norm``, ``learning_rate``, ``optimizer_steps``, ``skipped_steps``."""
-        return {
-            "grad_norm": self._norms / max(1, self.steps),
-            "learning_rate": settings.learning_rate if settings.epochs else 0.0,
-            "optimizer_steps": float(self.steps),
-            "skipped_steps": float(self.skipped),
-        }
+        """``optimizer_steps`` and ``skipped_steps``; of steps that were taken ``grad_norm`` and ``learning_rate``."""
+        found = {"optimizer_steps": float(self.steps), "skipped_steps": float(self.skipped)}
+        if self.steps:
+            found |= {"grad_norm": self._norms / self.steps, "learning_rate": settings.learning_rate}
+        return found
 
 
 def _check_flat(experience: Experience) -> None:

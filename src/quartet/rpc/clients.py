@@ -156,7 +156,7 @@ class ActorClient(ServiceClient):
             loss=codec.policy_loss_to_proto(loss),
         )
         pending = self.peer.start(self._stub.Update, request, self.timeouts.update, "Update")
-        return PendingResult(pending, lambda answer: _update_result(answer, step, _POLICY_METRICS))
+        return PendingResult(pending, lambda answer: _update_result(answer, step))
 
     def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind) -> PendingResult[list[SavedFile]]:
         """Begins a save below the run's directory."""
@@ -194,7 +194,7 @@ class CriticClient(ServiceClient):
             loss=codec.value_loss_to_proto(loss),
         )
         pending = self.peer.start(self._stub.Update, request, self.timeouts.update, "Update")
-        return PendingResult(pending, lambda answer: _update_result(answer, step, _VALUE_METRICS))
+        return PendingResult(pending, lambda answer: _update_result(answer, step))
 
     def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind) -> PendingResult[list[SavedFile]]:
         """Begins a save below the run's directory."""
@@ -209,14 +209,16 @@ class RewardClient(ServiceClient):
 
     role = Role.REWARD
 
-    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
+    def __init__(self, address: str, timeouts: TimeoutsConfig, patience: float = 0.0) -> None:
+        """``patience``: seconds beyond ``timeouts.score`` that a batch may take, for functions with time-outs of their own."""
         super().__init__(address, timeouts)
+        self._deadline = timeouts.score + patience
         self._stub = reward_pb2_grpc.RewardServiceStub(self.peer.channel)
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> PendingResult[Scores]:
         """Begins to score. ``fields``: of each sequence the prompt's own fields as a JSON object, or nothing."""
         request = reward_pb2.ScoreRequest(batch=codec.batch_to_proto(batch), fields=fields)
-        pending = self.peer.start(self._stub.Score, request, self.timeouts.score, "Score")
+        pending = self.peer.start(self._stub.Score, request, self._deadline, "Score")
         return PendingResult(pending, lambda answer: codec.scores_from_proto(answer, len(batch)))
 
 
@@ -239,28 +241,17 @@ class ReferenceClient(ServiceClient):
         return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.log_probs, "log_probs", tokens))
 
 
-_STEPS = ("grad_norm", "optimizer_steps", "skipped_steps")
-_POLICY_METRICS = (
-    "policy_loss",
-    "clip_fraction",
-    "approx_kl",
-    "entropy",
-    "rollout_mismatch_kl",
-    "importance_weight",
-    *_STEPS,
-)
-_VALUE_METRICS = ("value_loss", "value_clip_fraction", *_STEPS)
+_REQUIRED_METRICS = ("optimizer_steps", "skipped_steps")
 
 
 def _update_result(
     answer: actor_pb2.ActorServiceUpdateResponse | critic_pb2.CriticServiceUpdateResponse,
     step: int,
-    required: Sequence[str],
 ) -> UpdateResult:
     metrics = dict(answer.metrics)
     if answer.step != step:
         raise ServiceFailed(f"Update of step {step}: the answer is of step {answer.step}")
-    for name in required:
+    for name in (*_REQUIRED_METRICS, *metrics):
         if not math.isfinite(metrics.get(name, math.nan)):
             raise ServiceFailed(
                 f"Update of step {step}: metric {name} is {metrics.get(name)}, expected a finite number"

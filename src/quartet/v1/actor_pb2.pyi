@@ -393,9 +393,9 @@ class ActorServiceUpdateResponse(_message.Message):
     """Updates that the policy has now taken."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Finite. Required: "policy_loss", "clip_fraction", "approx_kl" (nats), "entropy" (nats per token), "grad_norm",
-        "rollout_mismatch_kl" (nats per token), "importance_weight" (mean; 1 when off), "optimizer_steps" (taken),
-        "skipped_steps" (for a NaN or an infinity).
+        """Finite. Required: "optimizer_steps" (taken), "skipped_steps" (for a NaN or an infinity). Where there was something to see:
+        "policy_loss", "clip_fraction", "approx_kl" (nats), "entropy" (nats per token), "grad_norm", "learning_rate",
+        "rollout_mismatch_kl" (nats per token), "importance_weight" (mean; 1 when off).
         """
 
     def __init__(

@@ -172,8 +172,8 @@ class CriticServiceUpdateResponse(_message.Message):
     """Updates that the value model has now taken."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Finite. Required: "value_loss", "value_clip_fraction", "grad_norm", "optimizer_steps" (taken), "skipped_steps" (for a NaN
-        or an infinity).
+        """Finite. Required: "optimizer_steps" (taken), "skipped_steps" (for a NaN or an infinity). Where a step was taken:
+        "value_loss", "value_clip_fraction", "grad_norm", "learning_rate".
         """
 
     def __init__(

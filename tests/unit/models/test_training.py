@@ -179,7 +179,9 @@ def test_a_mini_batch_without_masked_tokens_takes_no_step() -> None:
     nothing = dataclasses.replace(data, actor_mask=np.zeros_like(data.actor_mask))
     before = copy.deepcopy(model)
     found = update_policy(model, sgd(model), nothing, settings(), LOSS, 40)
-    assert (found["optimizer_steps"], found["policy_loss"], found["grad_norm"]) == (0, 0, 0)
+    assert found["optimizer_steps"] == 0
+    assert not {"policy_loss", "grad_norm"} & set(found)
+    assert found["entropy"] > 0, "it is the old policy's, whatever is trained on"
     assert np.isfinite(found["rollout_mismatch_kl"])
     assert largest_difference(model, before) == 0
 
@@ -207,6 +209,9 @@ def test_only_the_mini_batches_after_the_first_are_computed_once_more(
     assert len(calls) == passes
 
 
+NO_STEP = {"optimizer_steps": 0.0, "skipped_steps": 0.0}
+
+
 def test_no_epochs_change_nothing_and_still_report_entropy_and_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
     data, before, critic_before = experience(model), copy.deepcopy(model), copy.deepcopy(critic)
@@ -219,8 +224,7 @@ def test_no_epochs_change_nothing_and_still_report_entropy_and_mismatch(monkeypa
     observed = ("entropy", "rollout_mismatch_kl", "importance_weight")
     assert found["entropy"] > 0
     assert {name: found[name] for name in observed} == pytest.approx({name: expected[name] for name in observed})
-    assert {value for name, value in found.items() if name not in observed} == {0.0}
-    assert found.keys() == expected.keys()
+    assert {name: value for name, value in found.items() if name not in observed} == NO_STEP
     assert len(policies) == 1
     assert largest_difference(model, before) == 0
     assert not optimizer.state
@@ -228,9 +232,8 @@ def test_no_epochs_change_nothing_and_still_report_entropy_and_mismatch(monkeypa
 
     critic_optimizer = create_optimizer(critic, 0.5, weight_decay=0.1)
     of_value = update_value(critic, critic_optimizer, data, none, ValueLossSettings(), 1000)
-    assert of_value.keys() == update_value(critic, sgd(critic), data, once, ValueLossSettings(), 1000).keys()
-    assert set(of_value.values()) == {0.0}
-    assert len(values) == 1  # of the update to compare with
+    assert of_value == NO_STEP, "what was not seen is left out: a 0 would be a figure"
+    assert values == []
     assert largest_difference(critic, critic_before) == 0
     assert critic_optimizer.param_groups[0]["lr"] == 0.5
 

@@ -64,8 +64,8 @@ def test_when_every_step_is_skipped_nothing_changes_and_the_report_is_finite(bad
     )
     for report in reports:
         assert all(map(np.isfinite, report.values()))
-        assert (report["optimizer_steps"], report["skipped_steps"], report["grad_norm"]) == (0, 4, 0)
-    assert (reports[0]["policy_loss"], reports[0]["entropy"], reports[1]["value_loss"]) == (0, 0, 0)
+        assert (report["optimizer_steps"], report["skipped_steps"]) == (0, 4)
+        assert not {"policy_loss", "value_loss", "grad_norm", "clip_fraction"} & set(report), "0 would be a figure"
     assert largest_difference(model, before) == 0
     assert largest_difference(critic, critic_before) == 0
     assert not optimizer.state

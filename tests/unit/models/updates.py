@@ -148,13 +148,13 @@ class Straightforward:
 
     def policy(self) -> dict[str, float]:
         with torch.no_grad():
-            old = [self.distribution(row)[0] for row in range(len(self.sequences))]
-        losses, norms, entropies, kls, clipped, tokens = [], [], [], 0.0, 0, 0
+            at_first = [self.distribution(row) for row in range(len(self.sequences))]
+        old = [log_probs for log_probs, _ in at_first]
+        losses, norms, kls, clipped, tokens = [], [], 0.0, 0, 0
         for group in (group for epoch in range(self.chosen.epochs) for group in self.groups(epoch)):
-            first_epoch = len(losses) < self.chosen.mini_batches
             weights = self.token_weights(group)
             total, bonus, penalty = (torch.zeros((), dtype=torch.float64) for _ in range(3))
-            step_kl, step_clipped, step_entropies = 0.0, 0, []
+            step_kl, step_clipped = 0.0, 0
             for row in group:
                 log_probs, entropy = self.distribution(row)
                 mask = self.of("actor_mask", row)
@@ -166,13 +166,11 @@ class Straightforward:
                 ahead = log_probs - old[row]
                 step_kl += ((ahead.exp() - 1 - ahead) * mask).sum().item()
                 step_clipped += int(decided.sum())
-                step_entropies += entropy.tolist() if first_epoch else []
             count = int(sum(self.of("actor_mask", row).sum() for row in group))
             self.kl_seen.append(step_kl / count)
             if self.loss.max_update_kl and losses and step_kl / count > self.loss.max_update_kl:
                 break
             kls, clipped, tokens = kls + step_kl, clipped + step_clipped, tokens + count
-            entropies += step_entropies
             losses.append(total.item())
             norms.append(
                 self.descend(total - self.loss.entropy_bonus * bonus + self.loss.kl_loss_coefficient * penalty)
@@ -183,7 +181,7 @@ class Straightforward:
         return {
             "policy_loss": float(np.mean(losses)),
             "grad_norm": float(np.mean(norms)),
-            "entropy": float(np.mean(entropies)),
+            "entropy": float(torch.cat([entropy for _, entropy in at_first]).mean()),
             "approx_kl": kls / tokens,
             "clip_fraction": clipped / tokens,
             "rollout_mismatch_kl": float((drift.exp() - 1 - drift).mean()),
