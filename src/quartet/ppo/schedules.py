@@ -15,11 +15,11 @@ def scheduled_learning_rate(
 ) -> float:
     """The learning rate of training step ``step`` = 1, 2, ... of a run of ``total_steps``.
 
-    With w = ``warmup_steps``: peak * (step / w) up to step w, whose rate is ``peak`` exactly; without a warm-up step 1 is
-    on the schedule already. After it, with x = (step - w) / (total_steps - w): constant, peak; linear,
-    peak + (final - peak) x; cosine, final + (peak - final) (1 + cos(pi x)) / 2. Both give ``final`` exactly at
-    ``total_steps`` and beyond. A warm-up as long as the run ends at the peak. Source: Loshchilov & Hutter 2017,
-    equation 5 (cosine, without restarts). Raises InvalidRequest.
+    With w = ``warmup_steps``: peak * (step / w) up to step w, whose rate is ``peak`` exactly. After it, with
+    x = (step - w - 1) / (total_steps - w): constant, peak; linear, peak + (final - peak) x; cosine,
+    final + (peak - final) (1 + cos(pi x)) / 2. So the first step after the warm-up is at the peak, and ``final`` is what the step
+    after the last would have: a fall to 0 wastes no step. Source: Loshchilov & Hutter 2017, equation 5 (cosine, without
+    restarts). Raises InvalidRequest.
     """
     _check(step, total_steps, peak, final, warmup_steps)
     if step <= warmup_steps:
@@ -27,9 +27,9 @@ def scheduled_learning_rate(
         return peak * (step / warmup_steps)
     if kind == "constant":
         return peak
-    if step >= total_steps:
+    if step > total_steps:
         return final
-    progress = (step - warmup_steps) / (total_steps - warmup_steps)
+    progress = (step - warmup_steps - 1) / (total_steps - warmup_steps)
     match kind:
         case "linear":
             return peak + (final - peak) * progress

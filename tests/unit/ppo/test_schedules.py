@@ -25,8 +25,8 @@ def rates(kind: ScheduleKind, total: int, warmup: int, peak: float = 0.8, final:
     ("kind", "expected"),
     [
         ("constant", [0.4, 0.8, 0.8, 0.8, 0.8, 0.8]),
-        ("linear", [0.4, 0.8, 0.65, 0.5, 0.35, 0.2]),
-        ("cosine", [0.4, 0.8, 0.5 + 0.3 * math.sqrt(0.5), 0.5, 0.5 - 0.3 * math.sqrt(0.5), 0.2]),
+        ("linear", [0.4, 0.8, 0.8, 0.65, 0.5, 0.35]),
+        ("cosine", [0.4, 0.8, 0.8, 0.5 + 0.3 * math.sqrt(0.5), 0.5, 0.5 - 0.3 * math.sqrt(0.5)]),
     ],
 )
 def test_six_steps_with_two_of_warm_up_worked_by_hand(kind: ScheduleKind, expected: list[float]) -> None:
@@ -45,11 +45,14 @@ def test_the_ends_are_met_exactly_and_nothing_leaves_the_range(
         assert found[warmup - 1] == peak
         assert found[0] == pytest.approx(peak / warmup)
     if warmup < total:
-        assert found[-1] == (peak if kind == "constant" else final)
+        assert found[warmup] == pytest.approx(peak)
+        assert scheduled_learning_rate(total + 1, total, peak, final, warmup, kind) == (
+            peak if kind == "constant" else final
+        )
     assert found[:warmup] == sorted(found[:warmup])
     after = found[max(0, warmup - 1) :]
     assert all(a >= b - 1e-12 * peak for a, b in itertools.pairwise(after))
-    assert all(0 < rate <= peak * (1 + 1e-12) or rate == final for rate in found)
+    assert all(0 < rate <= peak * (1 + 1e-12) for rate in found), "no step is wasted"
 
 
 @pytest.mark.parametrize(("kind", "after"), [("constant", 0.8), ("linear", 0.2), ("cosine", 0.2)])
@@ -64,9 +67,9 @@ def test_a_warm_up_as_long_as_the_run_ends_at_the_peak(kind: ScheduleKind) -> No
 
 def test_linear_and_cosine_part_between_the_ends() -> None:
     linear, cosine = rates("linear", 8, 0), rates("cosine", 8, 0)
-    assert linear[3] == pytest.approx(cosine[3])
-    assert cosine[0] > linear[0] + 0.01
-    assert cosine[6] < linear[6] - 0.01
+    assert linear[4] == pytest.approx(cosine[4])
+    assert cosine[1] > linear[1] + 0.01
+    assert cosine[7] < linear[7] - 0.01
 
 
 @pytest.mark.parametrize(
