@@ -135,7 +135,7 @@ def _orchestrator(
         endings.put("end of the run")
 
     thread = threading.Thread(target=train, args=(training, board, finished), name="training", daemon=True)
-    return [OrchestratorServicer(board, control)], thread
+    return [OrchestratorServicer(board, control, training.close)], thread
 
 
 if __name__ == "__main__":

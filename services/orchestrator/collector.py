@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from quartet.buffer.rollouts import RolloutStream
-from quartet.errors import BufferFailed
+from quartet.errors import BufferFailed, ComputationFailed, ServiceFailed
 from quartet.rpc.clients import ActorClient, CriticClient, PendingResult, RewardClient
 from quartet.types import FloatArray, Scores, TokenBatch, Trajectory, TrajectoryId
 
@@ -102,8 +102,18 @@ class ScoringBatch:
 
     def ended(self) -> bool:
         """Whether all calls have succeeded. Raises the failure of one that has not."""
+        if self.scores.done():
+            self._check_scores()
         raise_failures(self.pending)
         return all(call.done() for call in self.pending)
+
+    def _check_scores(self) -> None:
+        """Raises what the reward failed with, and the names of what it was asked: it knows their places in the batch only."""
+        try:
+            self.scores.result()
+        except (ServiceFailed, ComputationFailed) as error:
+            ids = ", ".join(str(trajectory.id) for trajectory in self.trajectories)
+            raise type(error)(f"{error}; the batch, from index 0 (run/step/prompt line from 0/sample): {ids}") from None
 
     def scored(self) -> list[ScoredTrajectory]:
         """The answers, trajectory by trajectory."""

@@ -60,6 +60,10 @@ BOUNDS = {
 }
 
 
+BEGINNING = 2
+"""First steps of a run that later ones are held against: a jump comes soon after."""
+
+
 class Guards:
     """Looks at every step's metrics. A rule that still holds is silent for a window after it has spoken."""
 
@@ -72,7 +76,8 @@ class Guards:
 
     def entropy_slope(self, entropy: float) -> float:
         """Nats per token and step by which the entropy moves, over the window that ends with this step's ``entropy``."""
-        return slope([*(metrics["entropy"] for metrics in self._recent), entropy][-2 * self._half :])
+        seen = [metrics["entropy"] for metrics in self._recent if "entropy" in metrics]
+        return slope([*seen, entropy][-2 * self._half :])
 
     def look(self, metrics: Metrics) -> list[Alert]:
         """What is wrong after the step of these metrics."""
@@ -109,33 +114,39 @@ class Guards:
             )
 
     def _reward_hacking(self) -> Iterator[tuple[str, str, str]]:
-        rule = self._config.reward_hacking
+        """Looks for a spike within the window, and for a creep or an early jump since the run's first steps."""
         if len(self._recent) < 2 * self._half:
             return
-        before, after = self._halves()
-        reward = [_mean(part, "reward_mean") for part in (before, after)]
-        kl = [_mean(part, "kl_mean") for part in (before, after)]
-        length = [_mean(part, "response_tokens_mean") for part in (before, after)]
-        spread = _mean(before, "reward_std")
-        if (
-            reward[1] - reward[0] >= rule.reward_rise * spread
-            and kl[1] >= (1 + rule.kl_rise) * kl[0]
-            and length[1] >= (1 + rule.length_rise) * length[0]
-            and kl[1] > rule.kl_above
-            and reward[1] > reward[0]
+        rule, (before, after) = self._config.reward_hacking, self._halves()
+        since_start = self._first[:BEGINNING]
+        for part, length_rise, when in (
+            (before, rule.length_rise, f"within {2 * self._half} steps"),
+            (since_start, rule.length_rise_since_start, "since the first steps"),
         ):
-            yield (
-                "reward_hacking",
-                f"within {2 * self._half} steps reward rose from {reward[0]:.2f} to {reward[1]:.2f}, KL from {kl[0]:.1f} to "
-                f"{kl[1]:.1f} nats, and response length from {length[0]:.1f} to {length[1]:.1f} tokens",
-                "the reward may be exploited through length: read the longest responses, mend the reward or set "
-                "algorithm.length_penalty, and raise algorithm.kl_coefficient",
-            )
+            reward = [_mean(steps, "reward_mean") for steps in (part, after)]
+            kl = [_mean(steps, "kl_mean") for steps in (part, after)]
+            length = [_mean(steps, "response_tokens_mean") for steps in (part, after)]
+            if (
+                reward[1] - reward[0] >= rule.reward_rise * _mean(part, "reward_std")
+                and kl[1] >= (1 + rule.kl_rise) * kl[0]
+                and length[1] >= (1 + length_rise) * length[0]
+                and kl[1] > rule.kl_above
+                and reward[1] > reward[0]
+            ):
+                yield (
+                    "reward_hacking",
+                    f"{when} reward rose from {reward[0]:.2f} to {reward[1]:.2f}, KL from {kl[0]:.1f} to {kl[1]:.1f} nats, and "
+                    f"response length from {length[0]:.1f} to {length[1]:.1f} tokens",
+                    "the reward may be exploited through length: read the longest responses, mend the reward or set "
+                    "algorithm.length_penalty, and raise algorithm.kl_coefficient",
+                )
+                return
 
     def _entropy_collapse(self) -> Iterator[tuple[str, str, str]]:
-        if len(self._recent) < 2 * self._half:
+        seen = [[metrics for metrics in part if "entropy" in metrics] for part in (self._first, self._halves()[1])]
+        if len(self._recent) < 2 * self._half or not all(seen):
             return
-        first, now = _mean(self._first, "entropy"), _mean(self._halves()[1], "entropy")
+        first, now = (_mean(part, "entropy") for part in seen)
         if now < self._config.entropy_collapse.below * first:
             yield (
                 "entropy_collapse",
@@ -145,9 +156,10 @@ class Guards:
             )
 
     def _beyond(self, name: str, bound: Bound) -> Iterator[tuple[str, str, str]]:
-        if len(self._recent) < 2 * self._half or bound.metric not in self._recent[-1]:
+        seen = [metrics for metrics in self._halves()[1] if bound.metric in metrics]
+        if len(self._recent) < 2 * self._half or not seen:
             return
-        rule, found = getattr(self._config, name), _mean(self._halves()[1], bound.metric)
+        rule, found = getattr(self._config, name), _mean(seen, bound.metric)
         above: float | None = getattr(rule, "above", None)
         beyond = found > above if above is not None else found < rule.below
         if beyond:

@@ -9,7 +9,7 @@ from quartet.errors import ConfigError, MismatchError, ServiceUnavailable
 from quartet.rpc.clients import ActorClient, CriticClient, ReferenceClient, RewardClient, ServiceClient
 from quartet.topology import roles_of
 from quartet.types import Role, ServiceStatus
-from services.orchestrator.collector import AdapterOff, ReferencePolicy, ScoringServices
+from services.orchestrator.collector import MAX_IN_FLIGHT, AdapterOff, ReferencePolicy, ScoringServices
 
 Statuses = dict[Role, ServiceStatus]
 
@@ -22,7 +22,9 @@ class Peers:
         self._config = config
         self._roles = roles_of(config)
         self.actor = ActorClient(self._address(Role.ACTOR), config.timeouts)
-        self.reward = RewardClient(self._address(Role.REWARD), config.timeouts)
+        # Batches wait for one another at a function that is called once for each response.
+        patience = MAX_IN_FLIGHT * config.reward.seconds_of_functions(config.rollout.score_batch)
+        self.reward = RewardClient(self._address(Role.REWARD), config.timeouts, patience)
         self.critic: CriticClient | None = None
         self._reference: ReferenceClient | None = None
         if Role.CRITIC in self._roles:

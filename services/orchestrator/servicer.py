@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 
@@ -26,8 +26,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
     role = Role.ORCHESTRATOR
 
-    def __init__(self, board: ProgressBoard, control: Control) -> None:
-        self._board, self._control = board, control
+    def __init__(self, board: ProgressBoard, control: Control, close: Callable[[], None] = lambda: None) -> None:
+        """``close`` is called at the end of the process, where the training may be in the middle of a step."""
+        self._board, self._control, self._close = board, control, close
 
     def register(self, server: grpc.Server) -> None:
         """Adds this servicer."""
@@ -39,7 +40,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         return ServiceStatus(role=Role.ORCHESTRATOR, run=progress.run, step=progress.step)
 
     def close(self) -> None:
-        """Nothing to close; the training thread has ended or ends with the process."""
+        """Ends what the training started; its thread has ended or ends with the process."""
+        self._close()
 
     def GetProgress(
         self, request: orchestrator_pb2.GetProgressRequest, context: grpc.ServicerContext

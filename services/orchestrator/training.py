@@ -75,19 +75,24 @@ class Training:
 
     def run(self) -> None:
         """Trains. Raises the first thing that goes wrong; nothing is committed of a step that failed."""
-        order = self._prepare()
-        self._board.update(state=RunState.TRAINING, phase="generate")
         try:
+            order = self._prepare()
+            self._board.update(state=RunState.TRAINING, phase="generate")
             step = self._take_steps(order)
         finally:
-            if self._evaluator is not None:
-                self._evaluator.close()
+            self.close()
         self._save_policy(step)
         if self._stopped_by is not None:
-            self._board.update(state=RunState.FAILED, phase="done", error=str(self._stopped_by), exit_code=1)
+            why = f"stopped by guard {self._stopped_by.guard} after step {step}; the policy is saved in {self._files.policy}"
+            self._board.update(state=RunState.FAILED, phase="done", error=why, exit_code=1)
             return
         finished = step == self._config.run.steps
         self._board.update(state=RunState.FINISHED if finished else RunState.STOPPED, phase="done")
+
+    def close(self) -> None:
+        """Ends the processes that the training started. May be called again, and from another thread."""
+        if self._evaluator is not None:
+            self._evaluator.close()
 
     def _take_steps(self, order: PromptOrder) -> int:
         """Steps, evaluations, checkpoints, until the end or a stop. Gives the last step."""
@@ -244,7 +249,8 @@ class Training:
             "seconds_score": collected.seconds_score,
             "seconds_update": end - updating,
         }
-        metrics["entropy_slope"] = self._guards.entropy_slope(metrics["entropy"])
+        if "entropy" in metrics:
+            metrics["entropy_slope"] = self._guards.entropy_slope(metrics["entropy"])
         self._commit(step, collected, prepared, metrics)
         return self._guards.look(metrics)
 

@@ -58,7 +58,7 @@ HACKED = rising(10, reward_mean=(0.0, 4.0), kl_mean=(2.0, 8.0), response_tokens_
 def test_reward_kl_and_length_that_rise_together_are_reward_hacking() -> None:
     (alert,) = run(HACKED, reward_hacking={"action": "pause"})
     assert (alert.guard, alert.action, alert.step) == ("reward_hacking", "pause", 8)
-    for part in ("reward rose from", "KL from", "response length from", "tokens"):
+    for part in ("within 8 steps", "reward rose from", "KL from", "response length from", "tokens"):
         assert part in alert.evidence
     assert "algorithm.length_penalty" in alert.remedy
 
@@ -78,10 +78,37 @@ def test_two_of_the_three_are_not(calm: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "threshold", [{"reward_rise": 5.0}, {"kl_rise": 5.0}, {"length_rise": 5.0}, {"kl_above": 50.0}], ids=str
+    "threshold",
+    [
+        {"reward_rise": 5.0},
+        {"kl_rise": 5.0},
+        {"length_rise": 5.0, "length_rise_since_start": 5.0},
+        {"kl_above": 50.0},
+    ],
+    ids=str,
 )
 def test_each_threshold_of_reward_hacking_counts(threshold: dict[str, float]) -> None:
     assert run(HACKED, reward_hacking=threshold) == []
+
+
+def test_a_creep_over_many_windows_is_reward_hacking_too() -> None:
+    alerts = run(rising(200, reward_mean=(0.0, 12.0), kl_mean=(0.1, 20.0), response_tokens_mean=(30.0, 589.0)))
+    (first, *_) = [alert for alert in alerts if alert.guard == "reward_hacking"]
+    assert "since the first steps" in first.evidence
+
+
+def test_a_jump_in_the_first_steps_is_not_missed() -> None:
+    start = rising(3, reward_mean=(0.0, 18.0), kl_mean=(0.1, 30.0), response_tokens_mean=(30.0, 96.0))
+    (alert,) = run([*start, *[start[-1]] * 20], kl_runaway={"action": "off"}, window=8)[:1]
+    assert alert.guard == "reward_hacking"
+
+
+def test_what_a_step_did_not_see_is_no_figure() -> None:
+    guards = Guards(GuardsConfig(window=8))
+    for number in range(1, 17):
+        metrics = {name: value for name, value in HEALTHY.items() if name not in ("entropy", "rollout_mismatch_kl")}
+        assert guards.look({"step": number, **metrics}) == []
+    assert guards.entropy_slope(2.0) == 0.0
 
 
 BEYOND = {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quartet.config import Config, parse_config
-from quartet.types import PolicyLossSettings
-from services.orchestrator.settings import learning_rate_at, optimization_at, policy_loss_of
+from quartet.types import OptimizationSettings, PolicyLossSettings, ValueLossSettings
+from services.orchestrator.settings import learning_rate_at, optimization_at, policy_loss_of, value_loss_of
 
 
 def config(**sections: Any) -> Config:
@@ -34,14 +36,13 @@ def test_a_learning_rate_is_constant_unless_told_otherwise() -> None:
 
 def test_a_warm_up_and_a_linear_schedule() -> None:
     found = rates(warmup_steps=2, schedule="linear", final_learning_rate=0.2)
-    assert found == pytest.approx([0.5, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2])
+    assert found == pytest.approx([0.5, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
 
 
-def test_a_cosine_schedule_ends_at_its_end() -> None:
+def test_a_cosine_schedule_would_reach_its_end_in_the_step_after_the_last() -> None:
     found = rates(schedule="cosine", final_learning_rate=0.5)
-    assert found[-1] == pytest.approx(0.5)
+    assert found == pytest.approx([0.75 + 0.25 * math.cos(math.pi * step / 10) for step in range(10)])
     assert found == sorted(found, reverse=True)
-    assert found[5] != pytest.approx(rates(schedule="linear", final_learning_rate=0.5)[5])
 
 
 def test_the_policy_rests_while_the_critic_warms_up() -> None:
@@ -61,6 +62,25 @@ def test_what_becomes_of_a_nan_is_part_of_the_request() -> None:
     assert not optimization_at(found, found.actor, 1).skip_non_finite
     found = config(algorithm={"non_finite": "skip"})
     assert optimization_at(found, found.critic, 1).skip_non_finite
+
+
+def test_every_setting_of_the_optimisation_is_passed_on() -> None:
+    found = config(
+        run={"seed": 11},
+        algorithm={"epochs": 3, "mini_batches": 5, "non_finite": "skip"},
+        actor={"learning_rate": 0.25, "optimizer": {"max_grad_norm": 0.7}},
+        critic={"learning_rate": 0.5, "optimizer": {"max_grad_norm": 0.0}},
+    )
+    expected = OptimizationSettings(
+        epochs=3, mini_batches=5, learning_rate=0.25, max_grad_norm=0.7, seed=11, skip_non_finite=True
+    )
+    assert optimization_at(found, found.actor, 4) == expected
+    assert optimization_at(found, found.critic, 4) == replace(expected, learning_rate=0.5, max_grad_norm=0.0)
+
+
+@pytest.mark.parametrize("value_clip", [0.0, 0.45])
+def test_every_setting_of_the_value_loss_is_passed_on(value_clip: float) -> None:
+    assert value_loss_of(config(algorithm={"value_clip": value_clip}).algorithm) == ValueLossSettings(value_clip)
 
 
 def test_every_setting_of_the_policy_loss_is_passed_on() -> None:

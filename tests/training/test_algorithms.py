@@ -58,20 +58,25 @@ def test_samples_of_one_prompt_come_together(make: MakeConfig) -> None:
 
 
 def test_the_policy_rests_while_the_critic_warms_up(make: MakeConfig, world: World) -> None:
-    run = run_to_the_end(make(algorithm={"critic_warmup_steps": 2}))
-    assert not policy_moved(run, world)
-    for step in run.metrics:
+    run = run_to_the_end(make(run={"steps": 3}, algorithm={"critic_warmup_steps": 2}, checkpoint={"every": 2}))
+    rested = safetensors.torch.load_file(run.files.checkpoints / "step-000002" / "actor" / "model.safetensors")
+    initial = safetensors.torch.load_file(world.policy / "model.safetensors")
+    assert all(torch.equal(rested[name], initial[name]) for name in rested)
+    assert policy_moved(run, world)
+    assert run.metrics[2]["optimizer_steps_actor"] == 2
+    for step in run.metrics[:2]:
         assert (step["optimizer_steps_actor"], step["optimizer_steps_critic"]) == (0, 2)
         assert step["entropy"] > 0
-    assert policy_moved(run_to_the_end(make(algorithm={"critic_warmup_steps": 1})), world)
+        assert "policy_loss" not in step, "what nobody computed is no figure"
 
 
 def test_learning_rates_follow_their_schedules_and_are_reported(make: MakeConfig) -> None:
     actor = {"warmup_steps": 2, "schedule": "linear", "final_learning_rate": 1e-4}
     run = run_to_the_end(make(run={"steps": 4}, actor=actor, critic={"schedule": "cosine"}))
     rates = [step["learning_rate_actor"] for step in run.metrics]
-    assert rates == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])
-    assert run.metrics[-1]["learning_rate_critic"] == pytest.approx(0, abs=1e-12)
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4])
+    # Half a cosine over four steps: 1, then (1 + cos 45°, 90°, 135°) / 2.
+    assert run.metrics[-1]["learning_rate_critic"] == pytest.approx(1e-3 * (1 - 0.5**0.5) / 2)
 
 
 def test_scores_are_normalised_by_running_moments(make: MakeConfig) -> None:

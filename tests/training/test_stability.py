@@ -46,7 +46,8 @@ def test_a_guard_that_stops_ends_the_run_with_its_policy_saved_and_its_reason(ma
     with underway(make(**wild("stop", run={"steps": 50}))) as going:
         run = going.finish()
     assert run.code == 1
-    assert run.progress.error.startswith("guard kl_runaway (stop) after step ")
+    assert run.progress.error.startswith("stopped by guard kl_runaway after step ")
+    assert run.progress.error.endswith(f"the policy is saved in {run.files.policy}")
     assert len(run.metrics) < 50
     assert safetensors.torch.load_file(run.files.policy / "model.safetensors")
 

@@ -312,6 +312,11 @@ REQUIRED: dict[str, Any] = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "
             },
             "services.critic.address: .* has no critic",
         ),
+        ({"algorithm": {"critic_warmup_steps": 100}}, "the policy would never learn; expected less than run.steps 100"),
+        (
+            {"reward": {"source": "ensemble", "timeout": 1, "parts": [{"name": "a", "model": "m"}]}},
+            "timeout: not used with source ensemble; give it to each of the parts",
+        ),
         ({"algorithm": {"overlong_penalty": {"buffer_tokens": 65}}}, "expected at most rollout.max_response_tokens 64"),
         ({"actor": {"model": "a", "warmup_steps": 101}}, "actor.warmup_steps 101: expected at most run.steps 100"),
         ({"actor": {"model": "a", "final_learning_rate": 1}}, "final_learning_rate 1: expected at most learning_rate"),
@@ -324,7 +329,7 @@ REQUIRED: dict[str, Any] = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "
         ({"reward": {}}, "model: missing; source model needs it"),
         ({"reward": {"source": "function"}}, "function: missing; source function needs it"),
         ({"reward": {"model": "r", "function": "a.b:c"}}, "function: not used with source model"),
-        ({"reward": {"source": "function", "function": "a.b"}}, "should match pattern"),
+        ({"reward": {"source": "function", "function": "a.b"}}, "function: expected package.module:callable"),
         ({"reward": {"source": "ensemble"}}, "parts: source ensemble needs at least one"),
         ({"reward": {"model": "r", "parts": [{"name": "a", "model": "m"}]}}, "parts: not used with source model"),
         (

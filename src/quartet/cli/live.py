@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from pathlib import Path
@@ -106,7 +107,7 @@ class LineView:
         self._pace.add(metrics)
         self._print(
             f"step {progress.step}/{progress.total_steps}  reward {metrics['reward_mean']:+.3f}  "
-            f"kl {metrics['kl_mean']:.3f}  entropy {metrics['entropy']:.2f}  eos {metrics['eos_rate']:.2f}  "
+            f"kl {metrics['kl_mean']:.3f}  entropy {metrics.get('entropy', math.nan):.2f}  eos {metrics['eos_rate']:.2f}  "
             f"{self._pace.tokens_per_second:.0f} tokens/s  left {self._pace.left(progress.total_steps - progress.step)}"
         )
 
@@ -151,7 +152,8 @@ class LiveView:
             self._step = progress.step
             self._pace.add(dict(progress.metrics))
             for name in ("reward_mean", "kl_mean", "entropy", "eos_rate", "response_tokens_mean"):
-                self._curves.setdefault(name, deque(maxlen=HISTORY)).append(progress.metrics[name])
+                if name in progress.metrics:
+                    self._curves.setdefault(name, deque(maxlen=HISTORY)).append(progress.metrics[name])
         self._progress = progress
         self._bar.update(
             self._task,

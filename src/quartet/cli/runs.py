@@ -17,7 +17,7 @@ from quartet.cli.live import View, make_view
 from quartet.config import Config, load_config, redact_url
 from quartet.errors import ConfigError, ServiceFailed
 from quartet.launcher import Launcher
-from quartet.preflight import check_inputs
+from quartet.preflight import check_inputs, unused
 from quartet.rpc.limits import CHANNEL_OPTIONS
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import Role
@@ -58,6 +58,8 @@ def run(config: Config, overwrite: bool) -> None:
 def _started(config: Config, overwrite: bool) -> Iterator[tuple[Launcher, RunFiles]]:
     """The processes of a run, up and ready. An earlier run comes back unless this one gets as far as training."""
     check_inputs(config)
+    for note in unused(config):
+        console.print(note, highlight=False, soft_wrap=True, markup=False)
     files = RunFiles(config.run_directory)
     with files.claimed():
         if overwrite:
@@ -128,6 +130,8 @@ def _follow(
             kind = ConfigError if progress.exit_code == 2 else ServiceFailed
             raise kind(progress.error)
         if progress.state in (orchestrator_pb2.RUN_STATE_FINISHED, orchestrator_pb2.RUN_STATE_STOPPED):
+            if progress.state == orchestrator_pb2.RUN_STATE_STOPPED:
+                console.print(f"stopped after step {progress.step} of {progress.total_steps}", highlight=False)
             return
 
 

@@ -173,14 +173,16 @@ class GuardConfig(Section):
 
 
 class RewardHackingGuardConfig(GuardConfig):
-    """Reward, KL and length rise together, from the first to the second half of the window."""
+    """Reward, KL and length rise together, within the window or since the run's first steps."""
 
     reward_rise: NonNegative = 0.25
     """At least this rise of the reward, in standard deviations between responses."""
     kl_rise: NonNegative = 0.25
     """At least this relative rise of the KL."""
     length_rise: NonNegative = 0.2
-    """At least this relative rise of the response length."""
+    """At least this relative rise of the response length, from the first to the second half of the window."""
+    length_rise_since_start: NonNegative = 0.5
+    """Or at least this one since the run's first steps."""
     kl_above: NonNegative = 1.0
     """And a KL above this, nats per response: at a run's start it always rises."""
 

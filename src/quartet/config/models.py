@@ -56,7 +56,7 @@ class TrainedModelConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after the warm-up, up to run.steps."""
     final_learning_rate: NonNegative = 0.0
-    """Where linear and cosine end."""
+    """What linear and cosine fall to: the step after the last would have it."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW's settings."""
     freeze: tuple[str, ...] = ()
@@ -148,9 +148,20 @@ class RewardConfig(RewardSourceConfig):
         """Whether a prompt's own fields matter to the score."""
         return self.source == "function" or any(part.source == "function" for part in self.parts)
 
+    def seconds_of_functions(self, batch: int) -> float:
+        """Seconds that the functions may take for one batch of so many responses, by their time-outs."""
+        sources: list[RewardSourceConfig] = [self, *self.parts]
+        return sum(
+            source.timeout * (1 if source.batched else batch) for source in sources if source.source == "function"
+        )
+
     @model_validator(mode="after")
     def _consistent(self) -> RewardConfig:
         self.check_source()
+        unused = {"dtype", "micro_batch_tokens", "batched", "timeout"} & self.model_fields_set
+        changed = sorted(name for name in unused if getattr(self, name) != type(self).model_fields[name].default)
+        if self.source == "ensemble" and changed:
+            raise ValueError(f"{changed[0]}: not used with source ensemble; give it to each of the parts")
         if self.source == "ensemble" and not self.parts:
             raise ValueError("parts: source ensemble needs at least one")
         if self.source != "ensemble" and self.parts:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -15,7 +16,15 @@ Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 WholeNumber = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+
+
+def _function_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", value):
+        raise ValueError("expected package.module:callable, such as examples.rewards.functions:keywords")
+    return value
+
+
+FunctionName = Annotated[str, AfterValidator(_function_name)]
 
 
 class Section(BaseModel):

@@ -95,6 +95,11 @@ class Config(Section):
                 f"algorithm.ratio_level sequence: {where} gives each token its own advantage; "
                 "use reinforce, rloo or grpo, or ratio_level token"
             )
+        if algorithm.critic_warmup_steps >= self.run.steps:
+            raise ValueError(
+                f"algorithm.critic_warmup_steps {algorithm.critic_warmup_steps}: the policy would never learn; expected "
+                f"less than run.steps {self.run.steps}"
+            )
         if algorithm.critic_warmup_steps and not algorithm.has_critic:
             raise ValueError(f"algorithm.critic_warmup_steps {algorithm.critic_warmup_steps}: {where} has no critic")
         if not algorithm.has_critic and self.services.critic.address:

@@ -1,0 +1,216 @@
+"""Every option of the algorithm and the rollout acts where it should: in what arrives at the services, and in whole runs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.types import OptimizationSettings, PolicyLossSettings, SamplingParameters, ValueLossSettings
+from services.actor.actor import Actor
+from services.critic.critic import Critic
+from services.reference.reference import Reference
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, run_to_the_end
+
+Asked = dict[str, list[dict[str, Any]]]
+
+CORES: list[tuple[type, str]] = [
+    (Actor, "generate"),
+    (Actor, "log_probs"),
+    (Actor, "update"),
+    (Critic, "update"),
+    (Reference, "log_probs"),
+]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """The arguments of all that the services were asked, behind their servers, by ``Class.method``."""
+    found: Asked = defaultdict(list)
+
+    def listen(core: type, method: str) -> None:
+        real: Callable[..., Any] = getattr(core, method)
+        signature = inspect.signature(real)
+
+        def heard(*arguments: Any, **options: Any) -> Any:
+            found[f"{core.__name__}.{method}"].append(dict(signature.bind(*arguments, **options).arguments))
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(core, method, heard)
+
+    for core, method in CORES:
+        listen(core, method)
+    return found
+
+
+def of_each(calls: list[dict[str, Any]], *names: str) -> list[Any]:
+    """Those arguments of every call, in order."""
+    return [tuple(call[name] for name in names) if len(names) > 1 else call[names[0]] for call in calls]
+
+
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "run": {"steps": 4, "seed": 11},
+    "algorithm": {
+        "epochs": 3,
+        "mini_batches": 2,
+        "clip_ratio": 0.15,
+        "clip_ratio_high": 0.3,
+        "dual_clip": 4.0,
+        "entropy_bonus": 0.01,
+        "kl_loss": "k3",
+        "kl_loss_coefficient": 0.2,
+        "loss_aggregation": "sequence_mean",
+        "importance_cap": 3.0,
+        "max_update_kl": 50.0,
+        "value_clip": 0.4,
+        "critic_warmup_steps": 1,
+        "non_finite": "skip",
+    },
+    "rollout": {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_response_tokens": 6},
+    "actor": {
+        "learning_rate": 2e-3,
+        "warmup_steps": 2,
+        "schedule": "linear",
+        "final_learning_rate": 5e-4,
+        "optimizer": {"max_grad_norm": 0.7},
+    },
+    "critic": {"learning_rate": 4e-3, "schedule": "linear", "optimizer": {"max_grad_norm": 0.3}},
+}
+
+
+def test_what_a_step_asks_of_the_services_is_what_the_config_says(make: MakeConfig, asked: Asked) -> None:
+    run_to_the_end(make(**UNUSUAL))
+    sampling = SamplingParameters(max_response_tokens=6, temperature=0.5, top_p=0.9, top_k=7)
+    assert of_each(asked["Actor.generate"], "sampling", "seed", "policy_version") == [
+        (sampling, 11, version) for version in range(4)
+    ]
+    assert len(asked["Reference.log_probs"]) >= 4
+    assert set(of_each(asked["Reference.log_probs"], "temperature")) == {0.5}
+    loss = PolicyLossSettings(0.5, 0.15, 0.3, 4.0, 0.01, "k3", 0.2, "token", "sequence_mean", 3.0, 50.0)
+    actor = [
+        OptimizationSettings(epochs, 2, pytest.approx(rate), 0.7, 11, True)  # type: ignore[arg-type]
+        for epochs, rate in ((0, 1e-3), (3, 2e-3), (3, 2e-3), (3, 1.25e-3))
+    ]
+    assert of_each(asked["Actor.update"], "step", "settings", "loss") == [
+        (step, settings, loss) for step, settings in enumerate(actor, 1)
+    ]
+    critic = [
+        OptimizationSettings(3, 2, pytest.approx(rate), 0.3, 11, True)  # type: ignore[arg-type]
+        for rate in (4e-3, 3e-3, 2e-3, 1e-3)
+    ]
+    assert of_each(asked["Critic.update"], "step", "settings", "loss") == [
+        (step, settings, ValueLossSettings(0.4)) for step, settings in enumerate(critic, 1)
+    ]
+
+
+def test_an_actor_that_is_its_own_reference_is_asked_at_the_rollouts_temperature(
+    make: MakeConfig, asked: Asked
+) -> None:
+    run_to_the_end(make(rollout={"temperature": 0.5}, actor={"lora": {"rank": 2}}))
+    assert not asked["Reference.log_probs"]
+    assert set(of_each(asked["Actor.log_probs"], "temperature", "reference")) == {(0.5, True)}
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["service", "adapter"])
+def test_at_another_temperature_engine_trainer_and_reference_agree_on_the_first_step(
+    lora: dict[str, Any] | None, make: MakeConfig
+) -> None:
+    """All four log-probs of the untrained policy are the same numbers, so that every ratio is 1 and every KL 0."""
+    config = make(run={"steps": 1}, algorithm={"epochs": 1}, rollout={"temperature": 0.25}, actor={"lora": lora})
+    (step,) = run_to_the_end(config).metrics
+    assert step["kl_mean"] == pytest.approx(0, abs=1e-4)
+    assert step["rollout_mismatch_kl"] == pytest.approx(0, abs=1e-8)
+    assert step["importance_weight"] == pytest.approx(1, abs=1e-5)
+    assert (step["approx_kl"], step["clip_fraction"]) == (0, 0)
+
+
+@pytest.mark.parametrize("option", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
+def test_a_prompts_samples_are_all_the_same_where_only_the_likeliest_token_may_be_drawn(
+    option: dict[str, float], make: MakeConfig
+) -> None:
+    rollout = {"prompts_per_step": 2, "samples_per_prompt": 4, **option}
+    run = run_to_the_end(make(run={"steps": 1}, rollout=rollout))
+    responses: dict[str, set[str]] = defaultdict(set)
+    for item in run.trajectories(1):
+        responses[item["id"].rsplit("/", 2)[1]].add(item["response"])
+    assert [len(found) for found in responses.values()] == [1, 1]
+
+
+def manifest(run: Run, step: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run.files.checkpoints / f"step-{step:06d}" / "manifest.json").read_text())
+    return found
+
+
+def adaptive(coefficient: float, kl: float, target: float, responses: int, horizon: float) -> float:
+    """Ziegler et al. 2019, section 2.2."""
+    return coefficient * (1 + min(max(kl / target - 1, -0.2), 0.2) * responses / horizon)
+
+
+def simple(coefficient: float, kl: float, target: float, responses: int, horizon: float) -> float:
+    """The same without the clip, where the horizon counts steps; a KL below 0 counts as 0."""
+    return coefficient * (1 + (max(kl, 0.0) / target - 1) / horizon)
+
+
+def fixed(coefficient: float, kl: float, target: float, responses: int, horizon: float) -> float:
+    return coefficient
+
+
+@pytest.mark.parametrize("rule", [adaptive, simple, fixed])
+def test_the_kl_coefficient_of_a_step_follows_from_the_kl_of_the_step_before(
+    rule: Callable[..., float], make: MakeConfig
+) -> None:
+    controller = {"kind": rule.__name__, "target": 0.05, "horizon": 5.0}
+    run = run_to_the_end(
+        make(
+            run={"steps": 5},
+            algorithm={"kl_coefficient": 0.3, "kl_controller": controller},
+            actor={"learning_rate": 0.02},
+            checkpoint={"every": 1, "keep": 5},
+        )
+    )
+    expected = 0.3
+    for step in run.metrics:
+        assert step["kl_coefficient"] == pytest.approx(expected, rel=1e-9)
+        expected = rule(expected, step["kl_mean"], 0.05, 4, 5.0)
+        state = manifest(run, int(step["step"]))["state"]["kl_controller"]
+        assert state == {"value": pytest.approx(expected, rel=1e-9)}
+    assert any(step["kl_mean"] > 0.05 for step in run.metrics), "the KL was on both sides of the target"
+    assert any(step["kl_mean"] < 0.05 for step in run.metrics)
+
+
+@pytest.mark.parametrize(("normalize", "steps_seen"), [("running", 2), ("initial", 1), ("none", 0)])
+def test_a_checkpoint_holds_the_moments_by_which_scores_are_normalised(
+    normalize: str, steps_seen: int, make: MakeConfig
+) -> None:
+    run = run_to_the_end(make(algorithm={"score": {"normalize": normalize}}, checkpoint={"every": 2}))
+    moments = manifest(run, 2)["state"]["score_moments"]
+    if not steps_seen:
+        assert moments is None
+        return
+    scores = [item["score"] for step in range(1, steps_seen + 1) for item in run.trajectories(step)]
+    seen = torch.tensor(scores, dtype=torch.float64)
+    assert moments["count"] == len(seen) == 4 * steps_seen
+    assert moments["mean"] == pytest.approx(float(seen.mean()), abs=1e-6)
+    assert moments["squares"] == pytest.approx(float((seen - seen.mean()).square().sum()), rel=1e-5)
+
+
+def test_the_price_of_length_rises_up_to_the_rollouts_limit(make: MakeConfig) -> None:
+    """Yu et al. 2025 (DAPO), equation 13: nothing up to two tokens, three units of reward at the limit of eight."""
+    run = run_to_the_end(
+        make(
+            run={"steps": 1},
+            algorithm={"overlong_penalty": {"buffer_tokens": 6, "penalty": 3.0}},
+            rollout={"prompts_per_step": 8, "max_response_tokens": 8},
+        )
+    )
+    found = run.trajectories(1)
+    assert 8 in {item["response_tokens"] for item in found}
+    costs = [3.0 * max(0, item["response_tokens"] - (8 - 6)) / 6 for item in found]
+    expected = sum(item["score"] - cost for item, cost in zip(found, costs, strict=True)) / len(found)
+    assert run.metrics[0]["score_mean"] == pytest.approx(expected, abs=1e-5)
