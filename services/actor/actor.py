@@ -10,7 +10,7 @@ from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
 from quartet.config import ActorConfig
 from quartet.errors import FailedPrecondition, InvalidRequest
-from quartet.files import confined, describe_files
+from quartet.files import checkpoint_of, confined, describe_files
 from quartet.models.engine import TorchEngine
 from quartet.models.forward import max_positions
 from quartet.models.freezing import freeze_parameters
@@ -24,7 +24,7 @@ from quartet.models.loading import (
     tokenizer_fingerprint,
 )
 from quartet.models.lora import add_adapter
-from quartet.models.optimizer import create_optimizer, save_optimizer
+from quartet.models.optimizer import OPTIMIZER_FILE, create_optimizer, load_optimizer, save_optimizer
 from quartet.models.scoring import response_log_probs
 from quartet.models.training import update_policy
 from quartet.models.update_log import UpdateLog
@@ -71,23 +71,33 @@ class Actor:
         Raises ModelError.
         """
         self._config, self._device, self._buffer = config, device, buffer
-        self._root = run_directory
+        self._root, self._max_concurrent, self._seed = run_directory, max_concurrent, seed
         self._tokenizer = load_tokenizer(config.model)
-        self._model = load_causal_lm(config.model, config.dtype, device)
-        lora = config.lora
+        self._fingerprint = tokenizer_fingerprint(self._tokenizer)
+        self._updates = UpdateLog()
+        self._load(None)
+        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+        self._parameters = count_parameters(self._model)
+
+    def _load(self, checkpoint: Path | None) -> None:
+        """The policy with its adapter, optimizer and engine, initial or as a checkpoint holds them. Raises ModelError."""
+        config, lora, optimizer = self._config, self._config.lora, self._config.optimizer
+        base = config.model if checkpoint is None or lora else checkpoint
+        self._model = load_causal_lm(base, config.dtype, self._device)
         self._adapter = (
-            add_adapter(self._model, config.model, lora.rank, lora.alpha, lora.target_modules, seed) if lora else None
+            add_adapter(self._model, config.model, lora.rank, lora.alpha, lora.target_modules, self._seed)
+            if lora
+            else None
         )
         freeze_parameters(self._model, config.freeze)
-        optimizer = config.optimizer
         self._optimizer = create_optimizer(
             self._model, config.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay
         )
-        self._engine = TorchEngine(self._model, stop_token_ids(self._model, self._tokenizer), max_concurrent)
-        self._updates = UpdateLog()
-        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
-        self._parameters = count_parameters(self._model)
-        self._fingerprint = tokenizer_fingerprint(self._tokenizer)
+        self._engine = TorchEngine(self._model, stop_token_ids(self._model, self._tokenizer), self._max_concurrent)
+        if checkpoint is not None:
+            if self._adapter is not None:
+                self._adapter.read(checkpoint)
+            load_optimizer(self._optimizer, checkpoint / OPTIMIZER_FILE)
 
     def generate(
         self,
@@ -168,8 +178,16 @@ class Actor:
         else:
             save_policy(self._model, self._tokenizer, target, self._adapter)
         if kind is SaveKind.CHECKPOINT:
-            save_optimizer(self._optimizer, target / "optimizer.safetensors")
+            save_optimizer(self._optimizer, target / OPTIMIZER_FILE)
         return describe_files(self._root, target)
+
+    def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
+        """Goes back to a checkpoint below the run's directory, or to the initial policy for step 0.
+
+        Raises InvalidRequest, FailedPrecondition for a lower leader epoch, ModelError for a checkpoint that is broken.
+        """
+        checkpoint = checkpoint_of(self._root, step, directory)
+        self._updates.restore(run, step, leader_epoch, lambda: self._load(checkpoint))
 
     def status(self) -> ServiceStatus:
         """What the actor says of itself."""
@@ -185,6 +203,7 @@ class Actor:
             max_sequence_tokens=max_positions(self._model) or 0,
             run=self._updates.run,
             step=self._updates.step,
+            leader_epoch=self._updates.leader_epoch,
             answers_as_reference=self._adapter is not None,
         )
 

@@ -82,6 +82,17 @@ class ActorServicer(ModelRole[Actor], actor_pb2_grpc.ActorServiceServicer):
             files=[codec.saved_file_to_proto(file) for file in files], policy_version=version
         )
 
+    def Restore(
+        self, request: actor_pb2.ActorServiceRestoreRequest, context: grpc.ServicerContext
+    ) -> actor_pb2.ActorServiceRestoreResponse:
+        """Goes back to the policy of a checkpoint."""
+        self.compute.run(
+            "restore",
+            context,
+            lambda _: self.core.restore(request.run, request.step, request.leader_epoch, request.directory),
+        )
+        return actor_pb2.ActorServiceRestoreResponse(policy_version=self.core.policy_version)
+
 
 def _generation_requests(request: actor_pb2.GenerateRequest) -> list[GenerationRequest]:
     lengths = codec.ints_from_proto(request.prompt_lengths, "prompt_lengths", len(request.prompts))

@@ -8,12 +8,12 @@ from pathlib import Path
 from quartet.buffer.experience import ExperienceStore
 from quartet.config import CriticConfig
 from quartet.errors import FailedPrecondition
-from quartet.files import confined, describe_files
+from quartet.files import checkpoint_of, confined, describe_files
 from quartet.models.forward import max_positions
 from quartet.models.freezing import freeze_parameters
 from quartet.models.loading import count_parameters, load_critic, load_tokenizer, tokenizer_fingerprint
 from quartet.models.lora import add_adapter
-from quartet.models.optimizer import create_optimizer, save_optimizer
+from quartet.models.optimizer import OPTIMIZER_FILE, create_optimizer, load_optimizer, save_optimizer
 from quartet.models.scoring import response_values
 from quartet.models.training import update_value
 from quartet.models.update_log import UpdateLog
@@ -46,23 +46,34 @@ class Critic:
         starts. Raises ModelError.
         """
         self._config, self._name, self._device, self._experience = config, model, device, experience
-        self._root = run_directory
-        self._model = load_critic(model, config.dtype, device)
-        lora = config.lora
+        self._root, self._seed = run_directory, seed
+        self._tokenizer = load_tokenizer(model)
+        self._fingerprint = tokenizer_fingerprint(self._tokenizer)
+        self._updates = UpdateLog()
+        self._load(None)
+        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+        self._parameters = count_parameters(self._model)
+
+    def _load(self, checkpoint: Path | None) -> None:
+        """The value model with its adapter and optimizer, initial or as a checkpoint holds them. Raises ModelError."""
+        config, lora, optimizer = self._config, self._config.lora, self._config.optimizer
+        base = self._name if checkpoint is None or lora else checkpoint
+        self._model = load_critic(base, config.dtype, self._device)
         # The head is small and begins at nothing learned: it is trained in full beside an adapter.
         self._adapter = (
-            add_adapter(self._model.backbone, model, lora.rank, lora.alpha, lora.target_modules, seed) if lora else None
+            add_adapter(self._model.backbone, self._name, lora.rank, lora.alpha, lora.target_modules, self._seed)
+            if lora
+            else None
         )
         freeze_parameters(self._model, config.freeze)
-        optimizer = config.optimizer
         self._optimizer = create_optimizer(
             self._model, config.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay
         )
-        self._updates = UpdateLog()
-        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
-        self._parameters = count_parameters(self._model)
-        self._tokenizer = load_tokenizer(model)
-        self._fingerprint = tokenizer_fingerprint(self._tokenizer)
+        if checkpoint is not None:
+            if self._adapter is not None:
+                self._adapter.read(checkpoint)
+                self._model.read_head(checkpoint)
+            load_optimizer(self._optimizer, checkpoint / OPTIMIZER_FILE)
 
     def values(self, batch: TokenBatch) -> FloatArray:
         """Value of the state in which each response token was drawn, float32 [response tokens]."""
@@ -98,8 +109,16 @@ class Critic:
         else:
             self._model.save(target, self._tokenizer, self._adapter)
         if kind is SaveKind.CHECKPOINT:
-            save_optimizer(self._optimizer, target / "optimizer.safetensors")
+            save_optimizer(self._optimizer, target / OPTIMIZER_FILE)
         return describe_files(self._root, target)
+
+    def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
+        """Goes back to a checkpoint below the run's directory, or to the initial value model for step 0.
+
+        Raises InvalidRequest, FailedPrecondition for a lower leader epoch, ModelError for a checkpoint that is broken.
+        """
+        checkpoint = checkpoint_of(self._root, step, directory)
+        self._updates.restore(run, step, leader_epoch, lambda: self._load(checkpoint))
 
     def status(self) -> ServiceStatus:
         """What the critic says of itself."""
@@ -115,6 +134,7 @@ class Critic:
             max_sequence_tokens=max_positions(self._model) or 0,
             run=self._updates.run,
             step=self._updates.step,
+            leader_epoch=self._updates.leader_epoch,
         )
 
     @property

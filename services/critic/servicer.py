@@ -56,3 +56,14 @@ class CriticServicer(ModelRole[Critic], critic_pb2_grpc.CriticServiceServicer):
         return critic_pb2.CriticServiceSaveResponse(
             files=[codec.saved_file_to_proto(file) for file in files], policy_version=version
         )
+
+    def Restore(
+        self, request: critic_pb2.CriticServiceRestoreRequest, context: grpc.ServicerContext
+    ) -> critic_pb2.CriticServiceRestoreResponse:
+        """Goes back to the value model of a checkpoint."""
+        self.compute.run(
+            "restore",
+            context,
+            lambda _: self.core.restore(request.run, request.step, request.leader_epoch, request.directory),
+        )
+        return critic_pb2.CriticServiceRestoreResponse(policy_version=self.core.policy_version)

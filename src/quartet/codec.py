@@ -401,6 +401,7 @@ def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:
         busy_seconds=status.busy_seconds,
         max_sequence_tokens=status.max_sequence_tokens,
         answers_as_reference=status.answers_as_reference,
+        leader_epoch=status.leader_epoch,
     )
 
 
@@ -424,4 +425,5 @@ def status_from_proto(message: status_pb2.RoleStatus) -> ServiceStatus:
         busy_seconds=dict(message.busy_seconds),
         max_sequence_tokens=message.max_sequence_tokens,
         answers_as_reference=message.answers_as_reference,
+        leader_epoch=message.leader_epoch,
     )

@@ -24,6 +24,13 @@ def confined(root: Path, relative: str) -> Path:
     return target
 
 
+def checkpoint_of(root: Path, step: int, directory: str) -> Path | None:
+    """Where a model is to go back to: below ``root``, or None for step 0. Raises InvalidRequest."""
+    if (step == 0) != (directory == ""):
+        raise InvalidRequest(f"restore of step {step}: expected a directory, and none for step 0, not {directory!r}")
+    return confined(root, directory) if directory else None
+
+
 def describe_files(root: Path, directory: Path) -> list[SavedFile]:
     """Every file below ``directory``, by path relative to ``root``, in order."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())

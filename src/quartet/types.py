@@ -302,3 +302,4 @@ class ServiceStatus:
     busy_seconds: dict[str, float] = field(default_factory=dict)
     max_sequence_tokens: int = 0
     answers_as_reference: bool = False
+    leader_epoch: int = 0

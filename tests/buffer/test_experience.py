@@ -31,8 +31,8 @@ def test_experience_that_is_not_sealed_or_discarded_is_refused(store: Experience
     store.seal(experience(run, 1))
     with pytest.raises(FailedPrecondition, match=f"experience of step 2 of run {run}: not in the buffer"):
         store.load(2)
-    store.discard(1)
-    store.discard(1)
+    store.discard([1])
+    store.discard([1])
     with pytest.raises(FailedPrecondition, match="experience of step 1"):
         store.load(1)
 

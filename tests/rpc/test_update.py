@@ -14,8 +14,8 @@ import transformers
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience import ExperienceStore
-from quartet.config import Config
-from quartet.errors import BufferFailed, FailedPrecondition
+from quartet.config import Config, parse_config
+from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest
 from quartet.types import OptimizationSettings, PolicyLossSettings, Role, SaveKind, UpdateResult, ValueLossSettings
 from tests.buffer.samples import experience
 from tests.rpc.conftest import Services
@@ -81,7 +81,7 @@ def test_a_repeated_update_answers_the_same_and_changes_nothing(
     second = update(client, run, 2)
     after = outputs(client)
     # Not even the experience is needed any more, and other settings make no difference.
-    store.discard(2)
+    store.discard([2])
     assert update(client, run, 2) == second
     other = OptimizationSettings(epochs=9, mini_batches=1, learning_rate=1.0, max_grad_norm=0.0, seed=1)
     assert client.update(run, 2, 1, other, LOSSES[role]).result() == second
@@ -133,7 +133,7 @@ def test_experience_that_is_missing_or_damaged_is_an_error_and_the_step_may_be_t
     redis_client: Redis,
 ) -> None:
     client = services.start(role, make_config())
-    store.discard(1)
+    store.discard([1])
     with pytest.raises(FailedPrecondition, match=f"experience of step 1 of run {run}: not in the buffer"):
         update(client, run, 1)
     redis_client.set(store.key(1), b"\xff")
@@ -195,3 +195,75 @@ def test_a_saved_critic_values_as_before(services: Services, make_config: Callab
     tree["critic"]["model"] = str(config.run_directory / "critic")
     again = services.start(Role.CRITIC, Config.model_validate(tree))
     np.testing.assert_array_equal(again.values(BATCH).result(), critic.values(BATCH).result())
+
+
+LORA = {"rank": 2}
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("role", TRAINED)
+def test_a_restored_model_takes_the_same_updates_to_the_same_bits(
+    role: Role,
+    lora: dict[str, Any] | None,
+    services: Services,
+    make_config: Callable[..., Config],
+    run: str,
+) -> None:
+    tree = make_config().model_dump()
+    tree[role]["lora"] = lora
+    config = parse_config(tree, "test")
+    client = services.start(role, config)
+    initial = outputs(client)
+    results = [update(client, run, 1)]
+    client.save(run, 1, "checkpoints/one", SaveKind.CHECKPOINT).result()
+    after_one = outputs(client)
+    results += [update(client, run, step) for step in (2, 3)]
+    after_three = outputs(client)
+
+    assert client.restore(run, 1, 1, "checkpoints/one").result() == 1
+    assert outputs(client) == after_one
+    assert [update(client, run, step) for step in (2, 3)] == results[1:], "the optimizer went back, too"
+    assert outputs(client) == after_three
+
+    assert client.restore(run, 0, 1, "").result() == 0
+    assert outputs(client) == initial
+    assert [update(client, run, step) for step in (1, 2, 3)] == results
+    assert outputs(client) == after_three
+
+    fresh = services.start(role, config)
+    assert fresh.restore(run, 1, 1, "checkpoints/one").result() == 1
+    assert [update(fresh, run, step) for step in (2, 3)] == results[1:]
+    assert outputs(fresh) == after_three
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_a_restore_that_fails_leaves_a_model_that_is_not_used_until_another_succeeds(
+    role: Role, services: Services, make_config: Callable[..., Config], run: str
+) -> None:
+    config = make_config()
+    client = services.start(role, config)
+    update(client, run, 1)
+    client.save(run, 1, "one", SaveKind.CHECKPOINT).result()
+    (config.run_directory / "one" / "optimizer.safetensors").write_bytes(b"broken")
+    with pytest.raises(FailedPrecondition, match=r"optimizer\.safetensors: cannot be read"):
+        client.restore(run, 1, 1, "one").result()
+    with pytest.raises(FailedPrecondition, match="broke off"):
+        update(client, run, 2)
+    assert client.restore(run, 0, 1, "").result() == 0
+    assert update(client, run, 1).step == 1
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_a_restore_out_of_place_or_of_a_former_leader_is_refused_without_effect(
+    role: Role, services: Services, make_config: Callable[..., Config], run: str
+) -> None:
+    client = services.start(role, make_config())
+    update(client, run, 1, epoch=3)
+    after = outputs(client)
+    for step, directory in ((1, "../elsewhere"), (1, ""), (0, "one")):
+        with pytest.raises(InvalidRequest, match="directory"):
+            client.restore(run, step, 3, directory).result()
+    with pytest.raises(FailedPrecondition, match="leader_epoch 2"):
+        client.restore(run, 0, 2, "").result()
+    assert outputs(client) == after
+    assert update(client, run, 2, epoch=3).step == 2

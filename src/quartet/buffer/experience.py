@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quartet import codec
 from quartet.buffer.connection import Redis, translated
 from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest
@@ -37,10 +39,18 @@ class ExperienceStore:
             raise BufferFailed(f"{self.key(step)}: holds step {experience.step} of run {experience.run}")
         return experience
 
-    def discard(self, step: int) -> None:
-        """Frees a step's experience."""
+    def holds(self, steps: Iterable[int]) -> bool:
+        """Whether the experience of every one of these steps is sealed here."""
+        keys = [self.key(step) for step in steps]
         with translated(self._url):
-            self._client.delete(self.key(step))
+            return not keys or int(self._client.exists(*keys)) == len(keys)
+
+    def discard(self, steps: Iterable[int]) -> None:
+        """Frees these steps' experience."""
+        keys = [self.key(step) for step in steps]
+        if keys:
+            with translated(self._url):
+                self._client.delete(*keys)
 
     def reset(self) -> None:
         """Frees every step's experience. For a run that starts from nothing."""

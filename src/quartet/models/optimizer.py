@@ -17,6 +17,9 @@ from torch import nn
 from quartet.errors import ComputationFailed, ModelError
 from quartet.files import flush
 
+OPTIMIZER_FILE = "optimizer.safetensors"
+"""Its name in a checkpoint."""
+
 
 def create_optimizer(
     model: nn.Module,

@@ -17,7 +17,7 @@ class UpdateLog:
     def __init__(self) -> None:
         self.run = ""
         self.step = 0
-        self._leader_epoch = 0
+        self.leader_epoch = 0
         self._last: UpdateResult | None = None
         self._broken_at: int | None = None
 
@@ -28,11 +28,11 @@ class UpdateLog:
 
     def fence(self, leader_epoch: int) -> None:
         """Remembers the highest leader epoch. Raises FailedPrecondition for a lower one: another orchestrator leads."""
-        if leader_epoch < self._leader_epoch:
+        if leader_epoch < self.leader_epoch:
             raise FailedPrecondition(
-                f"leader_epoch {leader_epoch}: an orchestrator of epoch {self._leader_epoch} has taken over"
+                f"leader_epoch {leader_epoch}: an orchestrator of epoch {self.leader_epoch} has taken over"
             )
-        self._leader_epoch = leader_epoch
+        self.leader_epoch = leader_epoch
 
     def check_run(self, run: str) -> None:
         """Raises FailedPrecondition when the model has taken updates of another run."""
@@ -53,6 +53,16 @@ class UpdateLog:
         self.fence(leader_epoch)
         self.check_run(run)
         self.check_whole()
+
+    def restore(self, run: str, step: int, leader_epoch: int, apply: Callable[[], None]) -> None:
+        """Goes back to ``step`` of ``run`` by ``apply``, which puts weights and optimizer there; the next update is ``step`` + 1.
+
+        Raises FailedPrecondition for a lower leader epoch, and what ``apply`` raises: the model is then not to be used.
+        """
+        self.fence(leader_epoch)
+        self._broken_at = step
+        apply()
+        self.run, self.step, self._last, self._broken_at = run, step, None, None
 
     def admit(self, run: str, step: int, leader_epoch: int) -> UpdateResult | None:
         """The recorded result when this step is applied already, None when it is the next.

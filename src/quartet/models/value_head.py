@@ -85,6 +85,13 @@ class ValueModel(nn.Module):
         """Writes the backbone's adapter in peft's format and the head beside it, for ``load_critic``. Raises ModelError."""
         self._replace(Path(directory), tokenizer, adapter.write)
 
+    def read_head(self, directory: Path) -> None:
+        """Puts back the head that ``save`` or ``save_adapter`` left in ``directory``. Raises ModelError."""
+        saved = ValueModel.with_saved_head(self.backbone, directory).head
+        if saved.weight.shape != self.head.weight.shape or (saved.bias is None) != (self.head.bias is None):
+            raise ModelError(f"{directory / HEAD_FILE}: is the head of another model")
+        self.head.load_state_dict(saved.state_dict())
+
     def _replace(self, directory: Path, tokenizer: Any, write: Callable[[Path], None]) -> None:
         def fill(target: Path) -> None:
             write(target)

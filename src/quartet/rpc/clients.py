@@ -165,6 +165,14 @@ class ActorClient(ServiceClient):
         )
         return PendingResult(self.peer.start(self._stub.Save, request, self.timeouts.save, "Save"), _saved_files)
 
+    def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> PendingResult[int]:
+        """Begins to go back to a checkpoint below the run's directory, or to step 0; the result is the updates taken there."""
+        request = actor_pb2.ActorServiceRestoreRequest(
+            run=run, step=step, leader_epoch=leader_epoch, directory=directory
+        )
+        pending = self.peer.start(self._stub.Restore, request, self.timeouts.load, "Restore")
+        return PendingResult(pending, lambda answer: int(answer.policy_version))
+
 
 class CriticClient(ServiceClient):
     """The value model."""
@@ -202,6 +210,14 @@ class CriticClient(ServiceClient):
             run=run, directory=directory, kind=codec.save_kind_to_proto(kind), leader_epoch=leader_epoch
         )
         return PendingResult(self.peer.start(self._stub.Save, request, self.timeouts.save, "Save"), _saved_files)
+
+    def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> PendingResult[int]:
+        """Begins to go back to a checkpoint below the run's directory, or to step 0; the result is the updates taken there."""
+        request = critic_pb2.CriticServiceRestoreRequest(
+            run=run, step=step, leader_epoch=leader_epoch, directory=directory
+        )
+        pending = self.peer.start(self._stub.Restore, request, self.timeouts.load, "Restore")
+        return PendingResult(pending, lambda answer: int(answer.policy_version))
 
 
 class RewardClient(ServiceClient):

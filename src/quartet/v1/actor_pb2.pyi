@@ -474,3 +474,59 @@ class ActorServiceSaveResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ActorServiceSaveResponse: _TypeAlias = ActorServiceSaveResponse  # noqa: Y015
+
+@_typing.final
+class ActorServiceRestoreRequest(_message.Message):
+    """Asks for the policy as it was after a step of this run, with its optimizer. Also the way back from an update that broke off."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Name of the run."""
+    step: _builtins.int
+    """The step that the checkpoint is of. 0 is the initial policy, which needs no directory."""
+    directory: _builtins.str
+    """Directory relative to the run's directory, as a Save of kind CHECKPOINT wrote it. Empty for step 0."""
+    leader_epoch: _builtins.int
+    """Term of the orchestrator's lease. A lower one than seen before is refused."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+        directory: _builtins.str = ...,
+        leader_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "leader_epoch", b"leader_epoch", "run", b"run", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ActorServiceRestoreRequest: _TypeAlias = ActorServiceRestoreRequest  # noqa: Y015
+
+@_typing.final
+class ActorServiceRestoreResponse(_message.Message):
+    """It is there, and the next update is of the step after."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """Updates that the policy has now taken."""
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ActorServiceRestoreResponse: _TypeAlias = ActorServiceRestoreResponse  # noqa: Y015

@@ -55,6 +55,11 @@ class ActorServiceStub:
                 request_serializer=quartet_dot_v1_dot_actor__pb2.ActorServiceSaveRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_actor__pb2.ActorServiceSaveResponse.FromString,
                 _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/quartet.v1.ActorService/Restore',
+                request_serializer=quartet_dot_v1_dot_actor__pb2.ActorServiceRestoreRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_actor__pb2.ActorServiceRestoreResponse.FromString,
+                _registered_method=True)
 
 
 class ActorServiceServicer:
@@ -89,6 +94,13 @@ class ActorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Restore(self, request, context):
+        """Goes back to the policy of a checkpoint, or to the initial one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ActorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_ActorServiceServicer_to_server(servicer, server):
                     servicer.Save,
                     request_deserializer=quartet_dot_v1_dot_actor__pb2.ActorServiceSaveRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_actor__pb2.ActorServiceSaveResponse.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=quartet_dot_v1_dot_actor__pb2.ActorServiceRestoreRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_actor__pb2.ActorServiceRestoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +239,33 @@ class ActorService:
             '/quartet.v1.ActorService/Save',
             quartet_dot_v1_dot_actor__pb2.ActorServiceSaveRequest.SerializeToString,
             quartet_dot_v1_dot_actor__pb2.ActorServiceSaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.ActorService/Restore',
+            quartet_dot_v1_dot_actor__pb2.ActorServiceRestoreRequest.SerializeToString,
+            quartet_dot_v1_dot_actor__pb2.ActorServiceRestoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class ActorServiceStub:
     """Takes one step's PPO update. Idempotent by (run, step)."""
     Save: _grpc.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceSaveRequest, _actor_pb2.ActorServiceSaveResponse]
     """Writes the policy under the run's directory."""
+    Restore: _grpc.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceRestoreRequest, _actor_pb2.ActorServiceRestoreResponse]
+    """Goes back to the policy of a checkpoint, or to the initial one."""
 
 @_typing.type_check_only
 class ActorServiceAsyncStub(ActorServiceStub):
@@ -55,6 +57,8 @@ class ActorServiceAsyncStub(ActorServiceStub):
     """Takes one step's PPO update. Idempotent by (run, step)."""
     Save: _aio.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceSaveRequest, _actor_pb2.ActorServiceSaveResponse]  # type: ignore[assignment]
     """Writes the policy under the run's directory."""
+    Restore: _aio.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceRestoreRequest, _actor_pb2.ActorServiceRestoreResponse]  # type: ignore[assignment]
+    """Goes back to the policy of a checkpoint, or to the initial one."""
 
 class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
     """The policy."""
@@ -90,5 +94,13 @@ class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_actor_pb2.ActorServiceSaveResponse, _abc.Awaitable[_actor_pb2.ActorServiceSaveResponse]]:
         """Writes the policy under the run's directory."""
+
+    @_abc_1.abstractmethod
+    def Restore(
+        self,
+        request: _actor_pb2.ActorServiceRestoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_actor_pb2.ActorServiceRestoreResponse, _abc.Awaitable[_actor_pb2.ActorServiceRestoreResponse]]:
+        """Goes back to the policy of a checkpoint, or to the initial one."""
 
 def add_ActorServiceServicer_to_server(servicer: ActorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

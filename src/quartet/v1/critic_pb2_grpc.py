@@ -50,6 +50,11 @@ class CriticServiceStub:
                 request_serializer=quartet_dot_v1_dot_critic__pb2.CriticServiceSaveRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_critic__pb2.CriticServiceSaveResponse.FromString,
                 _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/quartet.v1.CriticService/Restore',
+                request_serializer=quartet_dot_v1_dot_critic__pb2.CriticServiceRestoreRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_critic__pb2.CriticServiceRestoreResponse.FromString,
+                _registered_method=True)
 
 
 class CriticServiceServicer:
@@ -77,6 +82,13 @@ class CriticServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Restore(self, request, context):
+        """Goes back to the value model of a checkpoint, or to the initial one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CriticServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_CriticServiceServicer_to_server(servicer, server):
                     servicer.Save,
                     request_deserializer=quartet_dot_v1_dot_critic__pb2.CriticServiceSaveRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_critic__pb2.CriticServiceSaveResponse.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=quartet_dot_v1_dot_critic__pb2.CriticServiceRestoreRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_critic__pb2.CriticServiceRestoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class CriticService:
             '/quartet.v1.CriticService/Save',
             quartet_dot_v1_dot_critic__pb2.CriticServiceSaveRequest.SerializeToString,
             quartet_dot_v1_dot_critic__pb2.CriticServiceSaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.CriticService/Restore',
+            quartet_dot_v1_dot_critic__pb2.CriticServiceRestoreRequest.SerializeToString,
+            quartet_dot_v1_dot_critic__pb2.CriticServiceRestoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

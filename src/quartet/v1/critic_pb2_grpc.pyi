@@ -39,6 +39,8 @@ class CriticServiceStub:
     """Takes one step's value update. Idempotent by (run, step)."""
     Save: _grpc.UnaryUnaryMultiCallable[_critic_pb2.CriticServiceSaveRequest, _critic_pb2.CriticServiceSaveResponse]
     """Writes the value model under the run's directory."""
+    Restore: _grpc.UnaryUnaryMultiCallable[_critic_pb2.CriticServiceRestoreRequest, _critic_pb2.CriticServiceRestoreResponse]
+    """Goes back to the value model of a checkpoint, or to the initial one."""
 
 @_typing.type_check_only
 class CriticServiceAsyncStub(CriticServiceStub):
@@ -51,6 +53,8 @@ class CriticServiceAsyncStub(CriticServiceStub):
     """Takes one step's value update. Idempotent by (run, step)."""
     Save: _aio.UnaryUnaryMultiCallable[_critic_pb2.CriticServiceSaveRequest, _critic_pb2.CriticServiceSaveResponse]  # type: ignore[assignment]
     """Writes the value model under the run's directory."""
+    Restore: _aio.UnaryUnaryMultiCallable[_critic_pb2.CriticServiceRestoreRequest, _critic_pb2.CriticServiceRestoreResponse]  # type: ignore[assignment]
+    """Goes back to the value model of a checkpoint, or to the initial one."""
 
 class CriticServiceServicer(metaclass=_abc_1.ABCMeta):
     """The value model."""
@@ -78,5 +82,13 @@ class CriticServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_critic_pb2.CriticServiceSaveResponse, _abc.Awaitable[_critic_pb2.CriticServiceSaveResponse]]:
         """Writes the value model under the run's directory."""
+
+    @_abc_1.abstractmethod
+    def Restore(
+        self,
+        request: _critic_pb2.CriticServiceRestoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_critic_pb2.CriticServiceRestoreResponse, _abc.Awaitable[_critic_pb2.CriticServiceRestoreResponse]]:
+        """Goes back to the value model of a checkpoint, or to the initial one."""
 
 def add_CriticServiceServicer_to_server(servicer: CriticServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -95,6 +95,7 @@ class RoleStatus(_message.Message):
     BUSY_SECONDS_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
     ANSWERS_AS_REFERENCE_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Which role this is."""
     model: _builtins.str
@@ -121,6 +122,8 @@ class RoleStatus(_message.Message):
     """Most tokens of a sequence, prompt and response together. 0 is no limit."""
     answers_as_reference: _builtins.bool
     """An actor that answers LogProbs as the reference, too."""
+    leader_epoch: _builtins.int
+    """Highest term of the orchestrator's lease that it has seen. 0 before any."""
     @_builtins.property
     def busy_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds spent computing, by kind of work ("generate", "log_probs", "update", ...), since the start."""
@@ -142,10 +145,11 @@ class RoleStatus(_message.Message):
         busy_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         max_sequence_tokens: _builtins.int = ...,
         answers_as_reference: _builtins.bool = ...,
+        leader_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
