@@ -8,14 +8,23 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
+import structlog
+
+from quartet.checkpoints import (
+    FORMAT,
+    MANIFEST,
+    Checkpoint,
+    DamagedCheckpoint,
+    checkpoint_folders,
+    whole_checkpoint,
+)
 from quartet.files import check_saved, flush, write_durably
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import SaveKind
 from services.orchestrator.collector import wait_for_all
 
-FORMAT = 1
-"""Version of the manifest."""
+log = structlog.get_logger()
 
 
 class Checkpoints:
@@ -48,19 +57,31 @@ class Checkpoints:
             "format": FORMAT,
             "run": run,
             "step": step,
+            "leader_epoch": leader_epoch,
             "config_sha256": self._config_hash,
             "state": state,
             "files": {
                 file.path.removeprefix(f"{relative}/"): {"bytes": file.bytes, "sha256": file.sha256} for file in saved
             },
         }
-        write_durably(partial / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+        write_durably(partial / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         partial.rename(final)
         flush(self._files.checkpoints)
         self._drop_oldest()
 
+    def newest(self, run: str) -> Checkpoint | None:
+        """The newest checkpoint whose files are all there with their checksums; what is damaged is passed over, and said."""
+        for path in reversed(checkpoint_folders(self._files)):
+            try:
+                found = whole_checkpoint(path)
+                if found.run == run:
+                    return found
+                problem = f"is of run {found.run}"
+            except DamagedCheckpoint as damage:
+                problem = str(damage)
+            log.warning("checkpoint passed over", path=str(path), problem=problem)
+        return None
+
     def _drop_oldest(self) -> None:
-        found = [path for path in self._files.checkpoints.glob("step-*") if path.is_dir()]
-        kept = sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-        for path in kept[: -self._keep]:
+        for path in checkpoint_folders(self._files)[: -self._keep]:
             shutil.rmtree(path)

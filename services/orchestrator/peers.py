@@ -70,8 +70,8 @@ class Peers:
         return address
 
 
-def check_agreement(statuses: Statuses, needs_reference: bool) -> None:
-    """Raises MismatchError unless token ids mean the same to all, trained models are fresh, and somebody is the reference."""
+def check_agreement(statuses: Statuses, run: str, needs_reference: bool) -> None:
+    """Raises MismatchError unless token ids mean the same to all, no trained model is another run's, and there is a reference."""
     actor = statuses[Role.ACTOR]
     for role, other in statuses.items():
         if other.tokenizer_fingerprint != actor.tokenizer_fingerprint:
@@ -86,10 +86,10 @@ def check_agreement(statuses: Statuses, needs_reference: bool) -> None:
                 f"{role}.model {other.model}: embeds {other.vocabulary_size} token ids, actor.model {actor.model} can draw "
                 f"{actor.vocabulary_size}; resize the {role} model's embeddings to at least as many"
             )
-        if role in (Role.ACTOR, Role.CRITIC) and other.policy_version:
+        if role in (Role.ACTOR, Role.CRITIC) and other.policy_version and other.run != run:
             raise MismatchError(
                 f"services.{role}.address: the {role} there has taken {other.policy_version} updates of run "
-                f"{other.run}; a new run starts from its model, so restart that service"
+                f"{other.run}; another run would lose them, so restart that service, or give an address of its own"
             )
     if needs_reference and Role.REFERENCE not in statuses and not actor.answers_as_reference:
         raise MismatchError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from quartet.config import AlgorithmConfig, Config, TrainedModelConfig
 from quartet.ppo.schedules import scheduled_learning_rate
-from quartet.types import OptimizationSettings, PolicyLossSettings, ValueLossSettings
+from quartet.rpc.clients import ActorClient, CriticClient, PendingResult
+from quartet.types import OptimizationSettings, PolicyLossSettings, UpdateResult, ValueLossSettings
 
 
 def learning_rate_at(config: Config, trained: TrainedModelConfig, step: int) -> float:
@@ -53,3 +54,14 @@ def policy_loss_of(algorithm: AlgorithmConfig, temperature: float) -> PolicyLoss
 def value_loss_of(algorithm: AlgorithmConfig) -> ValueLossSettings:
     """The value loss as configured."""
     return ValueLossSettings(algorithm.value_clip)
+
+
+def begin_update(
+    client: ActorClient | CriticClient, config: Config, step: int, leader_epoch: int
+) -> PendingResult[UpdateResult]:
+    """Begins the update of ``step``. It says the same whenever it is said again."""
+    if isinstance(client, ActorClient):
+        loss = policy_loss_of(config.algorithm, config.rollout.temperature)
+        return client.update(config.run.name, step, leader_epoch, optimization_at(config, config.actor, step), loss)
+    value_loss = value_loss_of(config.algorithm)
+    return client.update(config.run.name, step, leader_epoch, optimization_at(config, config.critic, step), value_loss)

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 import structlog
-import torch
 
 from quartet.buffer.connection import connect
 from quartet.buffer.experience import ExperienceStore
+from quartet.buffer.lease import Lease
 from quartet.buffer.rollouts import RolloutStream
 from quartet.config import Config, TrainedModelConfig
 from quartet.data import PromptEncoder, PromptOrder, encode_prompts, iterate_prompt_lines
@@ -19,8 +19,6 @@ from quartet.errors import Cancelled, ConfigError
 from quartet.evaluation import read_validation_prompts, stream_name
 from quartet.files import check_saved
 from quartet.models.loading import load_tokenizer
-from quartet.ppo import kl
-from quartet.ppo.rewards import RunningMoments
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import (
     Alert,
@@ -33,18 +31,16 @@ from quartet.types import (
 from services.orchestrator.checkpoints import Checkpoints
 from services.orchestrator.collector import CollectedStep, Collector, wait_for_all
 from services.orchestrator.control import Control
+from services.orchestrator.course import Course
 from services.orchestrator.evaluation import Evaluator
 from services.orchestrator.experience import PreparedStep, prepare_step
-from services.orchestrator.guards import Guards
 from services.orchestrator.peers import Peers, Statuses, check_agreement, check_lengths
 from services.orchestrator.progress import ProgressBoard, RunState
 from services.orchestrator.records import trajectory_lines, update_metrics
-from services.orchestrator.settings import learning_rate_at, optimization_at, policy_loss_of, value_loss_of
+from services.orchestrator.recovery import Recovery
+from services.orchestrator.settings import begin_update, learning_rate_at
 
 log = structlog.get_logger()
-
-LEADER_EPOCH = 1
-"""Term of the lease. One orchestrator leads a run from start to end, so there is one term."""
 
 
 class Training:
@@ -61,12 +57,8 @@ class Training:
         self._peers = Peers(config)
         self._collector = Collector(self._stream, self._peers.scoring(), config.rollout.score_batch)
         self._checkpoints = Checkpoints(self._files, config.checkpoint.keep, config.to_yaml())
-        controller = config.algorithm.kl_controller
-        self._kl = kl.make_kl_controller(
-            controller.kind, config.algorithm.kl_coefficient, controller.target, controller.horizon
-        )
-        self._moments = None if config.algorithm.score.normalize == "none" else RunningMoments()
-        self._guards = Guards(config.guards)
+        self._course = Course(config)
+        self._lease: Lease | None = None
         self._stopped_by: Alert | None = None
         self._tokenizer: Any = None
         self._evaluator: Evaluator | None = None
@@ -74,13 +66,16 @@ class Training:
         self._saved = 0
 
     def run(self) -> None:
-        """Trains. Raises the first thing that goes wrong; nothing is committed of a step that failed."""
+        """Trains, from the last committed step on. Raises the first thing that goes wrong; a step that failed leaves no trace."""
         try:
-            order = self._prepare()
-            self._board.update(state=RunState.TRAINING, phase="generate")
-            step = self._take_steps(order)
+            self._run_to_the_end()
         finally:
             self.close()
+
+    def _run_to_the_end(self) -> None:
+        order = self._prepare()
+        self._board.update(state=RunState.TRAINING, phase="generate")
+        step = self._take_steps(order)
         self._save_policy(step)
         if self._stopped_by is not None:
             why = f"stopped by guard {self._stopped_by.guard} after step {step}; the policy is saved in {self._files.policy}"
@@ -90,14 +85,18 @@ class Training:
         self._board.update(state=RunState.FINISHED if finished else RunState.STOPPED, phase="done")
 
     def close(self) -> None:
-        """Ends the processes that the training started. May be called again, and from another thread."""
+        """Ends the processes that the training started, and its lead. May be called again, and from another thread."""
         if self._evaluator is not None:
             self._evaluator.close()
+        if self._lease is not None:
+            self._lease.release()
 
     def _take_steps(self, order: PromptOrder) -> int:
         """Steps, evaluations, checkpoints, until the end or a stop. Gives the last step."""
-        step = 0
+        step = self._course.step
+        # What was due after the last committed step, where the run broke off before it.
         self._evaluate(step)
+        self._checkpoint(step)
         while step < self._config.run.steps and not self._control.stopping:
             step += 1
             self._heed(self._take_step(step, order))
@@ -135,7 +134,7 @@ class Training:
         if self._config.actor.lora is not None:
             wanted[self._files.adapter] = SaveKind.ADAPTER
         for path, kind in wanted.items():
-            saving = self._peers.actor.save(self._run, LEADER_EPOCH, path.name, kind)
+            saving = self._peers.actor.save(self._run, self._epoch, path.name, kind)
             wait_for_all([saving])
             check_saved(self._files.root, saving.result())
             log.info("saved", kind=kind, path=str(path), step=step)
@@ -144,9 +143,11 @@ class Training:
         every = self._config.checkpoint.every
         if every == 0 or step == self._saved or not (step % every == 0 or self._is_last(step)):
             return
-        self._saved = step
+        covered, self._saved = range(self._saved + 1, step + 1), step
         self._board.update(phase="checkpoint")
-        self._checkpoints.save(self._run, step, LEADER_EPOCH, self._peers.trained, self._state())
+        self._checkpoints.save(self._run, step, self._epoch, self._peers.trained, self._course.state())
+        # What a checkpoint covers need not be replayed.
+        self._experience.discard(covered)
 
     def _heed(self, alerts: list[Alert]) -> None:
         """Writes down what the guards found, and does what they are configured to do."""
@@ -174,7 +175,7 @@ class Training:
         statuses = self._peers.wait_until_ready(
             lambda role: self._board.update(phase=f"waiting for {role}"), self._raise_if_stopping
         )
-        check_agreement(statuses, needs_reference=not self._config.has_reference)
+        check_agreement(statuses, self._run, needs_reference=not self._config.has_reference)
         stop_ids = {self._tokenizer.eos_token_id} - {None}
         prompts = encode_prompts(
             self._config.data.prompts,
@@ -190,10 +191,30 @@ class Training:
         longest = max(len(prompt.token_ids) for prompt in prompts.prompts)
         check_lengths(statuses, longest, self._config.rollout.max_response_tokens)
         order = PromptOrder(prompts.prompts, self._config.rollout.prompts_per_step, self._config.run.seed)
+        self._lead(statuses)
         self._stream.reset()
-        self._experience.reset()
         self._evaluator = self._make_evaluator(statuses)
         return order
+
+    def _lead(self, statuses: Statuses) -> None:
+        """Takes the lease, and brings the models and the algorithm's own state to the last committed step."""
+        newest = self._checkpoints.newest(self._run)
+        seen = [status.leader_epoch for status in statuses.values()] + ([newest.leader_epoch] if newest else [])
+        self._lease = Lease(self._redis, self._url, self._run, at_least=1 + max(seen))
+        log.info("leading", epoch=self._epoch)
+        recovery = Recovery(self._config, self._files, self._peers, self._experience, self._epoch)
+        step = recovery.to_last_commit(newest, statuses, self._course)
+        self._saved, self._evaluated = newest.step if newest else 0, self._files.evaluated()
+        if step:
+            self._board.note(f"going on after step {step}")
+            log.info("resumed", step=step, checkpoint=newest.step if newest else 0)
+        else:
+            self._experience.reset()
+
+    @property
+    def _epoch(self) -> int:
+        assert self._lease is not None
+        return self._lease.epoch
 
     def _make_evaluator(self, statuses: Statuses) -> Evaluator | None:
         config = self._config
@@ -214,21 +235,21 @@ class Training:
             validation.prompts,
             self._tokenizer,
             self._files,
-            LEADER_EPOCH,
+            self._epoch,
         )
 
     def _take_step(self, step: int, order: PromptOrder) -> list[Alert]:
         start = time.perf_counter()
         collected = self._generate_and_score(step, order)
-        self._observe_scores(step, collected)
+        scores = [item.score for item in collected.scored]
         prepared = prepare_step(
             self._run,
             step,
             step - 1,
             collected.scored,
             self._config.algorithm,
-            self._kl.value,
-            self._moments,
+            self._course.kl_coefficient,
+            self._course.moments(scores),
             self._config.rollout.max_response_tokens,
         )
         self._experience.seal(prepared.experience)
@@ -250,14 +271,9 @@ class Training:
             "seconds_update": end - updating,
         }
         if "entropy" in metrics:
-            metrics["entropy_slope"] = self._guards.entropy_slope(metrics["entropy"])
+            metrics["entropy_slope"] = self._course.entropy_slope(metrics["entropy"])
         self._commit(step, collected, prepared, metrics)
-        return self._guards.look(metrics)
-
-    def _observe_scores(self, step: int, collected: CollectedStep) -> None:
-        """Takes a step's scores into the moments that normalise: all steps' when running, else the first's alone."""
-        if self._moments is not None and (step == 1 or self._config.algorithm.score.normalize == "running"):
-            self._moments.update(torch.tensor([item.score for item in collected.scored]))
+        return self._course.commit(metrics, scores)
 
     def _generate_and_score(self, step: int, order: PromptOrder) -> CollectedStep:
         rollout = self._config.rollout
@@ -269,7 +285,7 @@ class Training:
         generation = self._peers.actor.generate(
             run=self._run,
             step=step,
-            leader_epoch=LEADER_EPOCH,
+            leader_epoch=self._epoch,
             prompts=prompts,
             samples_per_prompt=rollout.samples_per_prompt,
             sampling=sampling,
@@ -287,38 +303,20 @@ class Training:
         return self._config.actor if role is Role.ACTOR else self._config.critic
 
     def _update(self, step: int) -> dict[Role, UpdateResult]:
-        config, peers = self._config, self._peers
-        policy_loss = policy_loss_of(config.algorithm, config.rollout.temperature)
-        calls = {
-            Role.ACTOR: peers.actor.update(
-                self._run, step, LEADER_EPOCH, optimization_at(config, config.actor, step), policy_loss
-            )
-        }
-        if peers.critic is not None:
-            calls[Role.CRITIC] = peers.critic.update(
-                self._run,
-                step,
-                LEADER_EPOCH,
-                optimization_at(config, config.critic, step),
-                value_loss_of(config.algorithm),
-            )
+        calls = {client.role: begin_update(client, self._config, step, self._epoch) for client in self._peers.trained}
         wait_for_all(list(calls.values()))
         return {role: call.result() for role, call in calls.items()}
 
     def _commit(self, step: int, collected: CollectedStep, prepared: PreparedStep, metrics: dict[str, float]) -> None:
-        self._kl.update(metrics["kl_mean"], len(collected.scored))
+        if self._lease is not None:
+            self._lease.check()
         self._files.write_trajectories(step, trajectory_lines(self._tokenizer, collected, prepared))
         self._files.append_metrics(metrics)
         self._stream.acknowledge(collected.entry_ids)
-        self._experience.discard(step)
+        if self._config.checkpoint.every == 0:
+            self._experience.discard([step])
         self._board.commit(step, metrics)
         log.info("step", **{name: metrics[name] for name in ("step", "reward_mean", "kl_mean", "seconds")})
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "kl_controller": self._kl.state(),
-            "score_moments": None if self._moments is None else self._moments.state(),
-        }
 
     def _raise_if_stopping(self) -> None:
         if self._control.stopping:

@@ -59,8 +59,8 @@ class Underway:
 
 
 @contextmanager
-def underway(config: Config) -> Iterator[Underway]:
-    """Starts the run's services and its training."""
+def services(config: Config) -> Iterator[Config]:
+    """The run's services; gives the config with their addresses."""
     files = RunFiles(config.run_directory)
     files.write_config(config.to_yaml())
     with ExitStack() as stack:
@@ -69,15 +69,27 @@ def underway(config: Config) -> Iterator[Underway]:
             server = Server([build_model_role(role, config, ComputeThread(), threads=1)], "127.0.0.1:0")
             stack.callback(server.stop, 5.0)
             overrides.append(f"services.{role}.address={server.address}")
-        config = load_config(files.config, overrides)
-        board, control, ended = ProgressBoard(config.run.name, config.run.steps), Control(), list[int]()
-        assert config.buffer.url is not None
-        training = Training(config, config.buffer.url, board, control)
-        thread = threading.Thread(target=train, args=(training, board, ended.append), daemon=True)
-        thread.start()
-        yield Underway(config, board, control, thread, ended)
-        control.stop()
-        thread.join(60)
+        yield load_config(files.config, overrides)
+
+
+@contextmanager
+def orchestrator(config: Config) -> Iterator[Underway]:
+    """The run's training, on the services at the config's addresses."""
+    board, control, ended = ProgressBoard(config.run.name, config.run.steps), Control(), list[int]()
+    assert config.buffer.url is not None
+    training = Training(config, config.buffer.url, board, control)
+    thread = threading.Thread(target=train, args=(training, board, ended.append), daemon=True)
+    thread.start()
+    yield Underway(config, board, control, thread, ended)
+    control.stop()
+    thread.join(60)
+
+
+@contextmanager
+def underway(config: Config) -> Iterator[Underway]:
+    """Starts the run's services and its training."""
+    with services(config) as addressed, orchestrator(addressed) as going:
+        yield going
 
 
 def run_to_the_end(config: Config) -> Run:

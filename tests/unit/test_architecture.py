@@ -15,7 +15,14 @@ ROOT = Path(__file__).parents[2]
 ROOTS = {"quartet": ROOT / "src/quartet", "services": ROOT / "services"}
 
 FOUNDATION = {"quartet", "quartet.errors", "quartet.types", "quartet.config"}
-FILES = {"quartet.data", "quartet.evaluation", "quartet.files", "quartet.topology", "quartet.processes"}
+FILES = {
+    "quartet.checkpoints",
+    "quartet.data",
+    "quartet.evaluation",
+    "quartet.files",
+    "quartet.topology",
+    "quartet.processes",
+}
 LIBRARY = {
     "quartet.rpc",
     "quartet.buffer",
@@ -38,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.data": {"quartet.errors", "quartet.types", "quartet.random_streams"},
     "quartet.evaluation": FOUNDATION | {"quartet.data"},
     "quartet.files": {"quartet.errors", "quartet.types"},
+    "quartet.checkpoints": {"quartet.files", "quartet.telemetry"},
     "quartet.topology": {"quartet.config", "quartet.types"},
     "quartet.preflight": FOUNDATION | {"quartet.data", "quartet.topology"},
     "quartet.ppo": {"quartet.errors", "quartet.types"},

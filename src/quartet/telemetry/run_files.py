@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -116,7 +117,8 @@ class RunFiles:
         """Raises ConfigError when a run has left its files here."""
         if self.metrics.exists() or self.policy.exists():
             raise ConfigError(
-                f"run directory {self.root}: holds an earlier run; choose another run.name, or give --overwrite to drop it"
+                f"run directory {self.root}: holds an earlier run; give --resume to go on with it, --overwrite to drop it, "
+                "or choose another run.name"
             )
 
     def write_config(self, text: str) -> None:
@@ -130,9 +132,57 @@ class RunFiles:
             ) from None
 
     def append_metrics(self, metrics: dict[str, float]) -> None:
-        """Adds one step's line to ``metrics.jsonl``."""
+        """Adds one step's line to ``metrics.jsonl``: with it on the disk, the step is committed."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def committed(self) -> list[dict[str, float]]:
+        """The metrics of every committed step, from 1 on. Raises ConfigError when one is missing or damaged.
+
+        A last line that a crash cut off is no commit, and is taken out.
+        """
+        if not self.metrics.exists():
+            return []
+        text = self.metrics.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            write_durably(self.metrics, whole)
+        steps = read_metrics(self.metrics)
+        for number, metrics in enumerate(steps, 1):
+            if metrics.get("step") != number:
+                raise ConfigError(
+                    f"metrics {self.metrics}:{number}: is not step {number}; mend the file, or start the run anew"
+                )
+        return steps
+
+    def scores(self, step: int) -> list[float]:
+        """The raw score of each trajectory of a committed step, in their order. Raises ConfigError when they cannot be read."""
+        path = self.trajectories / f"step-{step:06d}.jsonl"
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+            return [float(json.loads(line)["score"]) for line in lines if line]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"trajectories {path}: cannot be read; go back to a checkpoint, or start the run anew"
+            ) from None
+
+    def forget_after(self, step: int) -> None:
+        """Drops what came after ``step``: it will come again."""
+        for path, name in ((self.metrics, "step"), (self.evaluation_summaries, "step"), (self.alerts, "step")):
+            if path.exists():
+                kept = [line for line in read_metrics(path) if line[name] <= step]
+                write_durably(path, "".join(json.dumps(line) + "\n" for line in kept))
+        for folder in (self.trajectories, self.evaluations):
+            for path in folder.glob("step-*.jsonl"):
+                if int(path.stem.removeprefix("step-")) > step:
+                    path.unlink()
+
+    def evaluated(self) -> int | None:
+        """The step of the last evaluation."""
+        lines = read_metrics(self.evaluation_summaries) if self.evaluation_summaries.exists() else []
+        return int(lines[-1]["step"]) if lines else None
 
     def append_alert(self, alert: Alert) -> None:
         """Adds what a guard found to ``alerts.jsonl``."""

@@ -1,0 +1,85 @@
+"""The checkpoints of a run, as they lie on the disk: ``checkpoints/step-000020/`` with a manifest of every file in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quartet.files import sha256
+from quartet.telemetry.run_files import RunFiles
+
+FORMAT = 1
+"""Version of the manifest."""
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint by its manifest: whose it is, where it lies, the leader's epoch then, what the orchestrator must remember.
+
+    ``files`` are sizes in bytes and SHA-256 by path below ``path``.
+    """
+
+    run: str
+    step: int
+    path: Path
+    leader_epoch: int
+    state: dict[str, Any]
+    files: dict[str, tuple[int, str]]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(size for size, _ in self.files.values())
+
+    def problem(self) -> str | None:
+        """What is wrong with its files, or None when all are there with their checksums. Reads every byte."""
+        for name, (size, digest) in self.files.items():
+            file = self.path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != size or sha256(file) != digest:
+                return f"{name} is not as the manifest says"
+        return None
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint cannot be used; the text says why."""
+
+
+def checkpoint_folders(files: RunFiles) -> list[Path]:
+    """Where checkpoints lie, the oldest first."""
+    found = [path for path in files.checkpoints.glob("step-*") if path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint by its manifest; its files are not looked at. Raises DamagedCheckpoint."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = {str(name): (int(about["bytes"]), str(about["sha256"])) for name, about in manifest["files"].items()}
+        found = Checkpoint(
+            str(manifest["run"]),
+            int(manifest["step"]),
+            path,
+            int(manifest["leader_epoch"]),
+            dict(manifest["state"]),
+            files,
+        )
+        version = int(manifest["format"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{MANIFEST} cannot be used ({type(error).__name__})") from None
+    if version != FORMAT:
+        raise DamagedCheckpoint(f"{MANIFEST} has format {version}, expected {FORMAT}")
+    return found
+
+
+def whole_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint of which every file is there with its checksum. Raises DamagedCheckpoint."""
+    found = read_checkpoint(path)
+    problem = found.problem()
+    if problem is not None:
+        raise DamagedCheckpoint(problem)
+    return found

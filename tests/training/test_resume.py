@@ -1,0 +1,207 @@
+"""A run that broke off goes on to the same bits, wherever it broke off and whatever is left of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.buffer.connection import Redis
+from quartet.config import Config
+from quartet.demo.world import World
+from services.orchestrator import training
+from services.orchestrator.progress import RunState
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, Underway, orchestrator, run_to_the_end, services, underway
+from tests.training.test_stability import wait_for
+
+STEPS = 6
+KINDS: dict[str, dict[str, Any]] = {
+    "ppo": {"algorithm": {"kl_controller": {"kind": "adaptive", "target": 0.01, "horizon": 100}}},
+    "normalized": {
+        "algorithm": {"score": {"normalize": "running"}},
+        "actor": {"schedule": "cosine", "warmup_steps": 2},
+    },
+    "rloo": {"algorithm": {"estimator": "rloo"}, "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2}},
+    "lora": {"actor": {"lora": {"rank": 2}, "learning_rate": 0.01}},
+}
+
+
+class Crash(Exception):
+    """Ends the training as a crash would: nothing of it is tidied up by the algorithm."""
+
+
+def changes(kind: str, world: World) -> dict[str, Any]:
+    common = {"run": {"steps": STEPS}, "checkpoint": {"every": 2, "keep": 2}}
+    evaluation = {"data": {"validation": str(world.prompts)}, "evaluation": {"every": 3, "prompts": 3}}
+    return {**common, **(evaluation if kind == "ppo" else {}), **KINDS[kind]}
+
+
+def figures(run: Run) -> list[dict[str, float]]:
+    return [{name: step[name] for name in step if not name.startswith("seconds")} for step in run.metrics]
+
+
+def weights(run: Run) -> bytes:
+    return (run.files.policy / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make: MakeConfig, world: World) -> Callable[[str], Run]:
+    runs: dict[str, Run] = {}
+
+    def run(kind: str) -> Run:
+        if kind not in runs:
+            runs[kind] = run_to_the_end(make(**changes(kind, world)))
+        return runs[kind]
+
+    return run
+
+
+def break_off(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that crashes in ``step``: before it is sealed, before it is updated, before or after its commit."""
+    method = {
+        "generate": "_generate_and_score",
+        "sealed": "_update",
+        "updated": "_commit",
+        "committed": "_heed",
+        "checkpoint": "_checkpoint",
+    }[where]
+    real = getattr(training.Training, method)
+
+    def crash(self: Any, *arguments: Any) -> Any:
+        if self._course.step + (where not in ("committed", "checkpoint")) == step:
+            raise Crash(where)
+        return real(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Training, method, crash)
+        with orchestrator(config) if config.services.actor.address else underway(config) as going:
+            ended = going.finish()
+    assert ended.code == 1
+    assert not ended.files.policy.exists()
+
+
+def assert_same(run: Run, expected: Run) -> None:
+    assert figures(run) == figures(expected)
+    assert weights(run) == weights(expected)
+    for step in range(1, STEPS + 1):
+        ids = [item["id"].split("/", 1)[1] for item in run.trajectories(step)]
+        assert ids == [item["id"].split("/", 1)[1] for item in expected.trajectories(step)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed", "checkpoint"])
+def test_a_run_that_crashed_goes_on_to_the_same_bits(
+    kind: str,
+    where: str,
+    make: MakeConfig,
+    world: World,
+    undisturbed: Callable[[str], Run],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = make(**changes(kind, world))
+    break_off(config, where, 4, monkeypatch)
+    run = run_to_the_end(config)
+    assert_same(run, undisturbed(kind))
+    assert any(note.startswith("going on after step ") for note in run.progress.notes)
+
+
+@pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
+def test_services_that_stayed_up_take_only_what_they_have_not(
+    where: str, make: MakeConfig, world: World, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with services(make(**changes("ppo", world))) as config:
+        break_off(config, where, 4, monkeypatch)
+        with orchestrator(config) as going:
+            run = going.finish()
+    assert run.code == 0, run.progress.error
+    assert_same(run, undisturbed("ppo"))
+
+
+def empty(redis: Redis, run: str) -> None:
+    for key in redis.scan_iter(match=f"quartet:{run}*"):
+        redis.delete(key)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5])
+def test_a_run_whose_redis_was_lost_takes_the_steps_after_its_checkpoint_again(
+    step: int,
+    make: MakeConfig,
+    world: World,
+    undisturbed: Callable[[str], Run],
+    monkeypatch: pytest.MonkeyPatch,
+    redis_client: Redis,
+) -> None:
+    config = make(**changes("normalized", world))
+    break_off(config, "updated", step, monkeypatch)
+    empty(redis_client, config.run.name)
+    assert_same(run_to_the_end(config), undisturbed("normalized"))
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_stopped(
+    make: MakeConfig, world: World, undisturbed: Callable[[str], Run]
+) -> None:
+    config = make(**changes("ppo", world))
+    with underway(config) as going:
+        wait_for(going, lambda: going.board.current().step >= 3)
+        going.control.stop()
+        first = going.finish()
+    assert first.progress.state in (RunState.STOPPED, RunState.FINISHED)
+    run = run_to_the_end(config)
+    assert figures(run) == figures(undisturbed("ppo"))
+    assert weights(run) == weights(undisturbed("ppo"))
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "gone", "manifest"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    damage: str, make: MakeConfig, world: World, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**changes("ppo", world))
+    break_off(config, "generate", 6, monkeypatch)
+    newest = config.run_directory / "checkpoints" / "step-000004"
+    spoil(newest, damage)
+    assert_same(run_to_the_end(config), undisturbed("ppo"))
+
+
+def spoil(checkpoint: Path, damage: str) -> None:
+    file = checkpoint / "actor" / "model.safetensors"
+    if damage == "bit":
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif damage == "gone":
+        shutil.rmtree(checkpoint / "critic")
+    else:
+        (checkpoint / "manifest.json").write_text('{"format": 1, "run"')
+
+
+def test_a_commit_that_a_crash_cut_off_is_no_commit(
+    make: MakeConfig, world: World, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**changes("ppo", world))
+    break_off(config, "committed", 4, monkeypatch)
+    metrics = config.run_directory / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-20])
+    assert_same(run_to_the_end(config), undisturbed("ppo"))
+
+
+def test_a_second_orchestrator_is_refused_while_the_first_leads(make: MakeConfig) -> None:
+    config = make(run={"steps": 100000})
+    with underway(config) as first:
+        wait_for(first, lambda: first.board.current().step >= 1)
+        with underway(config) as second:
+            refused = second.finish()
+        assert refused.code == 1
+        assert "another orchestrator leads it" in refused.progress.error
+        assert leads(first)
+
+
+def leads(going: Underway) -> bool:
+    step = going.board.current().step
+    wait_for(going, lambda: going.board.current().step > step)
+    return True
