@@ -29,24 +29,28 @@ Overrides = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Drop an earlier run of the same name.")]
 
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of this name where it broke off.")]
+
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
+def train(
+    config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False, resume: Resume = False
+) -> None:
     """Train: start whatever the config does not point at, run PPO, stop what was started."""
     from quartet.cli.runs import train as run
 
-    run(config, overrides or [], overwrite)
+    run(config, overrides or [], overwrite, resume)
 
 
 @app.command()
-def up(config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
+def up(config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False, resume: Resume = False) -> None:
     """Start everything, train, and keep the services up afterwards, until Ctrl-C."""
     from quartet.cli.runs import up as run
 
-    run(config, overrides or [], overwrite)
+    run(config, overrides or [], overwrite, resume)
 
 
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is going on: runs/NAME.")]
@@ -74,6 +78,50 @@ def stop(run: RunDirectory) -> None:
     from quartet.cli.control import stop as ask
 
     ask(run)
+
+
+checkpoints_app = typer.Typer(help="The checkpoints of a run.", no_args_is_help=True)
+app.add_typer(checkpoints_app, name="checkpoints")
+AnyRun = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")]
+Step = Annotated[int, typer.Argument(min=1, help="A step that has a checkpoint.")]
+
+
+@checkpoints_app.command("list")
+def checkpoints_list(run: AnyRun) -> None:
+    """List a run's checkpoints."""
+    from quartet.cli.checkpoints import show
+
+    show(run, verify=False)
+
+
+@checkpoints_app.command("verify")
+def checkpoints_verify(run: AnyRun) -> None:
+    """Hold every file of a run's checkpoints against its checksum. Exit status 1 where one is damaged."""
+    from quartet.cli.checkpoints import show
+
+    if not show(run, verify=True):
+        raise typer.Exit(1)
+
+
+@app.command()
+def rollback(run: AnyRun, step: Step) -> None:
+    """Forget what came after a checkpoint; train --resume goes on from there."""
+    from quartet.cli.checkpoints import rollback as roll
+
+    roll(run, step)
+
+
+@app.command()
+def branch(
+    run: AnyRun,
+    step: Step,
+    name: Annotated[str, typer.Option(help="Name of the new run, beside the old one.")],
+    overrides: Overrides = None,
+) -> None:
+    """Make a new run out of a checkpoint, with other settings; train --resume goes on with it."""
+    from quartet.cli.checkpoints import branch as make
+
+    make(run, step, name, overrides or [])
 
 
 @app.command()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 from rich.console import Console
@@ -26,18 +27,18 @@ from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 console = Console()
 
 
-def train(config_path: Path, overrides: list[str], overwrite: bool) -> None:
+def train(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = False) -> None:
     """Trains and stops everything that was started."""
     config = load_config(config_path, overrides)
-    run(config, overwrite)
+    run(config, overwrite, resume)
     files = RunFiles(config.run_directory)
     console.print(f"policy: {files.policy}\nmetrics: {files.metrics}", highlight=False, soft_wrap=True)
 
 
-def up(config_path: Path, overrides: list[str], overwrite: bool) -> None:
+def up(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = False) -> None:
     """Trains, then keeps the services up until interrupted."""
     config = load_config(config_path, overrides)
-    with _started(config, overwrite) as (launcher, files):
+    with _started(config, overwrite, resume) as (launcher, files):
         for role, address in launcher.addresses.items():
             console.print(f"{role:<13} {address}", highlight=False)
         console.print(f"redis         {redact_url(launcher.url)}", highlight=False, soft_wrap=True)
@@ -48,15 +49,19 @@ def up(config_path: Path, overrides: list[str], overwrite: bool) -> None:
             time.sleep(0.5)
 
 
-def run(config: Config, overwrite: bool) -> None:
+def run(config: Config, overwrite: bool, resume: bool = False) -> None:
     """One run from start to end, every process of it stopped afterwards. Raises what ends it early."""
-    with _started(config, overwrite) as (launcher, files):
+    with _started(config, overwrite, resume) as (launcher, files):
         watch(launcher, files)
 
 
 @contextmanager
-def _started(config: Config, overwrite: bool) -> Iterator[tuple[Launcher, RunFiles]]:
+def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[Launcher, RunFiles]]:
     """The processes of a run, up and ready. An earlier run comes back unless this one gets as far as training."""
+    if overwrite and resume:
+        raise ConfigError(
+            "--overwrite and --resume: one drops the earlier run, the other goes on with it; give one of them"
+        )
     check_inputs(config)
     for note in unused(config):
         console.print(note, highlight=False, soft_wrap=True, markup=False)
@@ -65,9 +70,12 @@ def _started(config: Config, overwrite: bool) -> Iterator[tuple[Launcher, RunFil
         if overwrite:
             files.set_aside()
         try:
-            files.check_unused()
-            # An embedded Redis of a run that ended early is not this run's.
-            shutil.rmtree(files.redis, ignore_errors=True)
+            if resume:
+                check_resumable(config, files)
+            else:
+                files.check_unused()
+                # An embedded Redis of a run that ended early is not this run's.
+                shutil.rmtree(files.redis, ignore_errors=True)
             files.write_config(config.to_yaml())
             with Launcher(config, files.config) as launcher:
                 _start(launcher)
@@ -77,6 +85,42 @@ def _started(config: Config, overwrite: bool) -> Iterator[tuple[Launcher, RunFil
         finally:
             files.services.unlink(missing_ok=True)
             files.restore()
+
+
+MAY_CHANGE = (
+    "run.steps",
+    "run.directory",
+    "data.validation",
+    "evaluation",
+    "guards",
+    "checkpoint",
+    "buffer",
+    "services",
+    "timeouts",
+    "security",
+)
+"""Settings that a run may go on with although they were others before: they do not decide what a step learns."""
+
+
+def check_resumable(config: Config, files: RunFiles) -> None:
+    """Raises ConfigError unless there is a run to go on with, and the config is the one that it had."""
+    if not files.is_a_run():
+        raise ConfigError(f"--resume: {files.root} holds no run; leave --resume out to start one")
+    before, now = _flat(load_config(files.config).model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    for key in sorted(before.keys() | now.keys()):
+        may_change = any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
+        if not may_change and before.get(key) != now.get(key):
+            raise ConfigError(
+                f"--resume: {key} is {now.get(key)!r}, the run in {files.root} had {before.get(key)!r}; "
+                "give the run's own config, or start a new run"
+            )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
 
 
 def _start(launcher: Launcher) -> None:
