@@ -7,8 +7,10 @@ import structlog
 from quartet.buffer.experience import ExperienceStore
 from quartet.checkpoints import Checkpoint
 from quartet.config import Config
+from quartet.errors import ConfigError
+from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.telemetry.run_files import RunFiles
-from quartet.types import Role, ServiceStatus
+from quartet.types import ServiceStatus
 from services.orchestrator.collector import wait_for_all
 from services.orchestrator.course import Course
 from services.orchestrator.peers import Peers, Statuses
@@ -29,31 +31,44 @@ class Recovery:
     def to_last_commit(self, checkpoint: Checkpoint | None, statuses: Statuses, course: Course) -> int:
         """Goes to the last committed step, or, where the buffer has lost what leads there, back to the checkpoint's.
 
-        What came after that step is forgotten: the same seeds bring the same again. Gives the step.
+        What came after that step is forgotten: the same seeds bring the same again. Gives the step. Raises ConfigError when the
+        run's files are damaged.
         """
         base = checkpoint.step if checkpoint else 0
         history = self._files.committed()
-        last = max(base, len(history))
-        replayed = range(base + 1, last + 1)
-        if not self._experience.holds(replayed):
+        last = len(history)
+        if last < base:
+            raise ConfigError(
+                f"metrics {self._files.metrics}: end at step {last}, the newest checkpoint is of step {base}; put the file back, "
+                "or start the run anew"
+            )
+        if not self._experience.holds(range(base + 1, last + 1)):
             log.warning("sealed experience is lost; its steps are taken again", first=base + 1, last=last)
-            last, replayed = base, range(0)
+            last = base
         self._files.forget_after(last)
         history = history[:last]
         course.restore(base, checkpoint.state if checkpoint else None, history[:base])
         for metrics in history[base:]:
             course.commit(metrics, self._files.scores(int(metrics["step"])))
         for client in self._peers.trained:
-            self._bring(client.role, statuses[client.role], checkpoint, base, last)
+            self._bring(client, statuses[client.role], checkpoint, base, last)
         return last
 
-    def _bring(self, role: Role, status: ServiceStatus, checkpoint: Checkpoint | None, base: int, last: int) -> None:
+    def _bring(
+        self,
+        client: ActorClient | CriticClient,
+        status: ServiceStatus,
+        checkpoint: Checkpoint | None,
+        base: int,
+        last: int,
+    ) -> None:
         """One model to step ``last``: as it stands where it is on the way, from the checkpoint otherwise."""
-        client = next(client for client in self._peers.trained if client.role == role)
         run, step = self._config.run.name, status.step
         fresh = status.policy_version == 0 and base == 0
         if not fresh and not (status.run == run and base <= step <= last):
-            directory = f"{checkpoint.path.relative_to(self._files.root).as_posix()}/{role}" if checkpoint else ""
+            directory = (
+                f"{checkpoint.path.relative_to(self._files.root).as_posix()}/{client.role}" if checkpoint else ""
+            )
             restoring = client.restore(run, base, self._epoch, directory)
             wait_for_all([restoring])
             step = base

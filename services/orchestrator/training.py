@@ -16,14 +16,13 @@ from quartet.buffer.rollouts import RolloutStream
 from quartet.config import Config, TrainedModelConfig
 from quartet.data import PromptEncoder, PromptOrder, encode_prompts, iterate_prompt_lines
 from quartet.errors import Cancelled, ConfigError
-from quartet.evaluation import read_validation_prompts, stream_name
+from quartet.evaluation import read_validation_prompts, run_sampling, stream_name
 from quartet.files import check_saved
 from quartet.models.loading import load_tokenizer
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import (
     Alert,
     Role,
-    SamplingParameters,
     SaveKind,
     TrajectoryId,
     UpdateResult,
@@ -281,14 +280,13 @@ class Training:
         samples = range(rollout.samples_per_prompt)
         expected = {TrajectoryId(self._run, step, prompt.index, sample) for prompt in prompts for sample in samples}
         self._board.update(phase="generate", scored=0, wanted=len(expected))
-        sampling = SamplingParameters(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
         generation = self._peers.actor.generate(
             run=self._run,
             step=step,
             leader_epoch=self._epoch,
             prompts=prompts,
             samples_per_prompt=rollout.samples_per_prompt,
-            sampling=sampling,
+            sampling=run_sampling(rollout),
             seed=self._config.run.seed,
             policy_version=step - 1,
         )

@@ -205,3 +205,16 @@ def leads(going: Underway) -> bool:
     step = going.board.current().step
     wait_for(going, lambda: going.board.current().step > step)
     return True
+
+
+def test_metrics_that_end_before_the_checkpoint_are_an_error_and_nothing_is_trained_over_the_gap(
+    make: MakeConfig, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**changes("normalized", world))
+    break_off(config, "generate", 6, monkeypatch)
+    metrics = config.run_directory / "metrics.jsonl"
+    metrics.write_text("".join(line + "\n" for line in metrics.read_text().splitlines()[:2]))
+    with underway(config) as going:
+        run = going.finish()
+    assert run.code == 2
+    assert "end at step 2, the newest checkpoint is of step 4" in run.progress.error
