@@ -97,6 +97,7 @@ MAY_CHANGE = (
     "buffer",
     "services",
     "timeouts",
+    "recovery",
     "security",
 )
 """Settings that a run may go on with although they were others before: they do not decide what a step learns."""

@@ -134,6 +134,25 @@ class TimeoutsConfig(Section):
     """From SIGTERM to the end of calls in hand."""
 
 
+class RecoveryConfig(Section):
+    """What happens when something fails: how often it is tried again, and when the run gives up."""
+
+    attempts: WholeNumber = 5
+    """Recoveries in a row, without a committed step between them, before the run gives up; 0: the first failure ends it."""
+    restarts: WholeNumber = 5
+    """Restarts in a row of one process that was started here before the run gives up; 0: none."""
+    calm: Positive = 600.0
+    """Seconds for which a restarted process runs until its restarts are counted anew."""
+    backoff: Positive = 0.5
+    """Seconds before the first of several attempts in a row; doubled for each further one, to at most 30."""
+    stall: Positive = 60.0
+    """Seconds without an answer after which a process that was started here counts as stalled: it is killed and restarted."""
+    scoring_attempts: Count = 3
+    """Attempts to score a trajectory before it is set aside and another of the same prompt takes its place."""
+    max_set_aside: WholeNumber = 4
+    """Trajectories of one step that may be set aside; one more ends the run."""
+
+
 class SecurityConfig(Section):
     """What the processes let in."""
 

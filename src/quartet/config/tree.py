@@ -15,6 +15,7 @@ from quartet.config.operation import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    RecoveryConfig,
     RunConfig,
     SecurityConfig,
     ServicesConfig,
@@ -43,6 +44,7 @@ class Config(Section):
     buffer: BufferConfig = BufferConfig()
     services: ServicesConfig = ServicesConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     security: SecurityConfig = SecurityConfig()
 
     @model_validator(mode="after")
