@@ -4,14 +4,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PARITY := build/parity-venv
 PYTEST_ARGS ?=
+CHAOS_ARGS ?=
+SOAK_ARGS ?=
+DURABILITY_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check format proto acceptance parity clean
+.PHONY: help demo test chaos faults soak durability-cost check format proto acceptance parity clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -32,6 +35,18 @@ demo: $(VENV)/.installed ## Train a tiny model from nothing and show what change
 
 test: $(VENV)/.installed-dev ## Run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+chaos: $(VENV)/.installed-dev ## Kill and stop every process at every moment of a step; write docs/durability.md
+	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+faults: $(VENV)/.installed-dev ## Cut the network, slow services down, and all else that can go wrong; ten minutes
+	$(BIN)/python -m pytest tests/faults -m 'slow or not slow' $(PYTEST_ARGS)
+
+soak: $(VENV)/.installed ## A thousand steps watched for leaks; write docs/durability.md
+	$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
+
+durability-cost: $(VENV)/.installed ## What durability costs the review run; write docs/durability.md
+	$(BIN)/python -m benchmarks.durability $(DURABILITY_ARGS)
 
 check: $(VENV)/.installed-dev ## Lint, types, committed stubs, forbidden constructs
 	$(BIN)/ruff check

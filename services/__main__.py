@@ -19,12 +19,16 @@ from typing import Any
 import structlog
 
 from quartet.config import Config, load_config
-from quartet.errors import ConfigError, QuartetError
+from quartet.errors import ConfigError, QuartetError, ServiceFailed
+from quartet.failpoints import arm
 from quartet.telemetry.logs import configure_logs
 from quartet.topology import listen_address, threads_of
 from quartet.types import Role
 
 log = structlog.get_logger()
+
+WATCH = 1.0
+"""Seconds between looks at work that nobody waits for."""
 
 
 class Announcer:
@@ -55,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure_logs("+".join(roles))
     announcer = Announcer(options.ready_fd)
     try:
+        if failpoints := arm(os.environ):
+            log.warning("failpoints are set: this process will fail on purpose", names=failpoints)
         return _serve(roles, options, announcer)
     except Exception as error:
         code = 2 if isinstance(error, ConfigError) else 1
@@ -97,10 +103,25 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
     announcer.say(address=server.address)
     if background is not None:
         background.start()
-    log.info("stopping", cause=endings.get())
+    log.info("stopping", cause=_wait_for_the_end(endings, hosted, config.recovery.stall))
     server.stop(config.timeouts.drain)
     log.info("stopped")
     return status[0]
+
+
+def _wait_for_the_end(endings: queue.SimpleQueue[str], hosted: list[Any], stall: float) -> str:
+    """What ends the process. Raises ServiceFailed when a role works on for nobody: whoever restarts the process frees it."""
+    while True:
+        try:
+            return endings.get(timeout=WATCH)
+        except queue.Empty:
+            for role in hosted:
+                work, seconds = role.abandoned()
+                if seconds > stall:
+                    raise ServiceFailed(
+                        f"{role.role}: stalled in {work}, {seconds:.0f} s after its caller went away; "
+                        "if the work takes that long, raise its limit in the timeouts section"
+                    ) from None
 
 
 def _models(roles: list[Role], config: Config, threads: int) -> list[Any]:
@@ -116,6 +137,7 @@ def _models(roles: list[Role], config: Config, threads: int) -> list[Any]:
 def _orchestrator(
     config: Config, endings: queue.SimpleQueue[str], status: list[int], announcer: Announcer
 ) -> tuple[list[Any], threading.Thread]:
+    from quartet.telemetry.run_files import RunFiles
     from services.orchestrator.control import Control
     from services.orchestrator.progress import ProgressBoard
     from services.orchestrator.servicer import OrchestratorServicer
@@ -124,7 +146,7 @@ def _orchestrator(
 
     set_up_torch(1)
     board = ProgressBoard(config.run.name, config.run.steps)
-    control = Control()
+    control = Control(RunFiles(config.run_directory).paused)
     training = Training(config, buffer_url(config), board, control)
 
     def finished(code: int) -> None:
@@ -132,6 +154,8 @@ def _orchestrator(
         if code:
             # For a launcher that was not watching yet when the run ended.
             announcer.say(error=board.current().error, exit_code=code)
+        else:
+            announcer.say(outcome=board.current().state)
         endings.put("end of the run")
 
     thread = threading.Thread(target=train, args=(training, board, finished), name="training", daemon=True)

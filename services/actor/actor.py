@@ -10,6 +10,7 @@ from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
 from quartet.config import ActorConfig
 from quartet.errors import FailedPrecondition, InvalidRequest
+from quartet.failpoints import failpoint
 from quartet.files import checkpoint_of, confined, describe_files
 from quartet.models.engine import TorchEngine
 from quartet.models.forward import max_positions
@@ -18,14 +19,14 @@ from quartet.models.loading import (
     count_parameters,
     load_causal_lm,
     load_tokenizer,
-    save_adapter,
-    save_policy,
+    snapshot_model,
     stop_token_ids,
     tokenizer_fingerprint,
 )
 from quartet.models.lora import add_adapter
-from quartet.models.optimizer import OPTIMIZER_FILE, create_optimizer, load_optimizer, save_optimizer
+from quartet.models.optimizer import OPTIMIZER_FILE, create_optimizer, load_optimizer, snapshot_optimizer
 from quartet.models.scoring import response_log_probs
+from quartet.models.snapshot import Writer, write_model
 from quartet.models.training import update_policy
 from quartet.models.update_log import UpdateLog
 from quartet.types import (
@@ -126,20 +127,23 @@ class Actor:
         tokens = 0
         finished = []
         for trajectory in self._engine.generate(requests, sampling, seed, policy_version, cancelled):
+            if tokens == 0:
+                failpoint("actor.generating")
             tokens += len(trajectory.response_ids)
             finished.append(trajectory)
             if len(finished) == FLUSH:
-                stream.append(finished)
+                stream.append(finished, leader_epoch)
                 finished = []
         if finished:
-            stream.append(finished)
+            stream.append(finished, leader_epoch)
         return len(requests), tokens
 
     def log_probs(self, batch: TokenBatch, temperature: float, reference: bool = False) -> FloatArray:
         """Log-probs under the current policy, or under the ``reference``, which is the policy without its adapter.
 
-        float32 [response tokens]. Raises FailedPrecondition when there is no adapter to turn off.
+        float32 [response tokens]. Raises FailedPrecondition when there is no adapter to turn off, or an update broke off.
         """
+        self._updates.check_whole()
         if not reference:
             return response_log_probs(self._model, batch, temperature, self._config.micro_batch_tokens)
         if self._adapter is None:
@@ -162,24 +166,33 @@ class Actor:
 
         return self._updates.once(run, step, leader_epoch, apply)
 
-    def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind) -> list[SavedFile]:
-        """Writes the policy, and its optimizer in a checkpoint, below the run's directory.
+    def snapshot(
+        self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
+    ) -> Callable[[], list[SavedFile]]:
+        """Copies the policy, and its optimizer for a checkpoint; what it gives writes them below the run's directory, once.
 
-        With an adapter a checkpoint holds the adapter alone, and a model is the merged one. Raises InvalidRequest for a
-        directory elsewhere, FailedPrecondition when the model has learned in another run, when another orchestrator leads, when
-        an update broke off, or when there is no adapter to save.
+        The copy is in host memory, and may be written on any thread while the policy goes on. With an adapter a checkpoint holds
+        the adapter alone, and a model is the merged one. Raises InvalidRequest for a directory elsewhere, FailedPrecondition when
+        the model is not at ``step``, when it has learned in another run, when another orchestrator leads, when an update broke
+        off, or when there is no adapter to save. The writing raises StorageFailed.
         """
-        self._updates.check_save(run, leader_epoch)
+        self._updates.check_save(run, leader_epoch, step)
         target = confined(self._root, directory)
+        writers: list[Writer] = [self._tokenizer.save_pretrained]
         if self._adapter is not None and kind is not SaveKind.MODEL:
-            save_adapter(self._adapter, self._tokenizer, target)
+            writers.append(self._adapter.snapshot())
         elif kind is SaveKind.ADAPTER:
             raise FailedPrecondition("save of the adapter: this actor has none; set actor.lora, or save the model")
         else:
-            save_policy(self._model, self._tokenizer, target, self._adapter)
+            writers.append(snapshot_model(self._model, self._adapter))
         if kind is SaveKind.CHECKPOINT:
-            save_optimizer(self._optimizer, target / OPTIMIZER_FILE)
-        return describe_files(self._root, target)
+            writers += [lambda _: failpoint("actor.saving"), snapshot_optimizer(self._optimizer)]
+
+        def write() -> list[SavedFile]:
+            write_model(target, *writers)
+            return describe_files(self._root, target)
+
+        return write
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
         """Goes back to a checkpoint below the run's directory, or to the initial policy for step 0.
@@ -205,6 +218,7 @@ class Actor:
             step=self._updates.step,
             leader_epoch=self._updates.leader_epoch,
             answers_as_reference=self._adapter is not None,
+            broken=self._updates.broken,
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import grpc
 import numpy as np
@@ -10,13 +11,13 @@ import numpy as np
 from quartet import codec
 from quartet.config import MAX_RESPONSES
 from quartet.errors import InvalidRequest
-from quartet.rpc.role import ModelRole
+from quartet.rpc.role import TrainedRole
 from quartet.types import GenerationRequest, Role, SavedFile, TrajectoryId
 from quartet.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.actor import Actor
 
 
-class ActorServicer(ModelRole[Actor], actor_pb2_grpc.ActorServiceServicer):
+class ActorServicer(TrainedRole[Actor], actor_pb2_grpc.ActorServiceServicer):
     """ActorService over an Actor."""
 
     role = Role.ACTOR
@@ -72,12 +73,13 @@ class ActorServicer(ModelRole[Actor], actor_pb2_grpc.ActorServiceServicer):
     ) -> actor_pb2.ActorServiceSaveResponse:
         """Writes the policy."""
         kind = codec.save_kind_from_proto(request.kind)
+        step = request.step if request.HasField("step") else None
 
-        def work(_: object) -> tuple[list[SavedFile], int]:
-            files = self.core.save(request.run, request.leader_epoch, request.directory, kind)
-            return files, self.core.policy_version
+        def snapshot() -> tuple[Callable[[], list[SavedFile]], int]:
+            write = self.core.snapshot(request.run, request.leader_epoch, request.directory, kind, step)
+            return write, self.core.policy_version
 
-        files, version = self.compute.run("save", context, work)
+        files, version = self.save(context, snapshot)
         return actor_pb2.ActorServiceSaveResponse(
             files=[codec.saved_file_to_proto(file) for file in files], policy_version=version
         )
@@ -104,10 +106,13 @@ def _generation_requests(request: actor_pb2.GenerateRequest) -> list[GenerationR
         raise InvalidRequest("prompts: an index stands twice, its trajectories would have the same ids")
     if len(lengths) * request.samples_per_prompt > MAX_RESPONSES:
         raise InvalidRequest(f"generate: expected at most {MAX_RESPONSES} trajectories")
+    samples = range(request.first_sample, request.first_sample + request.samples_per_prompt)
+    if samples.stop > 2**32:
+        raise InvalidRequest(f"first_sample {request.first_sample}: expected the last sample's index to be below 2^32")
     flat = codec.ints_from_proto(request.prompt_ids, "prompt_ids", int(lengths.sum(dtype=np.int64)))
     prompts = np.split(flat, np.cumsum(lengths)[:-1])
     return [
         GenerationRequest(TrajectoryId(request.run, request.step, index, sample), prompt)
         for index, prompt in zip(request.prompts, prompts, strict=True)
-        for sample in range(request.samples_per_prompt)
+        for sample in samples
     ]

@@ -8,13 +8,15 @@ from pathlib import Path
 from quartet.buffer.experience import ExperienceStore
 from quartet.config import CriticConfig
 from quartet.errors import FailedPrecondition
+from quartet.failpoints import failpoint
 from quartet.files import checkpoint_of, confined, describe_files
 from quartet.models.forward import max_positions
 from quartet.models.freezing import freeze_parameters
 from quartet.models.loading import count_parameters, load_critic, load_tokenizer, tokenizer_fingerprint
 from quartet.models.lora import add_adapter
-from quartet.models.optimizer import OPTIMIZER_FILE, create_optimizer, load_optimizer, save_optimizer
+from quartet.models.optimizer import OPTIMIZER_FILE, create_optimizer, load_optimizer, snapshot_optimizer
 from quartet.models.scoring import response_values
+from quartet.models.snapshot import Writer, write_model
 from quartet.models.training import update_value
 from quartet.models.update_log import UpdateLog
 from quartet.types import (
@@ -76,7 +78,12 @@ class Critic:
             load_optimizer(self._optimizer, checkpoint / OPTIMIZER_FILE)
 
     def values(self, batch: TokenBatch) -> FloatArray:
-        """Value of the state in which each response token was drawn, float32 [response tokens]."""
+        """Value of the state in which each response token was drawn, float32 [response tokens].
+
+        Raises FailedPrecondition when an update broke off.
+        """
+        self._updates.check_whole()
+        failpoint("critic.scoring")
         return response_values(self._model, batch, self._config.micro_batch_tokens)
 
     def update(
@@ -92,25 +99,34 @@ class Critic:
 
         return self._updates.once(run, step, leader_epoch, apply)
 
-    def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind) -> list[SavedFile]:
-        """Writes the value model, and its optimizer in a checkpoint, below the run's directory.
+    def snapshot(
+        self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
+    ) -> Callable[[], list[SavedFile]]:
+        """Copies the value model, and its optimizer for a checkpoint; what it gives writes them below the run's directory, once.
 
-        With an adapter a checkpoint holds the adapter and the value head, and a model is the merged one. Raises InvalidRequest
-        for a directory elsewhere, FailedPrecondition when the model has learned in another run, when another orchestrator leads,
-        when an update broke off, or when there is no adapter to save.
+        The copy is in host memory, and may be written on any thread while the value model goes on. With an adapter a checkpoint
+        holds the adapter and the value head, and a model is the merged one. Raises InvalidRequest for a directory elsewhere,
+        FailedPrecondition when the model is not at ``step``, when it has learned in another run, when another orchestrator leads,
+        when an update broke off, or when there is no adapter to save. The writing raises StorageFailed.
         """
-        self._updates.check_save(run, leader_epoch)
+        self._updates.check_save(run, leader_epoch, step)
         target = confined(self._root, directory)
         # A critic starts from a directory with a tokenizer; what it writes can be started from too.
+        writers: list[Writer] = [self._tokenizer.save_pretrained]
         if self._adapter is not None and kind is not SaveKind.MODEL:
-            self._model.save_adapter(target, self._adapter, self._tokenizer)
+            writers.append(self._model.snapshot_adapter(self._adapter))
         elif kind is SaveKind.ADAPTER:
             raise FailedPrecondition("save of the adapter: this critic has none; set critic.lora, or save the model")
         else:
-            self._model.save(target, self._tokenizer, self._adapter)
+            writers.append(self._model.snapshot(self._adapter))
         if kind is SaveKind.CHECKPOINT:
-            save_optimizer(self._optimizer, target / OPTIMIZER_FILE)
-        return describe_files(self._root, target)
+            writers += [lambda _: failpoint("critic.saving"), snapshot_optimizer(self._optimizer)]
+
+        def write() -> list[SavedFile]:
+            write_model(target, *writers)
+            return describe_files(self._root, target)
+
+        return write
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
         """Goes back to a checkpoint below the run's directory, or to the initial value model for step 0.
@@ -135,6 +151,7 @@ class Critic:
             run=self._updates.run,
             step=self._updates.step,
             leader_epoch=self._updates.leader_epoch,
+            broken=self._updates.broken,
         )
 
     @property

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 
 from quartet import codec
-from quartet.rpc.role import ModelRole
+from quartet.rpc.role import TrainedRole
 from quartet.types import Role, SavedFile
 from quartet.v1 import critic_pb2, critic_pb2_grpc
 from services.critic.critic import Critic
 
 
-class CriticServicer(ModelRole[Critic], critic_pb2_grpc.CriticServiceServicer):
+class CriticServicer(TrainedRole[Critic], critic_pb2_grpc.CriticServiceServicer):
     """CriticService over a Critic."""
 
     role = Role.CRITIC
@@ -47,12 +49,13 @@ class CriticServicer(ModelRole[Critic], critic_pb2_grpc.CriticServiceServicer):
     ) -> critic_pb2.CriticServiceSaveResponse:
         """Writes the value model."""
         kind = codec.save_kind_from_proto(request.kind)
+        step = request.step if request.HasField("step") else None
 
-        def work(_: object) -> tuple[list[SavedFile], int]:
-            files = self.core.save(request.run, request.leader_epoch, request.directory, kind)
-            return files, self.core.policy_version
+        def snapshot() -> tuple[Callable[[], list[SavedFile]], int]:
+            write = self.core.snapshot(request.run, request.leader_epoch, request.directory, kind, step)
+            return write, self.core.policy_version
 
-        files, version = self.compute.run("save", context, work)
+        files, version = self.save(context, snapshot)
         return critic_pb2.CriticServiceSaveResponse(
             files=[codec.saved_file_to_proto(file) for file in files], policy_version=version
         )

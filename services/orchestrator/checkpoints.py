@@ -5,24 +5,31 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
 
+from quartet import __version__
 from quartet.checkpoints import (
     FORMAT,
     MANIFEST,
     Checkpoint,
     DamagedCheckpoint,
     checkpoint_folders,
+    drop_checkpoint,
+    named_checkpoints,
     whole_checkpoint,
 )
+from quartet.errors import ServiceFailed, StorageFailed
+from quartet.failpoints import failpoint
 from quartet.files import check_saved, flush, write_durably
-from quartet.rpc.clients import ActorClient, CriticClient
+from quartet.rpc.clients import ActorClient, CriticClient, PendingResult
 from quartet.telemetry.run_files import RunFiles
-from quartet.types import SaveKind
-from services.orchestrator.collector import wait_for_all
+from quartet.types import SavedFile, SaveKind
+from services.orchestrator.collector import POLL, wait_for_all
 
 log = structlog.get_logger()
 
@@ -34,40 +41,37 @@ class Checkpoints:
         self._files, self._keep = files, keep
         self._config_hash = hashlib.sha256(config_yaml.encode()).hexdigest()
 
-    def save(
+    def begin(
         self,
         run: str,
         step: int,
         leader_epoch: int,
         trained: Sequence[ActorClient | CriticClient],
         state: dict[str, Any],
-    ) -> None:
-        """Saves the trained models and ``state`` (what the orchestrator itself must remember), then drops the oldest."""
+    ) -> PendingCheckpoint:
+        """Begins to save the trained models as they are after ``step``; ``state`` is what the orchestrator itself must remember.
+
+        They go on meanwhile, but must not be updated before ``finish``: a save that comes too late is refused.
+        """
         name = f"step-{step:06d}"
         partial = self._files.checkpoints / f".{name}.partial"
-        final = self._files.checkpoints / name
-        for leftover in (*self._files.checkpoints.glob(".step-*.partial"), final):
+        for leftover in self._files.checkpoints.glob(".step-*.partial"):
             shutil.rmtree(leftover, ignore_errors=True)
-        relative = partial.relative_to(self._files.root).as_posix()
-        calls = [client.save(run, leader_epoch, f"{relative}/{client.role}", SaveKind.CHECKPOINT) for client in trained]
-        wait_for_all(calls)
-        saved = [file for call in calls for file in call.result()]
-        check_saved(self._files.root, saved)
         manifest = {
             "format": FORMAT,
+            "quartet": __version__,
             "run": run,
             "step": step,
             "leader_epoch": leader_epoch,
             "config_sha256": self._config_hash,
             "state": state,
-            "files": {
-                file.path.removeprefix(f"{relative}/"): {"bytes": file.bytes, "sha256": file.sha256} for file in saved
-            },
         }
-        write_durably(partial / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-        partial.rename(final)
-        flush(self._files.checkpoints)
-        self._drop_oldest()
+        directory = partial.relative_to(self._files.root).as_posix()
+        calls = [
+            client.save(run, leader_epoch, f"{directory}/{client.role}", SaveKind.CHECKPOINT, step)
+            for client in trained
+        ]
+        return PendingCheckpoint(self._files, step, partial, manifest, calls, self._keep)
 
     def newest(self, run: str) -> Checkpoint | None:
         """The newest checkpoint whose files are all there with their checksums; what is damaged is passed over, and said."""
@@ -82,6 +86,80 @@ class Checkpoints:
             log.warning("checkpoint passed over", path=str(path), problem=problem)
         return None
 
+
+class PendingCheckpoint:
+    """A checkpoint that the services are writing. Without its manifest it is none, and goes when the next one begins."""
+
+    def __init__(
+        self,
+        files: RunFiles,
+        step: int,
+        partial: Path,
+        manifest: dict[str, Any],
+        calls: Sequence[PendingResult[list[SavedFile]]],
+        keep: int,
+    ) -> None:
+        self.step = step
+        self._files, self._partial, self._manifest, self._calls, self._keep = files, partial, manifest, calls, keep
+
+    def done(self) -> bool:
+        """Whether the services have ended their part."""
+        return all(call.done() for call in self._calls)
+
+    def finish(self) -> None:
+        """Waits for the services, writes the manifest, gives the checkpoint its name, and drops the oldest.
+
+        Raises what a save failed with, StorageFailed when the manifest cannot be written, MismatchError when the files are not
+        where the services say. The checkpoints before it are then untouched.
+        """
+        try:
+            wait_for_all(self._calls)
+            saved = [file for call in self._calls for file in call.result()]
+            check_saved(self._files.root, saved)
+            self._publish(saved)
+        except (ServiceFailed, StorageFailed):
+            # What is half there takes room that is needed. The other service may be writing still.
+            while not self.done():
+                time.sleep(POLL)
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise
+        failpoint("orchestrator.checkpointed")
+        self._drop_oldest()
+
+    def abandon(self) -> None:
+        """Tells the services that nobody waits any more."""
+        for call in self._calls:
+            call.cancel()
+
+    def _publish(self, saved: Sequence[SavedFile]) -> None:
+        checkpoints = self._files.checkpoints
+        final = checkpoints / f"step-{self.step:06d}"
+        described = {
+            (self._files.root / file.path).relative_to(self._partial).as_posix(): {
+                "bytes": file.bytes,
+                "sha256": file.sha256,
+            }
+            for file in saved
+        }
+        try:
+            failpoint("orchestrator.manifest_writing")
+            write_durably(self._partial / MANIFEST, json.dumps({**self._manifest, "files": described}, indent=2) + "\n")
+            failpoint("orchestrator.manifest_written")
+            replaced = checkpoints / f".{final.name}.replaced.partial"
+            if final.exists():  # Damaged: otherwise the run would not have come to this step again.
+                final.rename(replaced)
+            self._partial.rename(final)
+            flush(checkpoints)
+            shutil.rmtree(replaced, ignore_errors=True)
+        except OSError as error:
+            raise StorageFailed(
+                f"checkpoint {final}: cannot be written ({error.strerror}); free space on that disk"
+            ) from error
+
     def _drop_oldest(self) -> None:
-        for path in checkpoint_folders(self._files)[: -self._keep]:
-            shutil.rmtree(path)
+        try:
+            for path in checkpoint_folders(self._files)[: -self._keep]:
+                if path.name not in named_checkpoints(self._files).values():
+                    drop_checkpoint(path)
+        except OSError as error:
+            log.warning("an old checkpoint stays", error=str(error))

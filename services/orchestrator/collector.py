@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import count
+from typing import Any
 
-import numpy as np
-
-from quartet.buffer.rollouts import RolloutStream
-from quartet.errors import BufferFailed, ComputationFailed, ServiceFailed
-from quartet.rpc.clients import ActorClient, CriticClient, PendingResult, RewardClient
-from quartet.types import FloatArray, Scores, TokenBatch, Trajectory, TrajectoryId
+from quartet.buffer.rollouts import Delivery, RolloutStream
+from quartet.config import RecoveryConfig
+from quartet.errors import BufferFailed
+from quartet.rpc.clients import PendingResult
+from quartet.types import Trajectory, TrajectoryId
+from services.orchestrator.scoring import ScoredTrajectory, Scoring, ScoringServices, SetAside
 
 READ_BLOCK = 0.2
 """Seconds that a read of the stream may wait; failures of generation and scoring are looked for in between."""
@@ -23,118 +25,26 @@ MAX_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredTrajectory:
-    """A trajectory with what the scoring services say of it.
-
-    ``score`` in units of reward, and ``parts`` by name where it is a weighted sum; ``reference_log_probs`` and ``values``
-    float32 [response tokens], values of 0 without a critic.
-    """
-
-    trajectory: Trajectory
-    score: float
-    reference_log_probs: FloatArray
-    values: FloatArray
-    parts: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class CollectedStep:
-    """A step's scored trajectories, sorted by id; the stream entries to acknowledge; seconds spent."""
+    """A step's scored trajectories, and those set aside, each sorted by id; the stream entries to acknowledge; seconds spent."""
 
     scored: list[ScoredTrajectory]
+    set_aside: list[SetAside]
     entry_ids: list[str]
     seconds_generate: float
     seconds_score: float
 
 
-class ReferencePolicy(Protocol):
-    """Who knows the initial policy's log-probs: a reference service, or an actor with its adapter off."""
-
-    def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
-        """Begins to compute log-probs, float32 [response tokens]."""
-
-
-class AdapterOff:
-    """An actor with a LoRA adapter, as the reference that it is with the adapter off."""
-
-    def __init__(self, actor: ActorClient) -> None:
-        self._actor = actor
-
-    def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
-        """Begins to compute log-probs, after the generation in hand."""
-        return self._actor.reference_log_probs(batch, temperature)
-
-
-class ScoringServices:
-    """Reward, reference and, where there is one, the critic: asked together."""
-
-    def __init__(
-        self, reward: RewardClient, reference: ReferencePolicy, critic: CriticClient | None, temperature: float
-    ) -> None:
-        self._reward, self._reference, self._critic, self._temperature = reward, reference, critic, temperature
-
-    def begin(self, trajectories: list[Trajectory], fields: Mapping[int, str]) -> ScoringBatch:
-        """Sends one ragged batch to all of them, the prompts' own ``fields`` by prompt index to the reward."""
-        batch = TokenBatch.of(trajectories)
-        rows = [fields[trajectory.id.prompt] for trajectory in trajectories] if fields else []
-        return ScoringBatch(
-            trajectories,
-            self._reward.score(batch, rows),
-            self._reference.log_probs(batch, self._temperature),
-            self._critic.values(batch) if self._critic else None,
-        )
-
-
 @dataclass(frozen=True, slots=True)
-class ScoringBatch:
-    """One batch under way at the scoring services."""
+class Replacement:
+    """The rule for a trajectory that cannot be scored: the next sample of its prompt takes its place.
 
-    trajectories: list[Trajectory]
-    scores: PendingResult[Scores]
-    reference_log_probs: PendingResult[FloatArray]
-    values: PendingResult[FloatArray] | None
+    ``recovery`` says how often it is tried, and how many may be set aside. ``generate`` begins one trajectory of each of the
+    prompts given by index, with the sample index given.
+    """
 
-    @property
-    def pending(self) -> tuple[PendingResult[Any], ...]:
-        """The calls."""
-        calls = (self.scores, self.reference_log_probs, self.values)
-        return tuple(call for call in calls if call is not None)
-
-    def ended(self) -> bool:
-        """Whether all calls have succeeded. Raises the failure of one that has not."""
-        if self.scores.done():
-            self._check_scores()
-        raise_failures(self.pending)
-        return all(call.done() for call in self.pending)
-
-    def _check_scores(self) -> None:
-        """Raises what the reward failed with, and the names of what it was asked: it knows their places in the batch only."""
-        try:
-            self.scores.result()
-        except (ServiceFailed, ComputationFailed) as error:
-            ids = ", ".join(str(trajectory.id) for trajectory in self.trajectories)
-            raise type(error)(f"{error}; the batch, from index 0 (run/step/prompt line from 0/sample): {ids}") from None
-
-    def scored(self) -> list[ScoredTrajectory]:
-        """The answers, trajectory by trajectory."""
-        ends = np.cumsum([len(trajectory.response_ids) for trajectory in self.trajectories])
-        scores, log_probs = self.scores.result(), self.reference_log_probs.result()
-        values = self.values.result() if self.values else np.zeros(int(ends[-1]), np.float32)
-        parts = [
-            {name: float(numbers[row]) for name, numbers in scores.parts.items()} for row in range(len(scores.total))
-        ]
-        rows = zip(
-            self.trajectories,
-            scores.total,
-            np.split(log_probs, ends[:-1]),
-            np.split(values, ends[:-1]),
-            parts,
-            strict=True,
-        )
-        return [
-            ScoredTrajectory(trajectory, float(score), reference, value, named)
-            for trajectory, score, reference, value, named in rows
-        ]
+    recovery: RecoveryConfig
+    generate: Callable[[set[int], int], PendingResult[int]]
 
 
 class Collector:
@@ -150,106 +60,137 @@ class Collector:
         generation: PendingResult[int],
         on_progress: Callable[[int], None],
         fields: Mapping[int, str] | None = None,
+        replacement: Replacement | None = None,
     ) -> CollectedStep:
         """Waits for every expected trajectory and its scores. ``on_progress`` hears how many have been scored.
 
-        ``fields`` are the prompts' own, by prompt index, where the reward looks at them.
+        ``fields`` are the prompts' own, by prompt index, where the reward looks at them. ``replacement`` is what becomes of a
+        trajectory that cannot be scored; without it that is an error.
 
         Batches are made of ``score_batch`` trajectories in the order in which the engine finished them, so that what a
         batch holds does not depend on timing. Raises what generation or scoring failed with, BufferFailed when the
-        stream holds something else than was asked for.
+        stream holds something else than was asked for, TooManySetAside.
         """
         start = time.perf_counter()
-        batches: list[ScoringBatch] = []
+        scoring = Scoring(self._services, fields or {}, replacement.recovery if replacement else None)
+        arrivals = _Arrivals(set(expected), policy_version)
+        samples = 1 + max(id.sample for id in expected)
         try:
-            entry_ids, generated = self._receive(
-                expected, policy_version, generation, batches, on_progress, fields or {}
-            )
-            wait_for_all([generation, *_calls(batches)], lambda: on_progress(_finished(batches)))
-            entry_ids += self._late_repeats(expected, policy_version)
+            self._receive(arrivals, generation, scoring, on_progress)
+            generated = time.perf_counter()
+            _wait(generation, scoring, on_progress)
+            for replaced in count():
+                prompts = {prompt for prompt, failed in _set_aside_by_prompt(scoring).items() if failed > replaced}
+                if replacement is None or not prompts:
+                    break
+                arrivals.expect(prompts, samples + replaced)
+                generation = replacement.generate(prompts, samples + replaced)
+                self._receive(arrivals, generation, scoring, on_progress)
+                _wait(generation, scoring, on_progress)
+            self._late_repeats(arrivals)
         except BaseException:
             generation.cancel()
-            for call in _calls(batches):
-                call.cancel()
+            scoring.cancel()
             raise
-        scored = [item for batch in batches for item in batch.scored()]
-        scored.sort(key=lambda item: item.trajectory.id)
-        return CollectedStep(scored, entry_ids, generated - start, time.perf_counter() - generated)
+        scored = sorted(scoring.scored, key=lambda item: item.trajectory.id)
+        set_aside = sorted(scoring.set_aside, key=lambda item: item.trajectory.id)
+        return CollectedStep(scored, set_aside, arrivals.entry_ids, generated - start, time.perf_counter() - generated)
 
     def _receive(
         self,
-        expected: set[TrajectoryId],
-        policy_version: int,
+        arrivals: _Arrivals,
         generation: PendingResult[int],
-        batches: list[ScoringBatch],
+        scoring: Scoring,
         on_progress: Callable[[int], None],
-        fields: Mapping[int, str],
-    ) -> tuple[list[str], float]:
-        seen: set[TrajectoryId] = set()
-        entry_ids: list[str] = []
+    ) -> None:
+        """Takes in what is still expected, and sends it to be scored."""
         waiting: list[Trajectory] = []
-        while len(seen) < len(expected):
+        while not arrivals.complete:
             ended = generation.done()
             deliveries = self._stream.read(self._score_batch, READ_BLOCK)
             if not deliveries and ended:
                 generation.result()
                 # A delivery may have been lost on its way here; Redis still counts it as ours.
-                deliveries = [item for item in self._stream.delivered() if item.trajectory.id not in seen]
+                deliveries = [item for item in self._stream.delivered() if item.trajectory.id not in arrivals.seen]
                 if not deliveries:
                     raise BufferFailed(
-                        f"rollout stream: generation ended with {len(seen)} of {len(expected)} trajectories in the stream"
+                        f"rollout stream: generation ended with {len(arrivals.seen)} of {len(arrivals.expected)} "
+                        "trajectories in the stream"
                     )
-            for delivery in deliveries:
-                trajectory = delivery.trajectory
-                entry_ids.append(delivery.entry_id)
-                _check_asked_for(trajectory, expected, policy_version)
-                if trajectory.id in seen:
-                    continue
-                seen.add(trajectory.id)
-                waiting.append(trajectory)
-            while len(waiting) >= self._score_batch or (waiting and len(seen) == len(expected)):
-                self._wait_for_a_place(batches, on_progress)
-                batches.append(self._services.begin(waiting[: self._score_batch], fields))
+            waiting += arrivals.take(deliveries)
+            while len(waiting) >= self._score_batch or (waiting and arrivals.complete):
+                self._wait_for_a_place(scoring, on_progress)
+                scoring.begin(waiting[: self._score_batch])
                 waiting = waiting[self._score_batch :]
-            on_progress(_finished(batches))
-        return entry_ids, time.perf_counter()
+            _look(scoring, on_progress)
 
     @staticmethod
-    def _wait_for_a_place(batches: list[ScoringBatch], on_progress: Callable[[int], None]) -> None:
-        while len(_under_way(batches)) >= MAX_IN_FLIGHT:
-            on_progress(_finished(batches))
+    def _wait_for_a_place(scoring: Scoring, on_progress: Callable[[int], None]) -> None:
+        scoring.advance()
+        while scoring.under_way >= MAX_IN_FLIGHT:
             time.sleep(POLL)
+            _look(scoring, on_progress)
 
-    def _late_repeats(self, expected: set[TrajectoryId], policy_version: int) -> list[str]:
-        """Entries that repeat what is there already. They are this step's to free, or the next one would meet them.
+    def _late_repeats(self, arrivals: _Arrivals) -> None:
+        """Takes in entries that repeat what is there already. They are this step's to free, or the next one would meet them.
 
         To be called when generation has ended, so that nothing can follow.
         """
-        entry_ids: list[str] = []
         while deliveries := self._stream.read(self._score_batch, 0.0):
-            for delivery in deliveries:
-                _check_asked_for(delivery.trajectory, expected, policy_version)
-                entry_ids.append(delivery.entry_id)
-        return entry_ids
+            arrivals.take(deliveries)
 
 
-def _check_asked_for(trajectory: Trajectory, expected: set[TrajectoryId], policy_version: int) -> None:
-    if trajectory.id not in expected or trajectory.policy_version != policy_version:
-        raise BufferFailed(
-            f"rollout stream: {trajectory.id} of policy version {trajectory.policy_version} was not asked for"
-        )
+@dataclass(slots=True)
+class _Arrivals:
+    """What a step expects of the stream, what of it has come, and under which entries."""
+
+    expected: set[TrajectoryId]
+    policy_version: int
+    seen: set[TrajectoryId] = field(default_factory=set)
+    entry_ids: list[str] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.seen) == len(self.expected)
+
+    def expect(self, prompts: set[int], sample: int) -> None:
+        """Adds one trajectory of each of the prompts."""
+        some = next(iter(self.expected))
+        self.expected |= {TrajectoryId(some.run, some.step, prompt, sample) for prompt in prompts}
+
+    def take(self, deliveries: Sequence[Delivery]) -> list[Trajectory]:
+        """Those that have not come before. Raises BufferFailed for one that was not asked for."""
+        fresh = []
+        for delivery in deliveries:
+            trajectory = delivery.trajectory
+            self.entry_ids.append(delivery.entry_id)
+            if trajectory.id not in self.expected or trajectory.policy_version != self.policy_version:
+                raise BufferFailed(
+                    f"rollout stream: {trajectory.id} of policy version {trajectory.policy_version} was not asked for"
+                )
+            if trajectory.id not in self.seen:
+                self.seen.add(trajectory.id)
+                fresh.append(trajectory)
+        return fresh
 
 
-def _calls(batches: Sequence[ScoringBatch]) -> list[PendingResult[Any]]:
-    return [call for batch in batches for call in batch.pending]
+def _set_aside_by_prompt(scoring: Scoring) -> Counter[int]:
+    return Counter(item.trajectory.id.prompt for item in scoring.set_aside)
 
 
-def _under_way(batches: Sequence[ScoringBatch]) -> list[ScoringBatch]:
-    return [batch for batch in batches if not batch.ended()]
+def _look(scoring: Scoring, on_progress: Callable[[int], None]) -> None:
+    scoring.advance()
+    on_progress(len(scoring.scored))
 
 
-def _finished(batches: Sequence[ScoringBatch]) -> int:
-    return sum(len(batch.trajectories) for batch in batches if batch.ended())
+def _wait(generation: PendingResult[int], scoring: Scoring, on_progress: Callable[[int], None]) -> None:
+    """Waits until generation and scoring have ended. Raises the first failure as soon as it is there."""
+    while True:
+        raise_failures([generation])
+        _look(scoring, on_progress)
+        if generation.done() and not scoring.under_way:
+            return
+        time.sleep(POLL)
 
 
 def raise_failures(calls: Sequence[PendingResult[Any]]) -> None:

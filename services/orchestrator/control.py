@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 
 class Control:
     """Thread-safe: any number of callers ask, the training thread looks."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark: Path | None = None) -> None:
+        """``mark`` is a file that is there while the run is to wait, so that an orchestrator that is restarted waits too."""
         self._changed = threading.Condition()
-        self._stopping = self._pausing = False
+        self._mark = mark
+        self._stopping, self._pausing = False, mark is not None and mark.exists()
 
     def stop(self) -> None:
         """Stop after the step in hand."""
         with self._changed:
             self._stopping = True
+            self._unmark()
             self._changed.notify_all()
 
     def pause(self) -> None:
         """Wait after the step in hand."""
         with self._changed:
             self._pausing = True
+            if self._mark is not None:
+                self._mark.touch()
 
     def resume(self) -> None:
         """Go on."""
         with self._changed:
             self._pausing = False
+            self._unmark()
             self._changed.notify_all()
 
     @property
@@ -45,3 +52,7 @@ class Control:
         """Returns when the run is to go on or to stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or not self._pausing)
+
+    def _unmark(self) -> None:
+        if self._mark is not None:
+            self._mark.unlink(missing_ok=True)

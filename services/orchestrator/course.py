@@ -24,6 +24,8 @@ class Course:
         """Before the first step."""
         algorithm, controller = config.algorithm, config.algorithm.kl_controller
         self.step = 0
+        self.found: list[Alert] = []
+        """What the guards found after that step."""
         self._kl = kl.make_kl_controller(
             controller.kind, algorithm.kl_coefficient, controller.target, controller.horizon
         )
@@ -54,7 +56,8 @@ class Course:
         self._moments = self.moments(scores) or self._moments
         self._kl.update(metrics["kl_mean"], len(scores))
         self.step = int(metrics["step"])
-        return self._guards.look(metrics)
+        self.found = self._guards.look(metrics)
+        return self.found
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps. The guards' memory is in the metrics."""
@@ -71,5 +74,5 @@ class Course:
             if state["score_moments"] is not None:
                 self._moments.load(state["score_moments"])
         for metrics in history:
-            self._guards.look(metrics)
+            self.found = self._guards.look(metrics)
         self.step = step

@@ -26,7 +26,8 @@ from quartet.rewards.function_worker import FunctionWorker
 from quartet.rpc.clients import ActorClient
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import Prompt, SamplingParameters
-from services.orchestrator.collector import Collector, ScoringServices
+from services.orchestrator.collector import Collector
+from services.orchestrator.scoring import ScoringServices
 
 
 class Evaluator:
@@ -45,7 +46,7 @@ class Evaluator:
         prompts: Sequence[Prompt],
         tokenizer: Any,
         files: RunFiles,
-        leader_epoch: int,
+        leader_epoch: int = 0,
     ) -> None:
         """``stream`` is that of ``quartet.evaluation.stream_name``; ``prompts`` are ``read_validation_prompts``', in their order.
 
@@ -54,7 +55,7 @@ class Evaluator:
         self._config, self._actor, self._stream = config, actor, stream
         self._collector = Collector(stream, scoring, config.rollout.score_batch)
         self._prompts = list(prompts)
-        self._tokenizer, self._files, self._leader_epoch = tokenizer, files, leader_epoch
+        self._tokenizer, self._files, self.leader_epoch = tokenizer, files, leader_epoch
         self._initial: dict[int, Answers] | None = None
         judge = config.evaluation.judge
         self._worker = FunctionWorker(judge, "evaluation.judge") if judge else None
@@ -107,11 +108,11 @@ class Evaluator:
         """One response to each prompt, in the order of the prompts."""
         run = self._config.run
         # Nothing of an evaluation that broke off may be met here.
-        self._stream.reset()
+        self._stream.reset(self.leader_epoch)
         generation = self._actor.generate(
             run=stream_name(run.name),
             step=STEP,
-            leader_epoch=self._leader_epoch,
+            leader_epoch=self.leader_epoch,
             prompts=self._prompts,
             samples_per_prompt=1,
             sampling=sampling,

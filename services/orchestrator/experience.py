@@ -13,7 +13,7 @@ from quartet.ppo import kl, ragged, rewards, statistics
 from quartet.ppo.rewards import RunningMoments
 from quartet.types import Experience, FinishReason, FloatArray, TokenBatch
 from services.orchestrator.advantages import estimate_advantages, treat_scores
-from services.orchestrator.collector import ScoredTrajectory
+from services.orchestrator.scoring import ScoredTrajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from quartet.errors import ConfigError, MismatchError, ServiceUnavailable
 from quartet.rpc.clients import ActorClient, CriticClient, ReferenceClient, RewardClient, ServiceClient
 from quartet.topology import roles_of
 from quartet.types import Role, ServiceStatus
-from services.orchestrator.collector import MAX_IN_FLIGHT, AdapterOff, ReferencePolicy, ScoringServices
+from services.orchestrator.collector import MAX_IN_FLIGHT
+from services.orchestrator.scoring import AdapterOff, ReferencePolicy, ScoringServices
 
 Statuses = dict[Role, ServiceStatus]
 
@@ -49,12 +50,8 @@ class Peers:
 
     def wait_until_ready(self, waiting_for: Callable[[Role], None], alive: Callable[[], None]) -> Statuses:
         """What every service says of itself, once it answers. Raises ConfigError when one cannot be reached."""
-        # The reward before the critic, which starts from it unless told otherwise: an error is to name a key of the file.
-        clients: list[ServiceClient | None] = [self.actor, self.reward, self.critic, self._reference]
         statuses: Statuses = {}
-        for client in clients:
-            if client is None:
-                continue
+        for client in self._clients():
             waiting_for(client.role)
             try:
                 statuses[client.role] = client.wait_until_ready(alive)
@@ -62,6 +59,19 @@ class Peers:
                 # Nothing has begun yet, so this is something to mend rather than a failure of the run.
                 raise ConfigError(str(error)) from None
         return statuses
+
+    def wait_until_back(self, waiting_for: Callable[[Role], None]) -> Statuses:
+        """What every service says of itself, once it answers again. Raises ServiceUnavailable when one does not come back."""
+        statuses: Statuses = {}
+        for client in self._clients():
+            waiting_for(client.role)
+            statuses[client.role] = client.wait_until_ready(known=True)
+        return statuses
+
+    def _clients(self) -> list[ServiceClient]:
+        # The reward before the critic, which starts from it unless told otherwise: an error is to name a key of the file.
+        clients: list[ServiceClient | None] = [self.actor, self.reward, self.critic, self._reference]
+        return [client for client in clients if client is not None]
 
     def _address(self, role: Role) -> str:
         address: str | None = getattr(self._config.services, role).address
@@ -96,6 +106,24 @@ def check_agreement(statuses: Statuses, run: str, needs_reference: bool) -> None
             "services.actor.address: the actor there has no adapter to take off, so it cannot be the reference; "
             "start it with this config's actor.lora, or set reference.model"
         )
+
+
+def check_same(before: Statuses, now: Statuses) -> None:
+    """Raises MismatchError unless every service that came back is what it was, so that the run may trust it."""
+    for role, status in now.items():
+        for name in (
+            "model",
+            "dtype",
+            "parameters",
+            "tokenizer_fingerprint",
+            "vocabulary_size",
+            "answers_as_reference",
+        ):
+            found, expected = getattr(status, name), getattr(before[role], name)
+            if found != expected:
+                raise MismatchError(
+                    f"services.{role}: came back with {name} {found!r}, had {expected!r}; start it with this run's config"
+                )
 
 
 def check_lengths(statuses: Statuses, longest_prompt: int, max_response_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ class RunState(StrEnum):
     STOPPED = "stopped"
     FAILED = "failed"
     PAUSED = "paused"
+    RECOVERING = "recovering"
 
     @property
     def ended(self) -> bool:
@@ -43,6 +45,7 @@ class Progress:
     exit_code: int = 0
     notes: list[str] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
+    recoveries: int = 0
 
 
 class ProgressBoard:
@@ -50,7 +53,9 @@ class ProgressBoard:
 
     def __init__(self, run: str, total_steps: int) -> None:
         self._progress = Progress(run, total_steps)
-        self._history: list[dict[str, float]] = []
+        # Every step for whoever comes late, as bare numbers: a dictionary of them would take ten times as much for ever.
+        self._history: list[tuple[tuple[str, ...], array[float]]] = []
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._changes = 0
         self._changed = threading.Condition()
 
@@ -72,10 +77,20 @@ class ProgressBoard:
         with self._changed:
             self.update(alerts=[*self._progress.alerts, alert])
 
+    def recovering(self, cause: str) -> None:
+        """Notes a failure that the run goes back from."""
+        with self._changed:
+            self.update(
+                state=RunState.RECOVERING,
+                recoveries=self._progress.recoveries + 1,
+                notes=[*self._progress.notes, f"recovering: {cause}"],
+            )
+
     def commit(self, step: int, metrics: dict[str, float]) -> None:
         """Notes a committed step."""
         with self._changed:
-            self._history.append(metrics)
+            names = tuple(metrics)
+            self._history.append((self._names.setdefault(names, names), array("d", metrics.values())))
             self.update(step=step, metrics=metrics)
 
     def current(self) -> Progress:
@@ -85,19 +100,22 @@ class ProgressBoard:
 
     def watch(self, after_step: int, poll: float = 1.0) -> Iterator[Progress | None]:
         """Every step after ``after_step``, every change, until the run ends. None after ``poll`` seconds without news."""
-        sent, seen = after_step, -1
+        sent, seen = 0, -1
         while True:
             with self._changed:
                 if seen == self._changes:
                     self._changed.wait(poll)
                 news: list[Progress] = []
                 if seen != self._changes:
-                    for metrics in self._history[sent:]:
+                    for names, values in self._history[sent:]:
+                        metrics = dict(zip(names, values, strict=True))
+                        if metrics["step"] <= after_step:
+                            continue
                         news.append(deepcopy(self._progress))
                         news[-1].step, news[-1].metrics = int(metrics["step"]), metrics
                         # A watcher stops listening at the end, and more follows.
                         news[-1].state = RunState.TRAINING
-                    sent = max(sent, len(self._history))
+                    sent = len(self._history)
                     news.append(deepcopy(self._progress))
                 seen = self._changes
             if not news:

@@ -1,11 +1,11 @@
-"""What a committed step leaves behind: its trajectories as text, and the services' figures under their public names."""
+"""What a committed step leaves behind: its trajectories as text, also those set aside, and figures under their public names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quartet.types import FinishReason, Role, UpdateResult
+from quartet.types import FinishReason, Role, Trajectory, UpdateResult
 from services.orchestrator.collector import CollectedStep
 from services.orchestrator.experience import PreparedStep
 
@@ -28,9 +28,7 @@ def update_metrics(updates: Mapping[Role, UpdateResult]) -> dict[str, float]:
 
 def trajectory_lines(tokenizer: Any, collected: CollectedStep, prepared: PreparedStep) -> list[dict[str, Any]]:
     """One object for each response of a step, for ``trajectories/step-000001.jsonl``."""
-    trajectories = [item.trajectory for item in collected.scored]
-    prompts = tokenizer.batch_decode([t.prompt_ids for t in trajectories])
-    responses = tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
+    prompts, responses = _texts(tokenizer, [item.trajectory for item in collected.scored])
     return [
         {
             "id": str(item.trajectory.id),
@@ -47,3 +45,41 @@ def trajectory_lines(tokenizer: Any, collected: CollectedStep, prepared: Prepare
             collected.scored, prompts, responses, prepared.response_kl, strict=True
         )
     ]
+
+
+def poison_lines(tokenizer: Any, collected: CollectedStep) -> list[dict[str, Any]]:
+    """One object for each trajectory of a step that could not be scored, for ``poison.jsonl``: all that is needed to try it."""
+    prompts, responses = _texts(tokenizer, [item.trajectory for item in collected.set_aside])
+    return [
+        {
+            "step": item.trajectory.id.step,
+            "id": str(item.trajectory.id),
+            "policy_version": item.trajectory.policy_version,
+            "prompt": prompt,
+            "response": response,
+            "prompt_ids": item.trajectory.prompt_ids.tolist(),
+            "response_ids": item.trajectory.response_ids.tolist(),
+            "attempts": item.attempts,
+            "error": item.error,
+        }
+        for item, prompt, response in zip(collected.set_aside, prompts, responses, strict=True)
+    ]
+
+
+def poison_note(step: int, collected: CollectedStep) -> str:
+    """What a user should know of a step in which trajectories were set aside."""
+    first, count = collected.set_aside[0], len(collected.set_aside)
+    them = "1 trajectory" if count == 1 else f"{count} trajectories"
+    return (
+        f"step {step}: {them} could not be scored, and others of the same prompts took the place; see poison.jsonl; "
+        f"{first.trajectory.id} after {first.attempts} attempts: {first.error}"
+    )
+
+
+def _texts(tokenizer: Any, trajectories: Sequence[Trajectory]) -> tuple[list[str], list[str]]:
+    """Prompts and responses."""
+    if not trajectories:
+        # Tokenizers take an empty batch for an empty text.
+        return [], []
+    prompts = tokenizer.batch_decode([t.prompt_ids for t in trajectories])
+    return prompts, tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)

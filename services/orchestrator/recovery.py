@@ -6,8 +6,16 @@ import structlog
 
 from quartet.buffer.experience import ExperienceStore
 from quartet.checkpoints import Checkpoint
-from quartet.config import Config
-from quartet.errors import ConfigError
+from quartet.config import Config, RecoveryConfig
+from quartet.errors import (
+    BufferFailed,
+    ConfigError,
+    FailedPrecondition,
+    QuartetError,
+    ServiceBusy,
+    ServiceFailed,
+    ServiceUnavailable,
+)
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import ServiceStatus
@@ -19,6 +27,37 @@ from services.orchestrator.settings import begin_update
 log = structlog.get_logger()
 
 
+RECOVERABLE = (ServiceUnavailable, ServiceFailed, ServiceBusy, BufferFailed, FailedPrecondition)
+"""What a service or a buffer that went away, came back or broke down makes a call fail with. Anything else fails again."""
+
+LONGEST_PAUSE = 30.0
+"""Seconds before a further attempt."""
+
+
+class Attempts:
+    """How often a run has failed without getting any further."""
+
+    def __init__(self, config: RecoveryConfig) -> None:
+        self._config = config
+        self._failures = self._furthest = 0
+
+    def progressed(self, step: int) -> None:
+        """A step was committed: one that was not before lets the count begin anew."""
+        if step > self._furthest:
+            self._furthest, self._failures = step, 0
+
+    def pause_after(self, error: QuartetError) -> float:
+        """Seconds to wait before the next attempt. Raises ``error``, with how often it was tried, when there is to be none."""
+        if self._failures == self._config.attempts:
+            if not self._failures:
+                raise error
+            raise type(error)(
+                f"gave up after {self._failures} recoveries in a row without a further step; the last failure: {error}"
+            ) from error
+        self._failures += 1
+        return min(LONGEST_PAUSE, self._config.backoff * 2.0 ** (self._failures - 1))
+
+
 class Recovery:
     """Brings models, optimizers and the algorithm's own state to the same step."""
 
@@ -28,11 +67,14 @@ class Recovery:
         self._config, self._files, self._peers = config, files, peers
         self._experience, self._epoch = experience, leader_epoch
 
-    def to_last_commit(self, checkpoint: Checkpoint | None, statuses: Statuses, course: Course) -> int:
+    def to_last_commit(
+        self, checkpoint: Checkpoint | None, statuses: Statuses, course: Course, sealed: int | None = None
+    ) -> int:
         """Goes to the last committed step, or, where the buffer has lost what leads there, back to the checkpoint's.
 
-        What came after that step is forgotten: the same seeds bring the same again. Gives the step. Raises ConfigError when the
-        run's files are damaged.
+        What came after that step is forgotten: the same seeds bring the same again. A model that has applied ``sealed``, the step
+        that is about to be committed, may stay there. ``course`` is as before the first step. Gives the step. Raises ConfigError
+        when the run's files are damaged.
         """
         base = checkpoint.step if checkpoint else 0
         history = self._files.committed()
@@ -50,8 +92,9 @@ class Recovery:
         course.restore(base, checkpoint.state if checkpoint else None, history[:base])
         for metrics in history[base:]:
             course.commit(metrics, self._files.scores(int(metrics["step"])))
+        applied = last + 1 if sealed == last + 1 else last
         for client in self._peers.trained:
-            self._bring(client, statuses[client.role], checkpoint, base, last)
+            self._bring(client, statuses[client.role], checkpoint, base, last, applied)
         return last
 
     def _bring(
@@ -61,11 +104,12 @@ class Recovery:
         checkpoint: Checkpoint | None,
         base: int,
         last: int,
+        applied: int,
     ) -> None:
-        """One model to step ``last``: as it stands where it is on the way, from the checkpoint otherwise."""
+        """One model to step ``last``: as it stands where it is on the way, or at ``applied``; from the checkpoint otherwise."""
         run, step = self._config.run.name, status.step
         fresh = status.policy_version == 0 and base == 0
-        if not fresh and not (status.run == run and base <= step <= last):
+        if status.broken or (not fresh and not (status.run == run and base <= step <= applied)):
             directory = (
                 f"{checkpoint.path.relative_to(self._files.root).as_posix()}/{client.role}" if checkpoint else ""
             )
@@ -73,4 +117,9 @@ class Recovery:
             wait_for_all([restoring])
             step = base
         for replay in range(step + 1, last + 1):
-            wait_for_all([begin_update(client, self._config, replay, self._epoch)])
+            try:
+                wait_for_all([begin_update(client, self._config, replay, self._epoch)])
+            except BufferFailed:
+                # Damaged is as good as lost: the next attempt takes the steps again.
+                self._experience.discard([replay])
+                raise

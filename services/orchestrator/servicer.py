@@ -18,6 +18,7 @@ _STATES = {
     RunState.STOPPED: orchestrator_pb2.RUN_STATE_STOPPED,
     RunState.FAILED: orchestrator_pb2.RUN_STATE_FAILED,
     RunState.PAUSED: orchestrator_pb2.RUN_STATE_PAUSED,
+    RunState.RECOVERING: orchestrator_pb2.RUN_STATE_RECOVERING,
 }
 
 
@@ -38,6 +39,10 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         """What the orchestrator says of itself."""
         progress = self._board.current()
         return ServiceStatus(role=Role.ORCHESTRATOR, run=progress.run, step=progress.step)
+
+    def abandoned(self) -> tuple[str, float]:
+        """Nothing: its calls wait for no model."""
+        return "", 0.0
 
     def close(self) -> None:
         """Ends what the training started; its thread has ended or ends with the process."""
@@ -94,6 +99,7 @@ def _to_proto(progress: Progress) -> orchestrator_pb2.Progress:
         error=progress.error,
         exit_code=progress.exit_code,
         notes=progress.notes,
+        recoveries=progress.recoveries,
         alerts=[
             orchestrator_pb2.Alert(
                 step=alert.step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quartet.failpoints import failpoint
 from quartet.models.forward import max_positions
 from quartet.models.loading import count_parameters, load_causal_lm, load_tokenizer, tokenizer_fingerprint
 from quartet.models.scoring import response_log_probs
@@ -21,6 +22,7 @@ class Reference:
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
         """Log-probs of the responses, float32 [response tokens], nats."""
+        failpoint("reference.scoring")
         return response_log_probs(self._model, batch, temperature, self._micro_batch_tokens)
 
     def status(self) -> ServiceStatus:

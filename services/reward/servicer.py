@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 
 from quartet import codec
+from quartet.failpoints import failpoint
 from quartet.rewards.source import RewardSource
 from quartet.rpc.role import ModelRole
-from quartet.types import Role
+from quartet.types import Role, Scores
 from quartet.v1 import reward_pb2, reward_pb2_grpc
 
 
@@ -28,5 +31,10 @@ class RewardServicer(ModelRole[RewardSource], reward_pb2_grpc.RewardServiceServi
     def Score(self, request: reward_pb2.ScoreRequest, context: grpc.ServicerContext) -> reward_pb2.ScoreResponse:
         """One score for each prompt+response."""
         batch, fields = codec.batch_from_proto(request.batch), list(request.fields)
-        scores = self.compute.run("score", context, lambda cancelled: self.core.score(batch, fields, cancelled))
+
+        def work(cancelled: Callable[[], bool]) -> Scores:
+            failpoint("reward.scoring")
+            return self.core.score(batch, fields, cancelled)
+
+        scores = self.compute.run("score", context, work)
         return codec.scores_to_proto(scores)

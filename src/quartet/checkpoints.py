@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,16 @@ from quartet.telemetry.run_files import RunFiles
 FORMAT = 1
 """Version of the manifest."""
 MANIFEST = "manifest.json"
+_FOLDER = re.compile(r"step-\d+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint by its manifest: whose it is, where it lies, the leader's epoch then, what the orchestrator must remember.
 
-    ``files`` are sizes in bytes and SHA-256 by path below ``path``.
+    ``files`` are sizes in bytes and SHA-256 by path below ``path``: weights and optimizers. All else that a run is follows from
+    ``step``: its place in the data and in the learning rates' schedules, its random streams, the policy's version, and the
+    trajectories that it has consumed, which are those of the steps up to it.
     """
 
     run: str
@@ -51,8 +56,33 @@ class DamagedCheckpoint(Exception):
 
 def checkpoint_folders(files: RunFiles) -> list[Path]:
     """Where checkpoints lie, the oldest first."""
-    found = [path for path in files.checkpoints.glob("step-*") if path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    found = [path for path in files.checkpoints.glob("step-*") if _FOLDER.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint, by its folder."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def named_checkpoints(files: RunFiles) -> dict[str, str]:
+    """The names that were given to checkpoints, and the folders that they stand for: ``best -> step-000020``, links."""
+    if not files.checkpoints.is_dir():
+        return {}
+    links = [path for path in sorted(files.checkpoints.iterdir()) if path.is_symlink() and path.name[0] != "."]
+    return {path.name: path.readlink().name for path in links}
+
+
+def drop_checkpoint(folder: Path) -> None:
+    """Removes a checkpoint, unless it gets a name meanwhile: at no time is half of one there, or a name without one."""
+    files = RunFiles(folder.parents[1])
+    # What is called so is removed when the next checkpoint begins, if this process ends before it is gone.
+    dropped = folder.with_name(f".{folder.name}.dropped.partial")
+    folder.rename(dropped)
+    if folder.name in named_checkpoints(files).values():
+        dropped.rename(folder)
+        return
+    shutil.rmtree(dropped)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

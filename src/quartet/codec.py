@@ -401,6 +401,7 @@ def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:
         busy_seconds=status.busy_seconds,
         max_sequence_tokens=status.max_sequence_tokens,
         answers_as_reference=status.answers_as_reference,
+        broken=status.broken,
         leader_epoch=status.leader_epoch,
     )
 
@@ -425,5 +426,6 @@ def status_from_proto(message: status_pb2.RoleStatus) -> ServiceStatus:
         busy_seconds=dict(message.busy_seconds),
         max_sequence_tokens=message.max_sequence_tokens,
         answers_as_reference=message.answers_as_reference,
+        broken=message.broken,
         leader_epoch=message.leader_epoch,
     )

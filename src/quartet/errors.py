@@ -51,8 +51,24 @@ class ServiceFailed(QuartetError):
     """A service answered with an error, or its process died."""
 
 
+class Unanswered(ServiceFailed):
+    """A service gave a call up, or did not answer it in time: that says nothing of what was asked."""
+
+
+class AnotherLeads(FailedPrecondition):
+    """Another orchestrator leads this run, and is alive."""
+
+
 class ComputationFailed(QuartetError):
     """The numerics went wrong (NaN or infinity where a finite number is required)."""
+
+
+class StorageFailed(QuartetError):
+    """A file of the run cannot be written: the disk is full, or not to be written to."""
+
+
+class TooManySetAside(QuartetError):
+    """More trajectories of one step could not be scored than may be set aside."""
 
 
 class BufferFailed(QuartetError):

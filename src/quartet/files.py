@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
-from quartet.errors import InvalidRequest, ServiceFailed
+from quartet.errors import InvalidRequest, MismatchError
 from quartet.types import SavedFile
 
 
@@ -38,11 +38,11 @@ def describe_files(root: Path, directory: Path) -> list[SavedFile]:
 
 
 def check_saved(root: Path, files: Sequence[SavedFile]) -> None:
-    """Raises ServiceFailed unless the files that a service reports lie below ``root`` here, too."""
+    """Raises MismatchError unless the files that a service reports lie below ``root`` here, too."""
     for file in files:
         path = root / file.path
         if not path.is_file() or path.stat().st_size != file.bytes:
-            raise ServiceFailed(
+            raise MismatchError(
                 f"saved file {path}: not there as the service reported it; "
                 "run.directory must be a path that orchestrator, actor and critic share"
             )
@@ -57,11 +57,15 @@ def sha256(path: Path) -> str:
 def write_durably(path: Path, text: str) -> None:
     """Writes a file aside, flushes it to the disk, and renames it: a reader sees the old text or the new, whole."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     flush(path.parent)
 
 
@@ -90,7 +94,12 @@ def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:
             flush(path)
         if directory.exists():
             directory.rename(old)
-        fresh.rename(directory)
+        try:
+            fresh.rename(directory)
+        except OSError:
+            if old.exists():
+                old.rename(directory)
+            raise
         flush(directory.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -18,6 +19,31 @@ _PR_SET_PDEATHSIG = 1
 def with_parent(command: Sequence[str]) -> list[str]:
     """The command line that runs ``command`` tied to the process that starts it."""
     return [sys.executable, "-m", "quartet.processes", str(os.getpid()), *command]
+
+
+def this_process() -> str:
+    """A name of this process that no other has, on this machine since it started: empty where the system cannot tell."""
+    return _identity(os.getpid())
+
+
+def has_ended(process: str) -> bool:
+    """Whether the process of this name has surely ended: it was one of this machine's, seen from the same namespace."""
+    place, _, pid = process.rpartition("/")[0].rpartition("/")
+    here = this_process().rpartition("/")[0].rpartition("/")[0]
+    return bool(here) and place == here and pid.isdecimal() and _identity(int(pid)) != process
+
+
+def _identity(pid: int) -> str:
+    """boot/namespace/pid/start: numbers of processes are used again, and each container has its own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").readlink().name
+        # The command stands in parentheses and may hold anything; the start is the 20th field after it.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    # A process that has ended and is not yet reaped does nothing any more.
+    return "" if fields[0] in ("Z", "X") else f"{boot}/{namespace}/{pid}/{fields[19]}"
 
 
 def _main(arguments: list[str]) -> None:

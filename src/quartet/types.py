@@ -286,7 +286,11 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """What one role of a process says of itself. ``answers_as_reference``: an actor whose adapter can be off."""
+    """What one role of a process says of itself.
+
+    ``answers_as_reference``: an actor whose adapter can be off. ``broken``: an update or a restore broke off, and only a restore
+    makes the model usable again.
+    """
 
     role: Role
     model: str = ""
@@ -302,4 +306,5 @@ class ServiceStatus:
     busy_seconds: dict[str, float] = field(default_factory=dict)
     max_sequence_tokens: int = 0
     answers_as_reference: bool = False
+    broken: bool = False
     leader_epoch: int = 0

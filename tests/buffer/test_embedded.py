@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -102,12 +104,95 @@ def test_its_data_survives_a_kill(tmp_path: Path) -> None:
         client.close()
 
 
-def test_a_server_that_does_not_start_says_its_last_words(tmp_path: Path) -> None:
-    data = tmp_path / "data/appendonlydir"
-    data.mkdir(parents=True)
-    (data / "appendonly.aof.manifest").write_text("nonsense\n")
-    with pytest.raises(ServiceFailed, match=r"embedded Redis: ended with status 1: .*manifest"):
+def test_a_server_that_does_not_start_says_its_last_words_and_keeps_the_data(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/appendonlydir").write_text("not a folder")
+    with pytest.raises(ServiceFailed, match=r"embedded Redis: ended with status 1: .*append-only dir"):
         EmbeddedRedis(tmp_path / "data", tmp_path / "log")
+    assert (tmp_path / "data/appendonlydir").read_text() == "not a folder"
+    assert not (tmp_path / "data.damaged").exists()
+
+
+def test_a_tail_cut_off_by_a_crash_costs_the_last_command_only(tmp_path: Path) -> None:
+    file = keep_keys(tmp_path, 200)
+    file.write_bytes(file.read_bytes()[:-10])
+    with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
+        client = connect(server.url)
+        assert client.dbsize() == 199
+        assert client.config_get("aof-load-truncated") == {"aof-load-truncated": "yes"}
+        client.close()
+        assert server.damage == ""
+    assert not (tmp_path / "data.damaged").exists()
+
+
+@pytest.mark.parametrize("damage", ["middle", "word", "manifest", "base", "base gone"])
+def test_data_that_cannot_be_read_is_set_aside_and_the_server_starts_without(damage: str, tmp_path: Path) -> None:
+    file = keep_keys(tmp_path, 200, rewritten=damage.startswith("base"))
+    base = next(iter(sorted(file.parent.glob("*.base.*"))))
+    if damage == "middle":
+        data = file.read_bytes()
+        file.write_bytes(data[: len(data) // 2] + bytes(600) + data[len(data) // 2 + 600 :])
+    if damage == "word":
+        file.write_bytes(file.read_bytes().replace(b"SET", b"SXT"))
+    if damage == "manifest":
+        file.with_name("appendonly.aof.manifest").write_text("nonsense\n")
+    if damage == "base":
+        data = base.read_bytes()
+        base.write_bytes(data[: len(data) // 2])
+    if damage == "base gone":
+        base.unlink()
+    earlier = tmp_path / "data.damaged"
+    earlier.mkdir()
+    (earlier / "of an earlier time").touch()
+    broken = {path.name: path.read_bytes() for path in file.parent.iterdir()}
+    with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
+        client = connect(server.url)
+        assert client.dbsize() == 0
+        client.set("key", "new")
+        client.close()
+        assert server.damage.startswith("redis: its data is damaged, see ")
+        assert f"moved to {tmp_path / 'data.damaged'} and started without" in server.damage
+    assert {path.name: path.read_bytes() for path in (earlier / "appendonlydir").iterdir()} == broken
+    assert [path.name for path in earlier.iterdir()] == ["appendonlydir"]
+
+
+def keep_keys(folder: Path, number: int, rewritten: bool = False) -> Path:
+    """An append-only file with so many keys; ``rewritten``: most of them in its base."""
+    with EmbeddedRedis(folder / "data", folder / "log") as server:
+        client = connect(server.url)
+        for key in range(number):
+            client.set(f"key{key}", f"value of {key} " * 10)
+        if rewritten:
+            client.bgrewriteaof()
+            rewriting = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
+            while any(client.info("persistence")[name] for name in rewriting):
+                time.sleep(0.01)
+        client.close()
+    return next(iter(sorted((folder / "data/appendonlydir").glob("*.incr.aof"))))
+
+
+def test_a_server_that_was_killed_is_started_again_at_the_same_socket_with_its_data(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
+        url = server.url
+        client = connect(url)
+        client.set("key", "kept")
+        assert server.answers(5.0)
+        server.process.kill()
+        server.process.wait()
+        assert not server.answers(5.0)
+        assert server.mend() == ""
+        server.begin()
+        assert not server.ready
+        deadline = time.monotonic() + 20
+        while not (server.answers(5.0) and server.ready):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert server.url == url
+        assert client.get("key") == b"kept"
+        os.kill(server.process.pid, signal.SIGSTOP)
+        assert not server.answers(0.2)
+        os.kill(server.process.pid, signal.SIGCONT)
+        client.close()
 
 
 def test_a_machine_without_a_server_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

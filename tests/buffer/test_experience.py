@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
 from quartet import codec
@@ -37,12 +39,24 @@ def test_experience_that_is_not_sealed_or_discarded_is_refused(store: Experience
         store.load(1)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff\xff\xff", b"cut"])
+def put(client: Redis, key: str, data: bytes, digest: str | None = None) -> None:
+    """A value as ``seal`` stores it, with the checksum of its own or another's bytes."""
+    client.hset(key, mapping={"experience": data, "sha256": digest or hashlib.sha256(data).hexdigest()})
+
+
+@pytest.mark.parametrize(
+    ("damage", "checksum"),
+    [(damage, checksum) for damage in ("empty", "garbage", "cut") for checksum in ("sealed", "found")]
+    + [("bit", "sealed")],
+)
 def test_damaged_experience_is_an_error_that_names_its_key(
-    damage: bytes, store: ExperienceStore, run: str, redis_client: Redis
+    damage: str, checksum: str, store: ExperienceStore, run: str, redis_client: Redis
 ) -> None:
     whole = codec.experience_to_bytes(experience(run, 1))
-    redis_client.set(store.key(1), whole[:-5] if damage == b"cut" else damage)
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    data = {"empty": b"", "garbage": b"\xff\xff\xff", "cut": whole[:-5], "bit": bytes(flipped)}[damage]
+    put(redis_client, store.key(1), data, hashlib.sha256(whole).hexdigest() if checksum == "sealed" else None)
     with pytest.raises(BufferFailed, match=r":experience:1: ") as refused:
         store.load(1)
     assert str(refused.value).startswith(store.key(1))
@@ -52,7 +66,7 @@ def test_experience_of_another_step_or_run_under_the_key_is_an_error(
     store: ExperienceStore, run: str, redis_client: Redis
 ) -> None:
     for wrong in (experience(run, 2), experience("other", 1)):
-        redis_client.set(store.key(1), codec.experience_to_bytes(wrong))
+        put(redis_client, store.key(1), codec.experience_to_bytes(wrong))
         with pytest.raises(BufferFailed, match=f"holds step {wrong.step} of run {wrong.run}"):
             store.load(1)
 
@@ -63,13 +77,15 @@ def test_a_key_of_another_kind_is_an_error(store: ExperienceStore, redis_client:
         store.load(1)
 
 
-def test_a_reset_frees_every_step_of_the_run_and_no_other(
+def test_what_is_not_kept_is_freed_and_nothing_of_another_run(
     store: ExperienceStore, run: str, redis_client: Redis, redis_url: str
 ) -> None:
     other = ExperienceStore(redis_client, redis_url, f"{run}-other")
     other.seal(experience(f"{run}-other", 1))
     for step in (1, 2, 300):
         store.seal(experience(run, step))
-    store.reset()
+    store.keep_only(range(2, 4))
+    assert list(redis_client.scan_iter(match=f"quartet:{run}:experience:*")) == [store.key(2).encode()]
+    store.keep_only([])
     assert list(redis_client.scan_iter(match=f"quartet:{run}:experience:*")) == []
     assert other.load(1).step == 1

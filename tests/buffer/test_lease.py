@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,7 +12,7 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.lease import Lease
-from quartet.errors import FailedPrecondition
+from quartet.errors import AnotherLeads, FailedPrecondition
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ def test_a_lease_that_is_renewed_is_refused_to_others_and_outlasts_its_duration(
         Lease(redis_client, redis_url, run, duration=0.6)
 
 
-def test_who_died_is_succeeded_after_the_duration(
+def test_who_died_elsewhere_is_succeeded_after_the_duration(
     redis_client: Redis, redis_url: str, run: str, leases: ExitStack
 ) -> None:
     dead = Lease(redis_client, redis_url, run, duration=0.5)
@@ -65,9 +67,68 @@ def test_who_lost_the_lease_notices_and_does_not_take_it_from_its_successor(
     redis_client.delete(f"quartet:{run}:lease")
     second = Lease(redis_client, redis_url, run, duration=5.0)
     leases.callback(second.release)
-    assert first._lost.wait(10)
     with pytest.raises(FailedPrecondition, match="the lease is lost"):
         first.check()
     first.release()
     with pytest.raises(FailedPrecondition):
         Lease(redis_client, redis_url, run, duration=5.0)
+
+
+def test_who_was_stopped_for_longer_than_its_lease_takes_it_back_where_nobody_has_led_since(
+    redis_client: Redis, redis_url: str, run: str, leases: ExitStack
+) -> None:
+    first = Lease(redis_client, redis_url, run, duration=60.0)
+    leases.callback(first.release)
+    redis_client.delete(f"quartet:{run}:lease")
+    first.check()
+    with pytest.raises(AnotherLeads):
+        Lease(redis_client, redis_url, run, duration=60.0)
+
+
+def test_a_lease_that_redis_lost_with_its_epoch_is_lost(
+    redis_client: Redis, redis_url: str, run: str, leases: ExitStack
+) -> None:
+    first = Lease(redis_client, redis_url, run)
+    leases.callback(first.release)
+    redis_client.delete(f"quartet:{run}:lease", f"quartet:{run}:epoch")
+    with pytest.raises(FailedPrecondition, match="the lease is lost"):
+        first.check()
+
+
+def test_an_owner_is_not_in_its_own_way_whatever_of_its_former_lease_arrives_late(
+    redis_client: Redis, redis_url: str, run: str, leases: ExitStack
+) -> None:
+    first = Lease(redis_client, redis_url, run, duration=60.0, owner="me")
+    first.release()
+    first.check()  # As a renewal that was sent before the release and arrives after it.
+    start = time.monotonic()
+    second = Lease(redis_client, redis_url, run, duration=60.0, owner="me")
+    leases.callback(second.release)
+    assert time.monotonic() - start < 30, "it waited for the end of its own lease"
+    assert second.epoch == first.epoch + 1
+    with pytest.raises(FailedPrecondition, match="the lease is lost"):
+        first.check()
+    with pytest.raises(AnotherLeads):
+        Lease(redis_client, redis_url, run, duration=60.0, owner="other")
+
+
+LEADER = """
+import sys, time
+from quartet.buffer.connection import connect
+from quartet.buffer.lease import Lease
+Lease(connect(sys.argv[1]), sys.argv[1], sys.argv[2], duration=3600.0)
+print("leads", flush=True)
+time.sleep(3600)
+"""
+
+
+def test_who_died_on_this_machine_is_succeeded_at_once(
+    redis_client: Redis, redis_url: str, run: str, leases: ExitStack
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", LEADER, redis_url, run], stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout is not None
+        assert leader.stdout.readline() == "leads\n"
+        leader.kill()
+    second = Lease(redis_client, redis_url, run)
+    leases.callback(second.release)
+    assert second.epoch == 2

@@ -98,6 +98,7 @@ statuses = st.builds(
     busy_seconds=st.dictionaries(names, doubles, max_size=4),
     max_sequence_tokens=uint64,
     answers_as_reference=st.booleans(),
+    broken=st.booleans(),
     leader_epoch=uint64,
 )
 samplings = st.builds(

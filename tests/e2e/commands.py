@@ -15,9 +15,10 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from quartet.processes import with_parent
@@ -44,8 +45,14 @@ class Ended:
 class Command:
     """A command under way. Whatever it starts, however deep, is known by the private TMPDIR that it inherits."""
 
-    def __init__(self, *command: str | Path, cwd: Path, terminal: bool = False) -> None:
-        """``terminal`` gives it a terminal of its own, whose text is what ``out`` returns."""
+    def __init__(
+        self,
+        *command: str | Path,
+        cwd: Path,
+        terminal: bool = False,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``terminal`` gives it a terminal of its own, whose text is what ``out`` returns; ``environment`` is added to ours."""
         # A unix socket's path has room for about 100 bytes: pytest's own folders are too deep.
         self.scratch = Path(tempfile.mkdtemp(prefix="e2e-"))
         (self.scratch / "tmp").mkdir()
@@ -64,6 +71,7 @@ class Command:
                     "TMPDIR": str(self.scratch / "tmp"),
                     "HF_HUB_OFFLINE": "1",
                     "TERM": "xterm-256color" if terminal else "dumb",
+                    **environment,
                 },
                 stdin=subprocess.DEVNULL if theirs is None else theirs,
                 stdout=out if theirs is None else theirs,
@@ -139,6 +147,16 @@ class Command:
         left = [" ".join(line) for line in self.processes().values()]
         left += [str(path) for path in (self.scratch / "tmp").iterdir()]
         return Ended(self.process.returncode, self.out, self.err, lasted, left)
+
+    def kill_everything(self) -> None:
+        """SIGKILL for the command and all that it started, as where a machine loses its power."""
+        for pid in (self.process.pid, *self.processes()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+        assert wait_until(lambda: not self.processes(), 10), self.processes()
 
     def clean_up(self) -> None:
         """Ends whatever still runs and removes its temporary files."""

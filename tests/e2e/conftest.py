@@ -93,6 +93,33 @@ def first_run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         command.clean_up()
 
 
+LONGER = settings("run.steps=8", "checkpoint.every=3")
+"""Long enough to be disturbed after a checkpoint, and before the next."""
+
+
+@pytest.fixture(scope="session")
+def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A ``LONGER`` run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    command = Command(QUARTET, "train", config, *LONGER, cwd=folder)
+    try:
+        ended = command.ended()
+        assert ended.code == 0, ended
+        return Run(ended, folder / "runs" / "tiny")
+    finally:
+        command.clean_up()
+
+
+def figures(run: Run) -> list[dict[str, float]]:
+    """The run's metrics, without those that a clock decides."""
+    return [{name: step[name] for name in step if not name.startswith("seconds")} for step in run.metrics]
+
+
+def weights(run: Path) -> bytes:
+    """The trained policy."""
+    return (run / "policy" / "model.safetensors").read_bytes()
+
+
 @dataclass(frozen=True)
 class Service:
     """A service process that nobody but the tests started."""

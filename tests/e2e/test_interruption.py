@@ -34,13 +34,14 @@ def wait_for_steps(command: Command, folder: Path, steps: int = 1) -> None:
         ("actor", "actor: killed by SIGKILL; the last lines of"),
         ("critic", "critic: killed by SIGKILL; the last lines of"),
         ("orchestrator", "orchestrator: killed by SIGKILL; the last lines of"),
-        ("redis", "redis: ended; the last lines of its log"),
+        ("redis", "redis: killed by SIGKILL; the last lines of"),
     ],
 )
-def test_a_process_that_dies_ends_the_run_with_its_name_and_last_words(
+def test_without_restarts_a_process_that_dies_ends_the_run_with_its_name_and_last_words(
     victim: str, said: str, start: Start, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
-    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS)
+    none = settings("recovery.restarts=0")
+    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, *none)
     wait_for_steps(command, tmp_path)
     os.kill(command.child(victim), signal.SIGKILL)
     died = time.monotonic()

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
+import transformers
 import yaml
 
-from tests.e2e.commands import Command, committed_steps, settings
-from tests.e2e.conftest import Run, Start
-
-LENGTH = 8
-LONGER = settings(f"run.steps={LENGTH}", "checkpoint.every=3")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    from tests.e2e.commands import QUARTET
-
-    command = Command(QUARTET, "train", config, *LONGER, cwd=folder)
-    try:
-        return Run(command.ended(), folder / "runs" / "tiny")
-    finally:
-        command.clean_up()
-
-
-def figures(run: Run) -> list[dict[str, float]]:
-    return [{name: step[name] for name in step if not name.startswith("seconds")} for step in run.metrics]
-
-
-def weights(run: Path) -> bytes:
-    return (run / "policy" / "model.safetensors").read_bytes()
+from tests.e2e.commands import QUARTET, Command, committed_steps, settings
+from tests.e2e.conftest import LONGER, Run, Start, figures, weights
 
 
 @pytest.mark.parametrize("redis", ["kept", "lost"])
@@ -45,15 +20,7 @@ def test_a_run_of_which_everything_was_killed_goes_on_to_the_same_bits(
     run = tmp_path / "runs" / "tiny"
     command = start("train", config, *LONGER)
     command.wait_for(lambda: committed_steps(run) >= 4)
-    for pid in (command.process.pid, *command.processes()):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    command.process.wait()
-    deadline = time.monotonic() + 10
-    while command.processes() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    command.kill_everything()
     assert not (run / "policy").exists()
     if redis == "lost":
         shutil.rmtree(run / "redis")
@@ -134,3 +101,141 @@ def test_a_branch_goes_on_from_an_old_checkpoint_with_other_settings(
     again = start("branch", "runs/tiny", "6", "--name", "faster").ended()
     assert again.code == 2
     assert "holds an earlier run" in again.err
+
+
+def folders(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.fixture
+def copied(undisturbed: Run, tmp_path: Path) -> Path:
+    """A finished run of eight steps with checkpoints of steps 6 and 8."""
+    return Path(shutil.copytree(undisturbed.directory, tmp_path / "runs" / "tiny"))
+
+
+def refused(start: Start, *arguments: str | Path) -> str:
+    """What a command says that is not done."""
+    ended = start(*arguments).ended()
+    assert (ended.code, ended.left) == (2, [])
+    assert ended.err.startswith("error: ")
+    return ended.err
+
+
+def test_a_checkpoint_has_the_names_that_it_was_given(start: Start, copied: Path) -> None:
+    for step, name in (("6", "best"), ("8", "last"), ("best", "first.of_two")):
+        assert start("checkpoints", "name", copied, step, name).ended().code == 0
+    assert {name: (copied / "checkpoints" / name).readlink() for name in ("best", "last", "first.of_two")} == {
+        "best": Path("step-000006"),
+        "last": Path("step-000008"),
+        "first.of_two": Path("step-000006"),
+    }
+    listed = start("checkpoints", "list", copied).ended()
+    assert all(name in listed.out for name in ("best", "last", "first.of_two"))
+    assert start("checkpoints", "name", copied, "6", "best").ended().code == 0, "it has it already"
+    assert "name best: step-000006 has it; forget that first" in refused(
+        start, "checkpoints", "name", copied, "8", "best"
+    )
+    for bad in ("7", "step-000007", "../best", "a b", ".best", ""):
+        assert "expected up to 64 letters" in refused(start, "checkpoints", "name", copied, "6", bad)
+    assert "no checkpoint of step 7; there are: 6, 8; names: best, first.of_two, last" in refused(
+        start, "checkpoints", "name", copied, "7", "new"
+    )
+    # What came later goes, and its names with it.
+    assert start("rollback", copied, "best").ended().code == 0
+    assert (committed_steps(copied), folders(copied)) == (6, ["best", "first.of_two", "step-000006"])
+    assert start("checkpoints", "forget", copied, "best").ended().code == 0
+    assert folders(copied) == ["first.of_two", "step-000006"]
+    assert "no checkpoint is named best; there are: 6; names: first.of_two" in refused(
+        start, "checkpoints", "forget", copied, "best"
+    )
+
+
+def test_a_named_checkpoint_stays_however_many_come_after_it(start: Start, config: Path, copied: Path) -> None:
+    assert start("checkpoints", "name", copied, "6", "best").ended().code == 0
+    longer = settings("run.steps=13", "checkpoint.every=3")
+    assert start("train", config, *longer, "--resume").ended().code == 0
+    assert folders(copied) == ["best", "step-000006", "step-000012", "step-000013"]
+    assert start("checkpoints", "verify", copied).ended().out.count("whole") == 3
+    made = start("branch", copied, "best", "--name", "other").ended()
+    assert (made.code, folders(copied.with_name("other"))) == (0, ["step-000006"])
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_an_exported_checkpoint_is_a_model_as_the_run_itself_writes_it(
+    start: Start, copied: Path, tmp_path: Path
+) -> None:
+    assert start("checkpoints", "name", copied, "8", "last").ended().code == 0
+    (tmp_path / "empty").mkdir()
+    for which, directory in (("8", "new"), ("last", "empty")):
+        exported = start("checkpoints", "export", copied, which, directory).ended()
+        assert (exported.code, exported.err, exported.left) == (0, "", [])
+        assert f"{directory}: the policy of {copied} after step 8" in exported.out
+        assert contents(tmp_path / directory) == contents(copied / "policy")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert model.generate(**tokenizer("a", return_tensors="pt"), max_new_tokens=2).shape[0] == 1
+    assert start("checkpoints", "export", copied, "6", "earlier").ended().code == 0
+    assert contents(tmp_path / "earlier").keys() == contents(tmp_path / "new").keys()
+    assert contents(tmp_path / "earlier")["model.safetensors"] != contents(copied / "policy")["model.safetensors"]
+
+
+def test_an_export_over_something_or_of_something_damaged_is_refused(
+    start: Start, copied: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    for directory in ("full", "full/mine"):
+        assert "there is something already; give a new directory" in refused(
+            start, "checkpoints", "export", copied, "8", directory
+        )
+    assert contents(tmp_path / "full") == {"mine": b"x"}
+    file = copied / "checkpoints" / "step-000008" / "actor" / "model.safetensors"
+    spoilt = bytearray(file.read_bytes())
+    spoilt[-1] ^= 1
+    file.write_bytes(spoilt)
+    assert "actor/model.safetensors is not as the manifest says" in refused(
+        start, "checkpoints", "export", copied, "8", "new"
+    )
+    assert "no checkpoint named best; there are: 6, 8" in refused(start, "checkpoints", "export", copied, "best", "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_exported_adapter_is_merged_as_the_run_itself_does_it(start: Start, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "tiny"
+    adapted = settings("actor.lora.rank=2", "actor.learning_rate=0.01", "run.steps=2", "checkpoint.every=1")
+    assert start("train", config, *adapted).ended().code == 0
+    assert (run / "checkpoints" / "step-000002" / "actor" / "adapter_config.json").exists()
+    exported = start("checkpoints", "export", run, "2", "merged").ended()
+    assert (exported.code, exported.err) == (0, "")
+    assert contents(tmp_path / "merged") == contents(run / "policy")
+    assert start("checkpoints", "export", run, "1", "earlier").ended().code == 0
+    assert contents(tmp_path / "earlier")["model.safetensors"] != contents(run / "policy")["model.safetensors"]
+
+
+def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_ends_well_and_goes_on_when_there_is_room(
+    config: Path, undisturbed: Run, start: Start, tmp_path: Path
+) -> None:
+    saved = undisturbed.directory / "checkpoints" / "step-000008" / "actor"
+    # The kernel refuses to let any file of any of the processes grow so large: the optimizer's is the only one.
+    limit = (saved / "optimizer.safetensors").stat().st_size // 1024
+    run = tmp_path / "runs" / "tiny"
+    short = settings("run.steps=5", "checkpoint.every=3")
+    limited = Command(
+        "bash", "-c", f'ulimit -f {limit}; exec "$@"', "bash", QUARTET, "train", config, *short, cwd=tmp_path
+    )
+    try:
+        ended = limited.ended()
+    finally:
+        limited.clean_up()
+    assert (ended.code, ended.err, ended.left) == (0, "", [])
+    for step in (3, 5):
+        assert f"checkpoint of step {step} failed: actor at " in ended.out.replace("\n", " ")
+    assert "too large" in ended.out.replace("\n", " ")
+    assert folders(run) == []
+    assert (run / "policy" / "model.safetensors").exists()
+    resumed = start("train", config, *LONGER, "--resume").ended()
+    assert (resumed.code, folders(run)) == (0, ["step-000006", "step-000008"])
+    assert weights(run) == weights(undisturbed.directory)

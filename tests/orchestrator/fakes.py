@@ -70,7 +70,7 @@ class Scorer:
         self.temperatures.add(temperature)
         return self._call("log_probs", lambda: -responses(batch))
 
-    def values(self, batch: TokenBatch) -> Any:
+    def values(self, batch: TokenBatch, policy_version: int | None = None) -> Any:
         return self._call("values", lambda: 2 * responses(batch))
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quartet.errors import ServiceFailed
+from quartet.checkpoints import checkpoint_folders, drop_checkpoint, named_checkpoints
+from quartet.errors import MismatchError, ServiceFailed, ServiceUnavailable, StorageFailed
 from quartet.files import describe_files
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import Role, SavedFile, SaveKind
+from services.orchestrator import checkpoints as module
 from services.orchestrator.checkpoints import Checkpoints
 from tests.orchestrator.fakes import Answer
 
@@ -23,18 +28,20 @@ class Saver:
     def __init__(self, role: Role, root: Path) -> None:
         self.role, self._root = role, root
         self.failure: Exception | None = None
-        self.asked: list[tuple[str, str, SaveKind]] = []
+        self.held = False
+        self.asked: list[tuple[str, str, SaveKind, int | None]] = []
 
-    def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind) -> Answer:
-        self.asked.append((run, directory, kind))
+    def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None) -> Answer:
+        self.asked.append((run, directory, kind, step))
         target = self._root / directory
         target.mkdir(parents=True)
         (target / "model.safetensors").write_bytes(f"{self.role} {len(self.asked)}".encode())
         if self.failure is None:
             (target / "config.json").write_text("{}")
-        answer = Answer(lambda: self.reported(target))
-        answer.answer(self.failure)
-        return answer
+        self.call = Answer(lambda: self.reported(target))
+        if not self.held:
+            self.call.answer(self.failure)
+        return self.call
 
     def reported(self, target: Path) -> list[SavedFile]:
         return describe_files(self._root, target)
@@ -50,13 +57,17 @@ def savers(tmp_path: Path) -> tuple[Any, Any]:
     return Saver(Role.ACTOR, tmp_path), Saver(Role.CRITIC, tmp_path)
 
 
+def save(checkpoints: Checkpoints, step: int, savers: Any, state: dict[str, Any] | None = None) -> None:
+    checkpoints.begin("run", step, 1, savers, state or {}).finish()
+
+
 def names(files: RunFiles) -> list[str]:
     return sorted(path.name for path in files.checkpoints.iterdir())
 
 
 def test_a_checkpoint_holds_both_models_and_a_manifest_that_is_true(files: RunFiles, savers: tuple[Any, Any]) -> None:
     state = {"kl_controller": {"value": 0.05}}
-    Checkpoints(files, 2, "the: config\n").save("run", 20, 1, savers, state)
+    save(Checkpoints(files, 2, "the: config\n"), 20, savers, state)
     assert names(files) == ["step-000020"]
     folder = files.checkpoints / "step-000020"
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -70,7 +81,7 @@ def test_a_checkpoint_holds_both_models_and_a_manifest_that_is_true(files: RunFi
         assert described == {"bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
     for saver in savers:
         (asked,) = saver.asked
-        assert asked == ("run", f"checkpoints/.step-000020.partial/{saver.role}", SaveKind.CHECKPOINT)
+        assert asked == ("run", f"checkpoints/.step-000020.partial/{saver.role}", SaveKind.CHECKPOINT, 20)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -78,7 +89,7 @@ def test_the_newest_are_kept(keep: int, files: RunFiles, savers: tuple[Any, Any]
     checkpoints = Checkpoints(files, keep, "")
     steps = [5, 10, 95, 100, 105]
     for number, step in enumerate(steps, 1):
-        checkpoints.save("run", step, 1, savers, {})
+        save(checkpoints, step, savers)
         assert names(files) == [f"step-{kept:06d}" for kept in steps[:number][-keep:]]
 
 
@@ -86,20 +97,20 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoints_and_no_new_one(
     files: RunFiles, savers: tuple[Any, Any]
 ) -> None:
     checkpoints = Checkpoints(files, 1, "")
-    checkpoints.save("run", 1, 1, savers, {})
+    save(checkpoints, 1, savers)
     savers[1].failure = ServiceFailed("critic: disk full")
     with pytest.raises(ServiceFailed, match="disk full"):
-        checkpoints.save("run", 2, 1, savers, {})
-    assert [name for name in names(files) if not name.startswith(".")] == ["step-000001"]
+        save(checkpoints, 2, savers)
+    assert names(files) == ["step-000001"], "what is half there takes no room"
     savers[1].failure = None
-    checkpoints.save("run", 2, 1, savers, {})
+    save(checkpoints, 2, savers)
     assert names(files) == ["step-000002"]
 
 
 def test_saving_a_step_again_replaces_it(files: RunFiles, savers: tuple[Any, Any]) -> None:
     checkpoints = Checkpoints(files, 2, "")
     for _ in range(2):
-        checkpoints.save("run", 1, 1, savers, {})
+        save(checkpoints, 1, savers)
     assert names(files) == ["step-000001"]
     assert (files.checkpoints / "step-000001/actor/model.safetensors").read_bytes() == b"actor 2"
 
@@ -114,6 +125,152 @@ def test_files_that_are_not_there_as_reported_are_an_error(
     if "bytes" in wrong:
         wrong["path"] = "checkpoints/.step-000001.partial/actor/model.safetensors"
     monkeypatch.setattr(savers[0], "reported", reported)
-    with pytest.raises(ServiceFailed, match="must be a path that orchestrator, actor and critic share"):
-        Checkpoints(files, 2, "").save("run", 1, 1, savers, {})
+    with pytest.raises(MismatchError, match="must be a path that orchestrator, actor and critic share"):
+        save(Checkpoints(files, 2, ""), 1, savers)
     assert [name for name in names(files) if not name.startswith(".")] == []
+
+
+def test_a_checkpoint_has_no_name_and_no_manifest_before_both_models_are_saved(
+    files: RunFiles, savers: tuple[Any, Any]
+) -> None:
+    savers[1].held = True
+    checkpoints = Checkpoints(files, 2, "")
+    pending = checkpoints.begin("run", 3, 1, savers, {"kl": 0.1})
+    assert not pending.done()
+    assert names(files) == [".step-000003.partial"]
+    assert not list(files.checkpoints.rglob("manifest.json"))
+    assert checkpoints.newest("run") is None
+    savers[1].call.answer()
+    assert pending.done()
+    pending.finish()
+    assert names(files) == ["step-000003"]
+    newest = checkpoints.newest("run")
+    assert newest is not None
+    assert (newest.step, newest.state) == (3, {"kl": 0.1})
+
+
+def test_one_that_was_abandoned_is_gone_when_the_next_begins(files: RunFiles, savers: tuple[Any, Any]) -> None:
+    savers[0].held = savers[1].held = True
+    checkpoints = Checkpoints(files, 2, "")
+    checkpoints.begin("run", 3, 1, savers, {}).abandon()
+    assert savers[0].call.cancelled
+    assert savers[1].call.cancelled
+    savers[0].held = savers[1].held = False
+    save(checkpoints, 6, savers)
+    assert names(files) == ["step-000006"]
+
+
+def test_a_failed_save_waits_for_the_other_service_before_it_tidies_up(
+    files: RunFiles, savers: tuple[Any, Any]
+) -> None:
+    savers[0].failure, savers[1].held = ServiceFailed("actor: disk full"), True
+    pending = Checkpoints(files, 2, "").begin("run", 1, 1, savers, {})
+    failed: list[Exception] = []
+
+    def finish() -> None:
+        try:
+            pending.finish()
+        except ServiceFailed as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert names(files) == [".step-000001.partial"]
+    savers[1].call.answer()
+    thread.join(20)
+    assert len(failed) == 1
+    assert names(files) == []
+
+
+def test_a_service_that_is_lost_is_told_at_once(files: RunFiles, savers: tuple[Any, Any]) -> None:
+    savers[0].failure, savers[1].held = ServiceUnavailable("actor: gone"), True
+    pending = Checkpoints(files, 2, "").begin("run", 1, 1, savers, {})
+    with pytest.raises(ServiceUnavailable, match="actor: gone"):
+        pending.finish()
+
+
+@pytest.mark.parametrize("place", ["manifest", "name"])
+def test_a_disk_that_is_full_at_the_manifest_leaves_the_earlier_checkpoint_and_nothing_else(
+    place: str, files: RunFiles, savers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    checkpoints = Checkpoints(files, 1, "")
+    save(checkpoints, 1, savers)
+    pending = checkpoints.begin("run", 2, 1, savers, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(*((os, "fsync") if place == "manifest" else (module, "flush")), full)
+        with pytest.raises(
+            StorageFailed, match=r"step-000002: cannot be written \(No space left on device\); free space"
+        ):
+            pending.finish()
+    assert "step-000001" in names(files)
+    if place == "manifest":
+        assert names(files) == ["step-000001"]
+    save(checkpoints, 3, savers)
+    assert names(files) == ["step-000003"]
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_keeps_its_name(
+    files: RunFiles, savers: tuple[Any, Any]
+) -> None:
+    checkpoints = Checkpoints(files, 2, "")
+    save(checkpoints, 4, savers)
+    (files.checkpoints / "best").symlink_to("step-000004")
+    (files.checkpoints / "step-000004/actor/model.safetensors").write_bytes(b"spoilt")
+    assert checkpoints.newest("run") is None
+    save(checkpoints, 4, savers)
+    assert names(files) == ["best", "step-000004"]
+    newest = checkpoints.newest("run")
+    assert newest is not None
+    assert newest.problem() is None
+
+
+def test_named_checkpoints_are_kept_besides_the_newest_until_they_are_forgotten(
+    files: RunFiles, savers: tuple[Any, Any]
+) -> None:
+    checkpoints = Checkpoints(files, 2, "")
+    save(checkpoints, 1, savers)
+    (files.checkpoints / "first").symlink_to("step-000001")
+    for step in (2, 3, 4):
+        save(checkpoints, step, savers)
+    assert names(files) == ["first", "step-000001", "step-000003", "step-000004"]
+    assert named_checkpoints(files) == {"first": "step-000001"}
+    assert [path.name for path in checkpoint_folders(files)] == ["step-000001", "step-000003", "step-000004"]
+    (files.checkpoints / "first").unlink()
+    save(checkpoints, 5, savers)
+    assert names(files) == ["step-000004", "step-000005"]
+
+
+def test_a_name_that_comes_while_a_checkpoint_is_dropped_keeps_it(
+    files: RunFiles, savers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(Checkpoints(files, 2, ""), 1, savers)
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        moved = real(path, target)
+        if path.name == "step-000001":
+            (files.checkpoints / "best").symlink_to(path.name)
+        return moved
+
+    monkeypatch.setattr(Path, "rename", rename)
+    drop_checkpoint(files.checkpoints / "step-000001")
+    assert names(files) == ["best", "step-000001"]
+    assert (files.checkpoints / "best" / "manifest.json").is_file()
+
+
+def test_an_old_checkpoint_that_cannot_be_dropped_does_not_fail_the_new_one(
+    files: RunFiles, savers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    checkpoints = Checkpoints(files, 1, "")
+    save(checkpoints, 1, savers)
+    monkeypatch.setattr(module, "drop_checkpoint", refuse)
+    save(checkpoints, 2, savers)
+    assert names(files) == ["step-000001", "step-000002"]

@@ -15,10 +15,10 @@ from services.orchestrator.collector import (
     MAX_IN_FLIGHT,
     CollectedStep,
     Collector,
-    ScoringServices,
     raise_failures,
     wait_for_all,
 )
+from services.orchestrator.scoring import ScoringServices
 from tests.buffer.samples import trajectory
 from tests.orchestrator.fakes import Answer, Scorer
 

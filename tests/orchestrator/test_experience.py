@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from quartet.config import AlgorithmConfig
 from quartet.ppo.rewards import RunningMoments
 from quartet.types import FinishReason, Trajectory, TrajectoryId
-from services.orchestrator.collector import ScoredTrajectory
 from services.orchestrator.experience import PreparedStep, prepare_step
+from services.orchestrator.scoring import ScoredTrajectory
 
 check = settings(max_examples=60, deadline=None, derandomize=True)
 LIMIT = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
@@ -128,6 +129,7 @@ def test_every_field_of_the_progress_crosses_the_wire(peer: Peer, board: Progres
     commit(board, 2)
     board.update(state=RunState.PAUSED, phase="update", scored=5, wanted=8, error="e", exit_code=2, notes=["n"])
     board.alert(Alert(2, "mismatch", "pause", "seen", "do"))
+    board.update(recoveries=3)
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
     found = peer.call(stub.GetProgress, orchestrator_pb2.GetProgressRequest(), 5, "GetProgress").progress
     expected = orchestrator_pb2.Progress(
@@ -145,6 +147,7 @@ def test_every_field_of_the_progress_crosses_the_wire(peer: Peer, board: Progres
         alerts=[
             orchestrator_pb2.Alert(step=2, guard="mismatch", action="pause", evidence="seen", remedy="do"),
         ],
+        recoveries=3,
     )
     assert found == expected
     assert {field.name for field, _ in found.ListFields()} == set(orchestrator_pb2.Progress.DESCRIPTOR.fields_by_name)
@@ -212,3 +215,15 @@ def test_an_orchestrator_that_is_gone_is_unavailable(board: ProgressBoard) -> No
     with pytest.raises(ServiceUnavailable, match="orchestrator at"):
         peer.call(stub.Stop, orchestrator_pb2.StopRequest(), 5, "Stop")
     peer.close()
+
+
+def test_a_pause_outlives_the_orchestrator_that_was_asked_for_it(tmp_path: Path) -> None:
+    mark = tmp_path / "paused"
+    Control(mark).pause()
+    again = Control(mark)
+    assert again.paused
+    again.resume()
+    assert not Control(mark).paused
+    again.pause()
+    again.stop()
+    assert not Control(mark).paused

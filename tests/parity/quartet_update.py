@@ -19,8 +19,8 @@ from quartet.models.optimizer import create_optimizer
 from quartet.models.scoring import response_log_probs, response_values, sequence_scores
 from quartet.ppo.kl import kl_estimate
 from quartet.types import Experience, FinishReason, TokenBatch, Trajectory, TrajectoryId
-from services.orchestrator.collector import ScoredTrajectory
 from services.orchestrator.experience import prepare_step
+from services.orchestrator.scoring import ScoredTrajectory
 from services.orchestrator.settings import optimization_at, policy_loss_of, value_loss_of
 from tests.parity.checkpoints import World
 from tests.parity.figures import Number, Weights

@@ -196,3 +196,22 @@ def test_a_close_drops_what_has_not_begun_and_does_not_wait() -> None:
         release.set()
         first.result(timeout=10)
     assert ran == []
+
+
+def test_work_that_goes_on_for_nobody_is_named_with_its_seconds(compute: ComputeThread) -> None:
+    caller, begun, end = Call(), threading.Event(), threading.Event()
+
+    def work(_: Callable[[], bool]) -> None:
+        begun.set()
+        assert end.wait(10)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(compute.run, "update", caller, work)
+        assert begun.wait(10)
+        assert compute.abandoned() == ("", 0.0)
+        caller.end()
+        wait_until(lambda: compute.abandoned()[1] > 0.01)
+        assert compute.abandoned()[0] == "update"
+        end.set()
+        waiting.result(10)
+    assert compute.abandoned() == ("", 0.0)

@@ -19,8 +19,8 @@ from quartet.errors import ComputationFailed, ConfigError, FailedPrecondition
 from quartet.evaluation import greedy_sampling, read_validation_prompts, row, run_sampling, stream_name, summarize
 from quartet.telemetry.run_files import RunFiles, read_metrics
 from quartet.types import FinishReason, Role, TokenBatch, Trajectory
-from services.orchestrator.collector import ScoringServices
 from services.orchestrator.evaluation import Evaluator
+from services.orchestrator.scoring import ScoringServices
 from tests.buffer.samples import trajectory
 from tests.rpc.conftest import Services, save_checkpoint
 from tests.unit.models import tiny

@@ -88,6 +88,17 @@ def test_a_part_of_a_request_gives_the_same_tokens(clients: dict[Role, Any], str
         assert trajectory.response_ids.tolist() == whole[trajectory.id].response_ids.tolist()
 
 
+def test_samples_from_a_later_one_on_are_those_of_a_larger_request(
+    clients: dict[Role, Any], stream: RolloutStream
+) -> None:
+    whole = {t.id: t for t in generated(clients[Role.ACTOR], stream, PROMPTS[:3], samples_per_prompt=5)}
+    found = generated(clients[Role.ACTOR], stream, PROMPTS[:2], samples_per_prompt=2, first_sample=3)
+    run = stream.key.split(":")[1]
+    assert {t.id for t in found} == {TrajectoryId(run, 1, p.index, sample) for p in PROMPTS[:2] for sample in (3, 4)}
+    for trajectory in found:
+        assert trajectory.response_ids.tolist() == whole[trajectory.id].response_ids.tolist()
+
+
 @pytest.mark.parametrize("change", [{"seed": 6}, {"step": 2}])
 def test_another_seed_or_step_gives_other_trajectories(
     change: dict[str, int], clients: dict[Role, Any], stream: RolloutStream

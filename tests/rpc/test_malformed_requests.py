@@ -152,6 +152,7 @@ GENERATE: dict[str, tuple[Change, str]] = {
     "ids as floats": (put("prompt_ids", floats(5, 6, 7)), "prompt_ids: expected dtype int32"),
     "an id outside the vocabulary": (put("prompt_ids", ints(5, 6, tiny.VOCABULARY)), "0..60"),
     "a negative id": (put("prompt_ids", ints(5, 6, -1)), "0..60"),
+    "a sample index beyond its range": (put("first_sample", 2**32 - 1), "first_sample 4294967295"),
     "too many trajectories": (put("samples_per_prompt", 2**31), "at most 65536 trajectories"),
     "no sampling": (drop("sampling"), "max_response_tokens"),
     "no room for a response": (put("sampling.max_response_tokens", 0), "max_response_tokens"),

@@ -23,6 +23,7 @@ from quartet.errors import (
     MismatchError,
     ServiceFailed,
     ServiceUnavailable,
+    Unanswered,
 )
 from quartet.rpc import channels
 from quartet.rpc.clients import CriticClient, ReferenceClient, RewardClient
@@ -163,7 +164,7 @@ def test_a_call_that_the_drain_cuts_off_is_a_failure_of_the_service_and_no_stop_
     [
         (InvalidRequest("wrong"), InvalidRequest, "LogProbs: wrong"),
         (FailedPrecondition("not yet"), FailedPrecondition, "LogProbs: not yet"),
-        (Cancelled("gave up"), ServiceFailed, "LogProbs: cancelled by the service"),
+        (Cancelled("gave up"), Unanswered, "LogProbs: cancelled by the service"),
         (RuntimeError("/secret/path"), ServiceFailed, "LogProbs: internal error; the service's log has the cause"),
     ],
 )

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +19,22 @@ import transformers
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience import ExperienceStore
 from quartet.config import Config, parse_config
-from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest
-from quartet.types import OptimizationSettings, PolicyLossSettings, Role, SaveKind, UpdateResult, ValueLossSettings
+from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest, ServiceBusy, ServiceFailed
+from quartet.models.snapshot import write_model
+from quartet.rpc.limits import MAX_PENDING_SAVES
+from quartet.types import (
+    OptimizationSettings,
+    PolicyLossSettings,
+    Prompt,
+    Role,
+    SamplingParameters,
+    SaveKind,
+    UpdateResult,
+    ValueLossSettings,
+)
+from services.actor import actor as actor_core
+from services.critic import critic as critic_core
+from services.orchestrator.collector import wait_for_all
 from tests.buffer.samples import experience
 from tests.rpc.conftest import Services
 from tests.unit.models import tiny
@@ -25,6 +43,7 @@ SETTINGS = OptimizationSettings(epochs=2, mini_batches=1, learning_rate=1e-2, ma
 LOSSES: dict[Role, Any] = {Role.ACTOR: PolicyLossSettings(), Role.CRITIC: ValueLossSettings()}
 BATCH = tiny.batch([3, 2], [4, 7])
 TRAINED = [Role.ACTOR, Role.CRITIC]
+SAVED = [SaveKind.CHECKPOINT, SaveKind.MODEL]
 pytestmark = pytest.mark.usefixtures("store")
 
 
@@ -136,8 +155,8 @@ def test_experience_that_is_missing_or_damaged_is_an_error_and_the_step_may_be_t
     store.discard([1])
     with pytest.raises(FailedPrecondition, match=f"experience of step 1 of run {run}: not in the buffer"):
         update(client, run, 1)
-    redis_client.set(store.key(1), b"\xff")
-    with pytest.raises(BufferFailed, match=r"not a quartet\.v1\.Experience message"):
+    redis_client.hset(store.key(1), "experience", b"\xff")
+    with pytest.raises(BufferFailed, match="is not what was sealed, by its checksum"):
         update(client, run, 1)
     store.seal(experience(run, 1))
     assert update(client, run, 1).policy_version == 1
@@ -184,6 +203,189 @@ def test_a_checkpoint_holds_the_optimizer_and_a_model_does_not(
     }
     moments = safetensors.numpy.load_file(config.run_directory / f"c/{role}/optimizer.safetensors")
     assert any(np.abs(moment).max() > 0 for moment in moments.values())
+
+
+@dataclass
+class HeldWriting:
+    """The writing of saves, held up until the test lets it go on."""
+
+    begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+    def write(self, directory: Path, *writers: Any) -> None:
+        self.begun.release()
+        assert self.go_on.wait(30)
+        write_model(directory, *writers)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWriting]:
+    found = HeldWriting()
+    for core in (actor_core, critic_core):
+        monkeypatch.setattr(core, "write_model", found.write)
+    yield found
+    found.go_on.set()
+
+
+def generate(client: Any, run: str, step: int, policy_version: int) -> int:
+    """Trajectories that the actor has generated."""
+    prompts = [Prompt(0, np.array([3, 4], np.int32), "")]
+    sampling = SamplingParameters(4, 1.0, 1.0, 0)
+    found: int = client.generate(run, step, 1, prompts, 2, sampling, 0, policy_version).result()
+    return found
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
+@pytest.mark.parametrize("role", TRAINED)
+def test_a_model_computes_and_learns_while_its_save_is_written_and_what_is_written_is_what_it_was(
+    role: Role,
+    lora: dict[str, Any] | None,
+    services: Services,
+    make_config: Callable[..., Config],
+    run: str,
+    held: HeldWriting,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = make_config().model_dump()
+    tree[role]["lora"] = lora
+    config = parse_config(tree, "test")
+    client = services.start(role, config)
+    update(client, run, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(actor_core, "write_model", write_model)
+        patch.setattr(critic_core, "write_model", write_model)
+        expected = {kind: client.save(run, 1, f"before/{kind}", kind).result() for kind in SAVED}
+    before = outputs(client)
+    saving = [client.save(run, 1, f"during/{kind}", kind, 1) for kind in SAVED]
+    assert held.begun.acquire(timeout=30)
+    assert outputs(client) == before
+    if role is Role.ACTOR:
+        assert generate(client, run, 2, policy_version=1) == 2
+    assert client.wait_until_ready().busy_seconds["save"] > 0
+    assert not any(save.done() for save in saving)
+    assert not (config.run_directory / "during").exists()
+    held.go_on.set()
+    # The second is of the same step: it is copied when the first is written.
+    for kind, save in zip(SAVED, saving, strict=True):
+        during = {(file.path.removeprefix("during/"), file.sha256) for file in save.result()}
+        assert during == {(file.path.removeprefix("before/"), file.sha256) for file in expected[kind]}
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_an_update_during_the_writing_of_a_save_does_not_reach_its_files(
+    role: Role, services: Services, make_config: Callable[..., Config], run: str, held: HeldWriting
+) -> None:
+    client = services.start(role, make_config())
+    update(client, run, 1)
+    saving = client.save(run, 1, "checkpoint", SaveKind.CHECKPOINT, 1)
+    assert held.begun.acquire(timeout=30)
+    before = outputs(client)
+    assert update(client, run, 2).step == 2
+    after = outputs(client)
+    assert not saving.done()
+    held.go_on.set()
+    saving.result()
+    assert client.restore(run, 1, 1, "checkpoint").result() == 1
+    assert outputs(client) == before != after
+    update(client, run, 2)
+    assert outputs(client) == after, "the optimizer is that of the save, too"
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_two_saves_to_one_place_are_written_one_after_the_other(
+    role: Role, services: Services, make_config: Callable[..., Config], run: str, held: HeldWriting
+) -> None:
+    config = make_config()
+    client = services.start(role, config)
+    saving = [client.save(run, 1, "same", SaveKind.MODEL) for _ in range(2)]
+    assert held.begun.acquire(timeout=30)
+    assert not held.begun.acquire(timeout=0.3), "the second writes at the same time"
+    held.go_on.set()
+    first, second = (save.result() for save in saving)
+    assert first == second
+    assert [path.name for path in config.run_directory.iterdir()] == ["same"]
+
+
+def test_a_save_that_nobody_waits_for_any_more_is_not_written(
+    services: Services, make_config: Callable[..., Config], run: str, held: HeldWriting
+) -> None:
+    config = make_config()
+    client = services.start(Role.ACTOR, config)
+    first = client.save(run, 1, "first", SaveKind.MODEL)
+    assert held.begun.acquire(timeout=30)
+    given_up = client.save(run, 1, "given-up", SaveKind.MODEL)
+    given_up.cancel()
+    held.go_on.set()
+    first.result()
+    client.save(run, 1, "last", SaveKind.MODEL).result()
+    assert sorted(path.name for path in config.run_directory.iterdir()) == ["first", "last"]
+
+
+def test_more_saves_than_a_service_takes_are_sent_away(
+    services: Services, make_config: Callable[..., Config], run: str, held: HeldWriting
+) -> None:
+    client = services.start(Role.ACTOR, make_config())
+    saving = [client.save(run, 1, "same", SaveKind.MODEL) for _ in range(MAX_PENDING_SAVES + 1)]
+    with pytest.raises(ServiceBusy, match="saves wait already"):
+        wait_for_all(saving)
+    assert client.wait_until_ready().role is Role.ACTOR
+    held.go_on.set()
+    assert sum(1 for save in saving if not isinstance(failure(save), ServiceBusy)) == MAX_PENDING_SAVES
+
+
+def failure(call: Any) -> Exception | None:
+    try:
+        call.result()
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_a_save_of_another_step_than_the_model_is_at_is_refused(
+    role: Role, services: Services, make_config: Callable[..., Config], run: str
+) -> None:
+    config = make_config()
+    client = services.start(role, config)
+    for kind in SAVED:
+        client.save(run, 1, f"zero-{kind}", kind, 0).result()
+    for step in (1, 2):
+        update(client, run, step)
+    for step in (0, 1, 3):
+        with pytest.raises(FailedPrecondition, match=f"save of step {step}: this model is at step 2"):
+            client.save(run, 1, "wrong", SaveKind.CHECKPOINT, step).result()
+    assert not (config.run_directory / "wrong").exists()
+    client.save(run, 1, "right", SaveKind.CHECKPOINT, 2).result()
+
+
+@pytest.mark.parametrize("role", TRAINED)
+@pytest.mark.usefixtures("capsys")  # Otherwise what is logged goes to a file that may not grow either.
+def test_a_save_that_does_not_fit_on_the_disk_says_so_and_the_model_goes_on(
+    role: Role, services: Services, make_config: Callable[..., Config], run: str
+) -> None:
+    config = make_config()
+    client = services.start(role, config)
+    update(client, run, 1)
+    good = client.save(run, 1, "one", SaveKind.CHECKPOINT, 1).result()
+    update(client, run, 2)
+    largest = max(file.bytes for file in good)
+    # The largest file is refused by the kernel; Redis is a process of its own.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, before[1]))
+    try:
+        for directory in ("one", "two"):
+            saving = client.save(run, 1, directory, SaveKind.CHECKPOINT, 2)
+            with pytest.raises(
+                ServiceFailed, match=rf"{role} at .*: Save: model directory .*/{directory}: .*too large"
+            ):
+                saving.result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in config.run_directory.iterdir()] == ["one"]
+    for file in good:
+        assert hashlib.sha256((config.run_directory / file.path).read_bytes()).hexdigest() == file.sha256
+    assert update(client, run, 3).step == 3
+    client.save(run, 1, "two", SaveKind.CHECKPOINT, 3).result()
 
 
 def test_a_saved_critic_values_as_before(services: Services, make_config: Callable[..., Config], run: str) -> None:

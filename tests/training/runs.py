@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from quartet.rpc.compute import ComputeThread
 from quartet.rpc.server import Server
 from quartet.telemetry.run_files import RunFiles
 from quartet.topology import roles_of
+from quartet.types import Role
 from services.orchestrator.control import Control
 from services.orchestrator.progress import Progress, ProgressBoard
 from services.orchestrator.training import Training, train
@@ -58,18 +59,59 @@ class Underway:
         return Run(RunFiles(self.config.run_directory), self.board.current(), self.ended[0])
 
 
+class Fleet:
+    """The services of a run, each of which can go away and come back at its address as it was at its start."""
+
+    def __init__(self, config: Config) -> None:
+        self._started_with = config
+        self._servers: dict[Role, Server] = {}
+        self._addresses: dict[Role, str] = {}
+        for role in roles_of(config):
+            self.start(role)
+
+    @property
+    def config(self) -> Config:
+        """With the services' addresses."""
+        overrides = [f"services.{role}.address={address}" for role, address in self._addresses.items()]
+        return load_config(RunFiles(self._started_with.run_directory).config, overrides)
+
+    def start(self, role: Role, config: Config | None = None, compute: ComputeThread | None = None) -> None:
+        """Starts a service, with another config than the run's, or another compute thread, where one is given."""
+        built = build_model_role(role, config or self._started_with, compute or ComputeThread(), threads=1)
+        self._servers[role] = Server([built], self._addresses.get(role, "127.0.0.1:0"))
+        self._addresses[role] = self._servers[role].address
+
+    def lose(self, role: Role) -> None:
+        """Ends a service in the middle of its calls."""
+        self._servers.pop(role).stop(0.0)
+
+    def restart(self, role: Role) -> None:
+        """Ends a service and starts it anew."""
+        self.lose(role)
+        self.start(role)
+
+    def stop(self) -> None:
+        """Ends them all."""
+        for server in self._servers.values():
+            server.stop(5.0)
+
+
+@contextmanager
+def fleet(config: Config) -> Iterator[Fleet]:
+    """The run's services."""
+    RunFiles(config.run_directory).write_config(config.to_yaml())
+    started = Fleet(config)
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
 @contextmanager
 def services(config: Config) -> Iterator[Config]:
     """The run's services; gives the config with their addresses."""
-    files = RunFiles(config.run_directory)
-    files.write_config(config.to_yaml())
-    with ExitStack() as stack:
-        overrides = []
-        for role in roles_of(config):
-            server = Server([build_model_role(role, config, ComputeThread(), threads=1)], "127.0.0.1:0")
-            stack.callback(server.stop, 5.0)
-            overrides.append(f"services.{role}.address={server.address}")
-        yield load_config(files.config, overrides)
+    with fleet(config) as started:
+        yield started.config
 
 
 @contextmanager

@@ -218,3 +218,21 @@ def test_metrics_that_end_before_the_checkpoint_are_an_error_and_nothing_is_trai
         run = going.finish()
     assert run.code == 2
     assert "end at step 2, the newest checkpoint is of step 4" in run.progress.error
+
+
+def test_sealed_experience_that_is_damaged_is_not_trained_on_and_its_steps_are_taken_again(
+    make: MakeConfig,
+    world: World,
+    undisturbed: Callable[[str], Run],
+    monkeypatch: pytest.MonkeyPatch,
+    redis_client: Redis,
+) -> None:
+    config = make(**changes("normalized", world), recovery={"backoff": 0.01})
+    break_off(config, "generate", 6, monkeypatch)
+    [key] = redis_client.scan_iter(match=f"quartet:{config.run.name}:experience:*")
+    data = bytearray(redis_client.hget(key, "experience"))
+    data[len(data) // 2] ^= 1
+    redis_client.hset(key, "experience", bytes(data))
+    run = run_to_the_end(config)
+    assert run.progress.recoveries == 1
+    assert_same(run, undisturbed("normalized"))

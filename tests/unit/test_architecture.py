@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROOTS = {"quartet": ROOT / "src/quartet", "services": ROOT / "services"}
 
-FOUNDATION = {"quartet", "quartet.errors", "quartet.types", "quartet.config"}
+FOUNDATION = {"quartet", "quartet.errors", "quartet.types", "quartet.config", "quartet.failpoints"}
 FILES = {
     "quartet.checkpoints",
     "quartet.data",
@@ -38,6 +38,7 @@ SERVICE = FOUNDATION | FILES | LIBRARY | {"quartet.v1"}
 ALLOWED: dict[str, set[str]] = {
     "quartet": set(),
     "quartet.errors": set(),
+    "quartet.failpoints": {"quartet.errors"},
     "quartet.processes": set(),
     "quartet.types": {"quartet.errors"},
     "quartet.config": {"quartet.errors"},
@@ -51,13 +52,20 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.ppo": {"quartet.errors", "quartet.types"},
     "quartet.codec": {"quartet.errors", "quartet.types", "quartet.v1"},
     "quartet.v1": set(),
-    "quartet.models": {"quartet.errors", "quartet.types", "quartet.ppo", "quartet.files", "quartet.random_streams"},
+    "quartet.models": {
+        "quartet.errors",
+        "quartet.failpoints",
+        "quartet.types",
+        "quartet.ppo",
+        "quartet.files",
+        "quartet.random_streams",
+    },
     "quartet.rewards": FOUNDATION | {"quartet.models", "quartet.processes"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.processes"},
     "quartet.rpc": FOUNDATION | {"quartet.codec", "quartet.v1"},
     "quartet.telemetry": FOUNDATION | {"quartet.files"},
     "quartet.demo": FOUNDATION | {"quartet.models"},
-    "quartet.launcher": FOUNDATION | FILES | {"quartet.buffer", "quartet.telemetry"},
+    "quartet.launcher": FOUNDATION | FILES | {"quartet.buffer", "quartet.rpc", "quartet.telemetry"},
     "quartet.cli": FOUNDATION
     | FILES
     | LIBRARY
@@ -77,6 +85,7 @@ WITHOUT_TORCH = [
     "quartet.config",
     "quartet.types",
     "quartet.errors",
+    "quartet.failpoints",
     "quartet.topology",
     "quartet.preflight",
     "quartet.data",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
 
-from quartet.errors import InvalidRequest
-from quartet.files import confined, describe_files, write_durably
+from quartet.errors import InvalidRequest, MismatchError
+from quartet.files import check_saved, confined, describe_files, replace_directory, write_durably
+from quartet.types import SavedFile
 
 
 @pytest.mark.parametrize("relative", ["policy", "checkpoints/.step-000001.partial/actor", "a/./b", "..a", "a..b"])
@@ -62,3 +65,54 @@ def test_a_durable_write_replaces_the_text_and_leaves_nothing_aside(tmp_path: Pa
     write_durably(path, "né")
     assert path.read_text(encoding="utf-8") == "né"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_that_cannot_take_its_place_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(target: Path) -> None:
+        (target / "file").write_text("new")
+
+    directory = tmp_path / "policy"
+    directory.mkdir()
+    (directory / "file").write_text("old")
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == ".policy.writing":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(OSError, match="Input/output error"):
+            replace_directory(directory, write)
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    assert (directory / "file").read_text() == "old"
+    replace_directory(directory, write)
+    assert (directory / "file").read_text() == "new"
+
+
+def test_a_durable_write_that_fails_leaves_the_old_text_and_nothing_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "manifest.json"
+    write_durably(path, "old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_durably(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_that_are_not_where_they_were_saved_name_the_directory_that_is_to_be_shared(tmp_path: Path) -> None:
+    (tmp_path / "there").write_bytes(b"123")
+    check_saved(tmp_path, [SavedFile("there", 3, "")])
+    for file in (SavedFile("there", 4, ""), SavedFile("elsewhere", 3, "")):
+        with pytest.raises(
+            MismatchError, match=r"run\.directory must be a path that orchestrator, actor and critic share"
+        ):
+            check_saved(tmp_path, [file])

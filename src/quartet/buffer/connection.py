@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,8 @@ from quartet.errors import BufferFailed, ConfigError, ServiceUnavailable
 Redis = redis.Redis
 CONNECT_TIMEOUT = 5.0
 """Seconds to wait for a connection."""
+POLL = 0.1
+"""Seconds between looks at a server that is to come back."""
 COMMAND_TIMEOUT = 10.0
 """Seconds to wait for an answer. One more attempt follows; then the server counts as lost."""
 
@@ -34,6 +37,21 @@ def connect(url: str) -> Redis:
     with translated(url):
         client.ping()
     return client
+
+
+def wait_for_server(client: Redis, url: str, timeout: float) -> None:
+    """Returns when the server answers. Raises ServiceUnavailable after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            with translated(url):
+                client.ping()
+            return
+        except (ServiceUnavailable, BufferFailed):
+            # A server that reads its append-only file answers every command with an error.
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(POLL)
 
 
 @contextmanager

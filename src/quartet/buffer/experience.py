@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
 from quartet import codec
@@ -21,16 +22,19 @@ class ExperienceStore:
         return f"quartet:{self._run}:experience:{step}"
 
     def seal(self, experience: Experience) -> None:
-        """Stores a step's experience whole, in one command."""
+        """Stores a step's experience whole, in one command, with its checksum: Redis keeps none of its append-only file."""
+        data = codec.experience_to_bytes(experience)
         with translated(self._url):
-            self._client.set(self.key(experience.step), codec.experience_to_bytes(experience))
+            self._client.hset(self.key(experience.step), mapping={"experience": data, "sha256": _digest(data)})
 
     def load(self, step: int) -> Experience:
         """A step's experience. Raises FailedPrecondition when it is not sealed, BufferFailed when it is damaged."""
         with translated(self._url):
-            data = self._client.get(self.key(step))
-        if not isinstance(data, bytes):
+            data, digest = self._client.hmget(self.key(step), "experience", "sha256")
+        if data is None and digest is None:
             raise FailedPrecondition(f"experience of step {step} of run {self._run}: not in the buffer")
+        if not isinstance(data, bytes) or digest != _digest(data):
+            raise BufferFailed(f"{self.key(step)}: is not what was sealed, by its checksum")
         try:
             experience = codec.experience_from_bytes(data)
         except InvalidRequest as error:
@@ -52,8 +56,14 @@ class ExperienceStore:
             with translated(self._url):
                 self._client.delete(*keys)
 
-    def reset(self) -> None:
-        """Frees every step's experience. For a run that starts from nothing."""
+    def keep_only(self, steps: Iterable[int]) -> None:
+        """Frees the experience of every other step: what a checkpoint covers, and what another course of the run left."""
+        kept = {self.key(step).encode() for step in steps}
         with translated(self._url):
             for key in self._client.scan_iter(match=f"quartet:{self._run}:experience:*", count=1000):
-                self._client.delete(key)
+                if key not in kept:
+                    self._client.delete(key)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()

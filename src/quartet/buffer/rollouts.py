@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from quartet import codec
 from quartet.buffer.connection import Redis, translated
 from quartet.errors import BufferFailed, InvalidRequest
+from quartet.failpoints import failpoint
 from quartet.types import Trajectory
 
 GROUP = "orchestrator"
@@ -32,19 +33,34 @@ class RolloutStream:
     def __init__(self, client: Redis, url: str, run: str) -> None:
         self._client, self._url = client, url
         self.key = f"quartet:{run}:rollouts"
+        self._leader_epoch = 0
 
-    def reset(self) -> None:
-        """Drops every entry and makes the consumer group. For a run that starts from nothing."""
+    def reset(self, leader_epoch: int = 0) -> None:
+        """Drops every entry and makes the consumer group.
+
+        From now on ``read`` and ``delivered`` drop what was asked for under an earlier epoch: a generation that broke off may
+        still write.
+        """
+        self._leader_epoch = leader_epoch
         with translated(self._url):
             self._client.delete(self.key)
             self._client.xgroup_create(self.key, GROUP, id="0", mkstream=True)
 
-    def append(self, trajectories: Iterable[Trajectory]) -> None:
-        """Adds finished trajectories, in their order, in one round trip."""
+    def append(self, trajectories: Iterable[Trajectory], leader_epoch: int = 0) -> None:
+        """Adds finished trajectories, in their order, in one round trip. ``leader_epoch`` is of who asked for them."""
+        failpoint("actor.appending")
         with translated(self._url), self._client.pipeline(transaction=False) as pipeline:
             for trajectory in trajectories:
-                pipeline.xadd(self.key, {"id": str(trajectory.id), "trajectory": codec.trajectory_to_bytes(trajectory)})
+                pipeline.xadd(
+                    self.key,
+                    {
+                        "id": str(trajectory.id),
+                        "trajectory": codec.trajectory_to_bytes(trajectory),
+                        "leader_epoch": leader_epoch,
+                    },
+                )
             pipeline.execute()
+        failpoint("actor.appended")
 
     def read(self, count: int, block: float) -> list[Delivery]:
         """Up to ``count`` entries not delivered before, oldest first; waits up to ``block`` seconds for the first.
@@ -65,7 +81,13 @@ class RolloutStream:
 
     def _deliveries(self, answer: object) -> list[Delivery]:
         entries = [entry for _, found in _pairs(answer) for entry in found]
-        return [self._delivery(entry_id, fields) for entry_id, fields in entries]
+        late = [entry_id.decode() for entry_id, fields in entries if self._is_late(fields)]
+        self.acknowledge(late)
+        return [self._delivery(entry_id, fields) for entry_id, fields in entries if entry_id.decode() not in late]
+
+    def _is_late(self, fields: dict[bytes, bytes]) -> bool:
+        epoch = fields.get(b"leader_epoch", b"")
+        return epoch.isdigit() and int(epoch) < self._leader_epoch
 
     def _delivery(self, entry_id: bytes, fields: dict[bytes, bytes]) -> Delivery:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -27,6 +28,9 @@ class View(Protocol):
 
     def show(self, progress: orchestrator_pb2.Progress) -> None:
         """One piece of news."""
+
+    def say(self, line: str) -> None:
+        """What happened to the run's processes; one line."""
 
     def __enter__(self) -> View: ...
 
@@ -67,15 +71,17 @@ class News:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._notes = self._alerts = 0
+        self._notes: list[str] = []
+        self._alerts: list[tuple[int, str]] = []
         self._paused = False
 
     def of(self, progress: orchestrator_pb2.Progress) -> list[str]:
         """New lines to print."""
-        lines = [f"note: {note}" for note in progress.notes[self._notes :]]
+        notes, alerts = list(progress.notes), [(alert.step, alert.guard) for alert in progress.alerts]
+        lines = [f"note: {note}" for note in notes[_known(self._notes, notes) :]]
         lines += [
             f"guard {alert.guard} ({alert.action}) after step {alert.step}: {alert.evidence}; {alert.remedy}"
-            for alert in progress.alerts[self._alerts :]
+            for alert in progress.alerts[_known(self._alerts, alerts) :]
         ]
         paused = progress.state == orchestrator_pb2.RUN_STATE_PAUSED
         if paused and not self._paused:
@@ -83,8 +89,13 @@ class News:
                 f"paused after step {progress.step}: quartet resume {self._run} goes on, "
                 f"quartet stop {self._run} saves the policy and ends"
             )
-        self._notes, self._alerts, self._paused = len(progress.notes), len(progress.alerts), paused
+        self._notes, self._alerts, self._paused = notes, alerts, paused
         return lines
+
+
+def _known(before: Sequence[object], now: Sequence[object]) -> int:
+    """How many entries of a list that grows have been seen: none where another orchestrator has begun a new one."""
+    return len(before) if now[: len(before)] == before else 0
 
 
 class LineView:
@@ -100,7 +111,7 @@ class LineView:
         """Prints notes, alerts and newly committed steps."""
         for line in self._news.of(progress):
             self._print(line)
-        if progress.step <= self._step:
+        if progress.step <= self._step or not progress.metrics:
             return
         self._step = progress.step
         metrics = dict(progress.metrics)
@@ -110,6 +121,10 @@ class LineView:
             f"kl {metrics['kl_mean']:.3f}  entropy {metrics.get('entropy', math.nan):.2f}  eos {metrics['eos_rate']:.2f}  "
             f"{self._pace.tokens_per_second:.0f} tokens/s  left {self._pace.left(progress.total_steps - progress.step)}"
         )
+
+    def say(self, line: str) -> None:
+        """Prints it."""
+        self._print(line)
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -148,7 +163,7 @@ class LiveView:
         """Redraws."""
         for line in self._news.of(progress):
             self._live.console.print(Text(line, style="yellow"))
-        if progress.step > self._step:
+        if progress.step > self._step and progress.metrics:
             self._step = progress.step
             self._pace.add(dict(progress.metrics))
             for name in ("reward_mean", "kl_mean", "entropy", "eos_rate", "response_tokens_mean"):
@@ -163,6 +178,10 @@ class LiveView:
             left=self._pace.left(progress.total_steps - progress.step),
         )
         self._live.update(self._render())
+
+    def say(self, line: str) -> None:
+        """Prints it above the figures."""
+        self._live.console.print(Text(line, style="yellow"))
 
     def _render(self) -> Group:
         table = Table.grid(padding=(0, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -83,7 +84,7 @@ def stop(run: RunDirectory) -> None:
 checkpoints_app = typer.Typer(help="The checkpoints of a run.", no_args_is_help=True)
 app.add_typer(checkpoints_app, name="checkpoints")
 AnyRun = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")]
-Step = Annotated[int, typer.Argument(min=1, help="A step that has a checkpoint.")]
+Which = Annotated[str, typer.Argument(metavar="STEP|NAME", help="A step that has a checkpoint, or the name of one.")]
 
 
 @checkpoints_app.command("list")
@@ -103,8 +104,38 @@ def checkpoints_verify(run: AnyRun) -> None:
         raise typer.Exit(1)
 
 
+@checkpoints_app.command("name")
+def checkpoints_name(
+    run: AnyRun, step: Which, name: Annotated[str, typer.Argument(metavar="NAME", help="Such as best.")]
+) -> None:
+    """Give a checkpoint a name: it is then kept, however many come after it."""
+    from quartet.cli.checkpoints import name as give
+
+    give(run, step, name)
+
+
+@checkpoints_app.command("forget")
+def checkpoints_forget(
+    run: AnyRun, name: Annotated[str, typer.Argument(metavar="NAME", help="A name that was given.")]
+) -> None:
+    """Take a name away: the checkpoint goes when it is no longer one of the newest."""
+    from quartet.cli.checkpoints import forget
+
+    forget(run, name)
+
+
+@checkpoints_app.command("export")
+def checkpoints_export(
+    run: AnyRun, step: Which, directory: Annotated[Path, typer.Argument(help="A new directory, or an empty one.")]
+) -> None:
+    """Write the policy of a checkpoint as a Hugging Face model: weights, config, tokenizer; an adapter merged."""
+    from quartet.cli.export import export
+
+    export(run, step, directory)
+
+
 @app.command()
-def rollback(run: AnyRun, step: Step) -> None:
+def rollback(run: AnyRun, step: Which) -> None:
     """Forget what came after a checkpoint; train --resume goes on from there."""
     from quartet.cli.checkpoints import rollback as roll
 
@@ -114,7 +145,7 @@ def rollback(run: AnyRun, step: Step) -> None:
 @app.command()
 def branch(
     run: AnyRun,
-    step: Step,
+    step: Which,
     name: Annotated[str, typer.Option(help="Name of the new run, beside the old one.")],
     overrides: Overrides = None,
 ) -> None:
@@ -236,6 +267,8 @@ def main() -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    # gRPC tells people of every connection that a service ends.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGHUP, interrupt)
     try:

@@ -43,9 +43,13 @@ def up(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = 
             console.print(f"{role:<13} {address}", highlight=False)
         console.print(f"redis         {redact_url(launcher.url)}", highlight=False, soft_wrap=True)
         watch(launcher, files)
-        console.print("run ended; the model services stay up, Ctrl-C stops them", highlight=False)
+        console.print(
+            "run ended; the model services stay up (one that has to be restarted has its initial weights), Ctrl-C stops them",
+            highlight=False,
+            soft_wrap=True,
+        )
         while True:
-            launcher.check()
+            _tell(launcher.check())
             time.sleep(0.5)
 
 
@@ -77,8 +81,11 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
                 # An embedded Redis of a run that ended early is not this run's.
                 shutil.rmtree(files.redis, ignore_errors=True)
             files.write_config(config.to_yaml())
+            # Whoever starts a run, or asks for it to go on, does not want it to wait.
+            files.paused.unlink(missing_ok=True)
             with Launcher(config, files.config) as launcher:
                 _start(launcher)
+                _tell(launcher.check())
                 files.write_services(launcher.addresses)
                 yield launcher, files
                 console.print("stopping the services", highlight=False)
@@ -131,28 +138,67 @@ def _start(launcher: Launcher) -> None:
         launcher.start()
 
 
+def _tell(lines: list[str]) -> None:
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+ENDS = (orchestrator_pb2.RUN_STATE_FINISHED, orchestrator_pb2.RUN_STATE_STOPPED, orchestrator_pb2.RUN_STATE_FAILED)
+"""States after which no more news come."""
+RECONNECT = 0.2
+"""Seconds from the end of the stream of news to the next attempt to hear it."""
+
+
+class _News:
+    """The orchestrator's news, heard by a thread of its own; taken up again where they broke off."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel: grpc.Channel | None = None
+        self._closed = threading.Event()
+        self.queue: queue.Queue[orchestrator_pb2.Progress | None] = queue.Queue()
+        """None: they have broken off, or could not be taken up."""
+        threading.Thread(target=self._hear, name="watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Hears no more."""
+        self._closed.set()
+        if self._channel is not None:
+            self._channel.close()
+
+    def _hear(self) -> None:
+        step = 0
+        while not self._closed.is_set():
+            # A connection of its own for each attempt: one that failed waits for longer and longer.
+            options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+            self._channel = grpc.insecure_channel(self._address, options=options)
+            stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
+            try:
+                for response in stub.WatchProgress(orchestrator_pb2.WatchProgressRequest(after_step=step)):
+                    self.queue.put(response.progress)
+                    step = max(step, response.progress.step)
+                    if response.progress.state in ENDS:
+                        return
+            except (grpc.RpcError, ValueError):  # ValueError: the channel has been closed meanwhile.
+                pass
+            finally:
+                self._channel.close()
+            self.queue.put(None)
+            self._closed.wait(RECONNECT)
+
+
 def watch(launcher: Launcher, files: RunFiles) -> None:
     """Shows the run until it ends; an earlier run is forgotten once this one has taken a step.
 
-    Raises ConfigError or ServiceFailed when it, or a process of it, fails.
+    Meanwhile the processes are supervised. The news go on where they broke off: an orchestrator that crashed is started again
+    at the same address. Raises ConfigError or ServiceFailed when the run, or a process that is given up, fails.
     """
-    news: queue.Queue[orchestrator_pb2.Progress | None] = queue.Queue()
-    channel = grpc.insecure_channel(launcher.addresses[Role.ORCHESTRATOR], options=CHANNEL_OPTIONS)
-    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
-
-    def receive() -> None:
-        try:
-            for response in stub.WatchProgress(orchestrator_pb2.WatchProgressRequest()):
-                news.put(response.progress)
-        except grpc.RpcError:
-            news.put(None)
-
-    threading.Thread(target=receive, name="watch", daemon=True).start()
+    news = _News(launcher.addresses[Role.ORCHESTRATOR])
     try:
         with make_view(console, files.root) as view:
-            _follow(launcher, news, view, files)
+            _follow(launcher, news.queue, view, files)
     finally:
-        channel.close()
+        news.close()
 
 
 def _follow(
@@ -162,10 +208,13 @@ def _follow(
         try:
             progress = news.get(timeout=0.2)
         except queue.Empty:
-            launcher.check()
+            _supervise(launcher, view)
             continue
         if progress is None:
-            _explain_loss(launcher)
+            _supervise(launcher, view)
+            if launcher.run_ended:
+                _explain_end(launcher)
+                return
             continue
         view.show(progress)
         if progress.step:
@@ -174,21 +223,31 @@ def _follow(
             _blame_a_service(launcher)
             kind = ConfigError if progress.exit_code == 2 else ServiceFailed
             raise kind(progress.error)
-        if progress.state in (orchestrator_pb2.RUN_STATE_FINISHED, orchestrator_pb2.RUN_STATE_STOPPED):
+        if progress.state in ENDS:
             if progress.state == orchestrator_pb2.RUN_STATE_STOPPED:
                 console.print(f"stopped after step {progress.step} of {progress.total_steps}", highlight=False)
             return
+        # As long as there are news, nothing is wrong with the orchestrator.
+        _supervise(launcher, view, orchestrator=False)
+
+
+def _supervise(launcher: Launcher, view: View, orchestrator: bool = True) -> None:
+    for line in launcher.check(orchestrator):
+        view.say(line)
 
 
 def _blame_a_service(launcher: Launcher, wait: float = 1.0) -> None:
     """Raises for a service that has died: the orchestrator may have heard of it before the kernel told us."""
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
-        launcher.check(orchestrator=False)
+        launcher.blame()
         time.sleep(0.05)
 
 
-def _explain_loss(launcher: Launcher) -> None:
-    _blame_a_service(launcher)
-    launcher.check()
-    raise ServiceFailed("orchestrator: its news ended before the run did; see logs/orchestrator.log of the run")
+def _explain_end(launcher: Launcher) -> None:
+    """For an orchestrator that has ended in order while its news could not be heard."""
+    if launcher.outcome is None:
+        _blame_a_service(launcher)
+        raise ServiceFailed("orchestrator: its news ended before the run did; see logs/orchestrator.log of the run")
+    if launcher.outcome == "stopped":
+        console.print("stopped before the last step", highlight=False)

@@ -54,7 +54,7 @@ class CheckpointConfig(Section):
     every: WholeNumber = 50
     """Steps between checkpoints; 0: only the policy, at the end."""
     keep: Count = 2
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept, besides those with a name."""
 
 
 class BufferConfig(Section):

@@ -23,9 +23,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from quartet.errors import ModelError
-from quartet.files import replace_directory
 from quartet.models.lora import Adapter, adapter_base, adapter_chain, is_adapter, merge_adapter
 from quartet.models.quiet import quiet
+from quartet.models.snapshot import Writer, host_state
 from quartet.models.value_head import HEAD_FILE, ValueModel
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -90,9 +90,9 @@ def load_reward_model(model: str | Path, dtype: str = "float32", device: str = "
 def load_critic(model: str | Path, dtype: str = "float32", device: str = "cpu") -> ValueModel:
     """A value model in evaluation mode, from one of four checkpoints, told apart by their files and architecture.
 
-    From what ``ValueModel.save`` wrote; from what ``ValueModel.save_adapter`` wrote (the base's backbone with the adapter merged
-    into it, and the head beside it); from a decoder classifier with one output (backbone and head); or from a causal LM
-    (backbone, and a head of zeros: every value starts at 0). Raises ModelError.
+    From what ``ValueModel.snapshot`` copied; from what ``ValueModel.snapshot_adapter`` copied (the base's backbone with the
+    adapter merged into it, and the head beside it); from a decoder classifier with one output (backbone and head); or from a
+    causal LM (backbone, and a head of zeros: every value starts at 0). Raises ModelError.
     """
     _check_location(model)
     adapter_chain(model)  # so that no chain of adapters without an end is followed below
@@ -155,34 +155,15 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def save_policy(model: Any, tokenizer: Any, directory: str | Path, adapter: Adapter | None = None) -> None:
-    """Writes model and tokenizer in Hugging Face format; the same weights give the same bytes. Raises ModelError.
+def snapshot_model(model: Any, adapter: Adapter | None = None) -> Writer:
+    """Copies the weights; what it gives writes them in Hugging Face format. The same weights give the same bytes.
 
     With the model's ``adapter`` what is written is the merged model; the model itself stays as it is.
     """
-
-    def write(target: Path) -> None:
-        if adapter is None:
-            model.save_pretrained(target)
-        else:
-            adapter.write_merged(target)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(target)
-
-    with _explained(directory, "model directory, writing"), quiet():
-        replace_directory(Path(directory), write)
-
-
-def save_adapter(adapter: Adapter, tokenizer: Any, directory: str | Path) -> None:
-    """Writes a policy's adapter in peft's format, and the tokenizer; the same weights give the same bytes. Raises ModelError."""
-
-    def write(target: Path) -> None:
-        adapter.write(target)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(target)
-
-    with _explained(directory, "model directory, writing"), quiet():
-        replace_directory(Path(directory), write)
+    if adapter is not None:
+        return adapter.snapshot_merged()
+    state = host_state(model)
+    return lambda directory: model.save_pretrained(directory, state_dict=state)
 
 
 def _merge(model: Any, adapter: Path) -> None:

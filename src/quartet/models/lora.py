@@ -23,6 +23,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quartet.errors import ModelError
+from quartet.models.snapshot import Writer, host_copy, host_state
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -53,27 +54,33 @@ class Adapter:
         with self._peft.disable_adapter():
             yield
 
-    def write_merged(self, directory: Path) -> None:
-        """Writes the whole model in Hugging Face format into an existing directory, with weights W + (alpha / rank) B A.
+    def snapshot_merged(self) -> Writer:
+        """Copies the weights W + (alpha / rank) B A; what it gives writes the whole model in Hugging Face format.
 
-        The model itself stays as it is: merged weights are copies in host memory, of the targeted layers only.
+        The model itself stays as it is: merged weights are in host memory, of the targeted layers only.
         """
-        self.model.save_pretrained(directory, state_dict=self._merged_state())
+        state = self._merged_state()
+        return lambda directory: self.model.save_pretrained(directory, state_dict=state)
 
-    def write(self, directory: Path) -> None:
-        """Writes the adapter into an existing directory in peft's format; the same weights give the same bytes."""
-        tensors = {name: value.detach().cpu().contiguous() for name, value in sorted(self._state().items())}
-        safetensors.torch.save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    def snapshot(self) -> Writer:
+        """Copies the adapter; what it gives writes it in peft's format. The same weights give the same bytes."""
+        tensors = {name: host_copy(value) for name, value in sorted(self._state().items())}
         # peft keeps names in sets, which come in another order in every process.
         content = {
             name: sorted(value) if isinstance(value, set) else value
             for name, value in self._peft.peft_config[_NAME].to_dict().items()
         }
         content |= {"base_model_name_or_path": self._base, "inference_mode": True}
-        (directory / CONFIG_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+        def write(directory: Path) -> None:
+            safetensors.torch.save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+            (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+        return write
 
     def read(self, directory: Path) -> None:
-        """Puts back the weights that ``write`` left in ``directory``, in place. Raises ModelError.
+        """Puts back the weights that a ``snapshot`` left in ``directory``, in place. Raises ModelError.
 
         An optimizer goes on with the same parameters: with ``load_optimizer`` this is the way back to a checkpoint.
         """
@@ -88,10 +95,10 @@ class Adapter:
         peft.set_peft_model_state_dict(self._peft, tensors, _NAME)
 
     def _merged_state(self) -> dict[str, torch.Tensor]:
-        """The model's state with the adapter in its weights, under the names that it has without one."""
+        """The model's state with the adapter in its weights, in host memory, under the names that it has without one."""
         layers = _layers(self.model)
         state = {}
-        for name, value in self.model.state_dict().items():
+        for name, value in host_state(self.model).items():
             owner, below, leaf = name.rpartition(".base_layer.")
             if below and owner in layers:
                 state[f"{owner}.{leaf}"] = _merged_weight(layers[owner]) if leaf == "weight" else value

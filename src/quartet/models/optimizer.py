@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,13 @@ import torch
 from torch import nn
 
 from quartet.errors import ComputationFailed, ModelError
-from quartet.files import flush
+from quartet.failpoints import failpoint
+from quartet.models.snapshot import Writer, host_copy
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 """Its name in a checkpoint."""
+_STEPPING = {"policy": "actor.stepping", "value": "critic.stepping"}
+_STEPPED = {"policy": "actor.stepped", "value": "critic.stepped"}
 
 
 def create_optimizer(
@@ -67,31 +69,26 @@ def apply_gradients(
             f"{what} update: loss {sum(loss_values)}, gradient norm {norm_value}: expected finite numbers; the weights are those "
             "before this mini-batch. Lower the learning rate, or look for outliers in rewards and advantages"
         )
+    failpoint(_STEPPING[what])
     optimizer.step()
+    failpoint(_STEPPED[what])
     optimizer.zero_grad(set_to_none=True)
     return float(norm_value)
 
 
-def save_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:
-    """Writes moments, step counts and hyperparameters to one safetensors file, whole or not at all."""
-    path = Path(path)
+def snapshot_optimizer(optimizer: torch.optim.Optimizer) -> Writer:
+    """Copies moments, step counts and hyperparameters; what it gives writes them to one safetensors file."""
     state = optimizer.state_dict()
     tensors = {
-        f"{index}.{name}": value.detach().cpu().contiguous()
-        for index, entry in state["state"].items()
-        for name, value in entry.items()
+        f"{index}.{name}": host_copy(value) for index, entry in state["state"].items() for name, value in entry.items()
     }
     # One metadata entry: safetensors writes several in no fixed order.
     metadata = {"param_groups": json.dumps(state["param_groups"], sort_keys=True)}
-    fresh = path.with_name(f".{path.name}.writing")
-    safetensors.torch.save_file(tensors, fresh, metadata=metadata)
-    flush(fresh)
-    os.replace(fresh, path)
-    flush(path.parent)
+    return lambda directory: safetensors.torch.save_file(tensors, directory / OPTIMIZER_FILE, metadata=metadata)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:
-    """Puts back exactly what ``save_optimizer`` wrote. Raises ModelError when the file is broken or of another model."""
+    """Puts back exactly what ``snapshot_optimizer`` copied. Raises ModelError when the file is broken or of another model."""
     path = Path(path)
     try:
         with safetensors.safe_open(path, framework="pt") as file:

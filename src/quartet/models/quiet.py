@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import transformers
 
+_lock = threading.Lock()
+_inside = 0
+_restore: list[Callable[[], None]] = []
+
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and load reports: what matters of them is raised."""
-    logging: Any = transformers.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    """No progress bars and load reports: what matters of them is raised. May be entered by several threads at once."""
+    _enter()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+        _leave()
+
+
+def _enter() -> None:
+    global _inside
+    logging: Any = transformers.utils.logging
+    with _lock:
+        _inside += 1
+        # The settings are the process's: the last one out puts back what the first one in has found.
+        if _inside == 1:
+            level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+            _restore.append(lambda: logging.set_verbosity(level))
+            if bars:
+                _restore.append(logging.enable_progress_bar)
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()
+
+
+def _leave() -> None:
+    global _inside
+    with _lock:
+        _inside -= 1
+        while not _inside and _restore:
+            _restore.pop()()

@@ -26,6 +26,11 @@ class UpdateLog:
         """Updates taken."""
         return self.step
 
+    @property
+    def broken(self) -> bool:
+        """Whether an update or a restore broke off."""
+        return self._broken_at is not None
+
     def fence(self, leader_epoch: int) -> None:
         """Remembers the highest leader epoch. Raises FailedPrecondition for a lower one: another orchestrator leads."""
         if leader_epoch < self.leader_epoch:
@@ -48,11 +53,15 @@ class UpdateLog:
                 f"the update of step {self._broken_at} broke off and left the weights between two steps; restart the service"
             )
 
-    def check_save(self, run: str, leader_epoch: int) -> None:
-        """Raises FailedPrecondition unless this leader may save the model for this run, and the model is whole."""
+    def check_save(self, run: str, leader_epoch: int, step: int | None = None) -> None:
+        """Raises FailedPrecondition unless this leader may save the model for this run, and it is whole, and at ``step``."""
         self.fence(leader_epoch)
         self.check_run(run)
         self.check_whole()
+        if step is not None and step != self.step:
+            raise FailedPrecondition(
+                f"save of step {step}: this model is at step {self.step}, and would be saved under the name of another"
+            )
 
     def restore(self, run: str, step: int, leader_epoch: int, apply: Callable[[], None]) -> None:
         """Goes back to ``step`` of ``run`` by ``apply``, which puts weights and optimizer there; the next update is ``step`` + 1.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 from torch import nn
 
 from quartet.errors import ModelError
-from quartet.files import replace_directory
 from quartet.models.lora import Adapter
-from quartet.models.quiet import quiet
+from quartet.models.snapshot import Writer, host_copy, host_state
 
 HEAD_FILE = "value_head.safetensors"
 
@@ -46,7 +44,7 @@ class ValueModel(nn.Module):
 
     @classmethod
     def with_saved_head(cls, backbone: Any, directory: Path) -> ValueModel:
-        """``backbone`` with the head that ``save`` left in ``directory``. Raises ModelError."""
+        """``backbone`` with the head that ``snapshot`` left in ``directory``. Raises ModelError."""
         tensors = safetensors.torch.load_file(directory / HEAD_FILE)
         weight, bias = tensors.get("weight"), tensors.get("bias")
         if weight is None or weight.ndim != 2 or weight.shape[0] != 1:
@@ -73,44 +71,47 @@ class ValueModel(nn.Module):
         values: torch.Tensor = self.head(hidden[keep].float()).squeeze(-1)
         return values
 
-    def save(self, directory: str | Path, tokenizer: Any = None, adapter: Adapter | None = None) -> None:
-        """Writes the backbone in Hugging Face format and the head beside it, for ``load_critic``. Raises ModelError.
+    def snapshot(self, adapter: Adapter | None = None) -> Writer:
+        """Copies the weights; what it gives writes the backbone in Hugging Face format, for ``load_critic``, and the head.
 
-        With the backbone's ``adapter`` what is written is the merged backbone; the backbone itself stays as it is. A tokenizer
-        goes beside them.
+        With the backbone's ``adapter`` what is written is the merged backbone; the backbone itself stays as it is.
         """
-        self._replace(Path(directory), tokenizer, lambda target: self._write_backbone(target, adapter))
+        state = None if adapter else host_state(self.backbone)
+        merged = adapter.snapshot_merged() if adapter else None
+        head = self._snapshot_head()
 
-    def save_adapter(self, directory: str | Path, adapter: Adapter, tokenizer: Any = None) -> None:
-        """Writes the backbone's adapter in peft's format and the head beside it, for ``load_critic``. Raises ModelError."""
-        self._replace(Path(directory), tokenizer, adapter.write)
+        def write(directory: Path) -> None:
+            if merged is not None:
+                merged(directory)
+            else:
+                self.backbone.save_pretrained(directory, state_dict=state)
+            self._name_backbone(directory)
+            head(directory)
+
+        return write
+
+    def snapshot_adapter(self, adapter: Adapter) -> Writer:
+        """Copies the backbone's adapter and the head; what it gives writes them, the former in peft's format."""
+        writers = (adapter.snapshot(), self._snapshot_head())
+
+        def write(directory: Path) -> None:
+            for writer in writers:
+                writer(directory)
+
+        return write
 
     def read_head(self, directory: Path) -> None:
-        """Puts back the head that ``save`` or ``save_adapter`` left in ``directory``. Raises ModelError."""
+        """Puts back the head that ``snapshot`` or ``snapshot_adapter`` left in ``directory``. Raises ModelError."""
         saved = ValueModel.with_saved_head(self.backbone, directory).head
         if saved.weight.shape != self.head.weight.shape or (saved.bias is None) != (self.head.bias is None):
             raise ModelError(f"{directory / HEAD_FILE}: is the head of another model")
         self.head.load_state_dict(saved.state_dict())
 
-    def _replace(self, directory: Path, tokenizer: Any, write: Callable[[Path], None]) -> None:
-        def fill(target: Path) -> None:
-            write(target)
-            tensors = {name: value.detach().cpu().contiguous() for name, value in self.head.state_dict().items()}
-            safetensors.torch.save_file(tensors, target / HEAD_FILE)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(target)
+    def _snapshot_head(self) -> Writer:
+        tensors = {name: host_copy(value) for name, value in self.head.state_dict().items()}
+        return lambda directory: safetensors.torch.save_file(tensors, directory / HEAD_FILE)
 
-        try:
-            with quiet():
-                replace_directory(directory, fill)
-        except OSError as error:
-            raise ModelError(f"value model directory {directory}: cannot be written: {error}") from error
-
-    def _write_backbone(self, directory: Path, adapter: Adapter | None) -> None:
-        if adapter is None:
-            self.backbone.save_pretrained(directory)
-        else:
-            adapter.write_merged(directory)
+    def _name_backbone(self, directory: Path) -> None:
         # A base model keeps the name of the class it came from; what is written here is the base model.
         config = directory / "config.json"
         content = {**json.loads(config.read_text()), "architectures": [type(self.backbone).__name__]}

@@ -18,6 +18,7 @@ Response = TypeVar("Response")
 
 FOREIGN_AFTER = 8.0
 """Seconds for which a port may accept connections without speaking Quartet before it counts as something else."""
+_SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 class Peer:
@@ -44,11 +45,12 @@ class Peer:
         return error_of(error.code(), error.details() or "no details", where, timeout)
 
     def wait_until_ready(
-        self, timeout: float, alive: Callable[[], None] = lambda: None
+        self, timeout: float, alive: Callable[[], None] = lambda: None, known: bool = False
     ) -> status_pb2.GetStatusResponse:
         """The status, as soon as the service answers; ``alive`` may raise to end the wait.
 
-        Raises ServiceUnavailable after ``timeout`` seconds, ConfigError when something else than gRPC answers there.
+        Raises ServiceUnavailable after ``timeout`` seconds, ConfigError when something else than gRPC answers there, unless it is
+        ``known`` to be a Quartet service.
         """
         deadline = time.monotonic() + timeout
         silent_since: float | None = None
@@ -66,7 +68,7 @@ class Peer:
                 foreign = isinstance(error, MismatchError) or (
                     silent_since is not None and now - silent_since > FOREIGN_AFTER
                 )
-                if foreign:
+                if foreign and not known:
                     raise ConfigError(
                         f"{self.name} at {self.address}: what answers there is not a Quartet service; "
                         f"check services.{self.name}.address"
@@ -77,6 +79,18 @@ class Peer:
                         f"start it, or correct services.{self.name}.address"
                     ) from None
             time.sleep(0.1)
+
+    def answers(self, timeout: float) -> bool:
+        """Whether the service answers within ``timeout`` seconds, with whatever."""
+        stub = status_pb2_grpc.StatusServiceStub(self.channel)
+        try:
+            # Waits for the connection: one that was lost comes back only after a while.
+            stub.GetStatus(status_pb2.GetStatusRequest(), timeout=timeout, wait_for_ready=True)
+        except grpc.RpcError as error:
+            return error.code() not in _SILENT
+        except ValueError:  # The channel has been closed meanwhile.
+            return False
+        return True
 
     def close(self) -> None:
         """Closes the channel."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from quartet import codec
 from quartet.config import TimeoutsConfig
-from quartet.errors import MismatchError, ServiceFailed
+from quartet.errors import FailedPrecondition, MismatchError, ServiceFailed
 from quartet.rpc.channels import Peer, PendingCall
 from quartet.types import (
     FloatArray,
@@ -72,9 +72,12 @@ class ServiceClient:
         self.peer = Peer(self.role, address)
         self.timeouts = timeouts
 
-    def wait_until_ready(self, alive: Callable[[], None] = lambda: None) -> ServiceStatus:
-        """The status of this client's role at its address. Raises MismatchError when another role answers there."""
-        answer = self.peer.wait_until_ready(self.timeouts.load, alive)
+    def wait_until_ready(self, alive: Callable[[], None] = lambda: None, known: bool = False) -> ServiceStatus:
+        """The status of this client's role at its address. Raises MismatchError when another role answers there.
+
+        ``known``: it has answered before, so whatever accepts connections there without an answer is waited for.
+        """
+        answer = self.peer.wait_until_ready(self.timeouts.load, alive, known)
         statuses = [codec.status_from_proto(message) for message in answer.roles]
         for status in statuses:
             if status.role == self.role:
@@ -109,8 +112,12 @@ class ActorClient(ServiceClient):
         sampling: SamplingParameters,
         seed: int,
         policy_version: int,
+        first_sample: int = 0,
     ) -> PendingResult[int]:
-        """Begins a step's generation; the result is the number of trajectories in the rollout stream."""
+        """Begins a step's generation; the result is the number of trajectories in the rollout stream.
+
+        Of each prompt the samples ``first_sample`` to ``first_sample + samples_per_prompt - 1`` are drawn.
+        """
         request = actor_pb2.GenerateRequest(
             run=run,
             step=step,
@@ -122,6 +129,7 @@ class ActorClient(ServiceClient):
             sampling=codec.sampling_to_proto(sampling),
             seed=seed,
             policy_version=policy_version,
+            first_sample=first_sample,
         )
         pending = self.peer.start(self._stub.Generate, request, self.timeouts.generate, "Generate")
         return PendingResult(pending, lambda answer: int(answer.trajectories))
@@ -158,12 +166,18 @@ class ActorClient(ServiceClient):
         pending = self.peer.start(self._stub.Update, request, self.timeouts.update, "Update")
         return PendingResult(pending, lambda answer: _update_result(answer, step))
 
-    def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind) -> PendingResult[list[SavedFile]]:
-        """Begins a save below the run's directory."""
+    def save(
+        self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
+    ) -> PendingResult[list[SavedFile]]:
+        """Begins a save below the run's directory, of the model as it is after ``step`` (None: as it is).
+
+        It may have to wait for the generation in hand.
+        """
         request = actor_pb2.ActorServiceSaveRequest(
-            run=run, directory=directory, kind=codec.save_kind_to_proto(kind), leader_epoch=leader_epoch
+            run=run, directory=directory, kind=codec.save_kind_to_proto(kind), leader_epoch=leader_epoch, step=step
         )
-        return PendingResult(self.peer.start(self._stub.Save, request, self.timeouts.save, "Save"), _saved_files)
+        timeout = self.timeouts.generate + self.timeouts.save
+        return PendingResult(self.peer.start(self._stub.Save, request, timeout, "Save"), _saved_files)
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> PendingResult[int]:
         """Begins to go back to a checkpoint below the run's directory, or to step 0; the result is the updates taken there."""
@@ -183,12 +197,25 @@ class CriticClient(ServiceClient):
         super().__init__(address, timeouts)
         self._stub = critic_pb2_grpc.CriticServiceStub(self.peer.channel)
 
-    def values(self, batch: TokenBatch) -> PendingResult[FloatArray]:
-        """Begins to compute values, float32 [response tokens]."""
+    def values(self, batch: TokenBatch, policy_version: int | None = None) -> PendingResult[FloatArray]:
+        """Begins to compute values, float32 [response tokens].
+
+        The result raises FailedPrecondition unless the value model has taken ``policy_version`` updates: a critic that was
+        restarted in the middle of a step would answer as it was at its start.
+        """
         request = critic_pb2.ValuesRequest(batch=codec.batch_to_proto(batch))
         tokens = int(batch.response_lengths.sum())
         pending = self.peer.start(self._stub.Values, request, self.timeouts.score, "Values")
-        return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.values, "values", tokens))
+
+        def read(answer: critic_pb2.ValuesResponse) -> FloatArray:
+            if policy_version not in (None, answer.policy_version):
+                raise FailedPrecondition(
+                    f"critic at {self.peer.address}: Values: the value model is version {answer.policy_version}, "
+                    f"expected {policy_version}"
+                )
+            return codec.floats_from_proto(answer.values, "values", tokens)
+
+        return PendingResult(pending, read)
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: ValueLossSettings
@@ -204,10 +231,12 @@ class CriticClient(ServiceClient):
         pending = self.peer.start(self._stub.Update, request, self.timeouts.update, "Update")
         return PendingResult(pending, lambda answer: _update_result(answer, step))
 
-    def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind) -> PendingResult[list[SavedFile]]:
-        """Begins a save below the run's directory."""
+    def save(
+        self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
+    ) -> PendingResult[list[SavedFile]]:
+        """Begins a save below the run's directory, of the model as it is after ``step`` (None: as it is)."""
         request = critic_pb2.CriticServiceSaveRequest(
-            run=run, directory=directory, kind=codec.save_kind_to_proto(kind), leader_epoch=leader_epoch
+            run=run, directory=directory, kind=codec.save_kind_to_proto(kind), leader_epoch=leader_epoch, step=step
         )
         return PendingResult(self.peer.start(self._stub.Save, request, self.timeouts.save, "Save"), _saved_files)
 

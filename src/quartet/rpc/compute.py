@@ -26,6 +26,22 @@ class Caller(Protocol):
         """Calls back when the call ends; False when it already has."""
 
 
+class Gone:
+    """Whether a caller went away, and since when."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+    def set(self) -> None:
+        """Notes that it did."""
+        if self.since is None:
+            self.since = time.monotonic()
+
+    def is_set(self) -> bool:
+        """Whether it did."""
+        return self.since is not None
+
+
 class ComputeThread:
     """Runs work in order on one thread, so that one model never computes two things at once."""
 
@@ -33,6 +49,7 @@ class ComputeThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
+        self._in_hand: tuple[str, Gone] | None = None
         self._places = threading.BoundedSemaphore(MAX_PENDING_WORK)
 
     def run(self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]) -> Result:
@@ -50,7 +67,7 @@ class ComputeThread:
             self._places.release()
 
     def _run(self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]) -> Result:
-        gone = threading.Event()
+        gone = Gone()
         if not caller.add_callback(gone.set):
             raise Cancelled(f"{kind}: the caller went away")
 
@@ -58,9 +75,11 @@ class ComputeThread:
             if gone.is_set():
                 raise Cancelled(f"{kind}: the caller went away before the work began")
             start = time.perf_counter()
+            self._in_hand = (kind, gone)
             try:
                 return work(gone.is_set)
             finally:
+                self._in_hand = None
                 with self._lock:
                     self._busy[kind] += time.perf_counter() - start
 
@@ -75,6 +94,16 @@ class ComputeThread:
         """Seconds spent on finished work, by kind."""
         with self._lock:
             return dict(self._busy)
+
+    def abandoned(self) -> tuple[str, float]:
+        """What is being worked on although its caller went away, and for how many seconds that has gone on; "" and 0 for nothing.
+
+        Work ends soon after that or will, as it seems, never end.
+        """
+        in_hand = self._in_hand
+        if in_hand is None or in_hand[1].since is None:
+            return "", 0.0
+        return in_hand[0], time.monotonic() - in_hand[1].since
 
     def close(self) -> None:
         """Drops what has not begun. What has begun had its time while the server drained, and ends with the process."""

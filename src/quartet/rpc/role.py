@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
+import grpc
+
+from quartet.errors import DeadlinePassed, ServiceBusy
 from quartet.rpc.compute import ComputeThread
-from quartet.types import ServiceStatus
+from quartet.rpc.limits import MAX_PENDING_SAVES
+from quartet.types import SavedFile, ServiceStatus
 
 
 class Core(Protocol):
@@ -31,6 +37,42 @@ class ModelRole(Generic[AnyCore]):
         """The core's status, with what the compute thread measured."""
         return replace(self.core.status(), threads=self._threads, busy_seconds=self.compute.busy_seconds())
 
+    def abandoned(self) -> tuple[str, float]:
+        """As ``ComputeThread.abandoned``."""
+        return self.compute.abandoned()
+
     def close(self) -> None:
         """Waits for the work in hand."""
         self.compute.close()
+
+
+class TrainedRole(ModelRole[AnyCore]):
+    """A role whose model learns. A save stops its model work only while what is to be written is copied."""
+
+    def __init__(self, core: AnyCore, compute: ComputeThread, threads: int) -> None:
+        super().__init__(core, compute, threads)
+        self._places = threading.BoundedSemaphore(MAX_PENDING_SAVES)
+        # There is memory for one copy, and no two saves write at the same place.
+        self._saving = threading.Lock()
+
+    def save(
+        self, context: grpc.ServicerContext, snapshot: Callable[[], tuple[Callable[[], list[SavedFile]], int]]
+    ) -> tuple[list[SavedFile], int]:
+        """Takes a snapshot on the compute thread, and writes it on this thread, while the compute thread goes on.
+
+        ``snapshot`` gives what writes it, and the policy version; so does this, with the files instead. One save at a time.
+        Raises ServiceBusy when too many wait already, otherwise as ComputeThread.run, and what ``snapshot`` and writing raise.
+        """
+        if not self._places.acquire(blocking=False):
+            raise ServiceBusy(f"save: {MAX_PENDING_SAVES} saves wait already; send fewer at once")
+        try:
+            remaining = context.time_remaining()
+            if not self._saving.acquire(timeout=-1 if remaining is None else max(remaining, 0.0)):
+                raise DeadlinePassed("save: the deadline passed while an earlier save was written")
+            try:
+                write, version = self.compute.run("save", context, lambda _: snapshot())
+                return write(), version
+            finally:
+                self._saving.release()
+        finally:
+            self._places.release()

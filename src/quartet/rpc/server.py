@@ -34,6 +34,9 @@ class HostedRole(Protocol):
     def register(self, server: grpc.Server) -> None:
         """Adds the role's servicer."""
 
+    def abandoned(self) -> tuple[str, float]:
+        """Work in hand whose caller went away, and for how many seconds it has gone on since; "" and 0 for nothing."""
+
     def close(self) -> None:
         """Called once, after the last call has ended."""
 

@@ -19,6 +19,8 @@ CODES: tuple[tuple[type[errors.QuartetError], grpc.StatusCode], ...] = (
     (errors.BufferFailed, grpc.StatusCode.ABORTED),
     (errors.ServiceBusy, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.ServiceFailed, grpc.StatusCode.INTERNAL),
+    (errors.StorageFailed, grpc.StatusCode.INTERNAL),
+    (errors.TooManySetAside, grpc.StatusCode.INTERNAL),
     (errors.QuartetError, grpc.StatusCode.INTERNAL),
 )
 
@@ -41,17 +43,20 @@ def error_of(code: grpc.StatusCode, text: str, where: str, timeout: float) -> er
         return errors.FailedPrecondition(f"{where}: {text}")
     if code is grpc.StatusCode.CANCELLED:
         # What the caller itself cancels never gets here: the service gave up, and nobody asked it to.
-        return errors.ServiceFailed(f"{where}: cancelled by the service ({text})")
+        return errors.Unanswered(f"{where}: cancelled by the service ({text})")
     if code is grpc.StatusCode.UNAVAILABLE:
         return errors.ServiceUnavailable(f"{where}: unavailable ({text})")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.MismatchError(f"{where}: the process there does not offer this method; check the address")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return errors.ServiceFailed(
+        return errors.Unanswered(
             f"{where}: no answer within {timeout:g} s; raise its limit in the timeouts section if the work takes longer"
         )
     if code is grpc.StatusCode.DATA_LOSS:
         return errors.ComputationFailed(f"{where}: {text}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in text:
+        # gRPC's own, from either end: it would be as large the next time.
+        return errors.InvalidRequest(f"{where}: {text}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.ServiceBusy(f"{where}: {text}")
     if code is grpc.StatusCode.ABORTED:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -10,18 +12,35 @@ import structlog
 
 def configure_logs(role: str) -> None:
     """Sets structlog up for this process; every line carries the role."""
+    structlog.configure(processors=_processors(role), logger_factory=lambda *_: _Lines(sys.stderr))
 
+
+def file_log(role: str, path: Path) -> Any:
+    """A log of its own, of the same form, that is added to the file at ``path``."""
+    output = path.open("a", encoding="utf-8", buffering=1)
+    return structlog.wrap_logger(_Lines(output), processors=_processors(role))
+
+
+class _Lines(structlog.PrintLogger):
+    """Prints line by line. One that cannot be written, on a full disk, is lost: what it tells of goes on."""
+
+    def msg(self, message: str) -> None:
+        """Prints a line."""
+        with contextlib.suppress(OSError):
+            super().msg(message)
+
+    log = debug = info = warn = warning = failure = fatal = error = err = critical = exception = msg
+
+
+def _processors(role: str) -> list[Any]:
     def with_role(_: Any, __: str, event: Any) -> Any:
         event["role"] = role
         return event
 
-    structlog.configure(
-        processors=[
-            with_role,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "role", "event"]),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    return [
+        with_role,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "role", "event"]),
+    ]

@@ -23,7 +23,7 @@ MARK = "# The config of a run of Quartet, as resolved.\n"
 class RunFiles:
     """``config.yaml``, ``metrics.jsonl``, ``trajectories/``, ``checkpoints/``, ``policy/``, ``logs/`` of one run.
 
-    And of its evaluations ``evaluations.jsonl`` and ``evaluations/``.
+    And of its evaluations ``evaluations.jsonl`` and ``evaluations/``; of trajectories that could not be scored ``poison.jsonl``.
     """
 
     def __init__(self, root: Path) -> None:
@@ -37,7 +37,9 @@ class RunFiles:
         self.policy = root / "policy"
         self.adapter = root / "adapter"
         self.alerts = root / "alerts.jsonl"
+        self.poison = root / "poison.jsonl"
         self.services = root / "services.json"
+        self.paused = root / "paused"
         self.logs = root / "logs"
         self.redis = root / "redis"
         self._aside = root / ".earlier"
@@ -101,9 +103,12 @@ class RunFiles:
             self.policy,
             self.adapter,
             self.alerts,
+            self.poison,
             self.services,
+            self.paused,
             self.logs,
             self.redis,
+            self.redis.with_name(f"{self.redis.name}.damaged"),
         ]
 
     def is_a_run(self) -> bool:
@@ -170,9 +175,9 @@ class RunFiles:
 
     def forget_after(self, step: int) -> None:
         """Drops what came after ``step``: it will come again."""
-        for path, name in ((self.metrics, "step"), (self.evaluation_summaries, "step"), (self.alerts, "step")):
+        for path in (self.metrics, self.evaluation_summaries, self.alerts, self.poison):
             if path.exists():
-                kept = [line for line in read_metrics(path) if line[name] <= step]
+                kept = [line for line in read_metrics(path) if line["step"] <= step]
                 write_durably(path, "".join(json.dumps(line) + "\n" for line in kept))
         for folder in (self.trajectories, self.evaluations):
             for path in folder.glob("step-*.jsonl"):
@@ -188,6 +193,21 @@ class RunFiles:
         """Adds what a guard found to ``alerts.jsonl``."""
         with self.alerts.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(alert)) + "\n")
+
+    def write_poison(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
+        """Adds the trajectories of ``step`` that could not be scored to ``poison.jsonl``, an object with a ``step`` for each.
+
+        Lines of this and later steps, left by an attempt that broke off before its commit, make way.
+        """
+        earlier = read_metrics(self.poison) if self.poison.exists() else []
+        lines = [*(item for item in earlier if item["step"] < step), *rows]
+        if lines != earlier:
+            write_durably(self.poison, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def alerts_of(self, step: int) -> list[dict[str, Any]]:
+        """The lines of ``alerts.jsonl`` of one step. Raises ConfigError when they cannot be read."""
+        lines: list[dict[str, Any]] = read_metrics(self.alerts) if self.alerts.exists() else []
+        return [line for line in lines if line["step"] == step]
 
     def write_services(self, addresses: dict[Role, str]) -> None:
         """Writes ``services.json``: where each service of a run that is going on listens, by role."""

@@ -114,6 +114,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    FIRST_SAMPLE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     step: _builtins.int
@@ -126,6 +127,8 @@ class GenerateRequest(_message.Message):
     """Seed of the run."""
     policy_version: _builtins.int
     """Updates that the policy must have taken; another policy answers FAILED_PRECONDITION."""
+    first_sample: _builtins.int
+    """Index of each prompt's first sample, from 0: samples first_sample to first_sample + samples_per_prompt - 1 are drawn."""
     @_builtins.property
     def prompt_ids(self) -> _tensor_pb2.Tensor:
         """int32 [all prompt tokens]: prompt after prompt."""
@@ -155,10 +158,11 @@ class GenerateRequest(_message.Message):
         sampling: _trajectory_pb2.SamplingParameters | None = ...,
         seed: _builtins.int = ...,
         policy_version: _builtins.int = ...,
+        first_sample: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_ids", b"prompt_ids", "prompt_lengths", b"prompt_lengths", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_epoch", b"leader_epoch", "policy_version", b"policy_version", "prompt_ids", b"prompt_ids", "prompt_lengths", b"prompt_lengths", "prompts", b"prompts", "run", b"run", "samples_per_prompt", b"samples_per_prompt", "sampling", b"sampling", "seed", b"seed", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_sample", b"first_sample", "leader_epoch", b"leader_epoch", "policy_version", b"policy_version", "prompt_ids", b"prompt_ids", "prompt_lengths", b"prompt_lengths", "prompts", b"prompts", "run", b"run", "samples_per_prompt", b"samples_per_prompt", "sampling", b"sampling", "seed", b"seed", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -423,6 +427,7 @@ class ActorServiceSaveRequest(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     directory: _builtins.str
@@ -431,6 +436,8 @@ class ActorServiceSaveRequest(_message.Message):
     """What to write."""
     leader_epoch: _builtins.int
     """Term of the orchestrator's lease. A lower one than seen before is refused."""
+    step: _builtins.int
+    """The step after which the policy is to be saved: the updates that it must have taken. Absent: as it is."""
     def __init__(
         self,
         *,
@@ -438,12 +445,15 @@ class ActorServiceSaveRequest(_message.Message):
         directory: _builtins.str = ...,
         kind: _update_pb2.SaveKind.ValueType = ...,
         leader_epoch: _builtins.int = ...,
+        step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "kind", b"kind", "leader_epoch", b"leader_epoch", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "directory", b"directory", "kind", b"kind", "leader_epoch", b"leader_epoch", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___ActorServiceSaveRequest: _TypeAlias = ActorServiceSaveRequest  # noqa: Y015
 

@@ -201,6 +201,7 @@ class CriticServiceSaveRequest(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     directory: _builtins.str
@@ -209,6 +210,8 @@ class CriticServiceSaveRequest(_message.Message):
     """What to write."""
     leader_epoch: _builtins.int
     """Term of the orchestrator's lease. A lower one than seen before is refused."""
+    step: _builtins.int
+    """The step after which the value model is to be saved: the updates that it must have taken. Absent: as it is."""
     def __init__(
         self,
         *,
@@ -216,12 +219,15 @@ class CriticServiceSaveRequest(_message.Message):
         directory: _builtins.str = ...,
         kind: _update_pb2.SaveKind.ValueType = ...,
         leader_epoch: _builtins.int = ...,
+        step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "kind", b"kind", "leader_epoch", b"leader_epoch", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "directory", b"directory", "kind", b"kind", "leader_epoch", b"leader_epoch", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___CriticServiceSaveRequest: _TypeAlias = CriticServiceSaveRequest  # noqa: Y015
 

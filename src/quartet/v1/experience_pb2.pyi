@@ -22,7 +22,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Experience(_message.Message):
-    """One step's experience, sealed in the buffer by the orchestrator and read by actor and critic.
+    """One step's experience, sealed in the buffer by the orchestrator and read by actor and critic: a Redis hash
+    `quartet:RUN:experience:STEP` with the fields `experience`, this message, and `sha256`, of its bytes, in hexadecimal.
     Tensors per response token are flat, [response tokens], in the order of the batch.
     """
 

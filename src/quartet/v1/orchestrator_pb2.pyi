@@ -39,6 +39,8 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     """Ended by an error."""
     RUN_STATE_PAUSED: _RunState.ValueType  # 6
     """Waiting to be told to go on or to stop."""
+    RUN_STATE_RECOVERING: _RunState.ValueType  # 7
+    """A service or the buffer failed; the run goes back to its last committed step."""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
     """Where a run stands."""
@@ -57,6 +59,8 @@ RUN_STATE_FAILED: RunState.ValueType  # 5
 """Ended by an error."""
 RUN_STATE_PAUSED: RunState.ValueType  # 6
 """Waiting to be told to go on or to stop."""
+RUN_STATE_RECOVERING: RunState.ValueType  # 7
+"""A service or the buffer failed; the run goes back to its last committed step."""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 @_typing.final
@@ -135,6 +139,7 @@ class Progress(_message.Message):
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
     ALERTS_FIELD_NUMBER: _builtins.int
+    RECOVERIES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     state: Global___RunState.ValueType
@@ -153,6 +158,8 @@ class Progress(_message.Message):
     """Why it failed; one line."""
     exit_code: _builtins.int
     """Exit status that the error deserves: 2 where the user can mend the input, else 1."""
+    recoveries: _builtins.int
+    """How often the run has recovered from a failure."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The last committed step's metrics, named as in metrics.jsonl."""
@@ -180,10 +187,11 @@ class Progress(_message.Message):
         exit_code: _builtins.int = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
         alerts: _abc.Iterable[Global___Alert] | None = ...,
+        recoveries: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alerts", b"alerts", "error", b"error", "exit_code", b"exit_code", "metrics", b"metrics", "notes", b"notes", "phase", b"phase", "run", b"run", "scored", b"scored", "state", b"state", "step", b"step", "total_steps", b"total_steps", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alerts", b"alerts", "error", b"error", "exit_code", b"exit_code", "metrics", b"metrics", "notes", b"notes", "phase", b"phase", "recoveries", b"recoveries", "run", b"run", "scored", b"scored", "state", b"state", "step", b"step", "total_steps", b"total_steps", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -152,7 +152,9 @@ Global___TokenBatch: _TypeAlias = TokenBatch  # noqa: Y015
 
 @_typing.final
 class Trajectory(_message.Message):
-    """A finished response; the entry of the rollout stream."""
+    """A finished response. An entry of the rollout stream `quartet:RUN:rollouts` holds three fields: `trajectory`, this message;
+    `id`, as RUN/STEP/PROMPT/SAMPLE; and `leader_epoch`, the request's, in decimal: what an earlier leader asked for is dropped.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -18,11 +18,11 @@ from quartet.models.loading import (
     load_critic,
     load_reward_model,
     load_tokenizer,
-    save_policy,
     stop_token_ids,
     tokenizer_fingerprint,
 )
 from tests.unit.models import tiny
+from tests.unit.models.saving import save_policy
 
 IDS = torch.tensor([[3, 4, 5, 6]])
 
@@ -248,16 +248,3 @@ def test_saving_again_replaces_the_whole_directory(tmp_path: Path) -> None:
     assert not (tmp_path / "p" / "leftover").exists()
     assert torch.equal(load_causal_lm(tmp_path / "p")(IDS).logits, tiny.causal("llama", seed=1)(IDS).logits)
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
-
-
-def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(tmp_path: Path) -> None:
-    class Broken:
-        def save_pretrained(self, directory: Path) -> None:
-            (directory / "half").touch()
-            raise OSError("disk full")
-
-    save_policy(tiny.causal("llama"), None, tmp_path / "p")
-    with pytest.raises(ModelError, match="disk full"):
-        save_policy(Broken(), None, tmp_path / "p")
-    assert [path.name for path in tmp_path.iterdir()] == ["p"]
-    load_causal_lm(tmp_path / "p")

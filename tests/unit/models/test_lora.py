@@ -24,17 +24,16 @@ from quartet.models.loading import (
     load_causal_lm,
     load_critic,
     load_tokenizer,
-    save_adapter,
-    save_policy,
     tokenizer_fingerprint,
 )
 from quartet.models.lora import Adapter, add_adapter
-from quartet.models.optimizer import create_optimizer, load_optimizer, save_optimizer
+from quartet.models.optimizer import create_optimizer, load_optimizer
 from quartet.models.scoring import response_log_probs, response_values
 from quartet.models.training import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.types import Experience, OptimizationSettings, PolicyLossSettings, ValueLossSettings
 from tests.unit.models import tiny
+from tests.unit.models.saving import save_adapter, save_critic, save_critic_adapter, save_optimizer, save_policy
 
 ROOT = Path(__file__).parents[3]
 IDS = torch.tensor([[3, 4, 5, 6], [9, 8, 2, 7]])
@@ -467,7 +466,7 @@ def test_reading_an_adapter_that_does_not_fit_changes_nothing(tmp_path: Path) ->
 def critic_base(kind: str, source: str, directory: Path) -> str:
     """A checkpoint that a critic can start from, of a causal LM, a classifier or a critic."""
     if source == "critic":
-        ValueModel.of_classifier(tiny.classifier(kind)).save(directory)
+        save_critic(ValueModel.of_classifier(tiny.classifier(kind)), directory)
     else:
         tiny.saved(tiny.causal(kind) if source == "causal" else tiny.classifier(kind), directory)
     return str(directory)
@@ -491,8 +490,8 @@ def test_a_critic_learns_in_adapter_and_head_and_survives_both_saves(kind: str, 
     assert any(value.any() for name, value in critic.backbone.state_dict().items() if ".lora_B." in name)
     values = response_values(critic, BATCH, 64)
 
-    critic.save_adapter(tmp_path / "adapter", adapter, tiny.tokenizer())
-    critic.save(tmp_path / "merged", tiny.tokenizer(), adapter)
+    save_critic_adapter(critic, tmp_path / "adapter", adapter, tiny.tokenizer())
+    save_critic(critic, tmp_path / "merged", tiny.tokenizer(), adapter)
     assert response_values(critic, BATCH, 64).tobytes() == values.tobytes()
     assert {"adapter_config.json", "adapter_model.safetensors", "value_head.safetensors", "tokenizer.json"} <= files(
         tmp_path / "adapter"
@@ -520,7 +519,7 @@ def test_a_critic_starts_from_a_policys_adapter_at_zero(tmp_path: Path) -> None:
 def test_a_critics_adapter_with_a_broken_base_or_head_is_one_line(tmp_path: Path) -> None:
     base = critic_base("llama", "classifier", tmp_path / "base")
     critic = load_critic(base)
-    critic.save_adapter(tmp_path / "a", add_adapter(critic.backbone, base, RANK, ALPHA))
+    save_critic_adapter(critic, tmp_path / "a", add_adapter(critic.backbone, base, RANK, ALPHA))
     (tmp_path / "a" / "value_head.safetensors").write_bytes(b"\0" * 20)
     with pytest.raises(ModelError, match="value head"):
         load_critic(tmp_path / "a")

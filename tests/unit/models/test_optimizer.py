@@ -9,11 +9,12 @@ import torch
 
 from quartet.errors import ModelError
 from quartet.models.loading import load_critic
-from quartet.models.optimizer import create_optimizer, load_optimizer, save_optimizer
+from quartet.models.optimizer import create_optimizer, load_optimizer
 from quartet.models.training import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.types import ValueLossSettings
 from tests.unit.models import tiny
+from tests.unit.models.saving import save_critic, save_optimizer
 from tests.unit.models.updates import (
     LOSS,
     experience,
@@ -43,7 +44,7 @@ def test_training_goes_on_from_a_saved_optimizer_bit_for_bit(tmp_path: Path) -> 
     critic = load_critic(tmp_path / "m")
     optimizer = create_optimizer(critic, 0.0, weight_decay=0.1)
     step(critic, optimizer)
-    critic.save(tmp_path / "critic")
+    save_critic(critic, tmp_path / "critic")
     for name in ("optimizer.safetensors", "again.safetensors"):
         save_optimizer(optimizer, tmp_path / name)
     assert (tmp_path / "optimizer.safetensors").read_bytes() == (tmp_path / "again.safetensors").read_bytes()

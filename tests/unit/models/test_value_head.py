@@ -13,6 +13,7 @@ from quartet.models.loading import load_critic
 from quartet.models.scoring import response_values
 from quartet.models.value_head import HEAD_FILE
 from tests.unit.models import tiny
+from tests.unit.models.saving import save_critic
 
 BATCH = tiny.batch([3, 2], [4, 6])
 
@@ -40,8 +41,8 @@ def test_a_trained_critic_survives_a_save_bit_for_bit(source: object, kind: str,
     with torch.no_grad():
         for parameter in critic.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    critic.save(tmp_path / "saved")
-    critic.save(tmp_path / "again")
+    save_critic(critic, tmp_path / "saved")
+    save_critic(critic, tmp_path / "again")
     again = load_critic(tmp_path / "saved")
     assert again.state_dict().keys() == critic.state_dict().keys()
     assert all(torch.equal(again.state_dict()[name], value) for name, value in critic.state_dict().items())
@@ -67,7 +68,7 @@ def test_an_encoder_classifier_is_no_critic(tmp_path: Path) -> None:
 
 
 def test_a_broken_head_is_an_error(tmp_path: Path) -> None:
-    load_critic(tiny.saved(tiny.causal("llama"), tmp_path / "m")).save(tmp_path / "saved")
+    save_critic(load_critic(tiny.saved(tiny.causal("llama"), tmp_path / "m")), tmp_path / "saved")
     (tmp_path / "saved" / HEAD_FILE).write_bytes(b"\0" * 20)
     with pytest.raises(ModelError, match="value head"):
         load_critic(tmp_path / "saved")

@@ -15,6 +15,7 @@ def leave_a_run(files: RunFiles) -> None:
     files.append_metrics({"step": 1})
     files.write_trajectories(1, [{"id": "a"}])
     files.write_evaluation(0, {"eval_kl": 0.0}, [{"index": 0}])
+    files.write_poison(1, [{"step": 1}])
     (files.root / "thesis.tex").write_text("mine")
 
 
@@ -22,7 +23,16 @@ def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
-RUN = ["config.yaml", "evaluations", "evaluations.jsonl", "logs", "metrics.jsonl", "thesis.tex", "trajectories"]
+RUN = [
+    "config.yaml",
+    "evaluations",
+    "evaluations.jsonl",
+    "logs",
+    "metrics.jsonl",
+    "poison.jsonl",
+    "thesis.tex",
+    "trajectories",
+]
 
 
 def test_a_directory_has_one_run_at_a_time(tmp_path: Path) -> None:
@@ -102,6 +112,29 @@ def test_an_evaluation_that_is_repeated_replaces_what_an_earlier_attempt_left(tm
         files.write_evaluation(step, {"eval_kl": step / 10}, [])
     files.write_evaluation(5, {"eval_kl": 9.0}, [])
     assert read_metrics(tmp_path / "evaluations.jsonl") == [{"step": 0, "eval_kl": 0.0}, {"step": 5, "eval_kl": 9.0}]
+
+
+def test_poison_of_a_step_that_is_taken_again_is_written_once(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    files.write_poison(1, [])
+    assert not files.poison.exists(), "a run without any has no such file"
+    files.write_poison(1, [{"step": 1, "id": "a", "response": "x\u2028y\n"}])
+    files.write_poison(3, [{"step": 3, "id": "b"}, {"step": 3, "id": "c"}])
+    files.write_poison(3, [{"step": 3, "id": "c"}])
+    assert read_metrics(files.poison) == [
+        {"step": 1, "id": "a", "response": "x\u2028y\n"},
+        {"step": 3, "id": "c"},
+    ]
+    files.write_poison(3, [])
+    assert [line["step"] for line in read_metrics(files.poison)] == [1]
+
+
+def test_poison_of_forgotten_steps_is_forgotten(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    for step in (1, 2, 4):
+        files.write_poison(step, [{"step": step, "id": str(step)}])
+    files.forget_after(2)
+    assert [line["step"] for line in read_metrics(files.poison)] == [1, 2]
 
 
 @pytest.mark.parametrize(("contents", "reason"), [(None, "No such file or directory"), ("{\n", "not JSON Lines")])

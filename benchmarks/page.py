@@ -1,0 +1,24 @@
+"""The part of a page that a benchmark writes: between two marks; the rest is written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def begin(name: str) -> str:
+    """The mark before what a benchmark writes."""
+    return f"<!-- {name}: what follows is written by make {name} -->"
+
+
+def end(name: str) -> str:
+    """The mark after it."""
+    return f"<!-- {name}: end -->"
+
+
+def write(page: Path, name: str, text: str) -> None:
+    """Puts ``text`` between the marks of ``name``. Raises ValueError when the page has lost one."""
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin(name))
+    _, closed, after = rest.partition(end(name))
+    if not found or not closed:
+        raise ValueError(f"{page} has lost a mark: expected {begin(name)} and then {end(name)}")
+    page.write_text(f"{before}{begin(name)}\n\n{text.strip()}\n\n{end(name)}{after}", encoding="utf-8")

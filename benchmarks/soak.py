@@ -1,0 +1,298 @@
+"""A thousand steps on a tiny model, watched from outside: memory and open files of every process, and the memory of Redis.
+
+`make soak`, or python -m benchmarks.soak. Writes its samples and its verdict below build/, and its table into docs/durability.md.
+Exits 1 unless everything stays flat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from benchmarks import page
+from quartet.buffer.connection import Redis, connect
+from quartet.buffer.embedded import EmbeddedRedis
+from quartet.demo.world import Recipe, make_world
+from quartet.models.pretraining import Schedule, Shape
+from quartet.processes import with_parent
+from quartet.types import MODEL_ROLES
+
+RUN = "soak"
+RECIPE = Recipe(
+    vocabulary=300,
+    shape=Shape(hidden=16, layers=1, heads=2, positions=128),
+    reviews=64,
+    preferences=32,
+    policy=Schedule(steps=4, batch_sequences=8),
+    reward=Schedule(steps=3, batch_sequences=8),
+)
+CHECKPOINT_EVERY = 50
+INTERVAL = 1.0
+"""Seconds between samples."""
+WARM_UP = 0.2
+"""Part of the steps after which memory has to be flat."""
+ALLOWED = 0.1
+"""Of one step's sealed experience, the smallest form in which trajectories are kept: a process that let go of all but one in ten
+would leak so much with every step. What an allocator does by itself is far below that in a run of this length."""
+SILENCE = 120.0
+"""Seconds without a further step after which the run counts as stalled."""
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look: bytes of resident memory and open files of each process, bytes that Redis uses."""
+
+    step: int
+    seconds: float
+    resident: dict[str, int]
+    files: dict[str, int]
+    redis_used: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One process: MiB at the end of the warm-up and of the run, KiB per 100 steps, open files at both ends where it has any."""
+
+    name: str
+    mebibytes_first: float
+    mebibytes_last: float
+    slope: float
+    files_first: int | None
+    files_last: int | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/soak"), help="where the run and the figures are kept"
+    )
+    parser.add_argument("--page", type=Path, default=Path("docs/durability.md"), help="where the table goes")
+    options = parser.parse_args(arguments)
+    shutil.rmtree(options.folder, ignore_errors=True)
+    options.folder.mkdir(parents=True)
+    with EmbeddedRedis(options.folder / "redis", options.folder / "redis.log") as server:
+        samples, experience = _run(options.folder, options.steps, server)
+    bound = ALLOWED * experience * 100 / KIB
+    rows = rows_of(samples, options.steps)
+    faults = faults_of(rows, bound)
+    seconds = samples[-1].seconds
+    report = {
+        "steps": options.steps,
+        "seconds": seconds,
+        "experience_bytes": experience,
+        "bound_kib_per_100_steps": bound,
+        "rows": [asdict(row) for row in rows],
+        "faults": faults,
+        "samples": [asdict(sample) for sample in samples],
+    }
+    (options.folder / "soak.json").write_text(json.dumps(report, indent=1) + "\n")
+    text = table(rows, options.steps, seconds, experience, bound, faults)
+    print(text)
+    page.write(options.page, "soak", text)
+    for fault in faults:
+        print(f"error: {fault}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+def _config(folder: Path, steps: int, url: str) -> Path:
+    world = make_world(folder / "world", recipe=RECIPE)
+    tree = {
+        "run": {"name": RUN, "steps": steps, "directory": str(folder / "runs")},
+        "data": {"prompts": str(world.prompts), "validation": str(world.prompts), "max_prompt_tokens": 24},
+        "algorithm": {"score": {"normalize": "running"}, "kl_controller": {"kind": "adaptive"}},
+        "rollout": {"prompts_per_step": 32, "max_response_tokens": 24, "score_batch": 8},
+        "actor": {"model": str(world.policy), "learning_rate": 1e-5},
+        "critic": {"learning_rate": 1e-5},
+        "reward": {"model": str(world.reward)},
+        "evaluation": {"every": CHECKPOINT_EVERY, "prompts": 8},
+        "checkpoint": {"every": CHECKPOINT_EVERY, "keep": 2},
+        "buffer": {"url": url},
+        "services": {role.value: {"threads": 1} for role in MODEL_ROLES},
+    }
+    path = folder / "soak.yaml"
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return path
+
+
+def _run(folder: Path, steps: int, server: EmbeddedRedis) -> tuple[list[Sample], int]:
+    """The samples of a whole run, and the bytes of one step's sealed experience. Raises RuntimeError when the run fails."""
+    config = _config(folder.absolute(), steps, server.url)
+    command = [str(Path(sys.executable).with_name("quartet")), "train", str(config)]
+    redis = connect(server.url)
+    metrics = folder / "runs" / RUN / "metrics.jsonl"
+    step_of, watch = _counter(metrics), _Stall()
+    samples: list[Sample] = []
+    experience: list[int] = []
+    with (folder / "train.log").open("wb") as log:
+        run = subprocess.Popen(with_parent(command), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while run.poll() is None:
+                time.sleep(INTERVAL)
+                step = step_of()
+                watch.look(step)
+                if step:
+                    samples.append(
+                        _sample(step, watch.seconds, {**_processes(run.pid), "redis": server.process.pid}, redis)
+                    )
+                    experience += _experience_bytes(redis)
+                if sys.stdout.isatty():
+                    print(f"\rstep {step} of {steps}", end="", flush=True)
+        finally:
+            if run.poll() is None:
+                run.terminate()
+            run.wait(60)
+    if run.returncode or step_of() != steps:
+        raise RuntimeError(
+            f"the run ended with status {run.returncode} after step {step_of()}; see {folder / 'train.log'}"
+        )
+    return samples, int(statistics.median(experience))
+
+
+class _Stall:
+    """Raises RuntimeError when the steps come to a halt."""
+
+    def __init__(self) -> None:
+        self._begun = self._since = time.monotonic()
+        self._step = 0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._begun
+
+    def look(self, step: int) -> None:
+        now = time.monotonic()
+        if step != self._step:
+            self._step, self._since = step, now
+        if now - self._since > SILENCE:
+            raise RuntimeError(f"no step after step {step} for {SILENCE:g} s")
+
+
+def _counter(metrics: Path) -> Callable[[], int]:
+    """Counts the lines of a file that grows, without reading any of them twice."""
+    read, lines = 0, 0
+
+    def count() -> int:
+        nonlocal read, lines
+        if metrics.exists():
+            with metrics.open("rb") as file:
+                file.seek(read)
+                news = file.read()
+            read, lines = read + len(news), lines + news.count(b"\n")
+        return lines
+
+    return count
+
+
+def _processes(launcher: int) -> dict[str, int]:
+    """The launcher and its services, by name."""
+    found = {"launcher": launcher}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The command stands in parentheses and may hold anything; the parent is the second field after it.
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            line = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except (OSError, IndexError):
+            continue
+        if parent == launcher and line[1:3] == ["-m", "services"]:
+            found[line[3]] = int(entry.name)
+    return found
+
+
+def _sample(step: int, seconds: float, processes: dict[str, int], redis: Redis) -> Sample:
+    resident, files = {}, {}
+    for name, pid in processes.items():
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+            files[name] = len(os.listdir(f"/proc/{pid}/fd"))
+            resident[name] = KIB * int(status.partition("VmRSS:")[2].split()[0])
+        except (OSError, IndexError):  # It ended just now.
+            continue
+    return Sample(step, seconds, resident, files, int(redis.info("memory")["used_memory"]))
+
+
+def _experience_bytes(redis: Redis) -> list[int]:
+    keys = list(redis.scan_iter(match=f"quartet:{RUN}:experience:*", count=1000))
+    # None where it was freed just now.
+    return [int(redis.memory_usage(keys[0], samples=0) or 0)] if keys else []
+
+
+def rows_of(samples: Sequence[Sample], steps: int) -> list[Row]:
+    """A row for each process, and one for what Redis says that it uses. Samples of the warm-up are left out."""
+    warm = [sample for sample in samples if sample.step >= WARM_UP * steps]
+    names = sorted(set.intersection(*(set(sample.resident) for sample in warm[: len(warm) // 2])))
+    rows = []
+    for name in names:
+        kept = [sample for sample in warm if name in sample.resident and name in sample.files]
+        rows.append(
+            _row(name, kept, [sample.resident[name] for sample in kept], [sample.files[name] for sample in kept])
+        )
+    rows.append(_row("redis, used_memory", warm, [sample.redis_used for sample in warm], None))
+    return rows
+
+
+def _row(name: str, samples: Sequence[Sample], memory: Sequence[int], files: Sequence[int] | None) -> Row:
+    per_step, _ = np.polyfit([sample.step for sample in samples], memory, 1)
+    tenth = max(1, len(samples) // 10)
+    first, last = statistics.median(memory[:tenth]), statistics.median(memory[-tenth:])
+    counts = (
+        (None, None)
+        if files is None
+        else (statistics.median_high(files[:tenth]), statistics.median_low(files[-tenth:]))
+    )
+    return Row(name, first / KIB**2, last / KIB**2, 100 * float(per_step) / KIB, *counts)
+
+
+def faults_of(rows: Sequence[Row], bound: float) -> list[str]:
+    """What is not flat, in words; ``bound`` in KiB per 100 steps."""
+    found = [
+        f"{row.name}: memory rises by {row.slope:.0f} KiB per 100 steps, at most {bound:.0f} are allowed"
+        for row in rows
+        if row.slope > bound
+    ]
+    return found + [
+        f"{row.name}: had {row.files_first} open files, has {row.files_last}"
+        for row in rows
+        if row.files_first is not None and row.files_last is not None and row.files_last > row.files_first
+    ]
+
+
+def table(rows: Sequence[Row], steps: int, seconds: float, experience: int, bound: float, faults: Sequence[str]) -> str:
+    """What the page says."""
+    lines = [
+        f"{steps} steps in {seconds / 60:.0f} minutes on {os.cpu_count()} CPU cores, {seconds / steps:.2f} s each: "
+        + ("memory and open files stay flat." if not faults else f"**not flat**: {'; '.join(faults)}."),
+        "",
+        f"A step's sealed experience has {experience / KIB:.0f} KiB, so a leak of one in ten trajectories would show as "
+        f"{bound:.0f} KiB per 100 steps.",
+        "",
+        "| process | MiB after warm-up | MiB at the end | slope, KiB per 100 steps | open files, after warm-up and at the end |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        files = "" if row.files_first is None else f"{row.files_first}, {row.files_last}"
+        lines.append(
+            f"| {row.name} | {row.mebibytes_first:.1f} | {row.mebibytes_last:.1f} | {row.slope:+.1f} | {files} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

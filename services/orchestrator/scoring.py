@@ -1,0 +1,306 @@
+"""Scoring at several services at once: what fails is tried again, in the end one by one, and set aside where it still fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import structlog
+
+from quartet.config import RecoveryConfig
+from quartet.errors import ComputationFailed, InvalidRequest, QuartetError, ServiceFailed, TooManySetAside, Unanswered
+from quartet.rpc.clients import ActorClient, CriticClient, PendingResult, RewardClient
+from quartet.types import FloatArray, Scores, TokenBatch, Trajectory, TrajectoryId
+
+log = structlog.get_logger()
+
+FAULTS = (ComputationFailed, ServiceFailed, InvalidRequest)
+"""What a trajectory may be to blame for, ``Unanswered`` excepted. A service that is gone, busy or late says nothing of it."""
+AS_A_WHOLE = 2
+"""Attempts for a batch before each of its trajectories is asked for alone: a fault that passes leaves the same bits then."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTrajectory:
+    """A trajectory with what the scoring services say of it.
+
+    ``score`` in units of reward, and ``parts`` by name where it is a weighted sum; ``reference_log_probs`` and ``values``
+    float32 [response tokens], values of 0 without a critic.
+    """
+
+    trajectory: Trajectory
+    score: float
+    reference_log_probs: FloatArray
+    values: FloatArray
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """A trajectory that a service could not score: how often it was asked, and what it failed with at last."""
+
+    trajectory: Trajectory
+    attempts: int
+    error: str
+
+
+class ReferencePolicy(Protocol):
+    """Who knows the initial policy's log-probs: a reference service, or an actor with its adapter off."""
+
+    def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
+        """Begins to compute log-probs, float32 [response tokens]."""
+
+
+class AdapterOff:
+    """An actor with a LoRA adapter, as the reference that it is with the adapter off."""
+
+    def __init__(self, actor: ActorClient) -> None:
+        self._actor = actor
+
+    def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
+        """Begins to compute log-probs, after the generation in hand."""
+        return self._actor.reference_log_probs(batch, temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringServices:
+    """Reward, reference and, where there is one, the critic: asked together. ``temperature`` is that of the rollouts."""
+
+    reward: RewardClient
+    reference: ReferencePolicy
+    critic: CriticClient | None
+    temperature: float
+
+
+Ask = Callable[[Sequence[Trajectory], TokenBatch], PendingResult[Any]]
+"""Sends trajectories to one service; the batch holds their tokens."""
+Rows = Callable[[Any, Sequence[Trajectory]], list[Any]]
+"""Cuts a service's answer into what it says of each trajectory."""
+
+
+class _Answers:
+    """What one service says of the trajectories of a batch: ``rows``, with SetAside where it could not say anything."""
+
+    def __init__(self, lane: _Lane, trajectories: Sequence[Trajectory], batch: TokenBatch) -> None:
+        self.rows: list[Any] = [None] * len(trajectories)
+        self._lane, self._trajectories = lane, trajectories
+        self._places = range(len(trajectories))
+        """Of the trajectories that the call under way is about: all, or one."""
+        self._failures = self._failures_together = 0
+        self._call: PendingResult[Any] | None = lane.ask(trajectories, batch)
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is a row for every trajectory."""
+        return self._call is None
+
+    def advance(self, in_turn: bool) -> None:
+        """Takes in what has been answered, and asks again for what has failed, where this batch is ``in_turn`` for that."""
+        while self._call is not None and self._call.done():
+            asked = self._asked()
+            try:
+                rows = self._lane.rows(self._call.result(), asked)
+            except FAULTS as error:
+                if self._lane.attempts is None or isinstance(error, Unanswered):
+                    raise _naming(error, asked) from None
+                if not in_turn:
+                    return
+                self._try_again(error, self._lane.attempts)
+            else:
+                self._take(rows)
+
+    def cancel(self) -> None:
+        """Tells the service that nobody waits any more."""
+        if self._call is not None:
+            self._call.cancel()
+
+    def _asked(self) -> Sequence[Trajectory]:
+        return self._trajectories[self._places.start : self._places.stop]
+
+    def _ask(self, places: range) -> None:
+        self._places = places
+        self._call = self._lane.ask(self._asked(), TokenBatch.of(self._asked()))
+
+    def _take(self, rows: list[Any]) -> None:
+        end = self._places.stop
+        self.rows[self._places.start : end] = rows
+        if end == len(self._trajectories):
+            self._call = None
+        else:
+            self._failures = self._failures_together
+            self._ask(range(end, end + 1))
+
+    def _try_again(self, error: Exception, attempts: int) -> None:
+        self._failures += 1
+        if len(self._places) > 1:
+            alone = self._failures >= min(AS_A_WHOLE, attempts - 1)
+            self._failures_together = self._failures
+            self._ask(range(1) if alone else self._places)
+        elif self._failures < attempts:
+            self._ask(self._places)
+        else:
+            set_aside = SetAside(self._asked()[0], self._failures, str(error))
+            self._lane.heed(set_aside)
+            self._take([set_aside])
+
+
+class _Lane:
+    """One service in one step. Batches are asked again in their order, one call at a time, so that nothing depends on timing."""
+
+    def __init__(self, ask: Ask, rows: Rows, attempts: int | None, heed: Callable[[SetAside], None]) -> None:
+        """``attempts`` for each trajectory; None: the first failure is raised. ``heed`` hears of each that is set aside."""
+        self.ask, self.rows, self.attempts, self.heed = ask, rows, attempts, heed
+        self._under_way: list[_Answers] = []
+
+    def begin(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> _Answers:
+        """Sends a batch."""
+        answers = _Answers(self, trajectories, batch)
+        self._under_way.append(answers)
+        return answers
+
+    def advance(self) -> None:
+        """Takes in what has been answered. Raises what is no trajectory's fault, whichever batch it happened to."""
+        in_turn = True
+        for answers in self._under_way:
+            answers.advance(in_turn)
+            in_turn = in_turn and answers.ended
+        self._under_way = [answers for answers in self._under_way if not answers.ended]
+
+    def cancel(self) -> None:
+        """Lets go of every call."""
+        for answers in self._under_way:
+            answers.cancel()
+
+
+class Scoring:
+    """The scoring of one step's trajectories, batch by batch.
+
+    ``scored`` and ``set_aside`` are those of the batches that have ended: of several services that failed the first one counts.
+    """
+
+    def __init__(
+        self, services: ScoringServices, fields: Mapping[int, str], recovery: RecoveryConfig | None = None
+    ) -> None:
+        """``fields`` are the prompts' own, by prompt index, where the reward looks at them.
+
+        ``recovery`` says how often a trajectory is tried, and how many may be set aside; without it any failure is raised.
+        """
+        self.scored: list[ScoredTrajectory] = []
+        self.set_aside: list[SetAside] = []
+        self._recovery = recovery
+        self._given_up: dict[TrajectoryId, SetAside] = {}
+        self._under_way: list[_Batch] = []
+
+        def ask_reward(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[Scores]:
+            return services.reward.score(batch, [fields[item.id.prompt] for item in trajectories] if fields else [])
+
+        def ask_reference(_: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[FloatArray]:
+            return services.reference.log_probs(batch, services.temperature)
+
+        def ask_critic(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[FloatArray]:
+            assert services.critic is not None
+            return services.critic.values(batch, trajectories[0].policy_version)
+
+        def lane(ask: Ask, rows: Rows) -> _Lane:
+            return _Lane(ask, rows, recovery.scoring_attempts if recovery else None, self._heed)
+
+        self._reward, self._reference = lane(ask_reward, _score_rows), lane(ask_reference, _token_rows)
+        self._critic = lane(ask_critic, _token_rows) if services.critic else None
+
+    def begin(self, trajectories: Sequence[Trajectory]) -> None:
+        """Sends one ragged batch to all services."""
+        batch = TokenBatch.of(trajectories)
+        scores, log_probs = self._reward.begin(trajectories, batch), self._reference.begin(trajectories, batch)
+        values = self._critic.begin(trajectories, batch) if self._critic else None
+        self._under_way.append(_Batch(trajectories, scores, log_probs, values))
+
+    def advance(self) -> None:
+        """Takes in what has been answered, and asks again for what has failed.
+
+        Raises what is no trajectory's fault, whichever batch it happened to, and TooManySetAside.
+        """
+        for lane in self._lanes():
+            lane.advance()
+        for batch in self._under_way:
+            if batch.ended:
+                scored, set_aside = batch.split()
+                self.scored += scored
+                self.set_aside += set_aside
+        self._under_way = [batch for batch in self._under_way if not batch.ended]
+
+    def cancel(self) -> None:
+        """Lets go of every call."""
+        for lane in self._lanes():
+            lane.cancel()
+
+    @property
+    def under_way(self) -> int:
+        """Batches that have not ended."""
+        return len(self._under_way)
+
+    def _lanes(self) -> list[_Lane]:
+        return [lane for lane in (self._reward, self._reference, self._critic) if lane is not None]
+
+    def _heed(self, set_aside: SetAside) -> None:
+        id = set_aside.trajectory.id
+        log.warning("trajectory set aside", id=str(id), attempts=set_aside.attempts, error=set_aside.error)
+        first = next(iter(self._given_up.values()), set_aside)
+        self._given_up.setdefault(id, set_aside)
+        assert self._recovery is not None
+        if len(self._given_up) > self._recovery.max_set_aside:
+            ids = ", ".join(map(str, self._given_up))
+            raise TooManySetAside(
+                f"step {id.step}: {len(self._given_up)} of its trajectories could not be scored, recovery.max_set_aside is "
+                f"{self._recovery.max_set_aside}; mend what fails, or raise it; the first after {first.attempts} attempts: "
+                f"{first.error}; all of them (run/step/prompt line from 0/sample): {ids}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """One batch at all services."""
+
+    trajectories: Sequence[Trajectory]
+    scores: _Answers
+    log_probs: _Answers
+    values: _Answers | None
+
+    @property
+    def ended(self) -> bool:
+        return self.scores.ended and self.log_probs.ended and (self.values is None or self.values.ended)
+
+    def split(self) -> tuple[list[ScoredTrajectory], list[SetAside]]:
+        """Those that have been scored, and those that could not be."""
+        scored, set_aside = [], []
+        values = (
+            self.values.rows if self.values else [np.zeros(len(t.response_ids), np.float32) for t in self.trajectories]
+        )
+        for trajectory, *rows in zip(self.trajectories, self.scores.rows, self.log_probs.rows, values, strict=True):
+            failed = next((row for row in rows if isinstance(row, SetAside)), None)
+            if failed is not None:
+                set_aside.append(failed)
+                continue
+            (score, parts), log_probs, value = rows
+            scored.append(ScoredTrajectory(trajectory, score, log_probs, value, parts))
+        return scored, set_aside
+
+
+def _score_rows(scores: Scores, _: Sequence[Trajectory]) -> list[Any]:
+    """(score, its parts by name) of each trajectory."""
+    return [
+        (float(score), {name: float(numbers[row]) for name, numbers in scores.parts.items()})
+        for row, score in enumerate(scores.total)
+    ]
+
+
+def _token_rows(numbers: FloatArray, trajectories: Sequence[Trajectory]) -> list[Any]:
+    """Each trajectory's own of ``numbers`` [response tokens]."""
+    return list(np.split(numbers, np.cumsum([len(item.response_ids) for item in trajectories])[:-1]))
+
+
+def _naming(error: QuartetError, trajectories: Sequence[Trajectory]) -> QuartetError:
+    """The failure with the names of what was asked for: the service knows their places in the batch only."""
+    ids = ", ".join(str(trajectory.id) for trajectory in trajectories)
+    return type(error)(f"{error}; the batch, from index 0 (run/step/prompt line from 0/sample): {ids}")

@@ -1,0 +1,53 @@
+"""`quartet checkpoints export`: the policy of a checkpoint as a model that anything can load."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from quartet.checkpoints import Checkpoint
+from quartet.cli.checkpoints import checkpoint_at, console, run_files
+from quartet.config import load_config
+from quartet.errors import ConfigError
+from quartet.models.loading import load_causal_lm, load_tokenizer, snapshot_model
+from quartet.models.lora import add_adapter, is_adapter
+from quartet.models.optimizer import OPTIMIZER_FILE
+from quartet.models.snapshot import Writer, write_model
+from quartet.telemetry.run_files import RunFiles
+from quartet.types import Role
+
+
+def export(run: Path, which: str, directory: Path) -> None:
+    """Writes the policy of a checkpoint in Hugging Face format, as the run itself would at its end.
+
+    Raises ConfigError, also for a directory that holds something; StorageFailed when it cannot be written.
+    """
+    files = run_files(run)
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise ConfigError(f"export to {directory}: there is something already; give a new directory")
+    checkpoint = checkpoint_at(files, which)
+    policy = checkpoint.path / Role.ACTOR
+    writers = _merged(files, checkpoint) if is_adapter(policy) else [_copy_of(policy)]
+    write_model(directory, *writers)
+    console.print(f"{directory}: the policy of {run} after step {checkpoint.step}", highlight=False, soft_wrap=True)
+
+
+def _copy_of(policy: Path) -> Writer:
+    def write(target: Path) -> None:
+        for file in sorted(policy.iterdir()):
+            if file.name != OPTIMIZER_FILE:
+                shutil.copyfile(file, target / file.name)
+
+    return write
+
+
+def _merged(files: RunFiles, checkpoint: Checkpoint) -> list[Writer]:
+    """By the same steps as in the actor, so that the same weights give the same bytes."""
+    config = load_config(files.config, [])
+    actor, lora = config.actor, config.actor.lora
+    if lora is None:
+        raise ConfigError(f"{files.config}: has no actor.lora, checkpoint {checkpoint.path} has an adapter; mend it")
+    model = load_causal_lm(actor.model, actor.dtype)
+    adapter = add_adapter(model, actor.model, lora.rank, lora.alpha, lora.target_modules)
+    adapter.read(checkpoint.path / Role.ACTOR)
+    return [snapshot_model(model, adapter), load_tokenizer(actor.model).save_pretrained]

@@ -1,0 +1,202 @@
+"""The processes of a run on this machine: started in order, supervised, stopped in order."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from pathlib import Path
+from types import TracebackType
+
+from quartet.buffer.connection import connect
+from quartet.buffer.embedded import EmbeddedRedis
+from quartet.config import Config, ServiceConfig
+from quartet.errors import BufferFailed, ConfigError, ServiceUnavailable
+from quartet.launcher.service import Service
+from quartet.launcher.supervision import Part, Supervised, failure_of
+from quartet.telemetry.logs import file_log
+from quartet.telemetry.run_files import RunFiles
+from quartet.topology import roles_of
+from quartet.types import Role
+
+FAILURE_PATIENCE = 1.0
+"""Seconds that the other processes have to end after one has failed, before they are killed."""
+
+
+class Launcher:
+    """The processes of one run: what the config does not point at is started here. A context manager.
+
+    To be used from one thread that lives as long as it: the kernel ties a process to the thread that starts it.
+    """
+
+    def __init__(self, config: Config, config_path: Path) -> None:
+        """``config_path`` is the resolved config that the children read."""
+        self._config, self._config_path = config, config_path
+        self._logs = RunFiles(config.run_directory).logs
+        self._redis: EmbeddedRedis | None = None
+        self._services: list[Service] = []
+        self._supervised: list[Supervised] = []
+        self._untold: list[str] = []
+        self.addresses: dict[Role, str] = {}
+        self.url = ""
+
+    def start(self, orchestrator: bool = True) -> None:
+        """Starts the buffer, the model services, and the orchestrator once they are ready. From then on they are supervised.
+
+        Raises what the first process that fails says: ConfigError where the user can mend it, ServiceFailed otherwise.
+        """
+        self._start_buffer()
+        for role in roles_of(self._config):
+            service: ServiceConfig = getattr(self._config.services, role)
+            if service.address is not None:
+                self.addresses[role] = service.address
+            else:
+                self._start_service(role, [])
+        self._wait_until_ready()
+        if orchestrator:
+            known = [f"services.{role}.address={address}" for role, address in self.addresses.items()]
+            self._start_service(Role.ORCHESTRATOR, [part for item in known for part in ("--set", item)])
+            self._wait_until_ready()
+        log = file_log("launcher", self._logs / "launcher.log")
+        recovery, load = self._config.recovery, self._config.timeouts.load
+        self._supervised = [Supervised(part, recovery, load, log) for part in self._parts()]
+        for line in self._untold:
+            log.warning("mended", what=line)
+        log.info("supervising", processes=[part.name for part in self._parts()])
+
+    def _start_buffer(self) -> None:
+        if self._config.buffer.url is None:
+            self._redis = EmbeddedRedis(RunFiles(self._config.run_directory).redis, self._logs / "redis.log")
+            self.url = self._redis.url
+            self._untold += [self._redis.damage] if self._redis.damage else []
+            return
+        self.url = self._config.buffer.url
+        try:
+            connect(self.url).close()
+        except (ServiceUnavailable, BufferFailed) as error:
+            # Nothing has begun yet, so this is something to mend rather than a failure of the run.
+            raise ConfigError(str(error)) from None
+
+    def _start_service(self, role: Role, arguments: list[str]) -> None:
+        # The url may hold a password: the environment is private to the user, the command line is not.
+        environment = {**os.environ, "QUARTET_BUFFER_URL": self.url, "PYTHONUNBUFFERED": "1"}
+        arguments = ["--config", str(self._config_path), *arguments]
+        self._services.append(Service(role, arguments, environment, self._logs / f"{role}.log"))
+
+    def _parts(self) -> list[Part]:
+        return [*([self._redis] if self._redis is not None else []), *self._services]
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._config.timeouts.load
+        with selectors.DefaultSelector() as selector:
+            waiting = [service for service in self._services if not service.ready]
+            for service in waiting:
+                selector.register(service.pipe, selectors.EVENT_READ, service)
+            while waiting:
+                for key, _ in selector.select(timeout=0.2):
+                    service = key.data
+                    service.listen_to()
+                    if service.ready:
+                        self.addresses[service.role] = service.address
+                        selector.unregister(service.pipe)
+                        waiting.remove(service)
+                self._raise_for_the_dead()
+                if time.monotonic() > deadline:
+                    names = ", ".join(service.name for service in waiting)
+                    raise ConfigError(
+                        f"{names}: not ready within timeouts.load {self._config.timeouts.load:g} s; raise it, or see {self._logs}"
+                    )
+
+    def _raise_for_the_dead(self) -> None:
+        for part in self._parts():
+            if part.process.poll() is not None:
+                if isinstance(part, Service):
+                    part.listen_to()
+                    if part.outcome is not None:
+                        continue
+                raise failure_of(part)
+
+    def check(self, orchestrator: bool = True) -> list[str]:
+        """Restarts what has ended and should run, kills what has stalled. Gives what has happened, a line each; never waits.
+
+        Raises ServiceFailed when a process is given up, and what the orchestrator said where it brought the run to its end.
+        ``orchestrator`` False leaves the orchestrator out, whose news have not all been heard.
+        """
+        for supervised in self._supervised:
+            if supervised.part is self._orchestrator and (not orchestrator or self.run_ended):
+                continue
+            self._untold += supervised.look()
+        told, self._untold = self._untold, []
+        return told
+
+    @property
+    def _orchestrator(self) -> Service | None:
+        found = [service for service in self._services if service.role is Role.ORCHESTRATOR]
+        return found[0] if found else None
+
+    @property
+    def run_ended(self) -> bool:
+        """Whether the orchestrator has ended in order. Raises what it said where the run failed.
+
+        An orchestrator that crashed said nothing: it is restarted, and the run goes on.
+        """
+        service = self._orchestrator
+        if service is None or service.process.poll() is None:
+            return False
+        service.listen_to()
+        # One that did not get ready again has not taken the run up: what it says is no word about the run.
+        if service.ready and service.last_words is not None:
+            raise failure_of(service)
+        return service.outcome is not None or (service.ready and service.process.returncode == 0)
+
+    @property
+    def outcome(self) -> str | None:
+        """How the run ended, by the word of the orchestrator: "finished", "stopped"; None where it said none."""
+        return self._orchestrator.outcome if self._orchestrator is not None else None
+
+    def blame(self) -> None:
+        """Raises ServiceFailed for a process other than the orchestrator that is down: it may be why the run failed."""
+        for supervised in self._supervised:
+            if supervised.part is not self._orchestrator:
+                supervised.blame()
+
+    def stop(self, patience: float) -> None:
+        """Stops what was started: orchestrator, model services, Redis. Each has ``patience`` seconds to drain."""
+        for supervised in self._supervised:
+            supervised.stop()
+        for service in self._services:
+            service.close()
+        for group in (
+            [service for service in self._services if service.role is Role.ORCHESTRATOR],
+            [service for service in self._services if service.role is not Role.ORCHESTRATOR],
+        ):
+            for service in group:
+                service.terminate()
+            deadline = time.monotonic() + patience
+            for service in group:
+                service.reap(deadline)
+        self._services.clear()
+        self._supervised.clear()
+        if self._redis is not None:
+            self._redis.stop()
+            self._redis = None
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a failure there is nothing to finish. After Ctrl-C calls in hand may end; a second Ctrl-C means "now".
+        patience = FAILURE_PATIENCE if isinstance(error, Exception) else self._config.timeouts.drain
+        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self.stop(patience)
+        except KeyboardInterrupt:
+            for number in previous:
+                signal.signal(number, signal.SIG_IGN)
+            self.stop(patience=0.0)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            raise

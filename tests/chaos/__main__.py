@@ -1,0 +1,104 @@
+"""Every process killed, and stopped for a while, at every moment of a step: `make chaos`, or python -m tests.chaos.
+
+Each case is one run of `quartet train` that must come to the bits of the run that nothing happened to. Writes the table in
+docs/durability.md when all cases have been run. Exits 1 when a case fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.chaos import page
+from tests.chaos.cases import CASES, Case
+from tests.chaos.runs import Ground, Result, disturb
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", action="append", metavar="NAME", help="this case alone; may be repeated")
+    parser.add_argument("--list", action="store_true", help="print the names of all cases")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on where the last call stopped; failed cases run again"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/chaos"), help="where results and common runs are kept"
+    )
+    parser.add_argument("--page", type=Path, default=Path("docs/durability.md"), help="where the table goes")
+    options = parser.parse_args(arguments)
+    if options.list:
+        print("\n".join(case.name for case in CASES))
+        return 0
+    chosen = _chosen(options.only) if options.only else CASES
+    if not (options.resume or options.only):
+        shutil.rmtree(options.folder, ignore_errors=True)
+    recorded = options.folder / "results.jsonl"
+    results = _read(recorded) if options.resume else {}
+    ground = Ground(options.folder)
+    for number, case in enumerate(chosen, 1):
+        if case.name in results and not results[case.name].problems:
+            continue
+        result = results[case.name] = disturb(case, ground)
+        with recorded.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**asdict(result), "at": time.time()}) + "\n")
+        _show(f"{number}/{len(chosen)}", result)
+    failed = [case for case in chosen if results[case.name].problems]
+    if results.keys() >= {case.name for case in CASES}:
+        minutes = sum(result.total_seconds for result in results.values()) / 60
+        about = f"{minutes:.0f} minutes on {os.cpu_count()} CPU cores"
+        options.page.write_text(
+            page.rewritten(options.page.read_text(encoding="utf-8"), results, about), encoding="utf-8"
+        )
+        print(f"wrote {options.page}")
+    print(f"{len(chosen) - len(failed)} of {len(chosen)} cases came to the undisturbed run's bits")
+    for case in failed:
+        print(f"failed: python -m tests.chaos --only {case.name}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _chosen(names: Sequence[str]) -> tuple[Case, ...]:
+    known = {case.name: case for case in CASES}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        print(f"error: unknown cases: {', '.join(unknown)}; see --list", file=sys.stderr)
+        sys.exit(2)
+    return tuple(known[name] for name in names)
+
+
+def _read(path: Path) -> dict[str, Result]:
+    """The last result of each case, by name; of cases that there still are."""
+    known = {case.name for case in CASES}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    results = {}
+    for line in lines:
+        found = json.loads(line)
+        if found["case"] in known:
+            results[found["case"]] = Result(
+                found["case"], found["recoveries"], found["seconds"], found["total_seconds"], tuple(found["problems"])
+            )
+    return results
+
+
+def _show(number: str, result: Result) -> None:
+    seconds = "never" if result.seconds is None else f"{result.seconds:.1f} s"
+    verdict = "FAILED" if result.problems else "same bits"
+    print(
+        f"{number} {result.case}: {verdict}, {result.recoveries} recoveries, recovered after {seconds}, "
+        f"{result.total_seconds:.0f} s in all",
+        flush=True,
+    )
+    for problem in result.problems:
+        print(f"  {problem}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

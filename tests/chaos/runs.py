@@ -1,0 +1,272 @@
+"""Running a case: one `quartet train`, disturbed at its moment, and what it left held against the undisturbed run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quartet.demo.world import World, make_world
+from quartet.failpoints import FOLDER_VARIABLE, VARIABLE
+from tests.chaos.cases import (
+    CHECKPOINT_EVERY,
+    EVERYTHING,
+    KEPT,
+    KILL,
+    MINI_BATCHES,
+    PROMPTS_PER_STEP,
+    SCORE_BATCH,
+    STEPS,
+    STOPPED_SECONDS,
+    Case,
+)
+from tests.e2e.commands import QUARTET, Command, Ended, wait_until
+from tests.e2e.conftest import MINIATURE
+
+RUN = "chaos"
+PATIENCE = 120.0
+"""Seconds that a run may take, faults and recovery included; then it hangs."""
+POLL = 0.01
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a case went.
+
+    ``recoveries`` counts processes restarted, and returns of the run to its last commit; ``seconds`` are from the signal to the
+    commit of the second step after it, None when there was none; ``problems`` are empty when every property holds.
+    """
+
+    case: str
+    recoveries: int
+    seconds: float | None
+    total_seconds: float
+    problems: tuple[str, ...]
+
+
+class Ground:
+    """The world, the config, and the undisturbed run of each seed: what all cases have in common, kept in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        world = self._world()
+        tree = {
+            "run": {"name": RUN, "steps": STEPS},
+            "data": {"prompts": str(world.prompts), "max_prompt_tokens": 24},
+            # Of all that can be on, what a resumed run could forget: an adaptive KL coefficient and moments of the scores.
+            "algorithm": {
+                "mini_batches": MINI_BATCHES,
+                "kl_controller": {"kind": "adaptive"},
+                "score": {"normalize": "running"},
+            },
+            "rollout": {
+                "prompts_per_step": PROMPTS_PER_STEP,
+                "max_response_tokens": 12,
+                "score_batch": SCORE_BATCH,
+            },
+            "actor": {"model": str(world.policy), "learning_rate": 1e-3},
+            "critic": {"learning_rate": 1e-3},
+            "reward": {"model": str(world.reward)},
+            "checkpoint": {"every": CHECKPOINT_EVERY, "keep": len(KEPT)},
+            "recovery": {"backoff": 0.05},
+            # The same arithmetic wherever the other services are.
+            "services": {role: {"threads": 1} for role in ("actor", "critic", "reward", "reference")},
+        }
+        self.config = self.folder / "chaos.yaml"
+        self.config.write_text(yaml.safe_dump(tree, sort_keys=False))
+
+    def _world(self) -> World:
+        return make_world(self.folder / "world", recipe=MINIATURE)
+
+    def undisturbed(self, seed: int) -> Path:
+        """The directory of the run that nothing happened to; it is run when it is first asked for."""
+        folder = self.folder / f"undisturbed-{seed}"
+        directory, done = folder / "runs" / RUN, folder / "done"
+        if not done.exists():
+            folder.mkdir(exist_ok=True)
+            command = Command(QUARTET, *train(self.config, seed), "--overwrite", cwd=folder)
+            try:
+                ended = command.ended(PATIENCE)
+            finally:
+                command.clean_up()
+            assert (ended.code, ended.left) == (0, []), ended
+            done.touch()
+        return directory
+
+
+def train(config: Path, seed: int) -> list[str | Path]:
+    """Arguments of the command."""
+    return ["train", config, "--set", f"run.seed={seed}"]
+
+
+def disturb(case: Case, ground: Ground) -> Result:
+    """Runs a case to its end and looks at what it left."""
+    expected = ground.undisturbed(case.seed)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name)
+        disturbed = _Disturbed(case, ground.config, folder)
+        try:
+            disturbed.run()
+            problems = [*disturbed.problems, *differences(disturbed.directory, expected)]
+        except AssertionError as error:
+            problems = [*disturbed.problems, str(error)]
+        finally:
+            disturbed.clean_up()
+        if problems and disturbed.directory.exists():
+            kept = shutil.copytree(disturbed.directory, ground.folder / "failed" / case.name, dirs_exist_ok=True)
+            problems.append(f"what it left, with every process's log: {kept}")
+        lasted = time.monotonic() - started
+        return Result(case.name, disturbed.recoveries, disturbed.seconds, lasted, tuple(problems))
+
+
+class _Disturbed:
+    """One run, its fault, and how it came back."""
+
+    def __init__(self, case: Case, config: Path, folder: Path) -> None:
+        self._case, self._config, self._folder = case, config, folder
+        self._points = folder / "failpoints"
+        self._points.mkdir()
+        self.directory = folder / "runs" / RUN
+        self.problems: list[str] = []
+        self.recoveries = 0
+        self.seconds: float | None = None
+        self._commands: list[Command] = []
+
+    def run(self) -> None:
+        """Starts, holds, disturbs, releases, waits for the end. Raises AssertionError for what keeps it from its end."""
+        command = self._start()
+        failpoint = self._case.moment.failpoint_of(self._case.process)
+        command.wait_for((self._points / f"{failpoint}.reached").exists)
+        command = self._hit(command, self._points / f"{failpoint}.go")
+        ended = command.ended(PATIENCE)
+        self._judge(ended)
+
+    def clean_up(self) -> None:
+        """Ends what is left."""
+        for command in self._commands:
+            command.clean_up()
+
+    def _start(self, *options: str) -> Command:
+        environment = {VARIABLE: self._case.setting, FOLDER_VARIABLE: str(self._points)}
+        arguments = [*train(self._config, self._case.seed), *options]
+        self._commands.append(Command(QUARTET, *arguments, cwd=self._folder, environment=environment))
+        return self._commands[-1]
+
+    def _hit(self, command: Command, release: Path) -> Command:
+        """The fault itself. Gives the command that goes on."""
+        before, at = last_step(self.directory), time.monotonic()
+        if self._case.process == EVERYTHING:
+            command.process.kill()
+            command.process.wait()
+            assert wait_until(lambda: not command.processes(), 10), f"outlived the launcher: {command.processes()}"
+            release.touch()
+            command = self._start("--resume")
+        elif self._case.fault == KILL:
+            os.kill(command.child(self._case.process), signal.SIGKILL)
+            release.touch()
+        else:
+            victim = command.child(self._case.process)
+            os.kill(victim, signal.SIGSTOP)
+            release.touch()
+            time.sleep(STOPPED_SECONDS)
+            os.kill(victim, signal.SIGCONT)
+        # The step in hand may end without the victim. The one after it needs every process from its first token on.
+        command.wait_for(lambda: last_step(self.directory) >= before + 2, PATIENCE)
+        self.seconds = time.monotonic() - at
+        return command
+
+    def _judge(self, ended: Ended) -> None:
+        if (ended.code, ended.err, ended.left) != (0, "", []):
+            self.problems.append(f"ended with {ended.code}, left {ended.left}, said {ended.err.strip()!r}")
+        restarts = len(re.findall(r"restarted \(\d+ of", ended.out))
+        log = (self.directory / "logs" / "orchestrator.log").read_text(errors="replace")
+        self.recoveries = restarts + log.count("event='recovering'") + len(self._commands) - 1
+        if restarts != (self._case.fault == KILL and self._case.process != EVERYTHING):
+            self.problems.append(f"{restarts} processes were restarted: {ended.out}")
+
+
+def last_step(run: Path) -> int:
+    """The last step in the run's metrics, 0 before the first."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    try:
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+    except ValueError:  # A line is being written.
+        return 0
+
+
+def differences(run: Path, expected: Path) -> Iterator[str]:
+    """Every property of the disturbed ``run`` that does not hold against the undisturbed one, in words."""
+    if not (run / "policy" / "model.safetensors").exists():
+        yield "there is no policy"
+        return
+    found, wanted = digests(run), digests(expected)
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            yield f"{name}: SHA-256 {found.get(name)}, undisturbed {wanted.get(name)}"
+    steps = figures(run)
+    if [step["step"] for step in steps] != list(range(1, STEPS + 1)):
+        yield f"metrics.jsonl has the steps {[step['step'] for step in steps]}"
+    for step, other in zip(steps, figures(expected), strict=False):
+        if step != other:
+            names = sorted(name for name in step.keys() | other.keys() if step.get(name) != other.get(name))
+            yield f"step {step['step']}: other figures than undisturbed: {', '.join(names)}"
+    yield from _trajectory_differences(run, expected)
+    yield from _manifest_differences(run)
+
+
+def _trajectory_differences(run: Path, expected: Path) -> Iterator[str]:
+    found, wanted = trajectories(run), trajectories(expected)
+    ids = [line["id"] for lines in found.values() for line in lines]
+    if len(set(ids)) != len(ids) or sorted(ids) != sorted(line["id"] for lines in wanted.values() for line in lines):
+        yield f"not every trajectory was trained on once: {len(ids)} lines, {len(set(ids))} ids"
+    for step, lines in found.items():
+        versions = {line["policy_version"] for line in lines}
+        if versions != {step - 1}:
+            yield f"step {step} trained on policy versions {sorted(versions)}"
+        if lines != wanted.get(step):
+            yield f"step {step}: other trajectories than undisturbed"
+
+
+def _manifest_differences(run: Path) -> Iterator[str]:
+    manifests = [json.loads(path.read_text()) for path in sorted((run / "checkpoints").glob("step-*/manifest.json"))]
+    if [manifest["step"] for manifest in manifests] != list(KEPT):
+        yield f"checkpoints are of the steps {[manifest['step'] for manifest in manifests]}"
+    epochs = [manifest["leader_epoch"] for manifest in manifests]
+    if epochs != sorted(epochs):
+        yield f"leader epochs fall from one checkpoint to the next: {epochs}"
+    if leftovers := [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]:
+        yield f"half a checkpoint was left: {leftovers}"
+
+
+def digests(run: Path) -> dict[str, str]:
+    """SHA-256 of the final policy's weights, and of all weights and optimizers in its checkpoints, by path."""
+    files = [run / "policy" / "model.safetensors", *(run / "checkpoints").glob("step-*/*/*.safetensors")]
+    return {file.relative_to(run).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def figures(run: Path) -> list[dict[str, float]]:
+    """The metrics of every step, but for those that say how long it took."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: step[name] for name in step if not name.startswith("seconds")} for step in steps]
+
+
+def trajectories(run: Path) -> dict[int, list[dict[str, Any]]]:
+    """The lines of every file of trajectories, by step."""
+    return {
+        int(path.stem.removeprefix("step-")): [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted((run / "trajectories").glob("step-*.jsonl"))
+    }

@@ -1,0 +1,185 @@
+"""A tenth of the chaos suite, another one every day; CHAOS_SEED brings one back. And that the suite itself can fail."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quartet.failpoints import FAILPOINTS
+from tests.chaos import __main__ as command
+from tests.chaos import page
+from tests.chaos.cases import CASES, MOMENTS, PAIRS, SEEDS, STEPS, Case
+from tests.chaos.runs import Ground, Result, differences, disturb
+
+DOCS = Path(__file__).parents[2] / "docs" / "durability.md"
+CHAOS_SEED = os.environ.get("CHAOS_SEED") or datetime.datetime.now(datetime.UTC).date().isoformat()
+PART = 0.1
+
+
+def part_of_the_suite(seed: str) -> list[Case]:
+    """Every case with probability ``PART``."""
+    draws = random.Random(seed)
+    return [case for case in CASES if draws.random() < PART]
+
+
+@pytest.fixture(scope="session")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    return Ground(tmp_path_factory.mktemp("chaos"))
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=f"CHAOS_SEED={CHAOS_SEED}-{case.name}") for case in part_of_the_suite(CHAOS_SEED)]
+)
+def test_a_disturbed_run_comes_to_the_bits_of_the_undisturbed_one(case: Case, ground: Ground) -> None:
+    result = disturb(case, ground)
+    assert result.problems == (), f"python -m tests.chaos --only {case.name}"
+
+
+def test_the_part_is_the_same_for_the_same_seed_and_a_tenth_on_average() -> None:
+    assert part_of_the_suite("2026-01-01") == part_of_the_suite("2026-01-01")
+    assert part_of_the_suite("2026-01-01") != part_of_the_suite("2026-01-02")
+    parts = [len(part_of_the_suite(str(seed))) for seed in range(200)]
+    assert 0.09 * len(CASES) < sum(parts) / len(parts) < 0.11 * len(CASES)
+
+
+def test_every_process_meets_every_fault_at_every_moment_and_seeds_are_spread() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) == len(PAIRS) * len(MOMENTS)
+    for of in (lambda case: (case.process, case.fault), lambda case: case.moment.name):
+        assert all(
+            {case.seed for case in CASES if of(case) == group} == set(SEEDS) for group in {of(case) for case in CASES}
+        )
+    counts = Counter(case.seed for case in CASES)
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_moments_are_failpoints_in_steps_that_have_two_after_them() -> None:
+    for moment in MOMENTS:
+        assert {moment.failpoint, *moment.own.values()} <= FAILPOINTS.keys()
+        assert all(1 < moment.step(seed) <= STEPS - 2 for seed in SEEDS)
+    scoring = next(moment for moment in MOMENTS if moment.name == "scoring")
+    assert scoring.setting("critic", 1) == "critic.scoring=hold@8"  # Step 3: two steps of 3 batches, and the second.
+    saving = next(moment for moment in MOMENTS if moment.name == "saving")
+    assert saving.setting("redis", 1) == "actor.saving=hold@2"  # After step 4, the second checkpoint.
+
+
+def test_the_page_says_what_every_moment_means() -> None:
+    by_hand = DOCS.read_text(encoding="utf-8").partition(page.BEGIN)[0]
+    assert re.findall(r"^\| (\w+) \| [^|]+ \|$", by_hand, re.MULTILINE)[1:] == [moment.name for moment in MOMENTS]
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def edit_line(path: Path, number: int, **changes: object) -> None:
+    lines = path.read_text().splitlines()
+    lines[number] = json.dumps({**json.loads(lines[number]), **changes})
+    path.write_text("\n".join(lines) + "\n")
+
+
+def repeat_first_line(path: Path) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], *lines]))
+
+
+def drop_last_line(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def lower_epoch(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "leader_epoch": 0}))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "said"),
+    [
+        ("policy/model.safetensors", flip_a_bit, "policy/model.safetensors: SHA-256"),
+        ("policy/model.safetensors", Path.unlink, "there is no policy"),
+        ("checkpoints/step-000006/critic/model.safetensors", flip_a_bit, "critic/model.safetensors: SHA-256"),
+        ("checkpoints/step-000006/actor/optimizer.safetensors", flip_a_bit, "actor/optimizer.safetensors: SHA-256"),
+        ("checkpoints/step-000006", shutil.rmtree, "checkpoints are of the steps [4]"),
+        ("checkpoints/step-000006/manifest.json", lower_epoch, "leader epochs fall"),
+        ("metrics.jsonl", repeat_first_line, "metrics.jsonl has the steps [1, 1, 2, 3, 4, 5, 6]"),
+        ("metrics.jsonl", drop_last_line, "metrics.jsonl has the steps [1, 2, 3, 4, 5]"),
+        ("metrics.jsonl", lambda path: edit_line(path, 2, kl_coefficient=0.5), "step 3: other figures"),
+        ("trajectories/step-000004.jsonl", repeat_first_line, "not every trajectory was trained on once"),
+        ("trajectories/step-000004.jsonl", drop_last_line, "not every trajectory was trained on once"),
+        ("trajectories/step-000002.jsonl", lambda path: edit_line(path, 0, policy_version=0), "policy versions [0, 1]"),
+        ("trajectories/step-000002.jsonl", lambda path: edit_line(path, 0, response="x"), "step 2: other trajectories"),
+    ],
+)
+def test_the_suite_sees_what_a_fault_may_do_to_a_run(
+    file: str, damage: Callable[[Path], None], said: str, ground: Ground, tmp_path: Path
+) -> None:
+    undisturbed = ground.undisturbed(0)
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    assert list(differences(run, undisturbed)) == []
+    damage(run / file)
+    assert said in " ".join(differences(run, undisturbed))
+
+
+def test_the_page_keeps_what_is_written_by_hand_and_shows_every_case() -> None:
+    results = {case.name: Result(case.name, 1, 2.5, 10.0, ()) for case in CASES}
+    failed = CASES[17].name
+    results[failed] = Result(failed, 0, None, 10.0, ("other bits",))
+    before = f"above\n{page.BEGIN}\nold\n{page.END}\nbelow\n"
+    written = page.rewritten(before, results, "9 minutes on 2 CPU cores")
+    assert written.startswith("above\n")
+    assert written.endswith("\nbelow\n")
+    assert "old" not in written
+    assert f"{len(CASES)} cases, 9 minutes on 2 CPU cores: **1 failed**." in written
+    said = page.cells(written)
+    assert said[failed] == f"**failed** ({CASES[17].seed})"
+    assert {said[case.name] for case in CASES if case.name != failed} == {"2.5 (0)", "2.5 (1)", "2.5 (2)"}
+    assert page.rewritten(written, results, "9 minutes on 2 CPU cores") == written
+    with pytest.raises(ValueError, match="lost a mark"):
+        page.rewritten("no marks", results, "")
+
+
+def test_the_page_that_is_committed_shows_every_case_and_none_that_failed() -> None:
+    said = page.cells(DOCS.read_text(encoding="utf-8"))
+    assert said.keys() == {case.name for case in CASES}
+    assert not [name for name, cell in said.items() if "failed" in cell]
+
+
+def test_a_suite_that_was_interrupted_goes_on_and_writes_the_page_when_every_case_was_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / "durability.md"
+    here.write_text(f"by hand\n{page.BEGIN}\n{page.END}\n")
+    arguments = ["--folder", str(tmp_path / "chaos"), "--page", str(here)]
+    failing, interrupted = {CASES[2].name}, CASES[5].name
+    run: list[str] = []
+
+    def fake(case: Case, _: Ground) -> Result:
+        if case.name == interrupted and not run.count(interrupted):
+            run.append(case.name)
+            raise KeyboardInterrupt
+        run.append(case.name)
+        return Result(case.name, 1, 2.0, 9.0, ("other bits",) if case.name in failing else ())
+
+    monkeypatch.setattr(command, "disturb", fake)
+    with pytest.raises(KeyboardInterrupt):
+        command.main(arguments)
+    assert page.cells(here.read_text()) == {}
+    assert command.main([*arguments, "--resume"]) == 1
+    assert run[6:] == [CASES[2].name, *(case.name for case in CASES[5:])]
+    assert f"python -m tests.chaos --only {CASES[2].name}" in capsys.readouterr().err
+    assert page.cells(here.read_text())[CASES[2].name] == f"**failed** ({CASES[2].seed})"
+    failing.clear()
+    assert command.main([*arguments, "--resume", "--only", CASES[2].name]) == 0
+    assert run[-1] == CASES[2].name
+    assert "failed" not in here.read_text()
+    assert command.main([*arguments, "--resume"]) == 0
+    assert run[-1] == CASES[2].name

@@ -1,0 +1,103 @@
+"""A run of which every part talks to every other through a network that can fail, and what must be true of it afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from quartet.config import Config, load_config
+from quartet.telemetry.run_files import RunFiles
+from quartet.types import MODEL_ROLES
+from services.orchestrator import training
+from tests.faults.proxy import Proxy
+from tests.training.runs import Fleet, Run, fleet
+from tests.training.test_resume import figures, weights
+
+STEPS = 4
+STRUCK = 3
+"""The step in which faults strike: after a checkpoint, so that there is something to replay and something to lose."""
+SHORT: dict[str, Any] = {
+    "run": {"steps": STEPS},
+    "checkpoint": {"every": 2},
+    "algorithm": {"score": {"normalize": "running"}},
+}
+BUFFER_OF_THE_SERVICES = "buffer-of-the-services"
+LINKS = (*map(str, MODEL_ROLES), "buffer", BUFFER_OF_THE_SERVICES)
+"""From the orchestrator to each service and to Redis; from actor and critic to Redis."""
+MOMENTS = {"generate": "_generate_and_score", "update": "_update", "commit": "_commit"}
+
+
+@dataclass(frozen=True)
+class Network:
+    """The services of a run, the orchestrator's config, and the links between them by name."""
+
+    services: Fleet
+    config: Config
+    links: dict[str, Proxy]
+
+
+@contextmanager
+def network(config: Config) -> Iterator[Network]:
+    """Starts the services of ``config``, with a proxy in every link."""
+    assert config.buffer.url is not None
+    socket = config.buffer.url.removeprefix("unix://")
+    with ExitStack() as stack:
+        links = {name: stack.enter_context(Proxy(socket)) for name in ("buffer", BUFFER_OF_THE_SERVICES)}
+        theirs = config.model_copy(update={"buffer": _at(config, links[BUFFER_OF_THE_SERVICES])})
+        services = stack.enter_context(fleet(theirs))
+        for role in MODEL_ROLES:
+            links[str(role)] = stack.enter_context(Proxy(getattr(services.config.services, role).address))
+        overrides = [f"services.{role}.address={links[str(role)].address}" for role in MODEL_ROLES]
+        ours = load_config(RunFiles(config.run_directory).config, overrides)
+        yield Network(services, ours.model_copy(update={"buffer": _at(config, links["buffer"])}), links)
+
+
+def _at(config: Config, proxy: Proxy) -> Any:
+    return config.buffer.model_copy(update={"url": f"redis://{proxy.address}/0"})
+
+
+@contextmanager
+def struck(moment: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets ``strike`` happen once, right before a moment of step STRUCK."""
+    method = MOMENTS[moment]
+    real, left = getattr(training.Training, method), [strike]
+
+    def before(self: Any, *arguments: Any) -> Any:
+        if self._course.step == STRUCK - 1 and left:
+            left.pop()()
+        return real(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Training, method, before)
+        yield
+    assert not left, "the fault did not strike"
+
+
+def heal_after(seconds: float, proxy: Proxy) -> None:
+    """The network is mended so many seconds from now."""
+    timer = threading.Timer(seconds, proxy.heal)
+    timer.daemon = True
+    timer.start()
+
+
+def assert_same(run: Run, expected: Run) -> None:
+    """The run came to its end with the undisturbed run's bits; every trajectory was trained on once; versions only rise."""
+    assert run.code == 0, run.progress.error
+    assert weights(run) == weights(expected)
+    assert figures(run) == figures(expected)
+    assert [metrics["step"] for metrics in run.metrics] == list(range(1, STEPS + 1))
+    for step in range(1, STEPS + 1):
+        lines, wanted = run.trajectories(step), expected.trajectories(step)
+        assert [_same(line) for line in lines] == [_same(line) for line in wanted]
+        assert len({line["id"] for line in lines}) == len(lines)
+        assert {line["policy_version"] for line in lines} == {step - 1}
+
+
+def _same(line: dict[str, Any]) -> dict[str, Any]:
+    """A trajectory's line without the name of its run."""
+    return {**line, "id": line["id"].split("/", 1)[1]}

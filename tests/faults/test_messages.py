@@ -1,0 +1,133 @@
+"""Messages that are too large, come twice, come late, or are none: refused or recognised, and the run ends with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from quartet.buffer.connection import Redis
+from quartet.buffer.rollouts import RolloutStream
+from quartet.errors import InvalidRequest
+from quartet.rpc import channels
+from quartet.rpc.clients import RewardClient
+from quartet.rpc.limits import MAX_MESSAGE_BYTES
+from quartet.types import TokenBatch, Trajectory
+from tests.faults.network import SHORT, STRUCK, assert_same
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, fleet, run_to_the_end
+
+
+def test_a_message_larger_than_the_limit_is_refused_by_the_service_which_goes_on(make: MakeConfig) -> None:
+    config = make()
+    with fleet(config) as services:
+        address = services.config.services.reward.address
+        assert address is not None
+        # A client that keeps to no limit.
+        with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
+            score = channel.unary_unary("/quartet.v1.RewardService/Score", lambda data: data, lambda data: data)
+            with pytest.raises(grpc.RpcError) as refused:
+                score(bytes(MAX_MESSAGE_BYTES + 1), timeout=60)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        client = RewardClient(address, config.timeouts)
+        assert len(client.score(batch_of(2)).result().total) == 2
+        client.close()
+
+
+def test_a_message_larger_than_the_limit_does_not_leave_and_is_not_tried_again_as_if_the_service_were_busy(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The path is the same for a smaller limit.
+    limit = {**dict(channels.CHANNEL_OPTIONS), "grpc.max_send_message_length": 1_000_000}
+    monkeypatch.setattr(channels, "CHANNEL_OPTIONS", tuple(limit.items()))
+    with fleet(make()) as services:
+        address = services.config.services.reward.address
+        assert address is not None
+        client = RewardClient(address, services.config.timeouts)
+        with pytest.raises(InvalidRequest, match=r"reward at .*: Score: .*larger than max"):
+            client.score(batch_of(250_000)).result()
+        client.close()
+
+
+def batch_of(tokens: int) -> TokenBatch:
+    """Two sequences of so many tokens together, each a prompt of one token."""
+    half = tokens // 2 + 1
+    return TokenBatch(np.ones(2 * half, np.int32), np.array([1, 1], np.int32), np.array([half - 1, half - 1], np.int32))
+
+
+def test_trajectories_that_are_delivered_twice_are_trained_on_once(
+    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
+) -> None:
+    real = RolloutStream.append
+
+    def twice(self: RolloutStream, trajectories: Iterable[Trajectory], leader_epoch: int = 0) -> None:
+        # The repeat of each comes before the next one, while the step still waits.
+        real(self, [trajectory for trajectory in trajectories for _ in range(2)], leader_epoch)
+
+    monkeypatch.setattr(RolloutStream, "append", twice)
+    config = make(**SHORT)
+    run = run_to_the_end(config)
+    assert_same(run, undisturbed)
+    assert run.progress.recoveries == 0, run.progress.notes
+    assert redis_client.xlen(f"quartet:{config.run.name}:rollouts") == 0
+
+
+def stale(stream: RolloutStream, written: list[Trajectory], epoch: int, redis: Redis) -> None:
+    stream.append([replace(written[0], policy_version=written[0].policy_version - 1)], epoch)
+
+
+def no_trajectory(stream: RolloutStream, written: list[Trajectory], epoch: int, redis: Redis) -> None:
+    redis.xadd(stream.key, {"id": str(written[0].id), "trajectory": b"\xff\xff\xff", "leader_epoch": epoch})
+
+
+def cut_off(stream: RolloutStream, written: list[Trajectory], epoch: int, redis: Redis) -> None:
+    redis.xadd(stream.key, {"id": str(written[0].id), "leader_epoch": epoch})
+
+
+@pytest.mark.parametrize(
+    ("intruder", "said"),
+    [(stale, "was not asked for"), (no_trajectory, "not a trajectory"), (cut_off, "not a trajectory")],
+    ids=["a trajectory of an older policy version", "bytes that are no message", "an entry without its trajectory"],
+)
+def test_an_entry_that_is_not_what_was_asked_for_is_not_trained_on_and_the_step_is_taken_again(
+    intruder: Callable[[RolloutStream, list[Trajectory], int, Redis], None],
+    said: str,
+    make: MakeConfig,
+    undisturbed: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    redis_client: Redis,
+) -> None:
+    real, left = RolloutStream.append, [intruder]
+
+    def append(self: RolloutStream, trajectories: Iterable[Trajectory], leader_epoch: int = 0) -> None:
+        written = list(trajectories)
+        if left and written[0].id.step == STRUCK:
+            left.pop()(self, written, leader_epoch, redis_client)
+        real(self, written, leader_epoch)
+
+    monkeypatch.setattr(RolloutStream, "append", append)
+    run = run_to_the_end(make(**SHORT))
+    assert_same(run, undisturbed)
+    assert run.progress.recoveries == 1
+    assert any(said in note for note in run.progress.notes), run.progress.notes
+
+
+def test_an_update_that_arrives_twice_is_applied_once(
+    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.orchestrator import training
+
+    real = training.begin_update
+
+    def twice(client: Any, *arguments: Any) -> Any:
+        first = real(client, *arguments).result()
+        second = real(client, *arguments)
+        assert second.result() == first
+        return second
+
+    monkeypatch.setattr(training, "begin_update", twice)
+    assert_same(run_to_the_end(make(**SHORT)), undisturbed)

@@ -1,0 +1,100 @@
+"""A network that fails for a while, or is slow, costs time and nothing else: the run ends with the undisturbed run's bits."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.faults.network import BUFFER_OF_THE_SERVICES, SHORT, assert_same, heal_after, network, struck
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, orchestrator
+
+LIMIT = 120.0
+"""Seconds that a run may take, whatever the network does for 30 of them; then it hangs."""
+CUTS = [
+    ("actor", "generate"),
+    ("actor", "update"),
+    ("critic", "generate"),
+    ("critic", "update"),
+    ("reward", "generate"),
+    ("reference", "generate"),
+    ("buffer", "generate"),
+    ("buffer", "commit"),
+    (BUFFER_OF_THE_SERVICES, "generate"),
+    (BUFFER_OF_THE_SERVICES, "update"),
+]
+"""Which link is cut, and what it carries then."""
+
+
+def cut_and_run(
+    link: str, moment: str, how: str, seconds: float, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> Run:
+    """A run of which one link is cut for a while, right after a request has crossed it and before its answer does."""
+    cuts: list[str] = []
+    with network(make(**SHORT, recovery={"backoff": 0.2})) as parts:
+        proxy = parts.links[link]
+
+        def cut() -> None:
+            cuts.append(link)
+            heal_after(seconds, proxy)
+            getattr(proxy, how)()
+
+        def strike() -> None:
+            proxy.before_answer = cut
+
+        with struck(moment, strike, monkeypatch), orchestrator(parts.config) as going:
+            run = going.finish(LIMIT)
+    assert cuts, "nothing crossed the link"
+    return run
+
+
+@pytest.mark.parametrize(("link", "moment"), CUTS)
+def test_a_network_that_is_silent_for_a_second_delays_the_run_and_changes_nothing(
+    link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = time.monotonic()
+    run = cut_and_run(link, moment, "silence", 1.0, make, monkeypatch)
+    assert_same(run, undisturbed)
+    assert run.progress.recoveries == 0, run.progress.notes
+    assert time.monotonic() - start > 1.0
+
+
+@pytest.mark.parametrize(("link", "moment"), CUTS)
+def test_connections_that_break_and_are_refused_for_a_moment_are_made_anew_and_the_step_is_taken_again(
+    link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = cut_and_run(link, moment, "reset", 0.2, make, monkeypatch)
+    assert_same(run, undisturbed)
+    assert run.progress.recoveries >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [5.0, 30.0])
+@pytest.mark.parametrize(("link", "moment"), CUTS)
+def test_a_network_that_is_silent_for_longer_is_waited_for(
+    link: str, moment: str, seconds: float, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_same(cut_and_run(link, moment, "silence", seconds, make, monkeypatch), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("link", "moment"), CUTS)
+def test_connections_on_which_nothing_comes_ever_again_are_given_up_within_a_minute(
+    link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = time.monotonic()
+    run = cut_and_run(link, moment, "forget", 0.0, make, monkeypatch)
+    assert_same(run, undisturbed)
+    # A service is missed after 30 seconds (10 without a word, 20 for an answer to a ping), Redis after 10.
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("link", ["buffer", BUFFER_OF_THE_SERVICES])
+def test_a_redis_that_is_slow_to_answer_changes_nothing(link: str, make: MakeConfig, undisturbed: Run) -> None:
+    with network(make(**SHORT)) as parts:
+        parts.links[link].delay = 0.02
+        with orchestrator(parts.config) as going:
+            run = going.finish(LIMIT)
+    assert_same(run, undisturbed)
+    assert run.progress.recoveries == 0, run.progress.notes

@@ -1,0 +1,52 @@
+"""A service that computes ten times slower than it did: the run takes longer, nothing is recovered, the bits are the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from quartet.rpc.compute import Caller, ComputeThread, Result
+from quartet.types import MODEL_ROLES, Role
+from tests.faults.network import SHORT, assert_same
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, fleet, orchestrator
+
+TIMES = 10
+
+
+class SlowCompute(ComputeThread):
+    """Takes ten times as long for everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = 0.0
+
+    def run(self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]) -> Result:
+        """As a ComputeThread; the thread is busy until the time is over."""
+
+        def slowly(cancelled: Callable[[], bool]) -> Result:
+            start = time.perf_counter()
+            result = work(cancelled)
+            more = (TIMES - 1) * (time.perf_counter() - start)
+            time.sleep(more)
+            self.added += more
+            return result
+
+        return super().run(kind, caller, slowly)
+
+
+@pytest.mark.parametrize("role", MODEL_ROLES)
+def test_a_service_that_is_ten_times_slower_delays_the_run_and_changes_nothing(
+    role: Role, make: MakeConfig, undisturbed: Run
+) -> None:
+    compute = SlowCompute()
+    with fleet(make(**SHORT)) as services:
+        services.lose(role)
+        services.start(role, compute=compute)
+        with orchestrator(services.config) as going:
+            run = going.finish()
+    assert_same(run, undisturbed)
+    assert run.progress.recoveries == 0, run.progress.notes
+    assert compute.added > 0.0

@@ -1,0 +1,236 @@
+"""Checkpoints in a run: written while the next step is taken, of no influence on it, and no reason to end it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.buffer.connection import Redis
+from quartet.buffer.experience import ExperienceStore
+from quartet.demo.world import World
+from quartet.errors import ServiceUnavailable, StorageFailed
+from quartet.models import snapshot
+from services.actor import actor as actor_core
+from services.critic import critic as critic_core
+from services.orchestrator import training
+from services.orchestrator.progress import RunState
+from services.orchestrator.settings import begin_update
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, orchestrator, run_to_the_end, services, underway
+from tests.training.test_resume import KINDS, figures, weights
+from tests.training.test_stability import wait_for
+
+CORES = {"actor": actor_core, "critic": critic_core}
+
+
+def kept(run: Run) -> list[str]:
+    return sorted(path.name for path in run.files.checkpoints.iterdir())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make: MakeConfig) -> Callable[[str], Run]:
+    """A run of eight steps that saves nothing but its policy."""
+    runs: dict[str, Run] = {}
+
+    def run(kind: str) -> Run:
+        if kind not in runs:
+            runs[kind] = run_to_the_end(make(**{**KINDS[kind], "run": {"steps": 8}}))
+        return runs[kind]
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["ppo", "lora"])
+def test_a_run_with_a_checkpoint_after_every_step_has_the_bits_of_one_without(
+    kind: str, make: MakeConfig, undisturbed: Callable[[str], Run]
+) -> None:
+    run = run_to_the_end(make(**{**KINDS[kind], "run": {"steps": 8}, "checkpoint": {"every": 1, "keep": 3}}))
+    assert kept(run) == ["step-000006", "step-000007", "step-000008"]
+    assert figures(run) == figures(undisturbed(kind))
+    assert weights(run) == weights(undisturbed(kind))
+    if kind == "ppo":
+        policy = {path.name: path.read_bytes() for path in run.files.policy.iterdir()}
+        saved = run.files.checkpoints / "step-000008" / "actor"
+        assert {name: (saved / name).read_bytes() for name in policy} == policy
+
+
+@dataclass
+class HeldCheckpoints:
+    """The writing of checkpoints, held up until the test lets it go on."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+    def write(self, directory: Path, *writers: Any) -> None:
+        if "checkpoints" in directory.parts:
+            self.begun.set()
+            assert self.go_on.wait(60)
+        snapshot.write_model(directory, *writers)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCheckpoints]:
+    found = HeldCheckpoints()
+    for core in CORES.values():
+        monkeypatch.setattr(core, "write_model", found.write)
+    yield found
+    found.go_on.set()
+
+
+def test_the_next_step_is_generated_and_scored_while_a_checkpoint_is_written_and_waits_with_its_update(
+    make: MakeConfig, held: HeldCheckpoints, undisturbed: Callable[[str], Run]
+) -> None:
+    config = make(**{**KINDS["ppo"], "run": {"steps": 8}, "checkpoint": {"every": 3}})
+    with underway(config) as going:
+        assert held.begun.wait(60)
+        wait_for(going, lambda: going.board.current().phase == "checkpoint")
+        assert going.board.current().step == 3
+        assert going.board.current().scored == config.rollout.prompts_per_step
+        checkpoints = config.run_directory / "checkpoints"
+        assert not list(checkpoints.rglob("manifest.json"))
+        going.thread.join(0.3)
+        assert going.board.current().step == 3, "an update went into what was being saved"
+        held.go_on.set()
+        run = going.finish()
+    assert kept(run) == ["step-000006", "step-000008"]
+    assert weights(run) == weights(undisturbed("ppo"))
+
+
+def test_a_run_that_pauses_has_its_checkpoint_whole(make: MakeConfig, held: HeldCheckpoints) -> None:
+    with underway(make(run={"steps": 50}, checkpoint={"every": 2})) as going:
+        assert held.begun.wait(60)
+        going.control.pause()
+        # The step in hand is the third by now, or its checkpoint's own.
+        held.go_on.set()
+        wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
+        newest = going.board.current().step // 2 * 2
+        checkpoint = going.config.run_directory / "checkpoints" / f"step-{newest:06d}"
+        assert json.loads((checkpoint / "manifest.json").read_text())["step"] == newest
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, set[int]], None]:
+    """Lets the checkpoints of some steps fail in one of the services."""
+
+    def fill(role: str, steps: set[int]) -> None:
+        def write(directory: Path, *writers: Any) -> None:
+            if any(f".step-{step:06d}.partial" in directory.parts for step in steps):
+                raise StorageFailed(f"model directory {directory}: cannot be written: No space left on device")
+            snapshot.write_model(directory, *writers)
+
+        monkeypatch.setattr(CORES[role], "write_model", write)
+
+    return fill
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_checkpoint_that_cannot_be_written_is_noted_and_the_run_goes_on_with_the_one_before(
+    role: str,
+    make: MakeConfig,
+    full_disk: Callable[[str, set[int]], None],
+    undisturbed: Callable[[str], Run],
+    redis_client: Redis,
+    redis_url: str,
+) -> None:
+    full_disk(role, {4, 6})
+    config = make(**{**KINDS["ppo"], "run": {"steps": 6}, "checkpoint": {"every": 2, "keep": 5}})
+    run = run_to_the_end(config)
+    assert run.progress.state is RunState.FINISHED
+    assert kept(run) == ["step-000002"]
+    notes = [note for note in run.progress.notes if note.startswith("checkpoint of step")]
+    assert [note.split(" failed: ")[0] for note in notes] == ["checkpoint of step 4", "checkpoint of step 6"]
+    assert all(f"{role} at " in note and "No space left on device" in note for note in notes)
+    assert all("; step 2's stays; " in note for note in notes)
+    assert run.files.policy.exists()
+    experience = ExperienceStore(redis_client, redis_url, config.run.name)
+    assert experience.holds(range(3, 7)), "what no checkpoint covers may have to be replayed"
+    assert not experience.holds([2])
+    # There is room again: the run goes on from step 2, to the bits of one that never failed.
+    full_disk(role, set())
+    tree = config.model_dump()
+    tree["run"]["steps"] = 8
+    longer = run_to_the_end(type(config).model_validate(tree))
+    assert kept(longer) == ["step-000002", "step-000006", "step-000008"]
+    assert weights(longer) == weights(undisturbed("ppo"))
+    assert figures(longer) == figures(undisturbed("ppo"))
+    assert not experience.holds([6])
+
+
+def test_the_first_checkpoint_that_cannot_be_written_says_that_there_is_none(
+    make: MakeConfig, full_disk: Callable[[str, set[int]], None]
+) -> None:
+    full_disk("actor", {1})
+    run = run_to_the_end(make(run={"steps": 2}, checkpoint={"every": 1}))
+    assert [note for note in run.progress.notes if "there is none yet" in note]
+    assert kept(run) == ["step-000002"]
+
+
+class Crash(Exception):
+    """Ends the training as a crash would."""
+
+
+@pytest.mark.parametrize("when", ["written", "manifest"])
+def test_a_crash_before_a_checkpoint_has_its_name_goes_on_from_the_one_before(
+    when: str,
+    make: MakeConfig,
+    world: World,
+    undisturbed: Callable[[str], Run],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = make(**{**KINDS["ppo"], "run": {"steps": 8}, "checkpoint": {"every": 2}})
+
+    def crash(*_: Any) -> None:
+        raise Crash
+
+    with services(config) as addressed:
+        with orchestrator(addressed) as going:
+            wait_for(going, lambda: (config.run_directory / "checkpoints" / "step-000002").exists())
+            target = (training.Training, "_finish_checkpoint") if when == "written" else (Path, "rename")
+            real = getattr(*target)
+
+            def act(self: Any, *arguments: Any) -> Any:
+                pending = getattr(self, "_pending", None)
+                if (pending is not None and pending.step == 4) or getattr(self, "name", "") == ".step-000004.partial":
+                    crash()
+                return real(self, *arguments)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(*target, act)
+                broken = going.finish()
+        assert broken.code == 1
+        assert kept(broken) == [".step-000004.partial", "step-000002"]
+        assert (broken.files.checkpoints / ".step-000004.partial" / "manifest.json").exists() == (when == "manifest")
+    run = run_to_the_end(config)
+    assert kept(run) == ["step-000006", "step-000008"]
+    assert weights(run) == weights(undisturbed("ppo"))
+    assert figures(run) == figures(undisturbed("ppo"))
+
+
+def test_a_run_that_is_stopped_while_it_recovers_takes_a_step_that_one_model_has_to_its_end(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = training.Training._update
+    lost: list[int] = []
+
+    def lose_critic(self: Any, step: int) -> Any:
+        if step != 3 or lost:
+            return real(self, step)
+        lost.append(step)
+        settled = begin_update(self._peers.actor, self._config, step, self._epoch)
+        assert settled.result().step == 3
+        self._control.stop()
+        raise ServiceUnavailable("critic: gone")
+
+    monkeypatch.setattr(training.Training, "_update", lose_critic)
+    run = run_to_the_end(make(run={"steps": 8}, checkpoint={"every": 5}, recovery={"attempts": 1}))
+    assert lost == [3]
+    assert run.progress.state is RunState.STOPPED
+    assert len(run.metrics) == 3
+    assert kept(run) == ["step-000003"]
+    assert run.files.policy.exists()

@@ -1,0 +1,227 @@
+"""Whole runs whose reward cannot score some responses: set aside, replaced, written down; the same bits every time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.buffer.connection import Redis
+from quartet.config import Config
+from quartet.demo.world import World
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, json_lines, run_to_the_end, underway
+from tests.training.test_resume import break_off, empty, figures, weights
+
+STEPS = 4
+FUNCTIONS = '''
+from pathlib import Path
+from zlib import crc32
+
+def healthy(prompt, response, fields):
+    return len(response.split()) / 4
+
+def is_poison(prompt, response):
+    """One response in four, whoever asks."""
+    return crc32((prompt + "|" + response).encode()) % 4 == 0
+
+def raises(prompt, response, fields):
+    if is_poison(prompt, response):
+        raise ValueError("this response cannot be read")
+    return healthy(prompt, response, fields)
+
+def not_a_number(prompt, response, fields):
+    return float("nan") if is_poison(prompt, response) else healthy(prompt, response, fields)
+
+def crashes(prompt, response, fields):
+    import os
+    if is_poison(prompt, response):
+        os._exit(3)
+    return healthy(prompt, response, fields)
+
+def raises_once(prompt, response, fields):
+    seen = Path(f"{crc32((prompt + response).encode())}.seen")
+    if is_poison(prompt, response) and not seen.exists():
+        seen.touch()
+        raise ValueError("not at first sight")
+    return healthy(prompt, response, fields)
+
+def raises_for_marked(prompt, response, fields):
+    if fields.get("marked"):
+        raise ValueError("this prompt cannot be scored")
+    return healthy(prompt, response, fields)
+'''
+
+KINDS: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "rloo": {"algorithm": {"estimator": "rloo"}, "rollout": {"prompts_per_step": 3, "samples_per_prompt": 2}},
+    "lora": {"actor": {"lora": {"rank": 2}, "learning_rate": 0.01}},
+}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs in a folder that holds the functions."""
+
+    make: MakeConfig
+
+    def config(self, function: str, kind: str = "ppo", **changes: Any) -> Config:
+        common: dict[str, Any] = {
+            "run": {"steps": STEPS},
+            "reward": {"source": "function", "function": f"mine:{function}", "model": None},
+            "critic": {"model": None},
+            "checkpoint": {"every": 2},
+            "recovery": {"max_set_aside": 6},
+        }
+        return self.make(**{**common, **KINDS[kind], **changes})
+
+    def run(self, function: str, kind: str = "ppo", **changes: Any) -> Run:
+        return run_to_the_end(self.config(function, kind, **changes))
+
+    def failure(self, function: str, kind: str = "ppo", **changes: Any) -> Run:
+        with underway(self.config(function, kind, **changes)) as going:
+            run = going.finish()
+        assert run.code == 1
+        return run
+
+
+@pytest.fixture
+def runs(make: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    return Runs(make)
+
+
+def poison(run: Run) -> list[dict[str, Any]]:
+    """What was set aside, without the run's name, which is no part of a run's numbers, and without what a failure was called."""
+    lines = json_lines(run.files.poison) if run.files.poison.exists() else []
+    return [{**line, "id": line["id"].split("/", 1)[1], "error": ""} for line in lines]
+
+
+def ids(run: Run, step: int) -> list[tuple[int, int]]:
+    found = [item["id"].split("/") for item in run.trajectories(step)]
+    return [(int(prompt), int(sample)) for _, _, prompt, sample in found]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_scored_is_set_aside_replaced_counted_and_told(kind: str, runs: Runs) -> None:
+    run = runs.run("raises", kind)
+    samples = KINDS[kind].get("rollout", {}).get("samples_per_prompt", 1)
+    lines = json_lines(run.files.poison)
+    assert len(lines) >= 2, "otherwise this shows nothing"
+    for step, metrics in enumerate(run.metrics, 1):
+        failed = [line for line in lines if line["step"] == step]
+        assert metrics["set_aside"] == len(failed)
+        names = [tuple(map(int, line["id"].split("/")[2:])) for line in failed]
+        trained = ids(run, step)
+        assert not set(names) & set(trained)
+        for prompt in {prompt for prompt, _ in trained}:
+            # As many as ever, and whichever was left out, the next sample took its place.
+            every = sorted(sample for found, sample in [*names, *trained] if found == prompt)
+            assert len([found for found, _ in trained if found == prompt]) == samples
+            assert every == list(range(len(every)))
+        notes = [note for note in run.progress.notes if note.startswith(f"step {step}: ")]
+        assert len(notes) == bool(failed)
+        assert all("poison.jsonl" in note and "this response cannot be read" in note for note in notes)
+    for line in lines:
+        assert line["attempts"] == 3
+        assert line["policy_version"] == line["step"] - 1
+        assert "mine:raises" in line["error"]
+        assert "ValueError: this response cannot be read" in line["error"]
+        assert line["prompt"]
+        assert line["prompt_ids"]
+        assert line["response_ids"]
+
+
+@pytest.mark.parametrize(("function", "error"), [("not_a_number", "nan"), ("crashes", "ended with status 3")])
+def test_other_ways_to_fail_are_set_aside_alike(function: str, error: str, runs: Runs) -> None:
+    expected, run = runs.run("raises"), runs.run(function)
+    assert all(error in line["error"] for line in json_lines(run.files.poison))
+    assert poison(run) == poison(expected) != []
+    assert figures(run) == figures(expected)
+    assert weights(run) == weights(expected)
+
+
+def test_a_fault_that_passes_changes_nothing(runs: Runs) -> None:
+    expected, run = runs.run("healthy"), runs.run("raises_once")
+    assert list(Path().glob("*.seen")), "otherwise this shows nothing"
+    assert not run.files.poison.exists()
+    assert {step["set_aside"] for step in run.metrics} == {0}
+    assert figures(run) == figures(expected)
+    assert weights(run) == weights(expected)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "rloo"])
+@pytest.mark.parametrize("lost", [False, True], ids=["replayed", "taken-again"])
+@pytest.mark.parametrize("where", ["sealed", "updated", "committed"])
+def test_a_run_that_broke_off_sets_the_same_aside_once(
+    where: str,
+    lost: bool,
+    kind: str,
+    runs: Runs,
+    undisturbed: dict[str, Run],
+    monkeypatch: pytest.MonkeyPatch,
+    redis_client: Redis,
+) -> None:
+    if kind not in undisturbed:
+        undisturbed[kind] = runs.run("raises", kind)
+    config = runs.config("raises", kind)
+    break_off(config, where, 3, monkeypatch)
+    if lost:
+        empty(redis_client, config.run.name)
+    run, expected = run_to_the_end(config), undisturbed[kind]
+    assert any(line["step"] >= 3 for line in poison(expected)), "otherwise this shows nothing"
+    assert poison(run) == poison(expected)
+    assert figures(run) == figures(expected)
+    assert weights(run) == weights(expected)
+    assert [ids(run, step) for step in range(1, STEPS + 1)] == [ids(expected, step) for step in range(1, STEPS + 1)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Run]:
+    """The runs that nothing broke off, by kind, as far as they have been made."""
+    return {}
+
+
+def marked(world: World, path: Path, count: int) -> dict[str, Any]:
+    """The world's prompts, so many of them with a mark."""
+    lines = [json.loads(line) for line in world.prompts.read_text().splitlines()]
+    with path.open("w") as file:
+        for number, line in enumerate(lines):
+            file.write(json.dumps({**line, "marked": number < count}) + "\n")
+    return {"prompts": str(path)}
+
+
+def test_a_prompt_none_of_whose_samples_can_be_scored_ends_the_run_with_count_ids_and_error(
+    runs: Runs, world: World, tmp_path: Path
+) -> None:
+    data = marked(world, tmp_path / "prompts.jsonl", len(world.prompts.read_text().splitlines()))
+    run = runs.failure("raises_for_marked", data=data, recovery={"max_set_aside": 2})
+    text = run.progress.error
+    assert text.startswith("step 1: 3 of its trajectories could not be scored, recovery.max_set_aside is 2")
+    assert "mine:raises_for_marked" in text
+    assert "ValueError: this prompt cannot be scored" in text
+    assert text.count(f"{run.files.root.name}/1/") == 3
+    assert not run.files.metrics.exists(), "the step left no trace"
+    assert not run.files.poison.exists()
+    assert run.progress.recoveries == 0, "another attempt would fail alike"
+
+
+def test_none_may_be_set_aside_where_the_config_says_so(runs: Runs) -> None:
+    expected = runs.run("raises")
+    first = poison(expected)[0]
+    run = runs.failure("raises", recovery={"max_set_aside": 0})
+    assert len(run.metrics) == first["step"] - 1 if first["step"] > 1 else not run.files.metrics.exists()
+    assert f"step {first['step']}: 1 of its trajectories could not be scored" in run.progress.error
+    assert run.progress.error.endswith(first["id"])
+
+
+def test_an_evaluation_has_nothing_to_replace_a_response_with(runs: Runs, world: World, tmp_path: Path) -> None:
+    validation = marked(world, tmp_path / "validation.jsonl", 1)["prompts"]
+    data = {"validation": validation}
+    run = runs.failure("raises_for_marked", data=data, evaluation={"every": 1, "prompts": 3}, recovery={"attempts": 0})
+    assert "ValueError: this prompt cannot be scored" in run.progress.error
+    assert not run.files.metrics.exists()

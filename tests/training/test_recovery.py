@@ -1,0 +1,287 @@
+"""A run that loses a service or what its Redis held goes on by itself, to the bits of the undisturbed run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from quartet.buffer.connection import Redis
+from quartet.buffer.rollouts import RolloutStream
+from quartet.config import Config
+from quartet.errors import BufferFailed, ServiceUnavailable
+from quartet.models import training as training_of_models
+from quartet.rpc.clients import CriticClient
+from quartet.types import Alert, Role, Trajectory
+from services.critic import critic
+from services.orchestrator import training
+from services.orchestrator.progress import RunState
+from tests.e2e.commands import wait_until
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Fleet, Run, Underway, fleet, json_lines, orchestrator, run_to_the_end
+from tests.training.test_resume import empty, figures, weights
+from tests.training.test_stability import wait_for
+
+STEPS = 5
+SHORT: dict[str, Any] = {
+    "run": {"steps": STEPS},
+    "checkpoint": {"every": 2},
+    "algorithm": {"score": {"normalize": "running"}},
+    "recovery": {"backoff": 0.01},
+}
+MOMENTS = {"generate": "_generate_and_score", "update": "_update", "commit": "_commit"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make: MakeConfig) -> Run:
+    return run_to_the_end(make(**SHORT))
+
+
+@contextmanager
+def disturbed(
+    config: Config, moment: str, disturb: Callable[[Fleet], None], monkeypatch: pytest.MonkeyPatch, times: int = 1
+) -> Iterator[Underway]:
+    """A run of which ``disturb`` happens right before a moment of step 4, so many times."""
+    method = MOMENTS[moment]
+    real = getattr(training.Training, method)
+    left = [times]
+
+    def before(self: Any, *arguments: Any) -> Any:
+        if self._course.step == 3 and left[0]:
+            left[0] -= 1
+            disturb(started)
+        return real(self, *arguments)
+
+    with fleet(config) as started, monkeypatch.context() as patch:
+        patch.setattr(training.Training, method, before)
+        with orchestrator(started.config) as going:
+            yield going
+
+
+def assert_same(run: Run, expected: Run) -> None:
+    assert run.code == 0, run.progress.error
+    assert figures(run) == figures(expected)
+    assert weights(run) == weights(expected)
+    for step in range(1, STEPS + 1):
+        ids = [item["id"].split("/", 1)[1] for item in run.trajectories(step)]
+        assert ids == [item["id"].split("/", 1)[1] for item in expected.trajectories(step)]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("role", [Role.ACTOR, Role.CRITIC, Role.REWARD, Role.REFERENCE])
+def test_a_service_that_went_away_is_waited_for_and_brought_back_to_the_last_commit(
+    role: Role, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back: list[threading.Timer] = []
+
+    def lose(started: Fleet) -> None:
+        started.lose(role)
+        back.append(threading.Timer(0.3, started.start, [role]))
+        back[0].start()
+
+    with disturbed(make(**SHORT), moment, lose, monkeypatch) as going:
+        run = going.finish()
+        back[0].join(20)
+    assert_same(run, undisturbed)
+
+
+def test_a_recovery_is_shown_and_the_run_ends_as_if_nothing_had_been(
+    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disturbed(make(**SHORT), "update", lambda started: started.restart(Role.CRITIC), monkeypatch) as going:
+        run = going.finish()
+    assert_same(run, undisturbed)
+    assert run.progress.recoveries == 1
+    assert run.progress.state is RunState.FINISHED
+    [note] = [note for note in run.progress.notes if note.startswith("recovering: ")]
+    assert "critic" in note
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_what_redis_loses_in_the_middle_of_a_step_is_sealed_again_or_taken_again(
+    moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
+) -> None:
+    config = make(**SHORT)
+    with disturbed(config, moment, lambda _: empty(redis_client, config.run.name), monkeypatch) as going:
+        run = going.finish()
+    assert_same(run, undisturbed)
+    # The lease was lost with the rest, so the step is not committed under it.
+    assert run.progress.recoveries >= 1
+
+
+def test_a_step_that_one_model_has_applied_is_not_generated_again(
+    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generations: list[int] = []
+    real = training.Training._generate_and_score
+
+    def count(self: Any, step: int, order: Any) -> Any:
+        generations.append(step)
+        return real(self, step, order)
+
+    monkeypatch.setattr(training.Training, "_generate_and_score", count)
+    with disturbed(
+        make(**SHORT), "commit", lambda _: fail(ServiceUnavailable("a moment's loss")), monkeypatch
+    ) as going:
+        run = going.finish()
+    assert_same(run, undisturbed)
+    assert run.progress.recoveries == 1
+    assert generations == [1, 2, 3, 4, 5]
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_a_generation_that_broke_off_and_goes_on_writing_does_not_reach_the_step(
+    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trajectories are the same, but the order in which they come decides which are scored together."""
+    late: list[tuple[Trajectory, int]] = []
+    real = RolloutStream.append
+
+    def append(self: RolloutStream, trajectories: Iterable[Trajectory], leader_epoch: int = 0) -> None:
+        written = list(trajectories)
+        if written[0].id.step == 4 and not late:
+            late.extend((trajectory, leader_epoch) for trajectory in written)
+            raise BufferFailed("the stream is gone for a moment")
+        if written[0].id.step == 4:
+            # What the first generation still has to write comes before anything of the second, and in another order.
+            for trajectory, epoch in reversed(late):
+                real(self, [trajectory], epoch)
+        real(self, written, leader_epoch)
+
+    monkeypatch.setattr(RolloutStream, "append", append)
+    run = run_to_the_end(make(**SHORT))
+    assert len(late) > 1
+    assert run.progress.recoveries == 1
+    assert_same(run, undisturbed)
+
+
+def test_a_run_gives_up_when_it_fails_again_and_again_and_says_how_often(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**{**SHORT, "recovery": {"backoff": 0.01, "attempts": 2}})
+    with disturbed(config, "update", lambda started: started.restart(Role.CRITIC), monkeypatch, times=9) as going:
+        run = going.finish()
+    assert run.code == 1
+    assert run.progress.error.startswith(
+        "gave up after 2 recoveries in a row without a further step; the last failure: "
+    )
+    assert len(run.metrics) == 3
+
+
+def test_with_no_attempts_the_first_failure_ends_the_run(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make(**{**SHORT, "recovery": {"attempts": 0}})
+    with disturbed(config, "update", lambda started: started.restart(Role.CRITIC), monkeypatch) as going:
+        run = going.finish()
+    assert run.code == 1
+    assert run.progress.error.startswith("critic at ")
+    assert run.progress.recoveries == 0
+
+
+def test_a_service_that_comes_back_as_another_is_not_trusted(
+    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**SHORT)
+    other = config.model_copy(update={"actor": config.actor.model_copy(update={"dtype": "bfloat16"})})
+
+    def replace(started: Fleet) -> None:
+        started.lose(Role.ACTOR)
+        started.start(Role.ACTOR, other)
+
+    with disturbed(config, "generate", replace, monkeypatch) as going:
+        run = going.finish()
+    assert run.code == 2
+    assert "services.actor: came back with dtype 'bfloat16', had 'float32'" in run.progress.error
+    assert len(run.metrics) == 3
+
+
+def test_a_stop_that_is_asked_for_while_the_run_recovers_saves_the_policy_of_the_last_commit(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[Fleet] = []
+
+    def lose(started: Fleet) -> None:
+        started.lose(Role.REWARD)
+        lost.append(started)
+
+    with disturbed(make(**SHORT), "generate", lose, monkeypatch) as going:
+        wait_for(going, lambda: going.board.current().phase == "waiting for reward")
+        assert going.board.current().state is RunState.RECOVERING
+        going.control.stop()
+        lost[0].start(Role.REWARD)
+        run = going.finish()
+    assert run.code == 0
+    assert run.progress.state is RunState.STOPPED
+    assert len(run.metrics) == 3
+    assert weights(run)
+
+
+def test_a_critic_that_restarts_between_two_batches_of_a_step_does_not_answer_as_it_was_at_its_start(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_batches = {**SHORT, "rollout": {"score_batch": 1}}
+    expected = run_to_the_end(make(**small_batches))
+    asked: list[int] = []
+    real = CriticClient.values
+
+    def values(self: Any, batch: Any, policy_version: int | None = None) -> Any:
+        asked.append(policy_version or 0)
+        if asked.count(3) == 3:
+            started.restart(Role.CRITIC)
+        answer = real(self, batch, policy_version)
+        # One after the other, so that what was answered before stays answered.
+        assert wait_until(answer.done, 20)
+        return answer
+
+    with fleet(make(**small_batches)) as started, monkeypatch.context() as patch:
+        patch.setattr(CriticClient, "values", values)
+        with orchestrator(started.config) as going:
+            run = going.finish()
+    assert run.progress.recoveries == 1
+    assert_same(run, expected)
+
+
+def test_a_model_whose_update_broke_off_is_restored(
+    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError("no memory left")]
+    real = training_of_models.update_value
+
+    def break_off(*arguments: Any) -> dict[str, float]:
+        found = real(*arguments)
+        if arguments[2].step == 4 and failures:
+            raise failures.pop()
+        return found
+
+    monkeypatch.setattr(critic, "update_value", break_off)
+    run = run_to_the_end(make(**SHORT))
+    assert not failures
+    assert run.progress.recoveries == 1
+    assert_same(run, undisturbed)
+
+
+def test_what_a_guard_found_counts_where_the_run_broke_off_before_it_was_heeded(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guards = {"window": 2, "kl_runaway": {"above": 1e-6, "action": "pause"}}
+    with fleet(make(**{**SHORT, "guards": guards})) as started:
+        with monkeypatch.context() as patch:
+            patch.setattr(training.Training, "_heed", crash_after_the_first_step)
+            with orchestrator(started.config) as going:
+                broken = going.finish()
+        assert broken.code == 1
+        assert not broken.files.alerts.exists()
+        with orchestrator(started.config) as going:
+            wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
+            assert going.board.current().notes[-1] == f"going on after step {len(broken.metrics)}"
+            assert "pause" in [alert["action"] for alert in json_lines(broken.files.alerts)]
+
+
+def crash_after_the_first_step(_: Any, alerts: list[Alert]) -> None:
+    if alerts:
+        raise RuntimeError("crash")

@@ -1,0 +1,47 @@
+"""Saves at once: a snapshot, and its writing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quartet.models.loading import snapshot_model
+from quartet.models.lora import Adapter
+from quartet.models.optimizer import OPTIMIZER_FILE, snapshot_optimizer
+from quartet.models.snapshot import Writer, write_model
+from quartet.models.value_head import ValueModel
+
+
+def save_policy(model: Any, tokenizer: Any, directory: Path, adapter: Adapter | None = None) -> None:
+    """The model, with its adapter merged into it."""
+    write_model(directory, snapshot_model(model, adapter), *_of(tokenizer))
+
+
+def save_adapter(adapter: Adapter, tokenizer: Any, directory: Path) -> None:
+    """The adapter alone."""
+    write_model(directory, adapter.snapshot(), *_of(tokenizer))
+
+
+def save_critic(critic: ValueModel, directory: Path, tokenizer: Any = None, adapter: Adapter | None = None) -> None:
+    """Backbone, with its adapter merged into it, and head."""
+    write_model(directory, critic.snapshot(adapter), *_of(tokenizer))
+
+
+def save_critic_adapter(critic: ValueModel, directory: Path, adapter: Adapter, tokenizer: Any = None) -> None:
+    """The backbone's adapter, and the head."""
+    write_model(directory, critic.snapshot_adapter(adapter), *_of(tokenizer))
+
+
+def save_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """The optimizer's state in a file of this name."""
+    folder = path.with_name(f"{path.name}-folder")
+    folder.mkdir()
+    snapshot_optimizer(optimizer)(folder)
+    (folder / OPTIMIZER_FILE).rename(path)
+    folder.rmdir()
+
+
+def _of(tokenizer: Any) -> list[Writer]:
+    return [] if tokenizer is None else [tokenizer.save_pretrained]

@@ -1,0 +1,193 @@
+"""Failpoints: what each action does, when, how often, and that nothing happens unless the environment asks."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quartet.errors import ConfigError
+from quartet.failpoints import FAILPOINTS, FOLDER_VARIABLE, VARIABLE, InjectedFault, arm, failpoint
+
+ROOT = Path(__file__).parents[2]
+CODE = [
+    path
+    for folder in ("src/quartet", "services")
+    for path in (ROOT / folder).rglob("*.py")
+    if path.name != "failpoints.py" and "v1" not in path.parts
+]
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    arm({})
+
+
+def armed(setting: str, folder: Path) -> list[str]:
+    return arm({VARIABLE: setting, FOLDER_VARIABLE: str(folder)})
+
+
+def fires(name: str) -> bool:
+    try:
+        failpoint(name)
+    except InjectedFault:
+        return True
+    return False
+
+
+def test_nothing_happens_unless_the_environment_asks(tmp_path: Path) -> None:
+    assert arm({FOLDER_VARIABLE: str(tmp_path)}) == []
+    assert arm({VARIABLE: " ,", FOLDER_VARIABLE: "/nowhere"}) == []
+    assert not any(fires(name) for name in FAILPOINTS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failpoint_fires_at_the_passing_that_was_named_and_at_no_other_place(tmp_path: Path) -> None:
+    assert armed("actor.stepping=fail@3, actor.stepped=fail", tmp_path) == ["actor.stepping", "actor.stepped"]
+    assert [fires("actor.stepping") for _ in range(5)] == [False, False, True, False, False]
+    assert [fires("actor.stepped") for _ in range(3)] == [True, False, False]
+    assert not fires("critic.stepping")
+
+
+def test_a_process_that_comes_back_passes_what_has_fired(tmp_path: Path) -> None:
+    armed("actor.stepped=fail", tmp_path)
+    assert fires("actor.stepped")
+    armed("actor.stepped=fail", tmp_path)
+    assert not fires("actor.stepped")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    armed("actor.stepped=fail", elsewhere)
+    assert fires("actor.stepped")
+
+
+def test_threads_that_pass_at_once_are_counted_and_one_of_them_fires(tmp_path: Path) -> None:
+    armed("reward.scoring=fail@40", tmp_path)
+    fired: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: fired.extend(fires("reward.scoring") for _ in range(10))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(fired) == [False] * 39 + [True]
+
+
+def test_hold_says_who_waits_and_goes_on_when_told(tmp_path: Path) -> None:
+    armed("orchestrator.sealed=hold", tmp_path)
+    passed = threading.Event()
+    thread = threading.Thread(target=lambda: (failpoint("orchestrator.sealed"), passed.set()), daemon=True)
+    thread.start()
+    reached = tmp_path / "orchestrator.sealed.reached"
+    deadline = time.monotonic() + 10
+    while not reached.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert int(reached.read_text()) == os.getpid()
+    assert not passed.wait(0.1)
+    (tmp_path / "orchestrator.sealed.go").touch()
+    assert passed.wait(10)
+
+
+def test_delay_takes_its_time(tmp_path: Path) -> None:
+    armed("critic.scoring=delay:0.2@2", tmp_path)
+    failpoint("critic.scoring")
+    started = time.monotonic()
+    failpoint("critic.scoring")
+    assert 0.2 <= time.monotonic() - started < 5
+
+
+def test_kill_ends_the_process_at_once_and_only_the_first_time(tmp_path: Path) -> None:
+    code = "import os; from quartet.failpoints import arm, failpoint; arm(os.environ); failpoint('actor.saving'); print('by')"
+    environment = {VARIABLE: "actor.saving=kill", FOLDER_VARIABLE: str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
+
+    first, second = run(), run()
+    assert (first.returncode, "by" in first.stdout) == (-signal.SIGKILL, False)
+    assert (second.returncode, "by" in second.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("actor.sleeping=kill", "actor.sleeping: unknown failpoint; there are: actor.generating, "),
+        ("actor.stepped", "'actor.stepped': expected NAME=ACTION"),
+        ("actor.stepped=explode", "'actor.stepped=explode': expected NAME=ACTION"),
+        ("actor.stepped=fail@0", "'actor.stepped=fail@0': expected"),
+        ("actor.stepped=fail@x", "'actor.stepped=fail@x': expected"),
+        ("actor.stepped=delay", "'actor.stepped=delay': expected"),
+        ("actor.stepped=delay:-1", "'actor.stepped=delay:-1': expected"),
+        ("actor.stepped=hold:1", "'actor.stepped=hold:1': expected"),
+        ("actor.stepped=fail,actor.stepped=kill", "actor.stepped: given twice"),
+    ],
+)
+def test_a_setting_that_means_nothing_is_refused_at_the_start(setting: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        armed(setting, tmp_path)
+    assert str(refused.value).startswith(f"{VARIABLE}: {said}")
+
+
+@pytest.mark.parametrize("folder", [None, "", "nowhere"])
+def test_without_a_folder_to_remember_in_they_are_refused(folder: str | None) -> None:
+    with pytest.raises(ConfigError, match=f"{FOLDER_VARIABLE}: .*expected a folder"):
+        arm({VARIABLE: "actor.stepped=fail", **({} if folder is None else {FOLDER_VARIABLE: folder})})
+
+
+def started(setting: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A service process with this setting, and with a config that is not there."""
+    environment = {VARIABLE: setting, FOLDER_VARIABLE: str(folder), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    command = [sys.executable, "-m", "services", "reward", "--config", str(folder / "none.yaml")]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_service_says_that_failpoints_are_set(tmp_path: Path) -> None:
+    ended = started("reward.scoring=kill", tmp_path)
+    assert "level='warning'" in ended.stderr
+    assert "names=['reward.scoring']" in ended.stderr
+    assert "failpoints" not in started("", tmp_path).stderr
+
+
+def test_a_service_with_a_wrong_setting_does_not_start(tmp_path: Path) -> None:
+    ended = started("reward.scores=kill", tmp_path)
+    assert ended.returncode == 2
+    assert f"error: {VARIABLE}: reward.scores: unknown failpoint" in ended.stderr
+
+
+def test_every_failpoint_is_one_place_in_the_code() -> None:
+    found = [
+        node.value
+        for path in CODE
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in FAILPOINTS
+    ]
+    assert sorted(found) == sorted(FAILPOINTS)
+
+
+def test_every_call_names_a_failpoint_that_there_is() -> None:
+    calls = [
+        call
+        for path in CODE
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "failpoint"
+    ]
+    named = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    assert named <= FAILPOINTS.keys()
+    assert len(named) >= len(FAILPOINTS) - 4  # Those around an optimizer step are looked up by whose it is.
+
+
+def test_nothing_that_is_shipped_sets_one() -> None:
+    shipped = [path for folder in ("configs", "examples", "docker", "helm") for path in (ROOT / folder).rglob("*.*")]
+    shipped += [ROOT / "Makefile", *ROOT.glob("docker-compose*.yml")]
+    assert [path for path in shipped if path.is_file() and VARIABLE in path.read_text(errors="ignore")] == []

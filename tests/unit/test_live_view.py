@@ -1,0 +1,70 @@
+"""What is printed of a run's news, also where a second orchestrator goes on with them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from quartet.cli.live import LineView, LiveView, News
+from quartet.v1 import orchestrator_pb2
+
+FIGURES = {
+    "reward_mean": 0.5,
+    "kl_mean": 0.1,
+    "entropy": 2.0,
+    "eos_rate": 1.0,
+    "response_tokens": 64.0,
+    "response_tokens_mean": 8.0,
+    "seconds": 2.0,
+}
+
+
+def progress(step: int, *notes: str, **metrics: float) -> orchestrator_pb2.Progress:
+    return orchestrator_pb2.Progress(run="tiny", step=step, total_steps=9, notes=notes, metrics=metrics)
+
+
+def alert(step: int, guard: str) -> orchestrator_pb2.Alert:
+    return orchestrator_pb2.Alert(step=step, guard=guard, action="warn", evidence="it rises", remedy="lower it")
+
+
+def test_each_note_is_said_once_and_those_of_a_second_orchestrator_all() -> None:
+    news = News(Path("runs/tiny"))
+    assert news.of(progress(1, "a", "b")) == ["note: a", "note: b"]
+    assert news.of(progress(1, "a", "b", "b")) == ["note: b"]
+    assert news.of(progress(2, "a", "b", "b")) == []
+    assert news.of(progress(2, "a", "going on", "c", "d")) == ["note: a", "note: going on", "note: c", "note: d"]
+    assert news.of(progress(2)) == []
+
+
+def test_each_alert_is_said_once_and_those_of_a_second_orchestrator_all() -> None:
+    news = News(Path("runs/tiny"))
+    first = orchestrator_pb2.Progress(alerts=[alert(1, "collapse"), alert(2, "collapse")])
+    assert len(news.of(first)) == 2
+    assert news.of(first) == []
+    second = orchestrator_pb2.Progress(alerts=[alert(4, "kl"), alert(5, "kl"), alert(6, "kl")])
+    assert [line[:25] for line in news.of(second)] == ["guard kl (warn) after ste" for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", [LineView, LiveView])
+def test_what_happened_to_the_processes_is_printed_between_the_steps(kind: type[LineView] | type[LiveView]) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=kind is LiveView, width=120)
+    with kind(console, Path("runs/tiny")) as view:
+        view.show(progress(1, **FIGURES))
+        view.say("critic: killed by SIGKILL; restarted (1 of 5 in a row)")
+        view.show(progress(2, **FIGURES))
+    assert "critic: killed by SIGKILL; restarted (1 of 5 in a row)" in output.getvalue()
+
+
+def test_a_step_whose_figures_are_not_known_is_no_line() -> None:
+    output = io.StringIO()
+    view = LineView(Console(file=output, width=120), Path("runs/tiny"))
+    view.show(progress(3))
+    assert output.getvalue() == ""
+    view.show(progress(3, **FIGURES))
+    view.show(progress(2, **FIGURES))
+    assert output.getvalue().startswith("step 3/9  reward +0.500")
+    assert output.getvalue().count("step") == 1
