@@ -6,6 +6,7 @@ Parses the config, then imports torch, builds each role's core, serves them toge
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import queue
@@ -134,6 +135,17 @@ def _models(roles: list[Role], config: Config, threads: int) -> list[Any]:
     return [build_model_role(role, config, compute, threads) for role in roles]
 
 
+def _settle() -> None:
+    """Counts what is there by now as permanent, so that cycles are looked for in what has come since.
+
+    Python looks for old ones when a quarter of all is new. With the libraries in that all, those of thousands of steps would
+    wait, and memory would grow meanwhile.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # Only now is what is frozen no longer part of that all.
+
+
 def _orchestrator(
     config: Config, endings: queue.SimpleQueue[str], status: list[int], announcer: Announcer
 ) -> tuple[list[Any], threading.Thread]:
@@ -147,7 +159,7 @@ def _orchestrator(
     set_up_torch(1)
     board = ProgressBoard(config.run.name, config.run.steps)
     control = Control(RunFiles(config.run_directory).paused)
-    training = Training(config, buffer_url(config), board, control)
+    training = Training(config, buffer_url(config), board, control, prepared=_settle)
 
     def finished(code: int) -> None:
         status[0] = code

@@ -86,6 +86,12 @@ class ProgressBoard:
                 notes=[*self._progress.notes, f"recovering: {cause}"],
             )
 
+    def show_scored(self, scored: int) -> None:
+        """Notes how many trajectories of the step in hand have been scored."""
+        with self._changed:
+            if self._progress.scored != scored:
+                self.update(scored=scored)
+
     def commit(self, step: int, metrics: dict[str, float]) -> None:
         """Notes a committed step."""
         with self._changed:

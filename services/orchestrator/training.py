@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import structlog
@@ -16,72 +16,68 @@ from quartet.buffer.lease import Lease
 from quartet.buffer.rollouts import RolloutStream
 from quartet.config import Config, TrainedModelConfig
 from quartet.data import PromptEncoder, PromptOrder, encode_prompts, iterate_prompt_lines
-from quartet.errors import AnotherLeads, Cancelled, ConfigError, QuartetError, ServiceFailed, StorageFailed, Unanswered
-from quartet.evaluation import read_validation_prompts, run_sampling, stream_name
+from quartet.errors import AnotherLeads, Cancelled, ConfigError, QuartetError, StorageFailed
+from quartet.evaluation import read_validation_prompts, stream_name
 from quartet.failpoints import failpoint
-from quartet.files import check_saved
 from quartet.models.loading import load_tokenizer
-from quartet.rpc.clients import PendingResult
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import (
     Alert,
-    Prompt,
     Role,
-    SaveKind,
-    TrajectoryId,
     UpdateResult,
 )
-from services.orchestrator.checkpoints import Checkpoints, PendingCheckpoint
-from services.orchestrator.collector import CollectedStep, Collector, Replacement, wait_for_all
+from services.orchestrator.collector import CollectedStep, wait_for_all
 from services.orchestrator.control import Control
 from services.orchestrator.course import Course
 from services.orchestrator.evaluation import Evaluator
-from services.orchestrator.experience import PreparedStep, prepare_step
+from services.orchestrator.experience import PreparedStep
 from services.orchestrator.peers import Peers, Statuses, check_agreement, check_lengths, check_same
+from services.orchestrator.preparation import Preparation, SealedStep
 from services.orchestrator.progress import ProgressBoard, RunState
 from services.orchestrator.records import poison_lines, poison_note, trajectory_lines, update_metrics
 from services.orchestrator.recovery import RECOVERABLE, Attempts, Recovery
+from services.orchestrator.saving import Saving
 from services.orchestrator.settings import begin_update, learning_rate_at
 from services.orchestrator.stopwatch import Stopwatch
 
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class SealedStep:
-    """A step whose experience is sealed: it is as good as applied, whatever happens to the services."""
-
-    step: int
-    collected: CollectedStep
-    prepared: PreparedStep
-
-
 class Training:
     """One run from its first step to its saved policy."""
 
-    def __init__(self, config: Config, url: str, board: ProgressBoard, control: Control) -> None:
-        """Connects to the buffer at ``url``. Raises ConfigError or ServiceUnavailable."""
-        self._config, self._board, self._control = config, board, control
+    def __init__(
+        self,
+        config: Config,
+        url: str,
+        board: ProgressBoard,
+        control: Control,
+        prepared: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Connects to the buffer at ``url``. ``prepared`` is called once, when everything is loaded and no step is taken.
+
+        Raises ConfigError or ServiceUnavailable.
+        """
+        self._config, self._board, self._control, self._prepared = config, board, control, prepared
         self._run = config.run.name
         self._files = RunFiles(config.run_directory)
         self._url, self._redis = url, connect(url)
         self._stream = RolloutStream(self._redis, url, self._run)
         self._experience = ExperienceStore(self._redis, url, self._run)
         self._peers = Peers(config)
-        self._collector = Collector(self._stream, self._peers.scoring(), config.rollout.score_batch)
-        self._checkpoints = Checkpoints(self._files, config.checkpoint.keep, config.to_yaml())
+        self._stopwatch = Stopwatch()
+        self._preparation = Preparation(config, self._peers, self._stream, board)
+        self._saving = Saving(config, self._files, self._peers, self._experience, board, self._stopwatch)
         self._course = Course(config)
         self._attempts = Attempts(config.recovery)
         self._lease: Lease | None = None
         self._name = secrets.token_hex(16)
         self._sealed: SealedStep | None = None
+        """The step in hand, once it is prepared: it is as good as applied, whatever happens to the services."""
         self._stopped_by: Alert | None = None
         self._tokenizer: Any = None
         self._evaluator: Evaluator | None = None
         self._evaluated: int | None = None
-        self._saved = self._unsaved = 0
-        self._pending: PendingCheckpoint | None = None
-        self._stopwatch = Stopwatch()
 
     def run(self) -> None:
         """Trains, from the last committed step on. Raises the first thing that goes wrong; a step that failed leaves no trace."""
@@ -92,13 +88,14 @@ class Training:
 
     def _run_to_the_end(self) -> None:
         statuses = self._meet()
-        order = self._prepare(statuses)
+        order = self._read_prompts(statuses)
+        self._prepared()
         while True:
             try:
                 self._lead(statuses)
                 self._board.update(state=RunState.TRAINING, phase="generate")
                 step = self._take_steps(order)
-                self._save_policy(step)
+                self._saving.save_policy(step, self._epoch)
                 break
             except AnotherLeads:
                 raise
@@ -161,13 +158,24 @@ class Training:
         self._finish_checkpoint()
         return step
 
+    def _checkpoint(self, step: int) -> None:
+        """Begins a checkpoint where one is due. The next step goes on meanwhile; its update waits for ``_finish_checkpoint``."""
+        if self._saving.is_due(step, last=self._is_last(step)):
+            self._finish_checkpoint()
+            self._saving.begin(step, self._epoch, self._course.state())
+
+    def _finish_checkpoint(self) -> None:
+        if self._saving.under_way:
+            self._check_lease()
+            self._saving.finish()
+
     def _evaluate(self, step: int) -> None:
         evaluator = self._evaluator
         if evaluator is None or step == self._evaluated or not evaluator.is_due(step, last=self._is_last(step)):
             return
         self._evaluated = step
         self._board.update(phase="evaluate", scored=0, wanted=evaluator.responses)
-        summary = evaluator.evaluate(step, policy_version=step, on_progress=self._show_scored)
+        summary = evaluator.evaluate(step, policy_version=step, on_progress=self._board.show_scored)
         log.info("evaluated", step=step, **summary)
         figures = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {summary[name]:.2f}" for name in summary)
         self._board.note(f"evaluation after step {step}: {figures}")
@@ -181,61 +189,6 @@ class Training:
     def exit_code(self) -> int:
         """Of a run that came to its end: 1 where a guard stopped it."""
         return 0 if self._stopped_by is None else 1
-
-    def _save_policy(self, step: int) -> None:
-        self._board.update(phase="save")
-        wanted = {self._files.policy: SaveKind.MODEL}
-        if self._config.actor.lora is not None:
-            wanted[self._files.adapter] = SaveKind.ADAPTER
-        for path, kind in wanted.items():
-            saving = self._peers.actor.save(self._run, self._epoch, path.name, kind, step)
-            wait_for_all([saving])
-            check_saved(self._files.root, saving.result())
-            log.info("saved", kind=kind, path=str(path), step=step)
-
-    def _checkpoint(self, step: int) -> None:
-        """Begins a checkpoint where one is due. The next step goes on meanwhile; its update waits for ``_finish_checkpoint``."""
-        every = self._config.checkpoint.every
-        under_way = self._pending.step if self._pending else None
-        if every == 0 or step in (under_way, self._saved, self._unsaved):
-            return
-        if step % every and not self._is_last(step):
-            return
-        self._finish_checkpoint()
-        with self._stopwatch.part("checkpoint"):
-            trained, state = self._peers.trained, self._course.state()
-            self._pending = self._checkpoints.begin(self._run, step, self._epoch, trained, state)
-
-    def _finish_checkpoint(self) -> None:
-        """Waits for the checkpoint under way, if there is one. One that cannot be written is noted; the run goes on without."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        if not pending.done():
-            self._board.update(phase="checkpoint")
-        try:
-            with self._stopwatch.part("checkpoint"):
-                if self._lease is not None:
-                    self._lease.check()
-                pending.finish()
-        except Unanswered:
-            raise  # That is a service's trouble, not the disk's.
-        except (ServiceFailed, StorageFailed) as error:
-            self._unsaved = pending.step
-            kept = f"step {self._saved}'s stays" if self._saved else "there is none yet"
-            self._board.note(f"checkpoint of step {pending.step} failed: {error}; {kept}; the next is tried as usual")
-            log.warning("checkpoint failed", step=pending.step, newest=self._saved, error=str(error))
-        else:
-            # What a checkpoint covers need not be replayed.
-            covered, self._saved = range(self._saved + 1, pending.step + 1), pending.step
-            with self._stopwatch.part("checkpoint"):
-                self._experience.discard(covered)
-
-    def _abandon_checkpoint(self) -> None:
-        """Lets go of the checkpoint under way: without its manifest it is none, and it is begun again where it is due."""
-        if self._pending is not None:
-            self._pending.abandon()
-        self._pending = None
 
     def _heed(self, alerts: list[Alert]) -> None:
         """Writes down what the guards found, and does what they are configured to do."""
@@ -259,7 +212,7 @@ class Training:
         log.info("going on", stopping=self._control.stopping)
         self._board.update(state=RunState.TRAINING, phase="generate")
 
-    def _prepare(self, statuses: Statuses) -> PromptOrder:
+    def _read_prompts(self, statuses: Statuses) -> PromptOrder:
         """Reads the prompts. Raises ConfigError."""
         self._tokenizer = load_tokenizer(self._config.actor.model)
         stop_ids = {self._tokenizer.eos_token_id} - {None}
@@ -281,7 +234,7 @@ class Training:
 
     def _lead(self, statuses: Statuses) -> None:
         """Takes the lease, and brings the models and the algorithm's own state to the last committed step."""
-        newest = self._checkpoints.newest(self._run)
+        newest = self._saving.newest()
         seen = [status.leader_epoch for status in statuses.values()] + ([newest.leader_epoch] if newest else [])
         if self._lease is not None:
             self._lease.release()
@@ -297,16 +250,21 @@ class Training:
         recovery = Recovery(self._config, self._files, self._peers, self._experience, self._epoch)
         sealed = self._sealed.step if self._sealed else None
         step = recovery.to_last_commit(newest, statuses, self._course, sealed)
-        self._saved, self._evaluated = newest.step if newest else 0, self._files.evaluated()
-        self._abandon_checkpoint()
-        if step < self._unsaved:
-            self._unsaved = 0
+        base = newest.step if newest else 0
+        self._saving.go_back(base, step)
+        self._evaluated = self._files.evaluated()
         # What the guards found in the last step counts also where the run broke off before it was heeded.
         self._heed([alert for alert in self._course.found if asdict(alert) not in self._files.alerts_of(step)])
-        self._experience.keep_only(range(self._saved + 1, step + 1))
+        self._experience.keep_only(range(base + 1, step + 1))
+        self._board.update(step=step)
         if step:
             self._board.note(f"going on after step {step}")
-            log.info("resumed", step=step, checkpoint=self._saved)
+            log.info("resumed", step=step, checkpoint=base)
+
+    def _check_lease(self) -> None:
+        assert self._lease is not None
+        with self._stopwatch.part("lease"):
+            self._lease.check()
 
     @property
     def _epoch(self) -> int:
@@ -337,7 +295,7 @@ class Training:
     def _take_step(self, step: int, order: PromptOrder) -> list[Alert]:
         start = time.perf_counter()
         if self._sealed is None or self._sealed.step != step:
-            self._sealed = self._prepare_step(step, order)
+            self._sealed = self._prepare(step, order)
         collected, prepared = self._sealed.collected, self._sealed.prepared
         failpoint("orchestrator.sealing")
         with self._stopwatch.part("seal"):
@@ -370,52 +328,8 @@ class Training:
         log.info("committed", step=step, seconds=time.perf_counter() - start, **self._stopwatch.lap())
         return self._course.commit(metrics, [item.score for item in collected.scored])
 
-    def _prepare_step(self, step: int, order: PromptOrder) -> SealedStep:
-        collected = self._generate_and_score(step, order)
-        scores = [item.score for item in collected.scored]
-        prepared = prepare_step(
-            self._run,
-            step,
-            step - 1,
-            collected.scored,
-            self._config.algorithm,
-            self._course.kl_coefficient,
-            self._course.moments(scores),
-            self._config.rollout.max_response_tokens,
-        )
-        return SealedStep(step, collected, prepared)
-
-    def _generate_and_score(self, step: int, order: PromptOrder) -> CollectedStep:
-        rollout = self._config.rollout
-        prompts = order.of_step(step)
-        samples = range(rollout.samples_per_prompt)
-        expected = {TrajectoryId(self._run, step, prompt.index, sample) for prompt in prompts for sample in samples}
-        self._board.update(phase="generate", scored=0, wanted=len(expected))
-        generation = self._generate(step, prompts, 0, rollout.samples_per_prompt)
-        fields = {prompt.index: prompt.fields for prompt in prompts} if self._config.reward.has_functions else {}
-
-        def replace(wanted: set[int], sample: int) -> PendingResult[int]:
-            return self._generate(step, [prompt for prompt in prompts if prompt.index in wanted], sample, 1)
-
-        replacement = Replacement(self._config.recovery, replace)
-        return self._collector.collect(expected, step - 1, generation, self._show_scored, fields, replacement)
-
-    def _generate(self, step: int, prompts: Sequence[Prompt], first_sample: int, samples: int) -> PendingResult[int]:
-        return self._peers.actor.generate(
-            run=self._run,
-            step=step,
-            leader_epoch=self._epoch,
-            prompts=prompts,
-            samples_per_prompt=samples,
-            sampling=run_sampling(self._config.rollout),
-            seed=self._config.run.seed,
-            policy_version=step - 1,
-            first_sample=first_sample,
-        )
-
-    def _show_scored(self, scored: int) -> None:
-        if self._board.current().scored != scored:
-            self._board.update(scored=scored)
+    def _prepare(self, step: int, order: PromptOrder) -> SealedStep:
+        return self._preparation.prepare(step, order.of_step(step), self._epoch, self._course)
 
     def _trained(self, role: Role) -> TrainedModelConfig:
         return self._config.actor if role is Role.ACTOR else self._config.critic
@@ -426,9 +340,7 @@ class Training:
         return {role: call.result() for role, call in calls.items()}
 
     def _commit(self, step: int, collected: CollectedStep, prepared: PreparedStep, metrics: dict[str, float]) -> None:
-        if self._lease is not None:
-            with self._stopwatch.part("lease"):
-                self._lease.check()
+        self._check_lease()
         try:
             with self._stopwatch.part("commit"):
                 self._files.write_trajectories(step, trajectory_lines(self._tokenizer, collected, prepared))

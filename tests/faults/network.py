@@ -29,7 +29,7 @@ SHORT: dict[str, Any] = {
 BUFFER_OF_THE_SERVICES = "buffer-of-the-services"
 LINKS = (*map(str, MODEL_ROLES), "buffer", BUFFER_OF_THE_SERVICES)
 """From the orchestrator to each service and to Redis; from actor and critic to Redis."""
-MOMENTS = {"generate": "_generate_and_score", "update": "_update", "commit": "_commit"}
+MOMENTS = {"generate": "_prepare", "update": "_update", "commit": "_commit"}
 
 
 @dataclass(frozen=True)

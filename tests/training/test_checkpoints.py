@@ -20,9 +20,10 @@ from services.actor import actor as actor_core
 from services.critic import critic as critic_core
 from services.orchestrator import training
 from services.orchestrator.progress import RunState
+from services.orchestrator.saving import Saving
 from services.orchestrator.settings import begin_update
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, orchestrator, run_to_the_end, services, underway
+from tests.training.runs import Run, run_to_the_end, underway
 from tests.training.test_resume import KINDS, figures, weights
 from tests.training.test_stability import wait_for
 
@@ -188,24 +189,22 @@ def test_a_crash_before_a_checkpoint_has_its_name_goes_on_from_the_one_before(
     def crash(*_: Any) -> None:
         raise Crash
 
-    with services(config) as addressed:
-        with orchestrator(addressed) as going:
-            wait_for(going, lambda: (config.run_directory / "checkpoints" / "step-000002").exists())
-            target = (training.Training, "_finish_checkpoint") if when == "written" else (Path, "rename")
-            real = getattr(*target)
+    target = (Saving, "finish") if when == "written" else (Path, "rename")
+    real = getattr(*target)
 
-            def act(self: Any, *arguments: Any) -> Any:
-                pending = getattr(self, "_pending", None)
-                if (pending is not None and pending.step == 4) or getattr(self, "name", "") == ".step-000004.partial":
-                    crash()
-                return real(self, *arguments)
+    def act(self: Any, *arguments: Any) -> Any:
+        pending = getattr(self, "_pending", None)
+        if (pending is not None and pending.step == 4) or getattr(self, "name", "") == ".step-000004.partial":
+            crash()
+        return real(self, *arguments)
 
-            with monkeypatch.context() as patch:
-                patch.setattr(*target, act)
-                broken = going.finish()
-        assert broken.code == 1
-        assert kept(broken) == [".step-000004.partial", "step-000002"]
-        assert (broken.files.checkpoints / ".step-000004.partial" / "manifest.json").exists() == (when == "manifest")
+    with monkeypatch.context() as patch:
+        patch.setattr(*target, act)
+        with underway(config) as going:
+            broken = going.finish()
+    assert broken.code == 1
+    assert kept(broken) == [".step-000004.partial", "step-000002"]
+    assert (broken.files.checkpoints / ".step-000004.partial" / "manifest.json").exists() == (when == "manifest")
     run = run_to_the_end(config)
     assert kept(run) == ["step-000006", "step-000008"]
     assert weights(run) == weights(undisturbed("ppo"))

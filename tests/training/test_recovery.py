@@ -32,7 +32,7 @@ SHORT: dict[str, Any] = {
     "algorithm": {"score": {"normalize": "running"}},
     "recovery": {"backoff": 0.01},
 }
-MOMENTS = {"generate": "_generate_and_score", "update": "_update", "commit": "_commit"}
+MOMENTS = {"generate": "_prepare", "update": "_update", "commit": "_commit"}
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +116,13 @@ def test_a_step_that_one_model_has_applied_is_not_generated_again(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generations: list[int] = []
-    real = training.Training._generate_and_score
+    real = training.Training._prepare
 
     def count(self: Any, step: int, order: Any) -> Any:
         generations.append(step)
         return real(self, step, order)
 
-    monkeypatch.setattr(training.Training, "_generate_and_score", count)
+    monkeypatch.setattr(training.Training, "_prepare", count)
     with disturbed(
         make(**SHORT), "commit", lambda _: fail(ServiceUnavailable("a moment's loss")), monkeypatch
     ) as going:

@@ -63,7 +63,7 @@ def undisturbed(make: MakeConfig, world: World) -> Callable[[str], Run]:
 def break_off(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that crashes in ``step``: before it is sealed, before it is updated, before or after its commit."""
     method = {
-        "generate": "_generate_and_score",
+        "generate": "_prepare",
         "sealed": "_update",
         "updated": "_commit",
         "committed": "_heed",

@@ -47,7 +47,7 @@ class Lease:
     ) -> None:
         """Takes the lease, under an epoch of ``at_least`` or more.
 
-        Waits for the end of a lease that nobody renews: its holder died. Raises AnotherLeads when another renews it. One of the same
+        Waits for the end of a lease that nobody renews: its holder died. Raises AnotherLeads when another renews it. One of
         ``owner``, any text without a space, makes way: what it sent when the network was down may arrive after its release.
         """
         self._client, self._url, self._run, self._milliseconds = client, url, run, int(duration * 1000)

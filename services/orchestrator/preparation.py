@@ -1,0 +1,82 @@
+"""Preparing a step: its trajectories generated and scored, and what actor and critic will learn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quartet.buffer.rollouts import RolloutStream
+from quartet.config import Config
+from quartet.evaluation import run_sampling
+from quartet.rpc.clients import PendingResult
+from quartet.types import Prompt, TrajectoryId
+from services.orchestrator.collector import CollectedStep, Collector, Replacement
+from services.orchestrator.course import Course
+from services.orchestrator.experience import PreparedStep, prepare_step
+from services.orchestrator.peers import Peers
+from services.orchestrator.progress import ProgressBoard
+
+
+@dataclass(frozen=True, slots=True)
+class SealedStep:
+    """A step that is prepared, and its experience sealed."""
+
+    step: int
+    collected: CollectedStep
+    prepared: PreparedStep
+
+
+class Preparation:
+    """Asks for a step's trajectories and their scores, and makes experience of them."""
+
+    def __init__(self, config: Config, peers: Peers, stream: RolloutStream, board: ProgressBoard) -> None:
+        self._config, self._actor, self._board = config, peers.actor, board
+        self._collector = Collector(stream, peers.scoring(), config.rollout.score_batch)
+
+    def prepare(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, course: Course) -> SealedStep:
+        """The step's experience, under what ``course`` remembers of the steps before. Raises as the collector."""
+        collected = self._collect(step, prompts, leader_epoch)
+        scores = [item.score for item in collected.scored]
+        prepared = prepare_step(
+            self._config.run.name,
+            step,
+            step - 1,
+            collected.scored,
+            self._config.algorithm,
+            course.kl_coefficient,
+            course.moments(scores),
+            self._config.rollout.max_response_tokens,
+        )
+        return SealedStep(step, collected, prepared)
+
+    def _collect(self, step: int, prompts: Sequence[Prompt], leader_epoch: int) -> CollectedStep:
+        config, samples = self._config, self._config.rollout.samples_per_prompt
+        expected = {
+            TrajectoryId(config.run.name, step, prompt.index, sample) for prompt in prompts for sample in range(samples)
+        }
+        self._board.update(phase="generate", scored=0, wanted=len(expected))
+
+        def generate(wanted: Sequence[Prompt], first_sample: int, samples: int) -> PendingResult[int]:
+            return self._actor.generate(
+                run=config.run.name,
+                step=step,
+                leader_epoch=leader_epoch,
+                prompts=wanted,
+                samples_per_prompt=samples,
+                sampling=run_sampling(config.rollout),
+                seed=config.run.seed,
+                policy_version=step - 1,
+                first_sample=first_sample,
+            )
+
+        def replace(indices: set[int], sample: int) -> PendingResult[int]:
+            return generate([prompt for prompt in prompts if prompt.index in indices], sample, 1)
+
+        return self._collector.collect(
+            expected,
+            step - 1,
+            generate(prompts, 0, samples),
+            self._board.show_scored,
+            {prompt.index: prompt.fields for prompt in prompts} if config.reward.has_functions else {},
+            Replacement(config.recovery, replace),
+        )

@@ -1,0 +1,114 @@
+"""What a run saves and when: checkpoints, beside the step that follows, and the policy at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+
+from quartet.buffer.experience import ExperienceStore
+from quartet.checkpoints import Checkpoint
+from quartet.config import Config
+from quartet.errors import ServiceFailed, StorageFailed, Unanswered
+from quartet.files import check_saved
+from quartet.telemetry.run_files import RunFiles
+from quartet.types import SaveKind
+from services.orchestrator.checkpoints import Checkpoints, PendingCheckpoint
+from services.orchestrator.collector import wait_for_all
+from services.orchestrator.peers import Peers
+from services.orchestrator.progress import ProgressBoard
+from services.orchestrator.stopwatch import Stopwatch
+
+log = structlog.get_logger()
+
+
+class Saving:
+    """The checkpoint under way, the newest one, and the last that could not be written."""
+
+    def __init__(
+        self,
+        config: Config,
+        files: RunFiles,
+        peers: Peers,
+        experience: ExperienceStore,
+        board: ProgressBoard,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._config, self._run = config, config.run.name
+        self._files, self._peers, self._experience, self._board, self._stopwatch = (
+            files,
+            peers,
+            experience,
+            board,
+            stopwatch,
+        )
+        self._checkpoints = Checkpoints(files, config.checkpoint.keep, config.to_yaml())
+        self._saved = self._unsaved = 0
+        self._pending: PendingCheckpoint | None = None
+
+    def newest(self) -> Checkpoint | None:
+        """The run's newest checkpoint that is whole."""
+        return self._checkpoints.newest(self._run)
+
+    def go_back(self, saved: int, step: int) -> None:
+        """Goes on from ``step``, with ``saved`` the newest checkpoint's.
+
+        The checkpoint under way is let go: without its manifest it is none, and it is begun again where it is due.
+        """
+        if self._pending is not None:
+            self._pending.abandon()
+        self._pending = None
+        self._saved = saved
+        if step < self._unsaved:
+            self._unsaved = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a checkpoint has been begun and not finished."""
+        return self._pending is not None
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """Whether a checkpoint is to be begun after ``step``. ``last``: no step follows."""
+        every = self._config.checkpoint.every
+        under_way = self._pending.step if self._pending else None
+        return every > 0 and step not in (under_way, self._saved, self._unsaved) and (step % every == 0 or last)
+
+    def begin(self, step: int, leader_epoch: int, state: dict[str, Any]) -> None:
+        """Begins a checkpoint of the models after ``step``, and of the orchestrator's own ``state``."""
+        with self._stopwatch.part("checkpoint"):
+            self._pending = self._checkpoints.begin(self._run, step, leader_epoch, self._peers.trained, state)
+
+    def finish(self) -> None:
+        """Waits for the checkpoint under way, if there is one. One that cannot be written is noted; the run goes on without."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if not pending.done():
+            self._board.update(phase="checkpoint")
+        try:
+            with self._stopwatch.part("checkpoint"):
+                pending.finish()
+        except Unanswered:
+            raise  # That is a service's trouble, not the disk's.
+        except (ServiceFailed, StorageFailed) as error:
+            self._unsaved = pending.step
+            kept = f"step {self._saved}'s stays" if self._saved else "there is none yet"
+            self._board.note(f"checkpoint of step {pending.step} failed: {error}; {kept}; the next is tried as usual")
+            log.warning("checkpoint failed", step=pending.step, newest=self._saved, error=str(error))
+        else:
+            # What a checkpoint covers need not be replayed.
+            covered, self._saved = range(self._saved + 1, pending.step + 1), pending.step
+            with self._stopwatch.part("checkpoint"):
+                self._experience.discard(covered)
+
+    def save_policy(self, step: int, leader_epoch: int) -> None:
+        """Writes the policy after ``step``, in Hugging Face format, and its adapter where it has one."""
+        self._board.update(phase="save")
+        wanted = {self._files.policy: SaveKind.MODEL}
+        if self._config.actor.lora is not None:
+            wanted[self._files.adapter] = SaveKind.ADAPTER
+        for path, kind in wanted.items():
+            saving = self._peers.actor.save(self._run, leader_epoch, path.name, kind, step)
+            wait_for_all([saving])
+            check_saved(self._files.root, saving.result())
+            log.info("saved", kind=kind, path=str(path), step=step)
