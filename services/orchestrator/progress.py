@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
-from array import array
+from collections import deque
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 
 from quartet.types import Alert
+
+HISTORY = 256
+"""Committed steps that are kept for watchers who come late. All of them are in metrics.jsonl."""
 
 
 class RunState(StrEnum):
@@ -53,9 +57,8 @@ class ProgressBoard:
 
     def __init__(self, run: str, total_steps: int) -> None:
         self._progress = Progress(run, total_steps)
-        # Every step for whoever comes late, as bare numbers: a dictionary of them would take ten times as much for ever.
-        self._history: list[tuple[tuple[str, ...], array[float]]] = []
-        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._history: deque[dict[str, float]] = deque(maxlen=HISTORY)
+        self._committed = 0
         self._changes = 0
         self._changed = threading.Condition()
 
@@ -95,8 +98,8 @@ class ProgressBoard:
     def commit(self, step: int, metrics: dict[str, float]) -> None:
         """Notes a committed step."""
         with self._changed:
-            names = tuple(metrics)
-            self._history.append((self._names.setdefault(names, names), array("d", metrics.values())))
+            self._history.append(metrics)
+            self._committed += 1
             self.update(step=step, metrics=metrics)
 
     def current(self) -> Progress:
@@ -105,7 +108,7 @@ class ProgressBoard:
             return deepcopy(self._progress)
 
     def watch(self, after_step: int, poll: float = 1.0) -> Iterator[Progress | None]:
-        """Every step after ``after_step``, every change, until the run ends. None after ``poll`` seconds without news."""
+        """Steps after ``after_step``, of the last HISTORY, and every change, until the run ends; None after ``poll`` seconds."""
         sent, seen = 0, -1
         while True:
             with self._changed:
@@ -113,15 +116,15 @@ class ProgressBoard:
                     self._changed.wait(poll)
                 news: list[Progress] = []
                 if seen != self._changes:
-                    for names, values in self._history[sent:]:
-                        metrics = dict(zip(names, values, strict=True))
+                    unsent = min(self._committed - sent, len(self._history))
+                    for metrics in islice(self._history, len(self._history) - unsent, None):
                         if metrics["step"] <= after_step:
                             continue
                         news.append(deepcopy(self._progress))
                         news[-1].step, news[-1].metrics = int(metrics["step"]), metrics
                         # A watcher stops listening at the end, and more follows.
                         news[-1].state = RunState.TRAINING
-                    sent = len(self._history)
+                    sent = self._committed
                     news.append(deepcopy(self._progress))
                 seen = self._changes
             if not news:

@@ -16,7 +16,7 @@ from quartet.rpc.server import Server
 from quartet.types import Alert
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from services.orchestrator.control import Control
-from services.orchestrator.progress import Progress, ProgressBoard, RunState
+from services.orchestrator.progress import HISTORY, Progress, ProgressBoard, RunState
 from services.orchestrator.servicer import OrchestratorServicer
 
 
@@ -227,3 +227,15 @@ def test_a_pause_outlives_the_orchestrator_that_was_asked_for_it(tmp_path: Path)
     again.pause()
     again.stop()
     assert not Control(mark).paused
+
+
+def test_who_comes_late_is_told_of_the_last_steps_only_so_that_memory_does_not_grow_with_the_run() -> None:
+    board = ProgressBoard("run", 10 * HISTORY)
+    commit(board, *range(1, 2 * HISTORY + 1))
+    watcher = board.watch(after_step=0)
+    seen = [next(watcher) for _ in range(HISTORY)]
+    assert [progress.step for progress in seen if progress] == list(range(HISTORY + 1, 2 * HISTORY + 1))
+    next(watcher)
+    commit(board, 2 * HISTORY + 1)
+    assert [found.step for found in (next(watcher), next(watcher)) if found] == [2 * HISTORY + 1] * 2
+    assert len(board._history) == HISTORY

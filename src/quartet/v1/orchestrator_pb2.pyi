@@ -246,7 +246,7 @@ class WatchProgressRequest(_message.Message):
 
     AFTER_STEP_FIELD_NUMBER: _builtins.int
     after_step: _builtins.int
-    """Send every step after this one; 0 sends all."""
+    """Send the steps after this one, of the last 256; all of them are in the run's metrics.jsonl."""
     def __init__(
         self,
         *,
