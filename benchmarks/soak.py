@@ -249,7 +249,6 @@ def rows_of(samples: Sequence[Sample], steps: int) -> list[Row]:
 
 
 def _row(name: str, samples: Sequence[Sample], memory: Sequence[int], files: Sequence[int] | None) -> Row:
-    per_step, _ = np.polyfit([sample.step for sample in samples], memory, 1)
     tenth = max(1, len(samples) // 10)
     first, last = statistics.median(memory[:tenth]), statistics.median(memory[-tenth:])
     counts = (
@@ -257,7 +256,16 @@ def _row(name: str, samples: Sequence[Sample], memory: Sequence[int], files: Seq
         if files is None
         else (statistics.median_high(files[:tenth]), statistics.median_low(files[-tenth:]))
     )
-    return Row(name, first / KIB**2, last / KIB**2, 100 * float(per_step) / KIB, *counts)
+    return Row(
+        name, first / KIB**2, last / KIB**2, 100 * slope([sample.step for sample in samples], memory) / KIB, *counts
+    )
+
+
+def slope(steps: Sequence[int], values: Sequence[int]) -> float:
+    """Median of the slopes between all pairs (Theil 1950, Sen 1968): memory that is given back for a moment does not tilt it."""
+    x, y = np.asarray(steps, np.float64), np.asarray(values, np.float64)
+    later, earlier = np.nonzero(x[:, None] > x[None, :])
+    return float(np.median((y[later] - y[earlier]) / (x[later] - x[earlier])))
 
 
 def faults_of(rows: Sequence[Row], bound: float) -> list[str]:

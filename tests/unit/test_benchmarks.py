@@ -39,6 +39,12 @@ def test_memory_that_sways_is_flat_and_a_slope_is_what_is_leaked() -> None:
     assert actor.mebibytes_last - actor.mebibytes_first == pytest.approx(720 * 1024 / KIB**2, abs=0.02)
 
 
+def test_memory_that_is_given_back_for_a_moment_does_not_tilt_the_slope() -> None:
+    steps = list(range(200, 1000, 4))
+    values = [10_000 + 3 * step - (5_000_000 if 300 < step < 400 else 0) for step in steps]
+    assert soak.slope(steps, values) == pytest.approx(3)
+
+
 def test_a_leak_and_files_that_stay_open_are_faults_with_the_name_of_the_process() -> None:
     [leak] = faults_of(rows_of(samples(leak=1024), 1000), bound=80)
     assert leak == "actor: memory rises by 100 KiB per 100 steps, at most 80 are allowed"

@@ -223,10 +223,10 @@ class RunFiles:
             ) from None
 
     def write_trajectories(self, step: int, trajectories: Iterable[dict[str, Any]]) -> None:
-        """Writes ``trajectories/step-000001.jsonl``, one object for each response."""
+        """Writes ``trajectories/step-000001.jsonl``, one object for each response; it is on the disk before its step counts."""
         self.trajectories.mkdir(exist_ok=True)
         lines = "".join(json.dumps(trajectory, ensure_ascii=False) + "\n" for trajectory in trajectories)
-        (self.trajectories / f"step-{step:06d}.jsonl").write_text(lines, encoding="utf-8")
+        write_durably(self.trajectories / f"step-{step:06d}.jsonl", lines)
 
     def write_evaluation(self, step: int, summary: Mapping[str, float], rows: Iterable[dict[str, Any]]) -> None:
         """Writes ``evaluations/step-000000.jsonl``, one object for each prompt, and the step's line of ``evaluations.jsonl``.
