@@ -120,7 +120,7 @@ def _wait_for_the_end(endings: queue.SimpleQueue[str], hosted: list[Any], stall:
                 work, seconds = role.abandoned()
                 if seconds > stall:
                     raise ServiceFailed(
-                        f"{role.role}: stalled in {work}, {seconds:.0f} s after its caller went away; "
+                        f"{role.role}: stalled in {work}, {seconds:.0f} s after its deadline, and nobody waits for it any more; "
                         "if the work takes that long, raise its limit in the timeouts section"
                     ) from None
 
@@ -158,7 +158,7 @@ def _orchestrator(
 
     set_up_torch(1)
     board = ProgressBoard(config.run.name, config.run.steps)
-    control = Control(RunFiles(config.run_directory).paused)
+    control = Control(RunFiles(config.run_directory).asked)
     training = Training(config, buffer_url(config), board, control, prepared=_settle)
 
     def finished(code: int) -> None:

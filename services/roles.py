@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from quartet.buffer.connection import connect
+from quartet.buffer.connection import Link, connect
 from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
 from quartet.config import Config, ServiceConfig
@@ -41,27 +41,29 @@ def build_model_role(role: Role, config: Config, compute: ComputeThread, threads
 def _build_actor(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
     url = buffer_url(config)
     client = connect(url)
+    link = Link(client, url)
 
     def access(run: str) -> BufferAccess:
-        return BufferAccess(RolloutStream(client, url, run), ExperienceStore(client, url, run))
+        return BufferAccess(RolloutStream(client, url, run, link.lose), ExperienceStore(client, url, run, link.lose))
 
     device = device_of(config.services.actor)
     actor = Actor(config.actor, device, config.rollout.max_concurrent, run_root(config), access, config.run.seed)
-    return ActorServicer(actor, compute, threads)
+    return ActorServicer(actor, compute, threads, link.is_lost)
 
 
 def _build_critic(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
     url = buffer_url(config)
     client = connect(url)
+    link = Link(client, url)
     critic = Critic(
         config.critic,
         config.critic_model,
         device_of(config.services.critic),
         run_root(config),
-        lambda run: ExperienceStore(client, url, run),
+        lambda run: ExperienceStore(client, url, run, link.lose),
         config.run.seed,
     )
-    return CriticServicer(critic, compute, threads)
+    return CriticServicer(critic, compute, threads, link.is_lost)
 
 
 def _build_reward(config: Config, compute: ComputeThread, threads: int) -> HostedRole:

@@ -79,9 +79,15 @@ class Actor:
         self._load(None)
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self._parameters = count_parameters(self._model)
+        self._positions = max_positions(self._model) or 0
 
     def _load(self, checkpoint: Path | None) -> None:
-        """The policy with its adapter, optimizer and engine, initial or as a checkpoint holds them. Raises ModelError."""
+        """The policy with its adapter, optimizer and engine, initial or as a checkpoint holds them. Raises ModelError.
+
+        What was there before goes first, as there may be no room for two: after an error there is none.
+        """
+        for part in ("_model", "_adapter", "_optimizer", "_engine"):
+            vars(self).pop(part, None)
         config, lora, optimizer = self._config, self._config.lora, self._config.optimizer
         base = config.model if checkpoint is None or lora else checkpoint
         self._model = load_causal_lm(base, config.dtype, self._device)
@@ -213,11 +219,11 @@ class Actor:
             policy_version=self._updates.policy_version,
             tokenizer_fingerprint=self._fingerprint,
             vocabulary_size=self._vocabulary,
-            max_sequence_tokens=max_positions(self._model) or 0,
+            max_sequence_tokens=self._positions,
             run=self._updates.run,
             step=self._updates.step,
             leader_epoch=self._updates.leader_epoch,
-            answers_as_reference=self._adapter is not None,
+            answers_as_reference=self._config.lora is not None,
             broken=self._updates.broken,
         )
 

@@ -55,9 +55,15 @@ class Critic:
         self._load(None)
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self._parameters = count_parameters(self._model)
+        self._positions = max_positions(self._model) or 0
 
     def _load(self, checkpoint: Path | None) -> None:
-        """The value model with its adapter and optimizer, initial or as a checkpoint holds them. Raises ModelError."""
+        """The value model with its adapter and optimizer, initial or as a checkpoint holds them. Raises ModelError.
+
+        What was there before goes first, as there may be no room for two: after an error there is none.
+        """
+        for part in ("_model", "_adapter", "_optimizer"):
+            vars(self).pop(part, None)
         config, lora, optimizer = self._config, self._config.lora, self._config.optimizer
         base = self._name if checkpoint is None or lora else checkpoint
         self._model = load_critic(base, config.dtype, self._device)
@@ -147,7 +153,7 @@ class Critic:
             policy_version=self._updates.policy_version,
             tokenizer_fingerprint=self._fingerprint,
             vocabulary_size=self._vocabulary,
-            max_sequence_tokens=max_positions(self._model) or 0,
+            max_sequence_tokens=self._positions,
             run=self._updates.run,
             step=self._updates.step,
             leader_epoch=self._updates.leader_epoch,

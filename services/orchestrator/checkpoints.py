@@ -21,6 +21,7 @@ from quartet.checkpoints import (
     checkpoint_folders,
     drop_checkpoint,
     named_checkpoints,
+    read_checkpoint,
     whole_checkpoint,
 )
 from quartet.errors import ServiceFailed, StorageFailed
@@ -39,6 +40,7 @@ class Checkpoints:
 
     def __init__(self, files: RunFiles, keep: int, config_yaml: str) -> None:
         self._files, self._keep = files, keep
+        self._problems: dict[str, bool] = {}
         self._config_hash = hashlib.sha256(config_yaml.encode()).hexdigest()
 
     def begin(
@@ -54,9 +56,12 @@ class Checkpoints:
         They go on meanwhile, but must not be updated before ``finish``: a save that comes too late is refused.
         """
         name = f"step-{step:06d}"
-        partial = self._files.checkpoints / f".{name}.partial"
+        # A former leader's saves may still be under way, and a later one's may have begun.
+        partial = self._files.checkpoints / f".{name}.{leader_epoch}.partial"
         for leftover in self._files.checkpoints.glob(".step-*.partial"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            epoch = leftover.name.split(".")[-2]
+            if not epoch.isdecimal() or int(epoch) <= leader_epoch:
+                shutil.rmtree(leftover, ignore_errors=True)
         manifest = {
             "format": FORMAT,
             "quartet": __version__,
@@ -65,6 +70,7 @@ class Checkpoints:
             "leader_epoch": leader_epoch,
             "config_sha256": self._config_hash,
             "state": state,
+            "roles": [client.role for client in trained],
         }
         directory = partial.relative_to(self._files.root).as_posix()
         calls = [
@@ -73,18 +79,30 @@ class Checkpoints:
         ]
         return PendingCheckpoint(self._files, step, partial, manifest, calls, self._keep)
 
-    def newest(self, run: str) -> Checkpoint | None:
-        """The newest checkpoint whose files are all there with their checksums; what is damaged is passed over, and said."""
+    def newest(self, run: str, verify: bool = True) -> Checkpoint | None:
+        """The newest checkpoint whose files are all there with their checksums; what is damaged is passed over, and said.
+
+        Without ``verify`` only the manifests are read: enough where no model is restored.
+        """
         for path in reversed(checkpoint_folders(self._files)):
             try:
-                found = whole_checkpoint(path)
+                found = whole_checkpoint(path) if verify else read_checkpoint(path)
                 if found.run == run:
                     return found
                 problem = f"is of run {found.run}"
             except DamagedCheckpoint as damage:
                 problem = str(damage)
-            log.warning("checkpoint passed over", path=str(path), problem=problem)
+            text = f"checkpoint {path} is passed over: {problem}"
+            if text not in self._problems:
+                log.warning("checkpoint passed over", path=str(path), problem=problem)
+                self._problems[text] = False
         return None
+
+    def passed_over(self) -> list[str]:
+        """Why checkpoints were passed over: what has not been asked for yet."""
+        fresh = [text for text, told in self._problems.items() if not told]
+        self._problems |= dict.fromkeys(fresh, True)
+        return fresh
 
 
 class PendingCheckpoint:

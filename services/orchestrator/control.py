@@ -5,35 +5,40 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from quartet.files import storing, write_durably
+
 
 class Control:
     """Thread-safe: any number of callers ask, the training thread looks."""
 
     def __init__(self, mark: Path | None = None) -> None:
-        """``mark`` is a file that is there while the run is to wait, so that an orchestrator that is restarted waits too."""
+        """``mark`` is a file that says what was asked last, "pause" or "stop": an orchestrator that is restarted hears it too."""
         self._changed = threading.Condition()
         self._mark = mark
-        self._stopping, self._pausing = False, mark is not None and mark.exists()
+        asked = mark.read_text(encoding="utf-8").strip() if mark is not None and mark.exists() else ""
+        self._stopping, self._pausing = asked == "stop", asked == "pause"
 
     def stop(self) -> None:
         """Stop after the step in hand."""
         with self._changed:
             self._stopping = True
-            self._unmark()
             self._changed.notify_all()
+            # Last: what cannot be written is done all the same.
+            self._note("stop")
 
     def pause(self) -> None:
         """Wait after the step in hand."""
         with self._changed:
             self._pausing = True
-            if self._mark is not None:
-                self._mark.touch()
+            if not self._stopping:
+                self._note("pause")
 
     def resume(self) -> None:
         """Go on."""
         with self._changed:
             self._pausing = False
-            self._unmark()
+            if self._mark is not None and not self._stopping:
+                self._mark.unlink(missing_ok=True)
             self._changed.notify_all()
 
     @property
@@ -53,6 +58,7 @@ class Control:
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or not self._pausing)
 
-    def _unmark(self) -> None:
+    def _note(self, asked: str) -> None:
         if self._mark is not None:
-            self._mark.unlink(missing_ok=True)
+            with storing(self._mark):
+                write_durably(self._mark, asked + "\n")

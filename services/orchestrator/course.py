@@ -39,11 +39,11 @@ class Course:
         return self._kl.value
 
     def moments(self, scores: Sequence[float]) -> RunningMoments | None:
-        """What normalises the next step's ``scores``: the moments of all so far, these included, or of the first step's."""
+        """What normalises the next step's ``scores``: the moments of all so far, these included, or of the first that were."""
         if self._normalize == "none":
             return None
         found = deepcopy(self._moments)
-        if self.step == 0 or self._normalize == "running":
+        if found.count == 0 or self._normalize == "running":
             found.update(torch.tensor(scores))
         return found
 
@@ -67,10 +67,11 @@ class Course:
     def restore(self, step: int, state: dict[str, Any] | None, history: Sequence[Metrics]) -> None:
         """Goes to ``step``, whose checkpoint kept ``state`` (None for step 0); ``history`` are the metrics up to there.
 
-        Raises InvalidRequest for a state that is none.
+        What is None in it begins anew. Raises InvalidRequest for a state that is none.
         """
         if state is not None:
-            self._kl.load(state["kl_controller"])
+            if state["kl_controller"] is not None:
+                self._kl.load(state["kl_controller"])
             if state["score_moments"] is not None:
                 self._moments.load(state["score_moments"])
         for metrics in history:

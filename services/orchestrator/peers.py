@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from quartet.config import Config
@@ -13,6 +14,9 @@ from services.orchestrator.collector import MAX_IN_FLIGHT
 from services.orchestrator.scoring import AdapterOff, ReferencePolicy, ScoringServices
 
 Statuses = dict[Role, ServiceStatus]
+
+POLL = 0.1
+"""Seconds between looks at a service that is cut off from the buffer."""
 
 
 class Peers:
@@ -61,12 +65,27 @@ class Peers:
         return statuses
 
     def wait_until_back(self, waiting_for: Callable[[Role], None]) -> Statuses:
-        """What every service says of itself, once it answers again. Raises ServiceUnavailable when one does not come back."""
+        """What every service says of itself, once it answers again and reaches the buffer, where it uses it.
+
+        Raises ServiceUnavailable when one does not come back.
+        """
         statuses: Statuses = {}
         for client in self._clients():
             waiting_for(client.role)
-            statuses[client.role] = client.wait_until_ready(known=True)
+            statuses[client.role] = self._wait_until_connected(client)
         return statuses
+
+    def _wait_until_connected(self, client: ServiceClient) -> ServiceStatus:
+        timeout = self._config.timeouts.load
+        deadline = time.monotonic() + timeout
+        while (status := client.wait_until_ready(known=True)).buffer_unreachable:
+            if time.monotonic() > deadline:
+                raise ServiceUnavailable(
+                    f"{client.role} at {client.peer.address}: has not reached the rollout buffer within {timeout:g} s; "
+                    "mend the network between them, or start the service with the buffer.url that it can reach"
+                )
+            time.sleep(POLL)
+        return status
 
     def _clients(self) -> list[ServiceClient]:
         # The reward before the critic, which starts from it unless told otherwise: an error is to name a key of the file.

@@ -13,7 +13,7 @@ from itertools import islice
 from quartet.types import Alert
 
 HISTORY = 256
-"""Committed steps that are kept for watchers who come late. All of them are in metrics.jsonl."""
+"""Committed steps, notes and alerts that are kept, for watchers who come late too. The run's files and log have all of them."""
 
 
 class RunState(StrEnum):
@@ -50,6 +50,10 @@ class Progress:
     notes: list[str] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
     recoveries: int = 0
+    notes_before: int = 0
+    """Notes that were dropped, all before the first of ``notes``."""
+    alerts_before: int = 0
+    """The same of ``alerts``."""
 
 
 class ProgressBoard:
@@ -73,21 +77,25 @@ class ProgressBoard:
     def note(self, text: str) -> None:
         """Adds something that a user should know."""
         with self._changed:
-            self.update(notes=[*self._progress.notes, text])
+            self._append("notes", text)
 
     def alert(self, alert: Alert) -> None:
         """Adds what a guard found."""
         with self._changed:
-            self.update(alerts=[*self._progress.alerts, alert])
+            self._append("alerts", alert)
 
     def recovering(self, cause: str) -> None:
         """Notes a failure that the run goes back from."""
         with self._changed:
-            self.update(
-                state=RunState.RECOVERING,
-                recoveries=self._progress.recoveries + 1,
-                notes=[*self._progress.notes, f"recovering: {cause}"],
-            )
+            self.update(state=RunState.RECOVERING, recoveries=self._progress.recoveries + 1)
+            self._append("notes", f"recovering: {cause}")
+
+    def _append(self, name: str, entry: object) -> None:
+        """One more entry of a list, of which the last HISTORY are kept."""
+        entries = [*getattr(self._progress, name), entry]
+        dropped = max(0, len(entries) - HISTORY)
+        before = getattr(self._progress, f"{name}_before") + dropped
+        self.update(**{name: entries[dropped:], f"{name}_before": before})
 
     def show_scored(self, scored: int) -> None:
         """Notes how many trajectories of the step in hand have been scored."""

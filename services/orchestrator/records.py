@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quartet.evaluation import stream_name
 from quartet.types import FinishReason, Role, Trajectory, UpdateResult
 from services.orchestrator.collector import CollectedStep
 from services.orchestrator.experience import PreparedStep
+from services.orchestrator.scoring import SetAside
 
 _METRICS = {
     Role.ACTOR: ("policy_loss", "clip_fraction", "approx_kl", "entropy", "rollout_mismatch_kl", "importance_weight"),
@@ -47,9 +49,9 @@ def trajectory_lines(tokenizer: Any, collected: CollectedStep, prepared: Prepare
     ]
 
 
-def poison_lines(tokenizer: Any, collected: CollectedStep) -> list[dict[str, Any]]:
-    """One object for each trajectory of a step that could not be scored, for ``poison.jsonl``: all that is needed to try it."""
-    prompts, responses = _texts(tokenizer, [item.trajectory for item in collected.set_aside])
+def poison_lines(tokenizer: Any, set_aside: Sequence[SetAside]) -> list[dict[str, Any]]:
+    """One object for each trajectory that could not be scored, for ``poison.jsonl``: all that is needed to try it."""
+    prompts, responses = _texts(tokenizer, [item.trajectory for item in set_aside])
     return [
         {
             "step": item.trajectory.id.step,
@@ -62,17 +64,22 @@ def poison_lines(tokenizer: Any, collected: CollectedStep) -> list[dict[str, Any
             "attempts": item.attempts,
             "error": item.error,
         }
-        for item, prompt, response in zip(collected.set_aside, prompts, responses, strict=True)
+        for item, prompt, response in zip(set_aside, prompts, responses, strict=True)
     ]
 
 
+def evaluation_poison(run: str, step: int, error: Exception) -> dict[str, Any]:
+    """The line of ``poison.jsonl`` of an evaluation that could not be scored or judged; the error names the responses."""
+    return {"step": step, "id": stream_name(run), "policy_version": step, "error": str(error)}
+
+
 def poison_note(step: int, collected: CollectedStep) -> str:
-    """What a user should know of a step in which trajectories were set aside."""
+    """What a user should know of a step in which trajectories were set aside; the errors' texts may quote responses."""
     first, count = collected.set_aside[0], len(collected.set_aside)
     them = "1 trajectory" if count == 1 else f"{count} trajectories"
     return (
-        f"step {step}: {them} could not be scored, and others of the same prompts took the place; see poison.jsonl; "
-        f"{first.trajectory.id} after {first.attempts} attempts: {first.error}"
+        f"step {step}: {them} could not be scored, and others of the same prompts took the place; "
+        f"{first.trajectory.id} after {first.attempts} attempts: {first.fault.__name__}; see poison.jsonl"
     )
 
 

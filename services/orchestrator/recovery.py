@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import structlog
 
 from quartet.buffer.experience import ExperienceStore
@@ -18,7 +21,7 @@ from quartet.errors import (
 )
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.telemetry.run_files import RunFiles
-from quartet.types import ServiceStatus
+from quartet.types import Role, ServiceStatus
 from services.orchestrator.collector import wait_for_all
 from services.orchestrator.course import Course
 from services.orchestrator.peers import Peers, Statuses
@@ -29,9 +32,6 @@ log = structlog.get_logger()
 
 RECOVERABLE = (ServiceUnavailable, ServiceFailed, ServiceBusy, BufferFailed, FailedPrecondition)
 """What a service or a buffer that went away, came back or broke down makes a call fail with. Anything else fails again."""
-
-LONGEST_PAUSE = 30.0
-"""Seconds before a further attempt."""
 
 
 class Attempts:
@@ -55,70 +55,126 @@ class Attempts:
                 f"gave up after {self._failures} recoveries in a row without a further step; the last failure: {error}"
             ) from error
         self._failures += 1
-        return min(LONGEST_PAUSE, self._config.backoff * 2.0 ** (self._failures - 1))
+        return self._config.pause(self._failures)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Where a run goes on: after ``step``. ``checkpoint`` is the newest one's step, 0 without one.
+
+    ``committed``: the last step that was committed; where ``step`` is before it, what leads there is lost, and it comes again.
+    ``covered``: whether the run could come here again if it lost a model now.
+    """
+
+    step: int
+    checkpoint: int
+    committed: int
+    covered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How to get to ``step``: where each model goes on from, None for one that is to be restored from ``checkpoint``."""
+
+    checkpoint: Checkpoint | None
+    step: int
+    places: dict[Role, int | None]
+
+    @property
+    def base(self) -> int:
+        return self.checkpoint.step if self.checkpoint else 0
 
 
 class Recovery:
     """Brings models, optimizers and the algorithm's own state to the same step."""
 
     def __init__(
-        self, config: Config, files: RunFiles, peers: Peers, experience: ExperienceStore, leader_epoch: int
+        self,
+        config: Config,
+        files: RunFiles,
+        peers: Peers,
+        experience: ExperienceStore,
+        leader_epoch: int,
+        trusted: Callable[[ServiceStatus], bool] = lambda _: True,
     ) -> None:
+        """``trusted`` says whether what a model has learned is surely of this run, not of one that has its name."""
         self._config, self._files, self._peers = config, files, peers
-        self._experience, self._epoch = experience, leader_epoch
+        self._experience, self._epoch, self._trusted = experience, leader_epoch, trusted
 
     def to_last_commit(
-        self, checkpoint: Checkpoint | None, statuses: Statuses, course: Course, sealed: int | None = None
-    ) -> int:
-        """Goes to the last committed step, or, where the buffer has lost what leads there, back to the checkpoint's.
+        self,
+        newest: Callable[[bool], Checkpoint | None],
+        statuses: Statuses,
+        course: Course,
+        sealed: int | None = None,
+    ) -> Recovered:
+        """Goes to the last committed step, or, where the buffer has lost what a model needs to get there, as far as it has not.
 
         What came after that step is forgotten: the same seeds bring the same again. A model that has applied ``sealed``, the step
-        that is about to be committed, may stay there. ``course`` is as before the first step. Gives the step. Raises ConfigError
-        when the run's files are damaged.
+        that is about to be committed, may stay there. ``newest`` gives the newest checkpoint: with True one of which every byte
+        was looked at. ``course`` is as before the first step. Raises ConfigError when the run's files are damaged.
         """
-        base = checkpoint.step if checkpoint else 0
         history = self._files.committed()
-        last = len(history)
+        plan = self._plan(newest(False), statuses, len(history), sealed)
+        if None in plan.places.values():
+            plan = self._plan(newest(True), statuses, len(history), sealed)
+        if plan.step < len(history):
+            log.warning("sealed experience is lost; its steps are taken again", first=plan.step + 1, last=len(history))
+        self._files.forget_after(plan.step)
+        self._recall(course, plan, history[: plan.step])
+        for client in self._peers.trained:
+            self._bring(client, plan, history)
+        covered = self._experience.holds(range(plan.base + 1, plan.step + 1))
+        return Recovered(plan.step, plan.base, len(history), covered)
+
+    def _plan(self, checkpoint: Checkpoint | None, statuses: Statuses, last: int, sealed: int | None) -> _Plan:
+        base = checkpoint.step if checkpoint else 0
         if last < base:
             raise ConfigError(
                 f"metrics {self._files.metrics}: end at step {last}, the newest checkpoint is of step {base}; put the file back, "
                 "or start the run anew"
             )
-        if not self._experience.holds(range(base + 1, last + 1)):
-            log.warning("sealed experience is lost; its steps are taken again", first=base + 1, last=last)
-            last = base
-        self._files.forget_after(last)
-        history = history[:last]
-        course.restore(base, checkpoint.state if checkpoint else None, history[:base])
-        for metrics in history[base:]:
-            course.commit(metrics, self._files.scores(int(metrics["step"])))
-        applied = last + 1 if sealed == last + 1 else last
-        for client in self._peers.trained:
-            self._bring(client, statuses[client.role], checkpoint, base, last, applied)
-        return last
 
-    def _bring(
-        self,
-        client: ActorClient | CriticClient,
-        status: ServiceStatus,
-        checkpoint: Checkpoint | None,
-        base: int,
-        last: int,
-        applied: int,
-    ) -> None:
-        """One model to step ``last``: as it stands where it is on the way, or at ``applied``; from the checkpoint otherwise."""
-        run, step = self._config.run.name, status.step
-        fresh = status.policy_version == 0 and base == 0
-        if status.broken or (not fresh and not (status.run == run and base <= step <= applied)):
-            directory = (
-                f"{checkpoint.path.relative_to(self._files.root).as_posix()}/{client.role}" if checkpoint else ""
-            )
-            restoring = client.restore(run, base, self._epoch, directory)
-            wait_for_all([restoring])
-            step = base
-        for replay in range(step + 1, last + 1):
+        def places(applied: int) -> dict[Role, int | None]:
+            return {client.role: self._place(statuses[client.role], base, applied) for client in self._peers.trained}
+
+        found = places(last + 1 if sealed == last + 1 else last)
+        starts = [base if place is None else place for place in found.values()]
+        if self._experience.holds(range(min(starts) + 1, last + 1)):
+            return _Plan(checkpoint, last, found)
+        step = base
+        while self._experience.holds([step + 1]):
+            step += 1
+        return _Plan(checkpoint, step, places(step))
+
+    def _place(self, status: ServiceStatus, base: int, applied: int) -> int | None:
+        """The step at which a model may stay: on the way from the checkpoint's to ``applied``."""
+        if status.broken:
+            return None
+        if status.policy_version == 0:
+            return 0 if base == 0 else None
+        ours = status.run == self._config.run.name and self._trusted(status)
+        return status.step if ours and base <= status.step <= applied else None
+
+    def _recall(self, course: Course, plan: _Plan, history: list[dict[str, float]]) -> None:
+        course.restore(plan.base, plan.checkpoint.state if plan.checkpoint else None, history[: plan.base])
+        sequences = self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt
+        for metrics in history[plan.base :]:
+            course.commit(metrics, self._files.scores(int(metrics["step"]), sequences))
+
+    def _bring(self, client: ActorClient | CriticClient, plan: _Plan, history: list[dict[str, float]]) -> None:
+        """One model to the plan's step: as it stands, or from the checkpoint; then the same updates as it took before."""
+        step = plan.places[client.role]
+        if step is None:
+            path = plan.checkpoint.path if plan.checkpoint else None
+            directory = f"{path.relative_to(self._files.root).as_posix()}/{client.role}" if path else ""
+            wait_for_all([client.restore(self._config.run.name, plan.base, self._epoch, directory)])
+            step = plan.base
+        for replay in range(step + 1, plan.step + 1):
+            # As it was then: a run that was made longer has another schedule now.
+            rate = history[replay - 1].get(f"learning_rate_{client.role}")
             try:
-                wait_for_all([begin_update(client, self._config, replay, self._epoch)])
+                wait_for_all([begin_update(client, self._config, replay, self._epoch, rate)])
             except BufferFailed:
                 # Damaged is as good as lost: the next attempt takes the steps again.
                 self._experience.discard([replay])

@@ -46,9 +46,13 @@ class Saving:
         self._saved = self._unsaved = 0
         self._pending: PendingCheckpoint | None = None
 
-    def newest(self) -> Checkpoint | None:
-        """The run's newest checkpoint that is whole."""
-        return self._checkpoints.newest(self._run)
+    def newest(self, verify: bool) -> Checkpoint | None:
+        """The run's newest checkpoint: by its manifest, or with ``verify`` one of which every byte was looked at."""
+        return self._checkpoints.newest(self._run, verify)
+
+    def passed_over(self) -> list[str]:
+        """What is wrong with checkpoints that were passed over, each said once."""
+        return self._checkpoints.passed_over()
 
     def go_back(self, saved: int, step: int) -> None:
         """Goes on from ``step``, with ``saved`` the newest checkpoint's.
@@ -109,6 +113,11 @@ class Saving:
             wanted[self._files.adapter] = SaveKind.ADAPTER
         for path, kind in wanted.items():
             saving = self._peers.actor.save(self._run, leader_epoch, path.name, kind, step)
-            wait_for_all([saving])
+            try:
+                wait_for_all([saving])
+            except Unanswered:
+                raise
+            except ServiceFailed as error:
+                raise StorageFailed(f"{error}; the run goes on from step {step} with --resume") from None
             check_saved(self._files.root, saving.result())
             log.info("saved", kind=kind, path=str(path), step=step)

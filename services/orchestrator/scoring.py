@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -39,11 +40,15 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """A trajectory that a service could not score: how often it was asked, and what it failed with at last."""
+    """A trajectory that a service could not score: how often it was asked, and what it failed with at last.
+
+    ``error`` may quote the response, as a user's function does; ``fault`` is its class, which tells nothing of the response.
+    """
 
     trajectory: Trajectory
     attempts: int
     error: str
+    fault: type[QuartetError]
 
 
 class ReferencePolicy(Protocol):
@@ -89,6 +94,9 @@ class _Answers:
         self._places = range(len(trajectories))
         """Of the trajectories that the call under way is about: all, or one."""
         self._failures = self._failures_together = 0
+        self._next: range | None = None
+        """What is asked again at ``_due``, by the lane's clock; the call under way has failed then."""
+        self._due = 0.0
         self._call: PendingResult[Any] | None = lane.ask(trajectories, batch)
 
     @property
@@ -98,16 +106,20 @@ class _Answers:
 
     def advance(self, in_turn: bool) -> None:
         """Takes in what has been answered, and asks again for what has failed, where this batch is ``in_turn`` for that."""
-        while self._call is not None and self._call.done():
+        if self._next is not None:
+            if self._lane.clock() < self._due:
+                return
+            self._ask(self._next)
+        while self._next is None and self._call is not None and self._call.done():
             asked = self._asked()
             try:
                 rows = self._lane.rows(self._call.result(), asked)
             except FAULTS as error:
-                if self._lane.attempts is None or isinstance(error, Unanswered):
+                if self._lane.recovery is None or isinstance(error, Unanswered):
                     raise _naming(error, asked) from None
                 if not in_turn:
                     return
-                self._try_again(error, self._lane.attempts)
+                self._try_again(error, self._lane.recovery)
             else:
                 self._take(rows)
 
@@ -120,7 +132,7 @@ class _Answers:
         return self._trajectories[self._places.start : self._places.stop]
 
     def _ask(self, places: range) -> None:
-        self._places = places
+        self._places, self._next = places, None
         self._call = self._lane.ask(self._asked(), TokenBatch.of(self._asked()))
 
     def _take(self, rows: list[Any]) -> None:
@@ -128,30 +140,46 @@ class _Answers:
         self.rows[self._places.start : end] = rows
         if end == len(self._trajectories):
             self._call = None
+            self._blame_the_service()
         else:
             self._failures = self._failures_together
             self._ask(range(end, end + 1))
 
-    def _try_again(self, error: Exception, attempts: int) -> None:
+    def _try_again(self, error: QuartetError, recovery: RecoveryConfig) -> None:
         self._failures += 1
         if len(self._places) > 1:
-            alone = self._failures >= min(AS_A_WHOLE, attempts - 1)
+            alone = self._failures >= min(AS_A_WHOLE, recovery.scoring_attempts - 1)
             self._failures_together = self._failures
-            self._ask(range(1) if alone else self._places)
-        elif self._failures < attempts:
-            self._ask(self._places)
+            self._ask_later(range(1) if alone else self._places, recovery)
+        elif self._failures < recovery.scoring_attempts:
+            self._ask_later(self._places, recovery)
         else:
-            set_aside = SetAside(self._asked()[0], self._failures, str(error))
+            set_aside = SetAside(self._asked()[0], self._failures, str(error), type(error))
             self._lane.heed(set_aside)
             self._take([set_aside])
+
+    def _ask_later(self, places: range, recovery: RecoveryConfig) -> None:
+        self._next, self._due = places, self._lane.clock() + recovery.pause(self._failures)
+
+    def _blame_the_service(self) -> None:
+        """Raises ServiceFailed where not one of several trajectories, each alone, was answered: that is no trajectory's fault."""
+        if len(self.rows) > 1 and all(isinstance(row, SetAside) and row.fault is ServiceFailed for row in self.rows):
+            raise _naming(ServiceFailed(self.rows[-1].error), self._trajectories)
 
 
 class _Lane:
     """One service in one step. Batches are asked again in their order, one call at a time, so that nothing depends on timing."""
 
-    def __init__(self, ask: Ask, rows: Rows, attempts: int | None, heed: Callable[[SetAside], None]) -> None:
-        """``attempts`` for each trajectory; None: the first failure is raised. ``heed`` hears of each that is set aside."""
-        self.ask, self.rows, self.attempts, self.heed = ask, rows, attempts, heed
+    def __init__(
+        self,
+        ask: Ask,
+        rows: Rows,
+        recovery: RecoveryConfig | None,
+        heed: Callable[[SetAside], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Without ``recovery`` the first failure is raised. ``heed`` hears of each that is set aside; ``clock`` is in seconds."""
+        self.ask, self.rows, self.recovery, self.heed, self.clock = ask, rows, recovery, heed, clock
         self._under_way: list[_Answers] = []
 
     def begin(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> _Answers:
@@ -181,11 +209,16 @@ class Scoring:
     """
 
     def __init__(
-        self, services: ScoringServices, fields: Mapping[int, str], recovery: RecoveryConfig | None = None
+        self,
+        services: ScoringServices,
+        fields: Mapping[int, str],
+        recovery: RecoveryConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``fields`` are the prompts' own, by prompt index, where the reward looks at them.
 
-        ``recovery`` says how often a trajectory is tried, and how many may be set aside; without it any failure is raised.
+        ``recovery`` says how often a trajectory is tried, after which pauses by ``clock`` (seconds), and how many may be set
+        aside; without it any failure is raised.
         """
         self.scored: list[ScoredTrajectory] = []
         self.set_aside: list[SetAside] = []
@@ -204,7 +237,7 @@ class Scoring:
             return services.critic.values(batch, trajectories[0].policy_version)
 
         def lane(ask: Ask, rows: Rows) -> _Lane:
-            return _Lane(ask, rows, recovery.scoring_attempts if recovery else None, self._heed)
+            return _Lane(ask, rows, recovery, self._heed, clock)
 
         self._reward, self._reference = lane(ask_reward, _score_rows), lane(ask_reference, _token_rows)
         self._critic = lane(ask_critic, _token_rows) if services.critic else None
@@ -217,9 +250,10 @@ class Scoring:
         self._under_way.append(_Batch(trajectories, scores, log_probs, values))
 
     def advance(self) -> None:
-        """Takes in what has been answered, and asks again for what has failed.
+        """Takes in what has been answered, and asks again for what has failed, once its pause is over. Never waits.
 
-        Raises what is no trajectory's fault, whichever batch it happened to, and TooManySetAside.
+        Raises what is no trajectory's fault, whichever batch it happened to, and TooManySetAside; ServiceFailed in its stead
+        where a service failed and said nothing else.
         """
         for lane in self._lanes():
             lane.advance()
@@ -245,17 +279,21 @@ class Scoring:
 
     def _heed(self, set_aside: SetAside) -> None:
         id = set_aside.trajectory.id
-        log.warning("trajectory set aside", id=str(id), attempts=set_aside.attempts, error=set_aside.error)
+        # The error's text may quote the response, which is no matter for a log.
+        log.warning("trajectory set aside", id=str(id), attempts=set_aside.attempts, error=set_aside.fault.__name__)
         first = next(iter(self._given_up.values()), set_aside)
         self._given_up.setdefault(id, set_aside)
         assert self._recovery is not None
         if len(self._given_up) > self._recovery.max_set_aside:
             ids = ", ".join(map(str, self._given_up))
-            raise TooManySetAside(
+            text = (
                 f"step {id.step}: {len(self._given_up)} of its trajectories could not be scored, recovery.max_set_aside is "
                 f"{self._recovery.max_set_aside}; mend what fails, or raise it; the first after {first.attempts} attempts: "
                 f"{first.error}; all of them (run/step/prompt line from 0/sample): {ids}"
             )
+            if all(item.fault is ServiceFailed for item in self._given_up.values()):
+                raise ServiceFailed(text)
+            raise TooManySetAside(text, list(self._given_up.values()))
 
 
 @dataclass(frozen=True, slots=True)

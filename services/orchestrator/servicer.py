@@ -100,6 +100,8 @@ def _to_proto(progress: Progress) -> orchestrator_pb2.Progress:
         exit_code=progress.exit_code,
         notes=progress.notes,
         recoveries=progress.recoveries,
+        notes_before=progress.notes_before,
+        alerts_before=progress.alerts_before,
         alerts=[
             orchestrator_pb2.Alert(
                 step=alert.step,

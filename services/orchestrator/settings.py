@@ -20,14 +20,19 @@ def learning_rate_at(config: Config, trained: TrainedModelConfig, step: int) -> 
     )
 
 
-def optimization_at(config: Config, trained: TrainedModelConfig, step: int) -> OptimizationSettings:
-    """How ``trained`` walks through the experience of ``step``. The policy rests while the critic warms up."""
+def optimization_at(
+    config: Config, trained: TrainedModelConfig, step: int, learning_rate: float | None = None
+) -> OptimizationSettings:
+    """How ``trained`` walks through the experience of ``step``. The policy rests while the critic warms up.
+
+    ``learning_rate`` is the one that it had, where it takes the step again; otherwise the schedule's.
+    """
     algorithm = config.algorithm
     resting = trained is config.actor and step <= algorithm.critic_warmup_steps
     return OptimizationSettings(
         epochs=0 if resting else algorithm.epochs,
         mini_batches=algorithm.mini_batches,
-        learning_rate=learning_rate_at(config, trained, step),
+        learning_rate=learning_rate_at(config, trained, step) if learning_rate is None else learning_rate,
         max_grad_norm=trained.optimizer.max_grad_norm,
         seed=config.run.seed,
         skip_non_finite=algorithm.non_finite == "skip",
@@ -57,11 +62,16 @@ def value_loss_of(algorithm: AlgorithmConfig) -> ValueLossSettings:
 
 
 def begin_update(
-    client: ActorClient | CriticClient, config: Config, step: int, leader_epoch: int
+    client: ActorClient | CriticClient,
+    config: Config,
+    step: int,
+    leader_epoch: int,
+    learning_rate: float | None = None,
 ) -> PendingResult[UpdateResult]:
-    """Begins the update of ``step``. It says the same whenever it is said again."""
+    """Begins the update of ``step``. It says the same whenever it is said again, with the ``learning_rate`` that it had."""
     if isinstance(client, ActorClient):
+        optimization = optimization_at(config, config.actor, step, learning_rate)
         loss = policy_loss_of(config.algorithm, config.rollout.temperature)
-        return client.update(config.run.name, step, leader_epoch, optimization_at(config, config.actor, step), loss)
-    value_loss = value_loss_of(config.algorithm)
-    return client.update(config.run.name, step, leader_epoch, optimization_at(config, config.critic, step), value_loss)
+        return client.update(config.run.name, step, leader_epoch, optimization, loss)
+    optimization = optimization_at(config, config.critic, step, learning_rate)
+    return client.update(config.run.name, step, leader_epoch, optimization, value_loss_of(config.algorithm))

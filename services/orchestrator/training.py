@@ -16,9 +16,18 @@ from quartet.buffer.lease import Lease
 from quartet.buffer.rollouts import RolloutStream
 from quartet.config import Config, TrainedModelConfig
 from quartet.data import PromptEncoder, PromptOrder, encode_prompts, iterate_prompt_lines
-from quartet.errors import AnotherLeads, Cancelled, ConfigError, QuartetError, StorageFailed
+from quartet.errors import (
+    AnotherLeads,
+    Cancelled,
+    ComputationFailed,
+    ConfigError,
+    InvalidRequest,
+    QuartetError,
+    TooManySetAside,
+)
 from quartet.evaluation import read_validation_prompts, stream_name
 from quartet.failpoints import failpoint
+from quartet.identity import Identity
 from quartet.models.loading import load_tokenizer
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import (
@@ -34,8 +43,8 @@ from services.orchestrator.experience import PreparedStep
 from services.orchestrator.peers import Peers, Statuses, check_agreement, check_lengths, check_same
 from services.orchestrator.preparation import Preparation, SealedStep
 from services.orchestrator.progress import ProgressBoard, RunState
-from services.orchestrator.records import poison_lines, poison_note, trajectory_lines, update_metrics
-from services.orchestrator.recovery import RECOVERABLE, Attempts, Recovery
+from services.orchestrator.records import evaluation_poison, poison_lines, poison_note, trajectory_lines, update_metrics
+from services.orchestrator.recovery import RECOVERABLE, Attempts, Recovered, Recovery
 from services.orchestrator.saving import Saving
 from services.orchestrator.settings import begin_update, learning_rate_at
 from services.orchestrator.stopwatch import Stopwatch
@@ -70,7 +79,10 @@ class Training:
         self._saving = Saving(config, self._files, self._peers, self._experience, board, self._stopwatch)
         self._course = Course(config)
         self._attempts = Attempts(config.recovery)
+        self._asked_before = control.stopping
         self._lease: Lease | None = None
+        self._identity: Identity
+        self._recovered: Recovered
         self._name = secrets.token_hex(16)
         self._sealed: SealedStep | None = None
         """The step in hand, once it is prepared: it is as good as applied, whatever happens to the services."""
@@ -89,6 +101,7 @@ class Training:
     def _run_to_the_end(self) -> None:
         statuses = self._meet()
         order = self._read_prompts(statuses)
+        self._identity = self._identify()
         self._prepared()
         while True:
             try:
@@ -134,6 +147,16 @@ class Training:
         check_agreement(statuses, self._run, needs_reference=not self._config.has_reference)
         return statuses
 
+    def _identify(self) -> Identity:
+        """Who the run is: as it was, where it has taken a step. Raises ConfigError for a config that another run had."""
+        found = Identity.read(self._files.identity)
+        if found is not None and (self._files.committed() or self._saving.newest(verify=False)):
+            found.check(self._config, self._files.root)
+            return found
+        new = Identity.new(self._config)
+        new.write(self._files.identity)
+        return new
+
     def _show_waiting(self, role: Role) -> None:
         self._board.update(phase=f"waiting for {role}")
 
@@ -142,7 +165,7 @@ class Training:
         step = self._course.step
         # What was due after the last committed step, where the run broke off before it.
         self._evaluate(step)
-        self._checkpoint(step)
+        self._checkpoint(step, exposed=not self._recovered.covered)
         if step < self._config.run.steps:
             self._wait_while_paused()
         while step < self._config.run.steps and not self._is_last(step):
@@ -158,10 +181,15 @@ class Training:
         self._finish_checkpoint()
         return step
 
-    def _checkpoint(self, step: int) -> None:
-        """Begins a checkpoint where one is due. The next step goes on meanwhile; its update waits for ``_finish_checkpoint``."""
-        if self._saving.is_due(step, last=self._is_last(step)):
+    def _checkpoint(self, step: int, exposed: bool = False) -> None:
+        """Begins a checkpoint where one is due. The next step goes on meanwhile; its update waits for ``_finish_checkpoint``.
+
+        ``exposed``: the buffer has lost what leads to ``step``, so one is due now, unless a model may be a step ahead already.
+        """
+        exposed = exposed and self._sealed is None
+        if self._saving.is_due(step, self._is_last(step) or exposed):
             self._finish_checkpoint()
+            self._check_lease()
             self._saving.begin(step, self._epoch, self._course.state())
 
     def _finish_checkpoint(self) -> None:
@@ -175,7 +203,18 @@ class Training:
             return
         self._evaluated = step
         self._board.update(phase="evaluate", scored=0, wanted=evaluator.responses)
-        summary = evaluator.evaluate(step, policy_version=step, on_progress=self._board.show_scored)
+        try:
+            summary = evaluator.evaluate(step, policy_version=step, on_progress=self._board.show_scored)
+        except (ComputationFailed, InvalidRequest) as error:
+            if step == 0:
+                raise  # All later ones would be held against it.
+            # Training does not depend on it. The error's text may quote a response, which is no matter for a log.
+            self._files.append_poison(evaluation_poison(self._run, step, error))
+            log.warning("evaluation failed", step=step, error=type(error).__name__)
+            self._board.note(
+                f"evaluation after step {step} failed ({type(error).__name__}), see poison.jsonl; the run goes on"
+            )
+            return
         log.info("evaluated", step=step, **summary)
         figures = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {summary[name]:.2f}" for name in summary)
         self._board.note(f"evaluation after step {step}: {figures}")
@@ -183,7 +222,9 @@ class Training:
     def _is_last(self, step: int) -> bool:
         # One that is sealed may have reached one of the models: it is taken to its end.
         sealed = self._sealed is not None and self._sealed.step == step + 1
-        return step == self._config.run.steps or (self._control.stopping and not sealed)
+        # Nor does a run end before what it had committed.
+        owed = sealed or step < self._recovered.committed
+        return step == self._config.run.steps or (self._control.stopping and not owed)
 
     @property
     def exit_code(self) -> int:
@@ -194,13 +235,14 @@ class Training:
         """Writes down what the guards found, and does what they are configured to do."""
         for alert in alerts:
             log.warning("guard", **asdict(alert))
-            self._files.append_alert(alert)
-            self._board.alert(alert)
+            # Done before it is written: what is written counts as done.
             if alert.action == "pause":
                 self._control.pause()
             if alert.action == "stop":
                 self._stopped_by = self._stopped_by or alert
                 self._control.stop()
+            self._files.append_alert(alert)
+            self._board.alert(alert)
 
     def _wait_while_paused(self) -> None:
         if not self._control.paused:
@@ -234,11 +276,13 @@ class Training:
 
     def _lead(self, statuses: Statuses) -> None:
         """Takes the lease, and brings the models and the algorithm's own state to the last committed step."""
-        newest = self._saving.newest()
+        newest = self._saving.newest(verify=False)
         seen = [status.leader_epoch for status in statuses.values()] + ([newest.leader_epoch] if newest else [])
+        led = 0
         if self._lease is not None:
             self._lease.release()
-            seen.append(self._lease.epoch)
+            led = self._lease.epoch
+            seen.append(led)
         # A new epoch also for who led before: what it asked for may still be under way.
         self._lease = Lease(self._redis, self._url, self._run, at_least=1 + max(seen), owner=self._name)
         log.info("leading", epoch=self._epoch)
@@ -247,16 +291,36 @@ class Training:
         if self._evaluator is not None:
             self._evaluator.leader_epoch = self._epoch
         self._course = Course(self._config)
-        recovery = Recovery(self._config, self._files, self._peers, self._experience, self._epoch)
+        # Another run of this name may have used the same Redis, and the same services.
+        ours = self._lease.claim(self._identity.id)
+        if not ours:
+            self._experience.keep_only([])
+        recovery = Recovery(
+            self._config,
+            self._files,
+            self._peers,
+            self._experience,
+            self._epoch,
+            trusted=lambda status: ours or status.leader_epoch <= led,
+        )
         sealed = self._sealed.step if self._sealed else None
-        step = recovery.to_last_commit(newest, statuses, self._course, sealed)
-        base = newest.step if newest else 0
+        self._recovered = recovery.to_last_commit(self._saving.newest, statuses, self._course, sealed)
+        step, base = self._recovered.step, self._recovered.checkpoint
         self._saving.go_back(base, step)
         self._evaluated = self._files.evaluated()
         # What the guards found in the last step counts also where the run broke off before it was heeded.
         self._heed([alert for alert in self._course.found if asdict(alert) not in self._files.alerts_of(step)])
+        if self._control.stopping:
+            self._stopped_by = next((alert for alert in self._course.found if alert.action == "stop"), None)
         self._experience.keep_only(range(base + 1, step + 1))
         self._board.update(step=step)
+        for problem in self._saving.passed_over():
+            self._board.note(problem)
+        if step < self._recovered.committed:
+            self._board.note(
+                f"steps {step + 1} to {self._recovered.committed} are taken again: the buffer has lost what leads there from "
+                + (f"the checkpoint of step {base}" if base else "the start, and there is no checkpoint")
+            )
         if step:
             self._board.note(f"going on after step {step}")
             log.info("resumed", step=step, checkpoint=base)
@@ -295,7 +359,11 @@ class Training:
     def _take_step(self, step: int, order: PromptOrder) -> list[Alert]:
         start = time.perf_counter()
         if self._sealed is None or self._sealed.step != step:
-            self._sealed = self._prepare(step, order)
+            try:
+                self._sealed = self._prepare(step, order)
+            except TooManySetAside as error:
+                self._files.write_poison(step, poison_lines(self._tokenizer, error.set_aside))
+                raise
         collected, prepared = self._sealed.collected, self._sealed.prepared
         failpoint("orchestrator.sealing")
         with self._stopwatch.part("seal"):
@@ -341,17 +409,12 @@ class Training:
 
     def _commit(self, step: int, collected: CollectedStep, prepared: PreparedStep, metrics: dict[str, float]) -> None:
         self._check_lease()
-        try:
-            with self._stopwatch.part("commit"):
-                self._files.write_trajectories(step, trajectory_lines(self._tokenizer, collected, prepared))
-                self._files.write_poison(step, poison_lines(self._tokenizer, collected))
-                self._files.append_metrics(metrics)
-        except OSError as error:
-            raise StorageFailed(
-                f"run directory {self._files.root}: step {step} cannot be written ({error.strerror}), so it does not count; "
-                "mend that, then go on with --resume"
-            ) from error
+        with self._stopwatch.part("commit"):
+            self._files.write_trajectories(step, trajectory_lines(self._tokenizer, collected, prepared))
+            self._files.write_poison(step, poison_lines(self._tokenizer, collected.set_aside))
+            self._files.append_metrics(metrics)
         self._attempts.progressed(step)
+        self._board.commit(step, metrics)
         failpoint("orchestrator.committed")
         with self._stopwatch.part("acknowledge"):
             self._stream.acknowledge(collected.entry_ids)
@@ -360,11 +423,11 @@ class Training:
             self._experience.discard([step])
         if collected.set_aside:
             self._board.note(poison_note(step, collected))
-        self._board.commit(step, metrics)
         log.info("step", **{name: metrics[name] for name in ("step", "reward_mean", "kl_mean", "seconds")})
 
     def _raise_if_stopping(self) -> None:
-        if self._control.stopping:
+        # A stop that the orchestrator before this one was asked for is for the end of its step: the policy is to be saved.
+        if self._control.stopping and not self._asked_before:
             raise Cancelled("stopped while waiting for the services")
 
 

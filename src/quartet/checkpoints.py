@@ -22,9 +22,9 @@ _FOLDER = re.compile(r"step-\d+", re.ASCII)
 class Checkpoint:
     """A checkpoint by its manifest: whose it is, where it lies, the leader's epoch then, what the orchestrator must remember.
 
-    ``files`` are sizes in bytes and SHA-256 by path below ``path``: weights and optimizers. All else that a run is follows from
-    ``step``: its place in the data and in the learning rates' schedules, its random streams, the policy's version, and the
-    trajectories that it has consumed, which are those of the steps up to it.
+    ``roles`` are the models that it must hold; ``files`` are sizes in bytes and SHA-256 by path below ``path``: weights and
+    optimizers. All else that a run is follows from ``step``: its place in the data and in the learning rates' schedules, its
+    random streams, the policy's version, and the trajectories that it has consumed, which are those of the steps up to it.
     """
 
     run: str
@@ -32,6 +32,7 @@ class Checkpoint:
     path: Path
     leader_epoch: int
     state: dict[str, Any]
+    roles: tuple[str, ...]
     files: dict[str, tuple[int, str]]
 
     @property
@@ -39,8 +40,15 @@ class Checkpoint:
         """Size of all files."""
         return sum(size for size, _ in self.files.values())
 
+    def holds(self, role: str) -> bool:
+        """Whether there are files of this role's model."""
+        return any(name.startswith(f"{role}/") for name in self.files)
+
     def problem(self) -> str | None:
         """What is wrong with its files, or None when all are there with their checksums. Reads every byte."""
+        for role in self.roles:
+            if not self.holds(role):
+                return f"{MANIFEST} names no file of the {role}"
         for name, (size, digest) in self.files.items():
             file = self.path / name
             if not file.is_file():
@@ -96,6 +104,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
             path,
             int(manifest["leader_epoch"]),
             dict(manifest["state"]),
+            # Manifests had no roles at first; whatever a run is, it has an actor.
+            tuple(map(str, manifest.get("roles", ["actor"]))),
             files,
         )
         version = int(manifest["format"])

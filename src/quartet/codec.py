@@ -403,6 +403,7 @@ def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:
         answers_as_reference=status.answers_as_reference,
         broken=status.broken,
         leader_epoch=status.leader_epoch,
+        buffer_unreachable=status.buffer_unreachable,
     )
 
 
@@ -428,4 +429,5 @@ def status_from_proto(message: status_pb2.RoleStatus) -> ServiceStatus:
         answers_as_reference=message.answers_as_reference,
         broken=message.broken,
         leader_epoch=message.leader_epoch,
+        buffer_unreachable=message.buffer_unreachable,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class QuartetError(Exception):
     """Base of every error that Quartet raises on purpose. The message says what, where, what was expected, what to do."""
@@ -68,7 +71,11 @@ class StorageFailed(QuartetError):
 
 
 class TooManySetAside(QuartetError):
-    """More trajectories of one step could not be scored than may be set aside."""
+    """More trajectories of one step could not be scored than may be set aside. ``set_aside`` are those, where they are known."""
+
+    def __init__(self, text: str, set_aside: Sequence[Any] = ()) -> None:
+        super().__init__(text)
+        self.set_aside = set_aside
 
 
 class BufferFailed(QuartetError):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from quartet.errors import InvalidRequest, MismatchError
+from quartet.errors import InvalidRequest, MismatchError, StorageFailed
 from quartet.types import SavedFile
 
 
@@ -54,6 +55,17 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Around the writing of a run's file: what the disk refuses is StorageFailed."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(
+            f"{path}: cannot be written ({error.strerror}); mend that, then go on with --resume"
+        ) from error
+
+
 def write_durably(path: Path, text: str) -> None:
     """Writes a file aside, flushes it to the disk, and renames it: a reader sees the old text or the new, whole."""
     partial = path.with_name(f".{path.name}.partial")
@@ -67,6 +79,21 @@ def write_durably(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
         raise
     flush(path.parent)
+
+
+def append_durably(path: Path, text: str) -> None:
+    """Adds to a file and flushes it to the disk. Raises OSError where that fails, with nothing of it added."""
+    with path.open("ab", buffering=0) as file:
+        end, rest = file.tell(), memoryview(text.encode())
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise
+    if end == 0:
+        flush(path.parent)
 
 
 def flush(path: Path) -> None:

@@ -23,25 +23,38 @@ def with_parent(command: Sequence[str]) -> list[str]:
 
 def this_process() -> str:
     """A name of this process that no other has, on this machine since it started: empty where the system cannot tell."""
-    return _identity(os.getpid())
+    return _identity(os.getpid()) or ""
 
 
 def has_ended(process: str) -> bool:
     """Whether the process of this name has surely ended: it was one of this machine's, seen from the same namespace."""
     place, _, pid = process.rpartition("/")[0].rpartition("/")
     here = this_process().rpartition("/")[0].rpartition("/")[0]
-    return bool(here) and place == here and pid.isdecimal() and _identity(int(pid)) != process
+    if not here or place != here or not pid.isdecimal():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        pass  # There is one, another user's.
+    # Whoever may not look into /proc, or sees no others there (hidepid), does not know which process has the number now.
+    found = _identity(int(pid))
+    return found is not None and found != process
 
 
-def _identity(pid: int) -> str:
-    """boot/namespace/pid/start: numbers of processes are used again, and each container has its own."""
+def _identity(pid: int) -> str | None:
+    """boot/namespace/pid/start: numbers of processes are used again, and each container has its own.
+
+    Empty for a process that has ended and is not yet reaped; None where the system cannot tell.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").readlink().name
         # The command stands in parentheses and may hold anything; the start is the 20th field after it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return None
     # A process that has ended and is not yet reaped does nothing any more.
     return "" if fields[0] in ("Z", "X") else f"{boot}/{namespace}/{pid}/{fields[19]}"
 

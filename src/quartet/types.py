@@ -289,7 +289,7 @@ class ServiceStatus:
     """What one role of a process says of itself.
 
     ``answers_as_reference``: an actor whose adapter can be off. ``broken``: an update or a restore broke off, and only a restore
-    makes the model usable again.
+    makes the model usable again. ``buffer_unreachable``: the rollout buffer was, when the role last tried.
     """
 
     role: Role
@@ -308,3 +308,4 @@ class ServiceStatus:
     answers_as_reference: bool = False
     broken: bool = False
     leader_epoch: int = 0
+    buffer_unreachable: bool = False

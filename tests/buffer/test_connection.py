@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from quartet.buffer.connection import connect
+from quartet.buffer.connection import Link, connect
 from quartet.buffer.embedded import EmbeddedRedis
+from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
 from quartet.errors import ConfigError, ServiceUnavailable
 from tests.buffer.samples import trajectory
+from tests.e2e.commands import wait_until
+from tests.faults.proxy import Proxy
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,13 @@ def test_a_malformed_url_is_refused_with_the_key_and_without_the_password(url: s
     assert "s3cret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("url", ["redis://:***@127.0.0.1:1/0", "unix:///nowhere/redis.sock?password=***"])
+def test_a_url_without_its_password_says_how_to_give_it(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"stars stand for a password, .* --set buffer\.url=URL") as refused:
+        connect(url)
+    assert str(refused.value).startswith(f"buffer.url {url}: ")
+
+
 def test_wrong_or_missing_credentials_are_for_the_user_to_mend(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
         connect(server.url).config_set("requirepass", "right")
@@ -56,3 +66,36 @@ def test_a_server_that_goes_away_is_an_error_and_not_an_empty_stream(tmp_path: P
     for act in (lambda: stream.read(1, 0.01), lambda: stream.append([trajectory("run", 1)]), stream.depth):
         with pytest.raises(ServiceUnavailable, match="rollout buffer at unix://"):
             act()
+
+
+@pytest.mark.parametrize("command", ["append", "load"])
+def test_a_link_is_lost_from_a_command_that_failed_until_the_server_answers_again(redis_url: str, command: str) -> None:
+    with Proxy(redis_url.removeprefix("unix://")) as proxy:
+        url = f"redis://{proxy.address}/0"
+        client = connect(url)
+        link = Link(client, url)
+        stream = RolloutStream(client, url, "link", link.lose)
+        store = ExperienceStore(client, url, "link", link.lose)
+        act = {"append": lambda: stream.append([trajectory("link", 1)]), "load": lambda: store.load(1)}[command]
+        assert not link.is_lost()
+        proxy.reset()
+        assert not link.is_lost()
+        for _ in range(2):
+            with pytest.raises(ServiceUnavailable):
+                act()
+            assert link.is_lost()
+        proxy.heal()
+        assert wait_until(lambda: not link.is_lost(), 20)
+        stream.append([trajectory("link", 1)])
+        stream.reset()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_server_that_refuses_the_credentials_by_now_is_reached(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
+        client = connect(server.url)
+        link = Link(client, server.url)
+        client.config_set("requirepass", "right")
+        client.connection_pool.disconnect()
+        link.lose()
+        assert wait_until(lambda: not link.is_lost(), 20)

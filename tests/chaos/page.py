@@ -12,7 +12,7 @@ BEGIN, END = "<!-- chaos: what follows is written by make chaos -->", "<!-- chao
 
 
 def rewritten(page: str, results: Mapping[str, Result], about: str) -> str:
-    """``page`` with the results of all cases, by name, between its marks. ``about`` says on what they were run."""
+    """``page`` with the results by the cases' names between its marks. ``about`` says on what they were run."""
     before, found, rest = page.partition(BEGIN)
     _, closed, after = rest.partition(END)
     if not found or not closed:
@@ -35,13 +35,14 @@ def _tables(results: Mapping[str, Result], about: str) -> str:
     failed = sum(bool(result.problems) for result in results.values())
     verdict = "every one came to the undisturbed run's bits" if not failed else f"**{failed} failed**"
     lines = [
-        f"{len(results)} cases, {about}: {verdict}.",
+        f"{len(results)} of {len(CASES)} cases, {about}: {verdict}.",
         "",
         "| process | fault | cases | recoveries | seconds to recover, median | longest | same bits |",
         "|---|---|---|---|---|---|---|",
     ]
     for process, fault in PAIRS:
-        chosen = [results[case.name] for case in CASES if (case.process, case.fault) == (process, fault)]
+        cases = [case for case in CASES if (case.process, case.fault) == (process, fault)]
+        chosen = [results[case.name] for case in cases if case.name in results]
         lines.append(f"| {process} | {fault} | {_summary(chosen)} |")
     lines += [
         "",
@@ -51,7 +52,7 @@ def _tables(results: Mapping[str, Result], about: str) -> str:
         "|---" * (1 + len(PAIRS)) + "|",
     ]
     for moment in MOMENTS:
-        row = [_cell(case, results[case.name]) for case in CASES if case.moment is moment]
+        row = [_cell(case, results.get(case.name)) for case in CASES if case.moment is moment]
         lines.append(f"| {moment.name} | " + " | ".join(row) + " |")
     return "\n".join([*lines, "", "</details>", ""])
 
@@ -65,7 +66,9 @@ def _summary(results: Sequence[Result]) -> str:
     return " | ".join([str(len(results)), recoveries, *times, count if same == len(results) else f"**{count}**"])
 
 
-def _cell(case: Case, result: Result) -> str:
+def _cell(case: Case, result: Result | None) -> str:
+    if result is None:
+        return "not run"
     if result.problems:
         return f"**failed** ({case.seed})"
     return f"{result.seconds:.1f} ({case.seed})"

@@ -100,6 +100,7 @@ statuses = st.builds(
     answers_as_reference=st.booleans(),
     broken=st.booleans(),
     leader_epoch=uint64,
+    buffer_unreachable=st.booleans(),
 )
 samplings = st.builds(
     SamplingParameters,

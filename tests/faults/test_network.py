@@ -6,6 +6,11 @@ import time
 
 import pytest
 
+from quartet.errors import ServiceUnavailable
+from quartet.types import Role
+from services.orchestrator.peers import Peers
+from services.orchestrator.settings import begin_update
+from tests.e2e.commands import wait_until
 from tests.faults.network import BUFFER_OF_THE_SERVICES, SHORT, assert_same, heal_after, network, struck
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, orchestrator
@@ -28,11 +33,17 @@ CUTS = [
 
 
 def cut_and_run(
-    link: str, moment: str, how: str, seconds: float, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    link: str,
+    moment: str,
+    how: str,
+    seconds: float,
+    make: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    **recovery: float,
 ) -> Run:
     """A run of which one link is cut for a while, right after a request has crossed it and before its answer does."""
     cuts: list[str] = []
-    with network(make(**SHORT, recovery={"backoff": 0.2})) as parts:
+    with network(make(**SHORT, recovery={"backoff": 0.2, **recovery})) as parts:
         proxy = parts.links[link]
 
         def cut() -> None:
@@ -67,6 +78,36 @@ def test_connections_that_break_and_are_refused_for_a_moment_are_made_anew_and_t
     run = cut_and_run(link, moment, "reset", 0.2, make, monkeypatch)
     assert_same(run, undisturbed)
     assert run.progress.recoveries >= 1
+
+
+@pytest.mark.parametrize("moment", ["generate", "update"])
+def test_a_buffer_that_the_services_cannot_reach_for_longer_than_all_pauses_together_is_waited_for(
+    moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = BUFFER_OF_THE_SERVICES
+    run = cut_and_run(link, moment, "reset", 2.0, make, monkeypatch, backoff=0.01, attempts=3)
+    assert_same(run, undisturbed)
+    assert run.progress.recoveries >= 1
+
+
+def test_a_service_that_could_not_reach_the_buffer_says_so_at_once_and_until_it_can(make: MakeConfig) -> None:
+    with network(make(**SHORT)) as parts:
+        peers, proxy = Peers(parts.config), parts.links[BUFFER_OF_THE_SERVICES]
+
+        def cut_off() -> set[Role]:
+            start = time.monotonic()
+            statuses = [client.wait_until_ready() for client in (peers.actor, peers.critic, peers.reward) if client]
+            assert time.monotonic() - start < 1.0
+            return {status.role for status in statuses if status.buffer_unreachable}
+
+        assert cut_off() == set()
+        proxy.reset()
+        for client in peers.trained:
+            with pytest.raises(ServiceUnavailable, match="rollout buffer"):
+                begin_update(client, parts.config, 1, 1).result()
+        assert cut_off() == {Role.ACTOR, Role.CRITIC}
+        proxy.heal()
+        assert wait_until(lambda: cut_off() == set(), 20)
 
 
 @pytest.mark.slow

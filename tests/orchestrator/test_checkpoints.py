@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quartet.checkpoints import checkpoint_folders, drop_checkpoint, named_checkpoints
+from quartet.checkpoints import checkpoint_folders, drop_checkpoint, named_checkpoints, read_checkpoint
 from quartet.errors import MismatchError, ServiceFailed, ServiceUnavailable, StorageFailed
 from quartet.files import describe_files
 from quartet.telemetry.run_files import RunFiles
@@ -81,7 +81,41 @@ def test_a_checkpoint_holds_both_models_and_a_manifest_that_is_true(files: RunFi
         assert described == {"bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
     for saver in savers:
         (asked,) = saver.asked
-        assert asked == ("run", f"checkpoints/.step-000020.partial/{saver.role}", SaveKind.CHECKPOINT, 20)
+        assert asked == ("run", f"checkpoints/.step-000020.1.partial/{saver.role}", SaveKind.CHECKPOINT, 20)
+
+
+@pytest.mark.parametrize("lacking", ["actor", "critic"])
+def test_a_manifest_that_names_no_file_of_a_model_is_of_no_checkpoint(
+    lacking: str, files: RunFiles, savers: tuple[Any, Any]
+) -> None:
+    checkpoints = Checkpoints(files, 2, "")
+    save(checkpoints, 1, savers)
+    save(checkpoints, 2, savers)
+    path = files.checkpoints / "step-000002" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["roles"] == ["actor", "critic"]
+    kept = {name: about for name, about in manifest["files"].items() if not name.startswith(lacking)}
+    path.write_text(json.dumps({**manifest, "files": kept}))
+    assert read_checkpoint(path.parent).problem() == f"manifest.json names no file of the {lacking}"
+    assert newest_step(checkpoints) == 1
+    # A manifest of the time when it had no roles.
+    del manifest["roles"]
+    path.write_text(json.dumps({**manifest, "files": kept}))
+    assert newest_step(checkpoints) == (1 if lacking == "actor" else 2)
+    path.write_text(json.dumps({**manifest, "files": {}}))
+    assert newest_step(checkpoints) == 1
+
+
+def newest_step(checkpoints: Checkpoints) -> int | None:
+    newest = checkpoints.newest("run")
+    return newest.step if newest else None
+
+
+def test_a_run_without_a_critic_has_whole_checkpoints_of_its_actor(files: RunFiles, savers: tuple[Any, Any]) -> None:
+    checkpoints = Checkpoints(files, 2, "")
+    save(checkpoints, 1, savers[:1])
+    assert newest_step(checkpoints) == 1
+    assert read_checkpoint(files.checkpoints / "step-000001").roles == ("actor",)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -115,7 +149,7 @@ def test_saving_a_step_again_replaces_it(files: RunFiles, savers: tuple[Any, Any
     assert (files.checkpoints / "step-000001/actor/model.safetensors").read_bytes() == b"actor 2"
 
 
-@pytest.mark.parametrize("wrong", [{"bytes": 3}, {"path": "checkpoints/.step-000001.partial/actor/elsewhere"}])
+@pytest.mark.parametrize("wrong", [{"bytes": 3}, {"path": "checkpoints/.step-000001.1.partial/actor/elsewhere"}])
 def test_files_that_are_not_there_as_reported_are_an_error(
     wrong: dict[str, Any], files: RunFiles, savers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +157,7 @@ def test_files_that_are_not_there_as_reported_are_an_error(
         return [SavedFile(**{"path": "p", "bytes": 7, "sha256": "", **wrong})]
 
     if "bytes" in wrong:
-        wrong["path"] = "checkpoints/.step-000001.partial/actor/model.safetensors"
+        wrong["path"] = "checkpoints/.step-000001.1.partial/actor/model.safetensors"
     monkeypatch.setattr(savers[0], "reported", reported)
     with pytest.raises(MismatchError, match="must be a path that orchestrator, actor and critic share"):
         save(Checkpoints(files, 2, ""), 1, savers)
@@ -137,7 +171,7 @@ def test_a_checkpoint_has_no_name_and_no_manifest_before_both_models_are_saved(
     checkpoints = Checkpoints(files, 2, "")
     pending = checkpoints.begin("run", 3, 1, savers, {"kl": 0.1})
     assert not pending.done()
-    assert names(files) == [".step-000003.partial"]
+    assert names(files) == [".step-000003.1.partial"]
     assert not list(files.checkpoints.rglob("manifest.json"))
     assert checkpoints.newest("run") is None
     savers[1].call.answer()
@@ -177,7 +211,7 @@ def test_a_failed_save_waits_for_the_other_service_before_it_tidies_up(
     thread.start()
     thread.join(0.2)
     assert thread.is_alive()
-    assert names(files) == [".step-000001.partial"]
+    assert names(files) == [".step-000001.1.partial"]
     savers[1].call.answer()
     thread.join(20)
     assert len(failed) == 1

@@ -129,7 +129,7 @@ def test_every_field_of_the_progress_crosses_the_wire(peer: Peer, board: Progres
     commit(board, 2)
     board.update(state=RunState.PAUSED, phase="update", scored=5, wanted=8, error="e", exit_code=2, notes=["n"])
     board.alert(Alert(2, "mismatch", "pause", "seen", "do"))
-    board.update(recoveries=3)
+    board.update(recoveries=3, notes_before=4, alerts_before=5)
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
     found = peer.call(stub.GetProgress, orchestrator_pb2.GetProgressRequest(), 5, "GetProgress").progress
     expected = orchestrator_pb2.Progress(
@@ -148,6 +148,8 @@ def test_every_field_of_the_progress_crosses_the_wire(peer: Peer, board: Progres
             orchestrator_pb2.Alert(step=2, guard="mismatch", action="pause", evidence="seen", remedy="do"),
         ],
         recoveries=3,
+        notes_before=4,
+        alerts_before=5,
     )
     assert found == expected
     assert {field.name for field, _ in found.ListFields()} == set(orchestrator_pb2.Progress.DESCRIPTOR.fields_by_name)
@@ -217,8 +219,8 @@ def test_an_orchestrator_that_is_gone_is_unavailable(board: ProgressBoard) -> No
     peer.close()
 
 
-def test_a_pause_outlives_the_orchestrator_that_was_asked_for_it(tmp_path: Path) -> None:
-    mark = tmp_path / "paused"
+def test_what_was_asked_outlives_the_orchestrator_that_was_asked(tmp_path: Path) -> None:
+    mark = tmp_path / "asked"
     Control(mark).pause()
     again = Control(mark)
     assert again.paused
@@ -226,7 +228,11 @@ def test_a_pause_outlives_the_orchestrator_that_was_asked_for_it(tmp_path: Path)
     assert not Control(mark).paused
     again.pause()
     again.stop()
-    assert not Control(mark).paused
+    later = Control(mark)
+    assert later.stopping
+    assert not later.paused
+    later.resume()
+    assert Control(mark).stopping
 
 
 def test_who_comes_late_is_told_of_the_last_steps_only_so_that_memory_does_not_grow_with_the_run() -> None:
@@ -239,3 +245,21 @@ def test_who_comes_late_is_told_of_the_last_steps_only_so_that_memory_does_not_g
     commit(board, 2 * HISTORY + 1)
     assert [found.step for found in (next(watcher), next(watcher)) if found] == [2 * HISTORY + 1] * 2
     assert len(board._history) == HISTORY
+
+
+def test_of_notes_and_alerts_the_last_are_kept_with_their_numbers() -> None:
+    board = ProgressBoard("run", 3)
+    for number in range(HISTORY):
+        board.note(str(number))
+        board.alert(Alert(number, "kl", "warn", "", ""))
+    assert (board.current().notes_before, board.current().alerts_before) == (0, 0)
+    for number in range(HISTORY, HISTORY + 3):
+        board.alert(Alert(number, "kl", "warn", "", ""))
+        board.note(str(number))
+    board.recovering("lost")
+    found = board.current()
+    assert found.notes == [*map(str, range(4, HISTORY + 3)), "recovering: lost"]
+    assert found.notes_before == 4
+    assert [alert.step for alert in found.alerts] == list(range(3, HISTORY + 3))
+    assert found.alerts_before == 3
+    assert (found.state, found.recoveries) == (RunState.RECOVERING, 1)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.rollouts import RolloutStream
@@ -31,11 +32,17 @@ from services.orchestrator.scoring import Scoring, ScoringServices
 from tests.buffer.samples import trajectory
 from tests.orchestrator.fakes import Answer, responses
 
+BACKOFF = 1e-6
 Name = tuple[int, int]
 """Prompt and sample."""
 
 SERVICES = ("score", "log_probs", "values")
 ALWAYS = 1_000_000
+
+
+def recovering(**changes: Any) -> RecoveryConfig:
+    """With pauses too short to notice."""
+    return RecoveryConfig(backoff=BACKOFF, **changes)
 
 
 def sampled(run: str, prompt: int, sample: int = 0) -> Trajectory:
@@ -139,7 +146,7 @@ def collect(
         generation,  # type: ignore[arg-type]
         (progress if progress is not None else []).append,
         fields,
-        Replacement(recovery or RecoveryConfig(), actor.generate),
+        Replacement(recovery or recovering(), actor.generate),
     )
 
 
@@ -199,7 +206,7 @@ def test_a_fault_that_passes_leaves_nothing_behind(service: str, stream: Rollout
 
 def test_a_fault_that_passes_while_each_is_tried_alone_sets_nothing_aside(stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ServiceFailed("no"), score={(1, 0): 3})
-    recovery = RecoveryConfig(scoring_attempts=4)
+    recovery = recovering(scoring_attempts=4)
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run), recovery=recovery)
     assert scored(step) == [(0, 0), (1, 0), (2, 0)]
     assert_own_answers(step)
@@ -215,7 +222,7 @@ def test_attempts_are_counted_together_and_alone_and_nobody_is_set_aside_for_ano
     attempts: int, together: int, alone: int, counted: int, stream: RolloutStream, run: str
 ) -> None:
     scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
-    recovery = RecoveryConfig(scoring_attempts=attempts)
+    recovery = recovering(scoring_attempts=attempts)
     written = [sampled(run, prompt) for prompt in range(2)]
     step = collect(stream, scorer, written, Actor(stream, run), recovery=recovery)
     assert set_aside(step) == [((1, 0), counted)]
@@ -236,7 +243,7 @@ def test_the_jth_of_a_prompt_that_is_set_aside_is_replaced_by_the_jth_sample_mor
     poison = {(7, 0): ALWAYS, (7, 1): ALWAYS, (5, 1): ALWAYS, (7, 2): ALWAYS, (7, 4): ALWAYS}
     scorer, actor = PickyScorer(ComputationFailed("no"), score=poison), Actor(stream, run)
     written = [sampled(run, prompt, sample) for prompt, sample in itertools.product((9, 7, 5), range(2))]
-    step = collect(stream, scorer, written, actor, recovery=RecoveryConfig(max_set_aside=5))
+    step = collect(stream, scorer, written, actor, recovery=recovering(max_set_aside=5))
     assert actor.asked == [({5, 7}, 2), ({7}, 3), ({7}, 4), ({7}, 5)]
     assert scored(step) == [(5, 0), (5, 2), (7, 3), (7, 5), (9, 0), (9, 1)], "as many of each prompt as before"
     assert [name for name, _ in set_aside(step)] == [(5, 1), (7, 0), (7, 1), (7, 2), (7, 4)]
@@ -249,7 +256,7 @@ def test_the_jth_of_a_prompt_that_is_set_aside_is_replaced_by_the_jth_sample_mor
 def test_one_more_than_may_be_set_aside_ends_the_step_at_once_with_count_ids_and_error(
     at_most: int, stream: RolloutStream, run: str
 ) -> None:
-    scorer = PickyScorer(ServiceFailed("ValueError"), score={(prompt, 0): ALWAYS for prompt in range(9)})
+    scorer = PickyScorer(ComputationFailed("ValueError"), score={(prompt, 0): ALWAYS for prompt in range(9)})
     actor = Actor(stream, run)
     with pytest.raises(TooManySetAside) as raised:
         collect(
@@ -258,7 +265,7 @@ def test_one_more_than_may_be_set_aside_ends_the_step_at_once_with_count_ids_and
             [sampled(run, prompt) for prompt in range(9)],
             actor,
             score_batch=9,
-            recovery=RecoveryConfig(max_set_aside=at_most),
+            recovery=recovering(max_set_aside=at_most),
         )
     text = str(raised.value)
     assert text.startswith(
@@ -268,6 +275,7 @@ def test_one_more_than_may_be_set_aside_ends_the_step_at_once_with_count_ids_and
     assert text.endswith(", ".join(f"{run}/1/{prompt}/0" for prompt in range(at_most + 1)))
     assert len(scorer.asked["score"]) == 2 + at_most + 1, "the others are not tried any more"
     assert actor.asked == []
+    assert [item.trajectory.id.prompt for item in raised.value.set_aside] == list(range(at_most + 1))
 
 
 def test_those_of_a_whole_step_count_together_also_where_replacements_fail(stream: RolloutStream, run: str) -> None:
@@ -298,6 +306,7 @@ def test_a_service_that_is_gone_is_raised_while_an_earlier_batch_is_tried_again(
     scoring = scoring_of(scorer, [[0, 1], [2, 3]], run)
     scorer.calls["score"][0].answer()
     scoring.advance()
+    scoring.advance()
     scorer.calls["score"][1].answer(ServiceUnavailable("gone"))
     with pytest.raises(ServiceUnavailable, match="gone"):
         scoring.advance()
@@ -307,7 +316,7 @@ def test_of_two_services_that_fail_the_first_is_named_and_the_trajectory_counts_
     stream: RolloutStream, run: str
 ) -> None:
     scorer = PickyScorer(ComputationFailed("no"), values={(1, 0): ALWAYS}, score={(1, 0): ALWAYS, (2, 0): ALWAYS})
-    recovery = RecoveryConfig(max_set_aside=2)
+    recovery = recovering(max_set_aside=2)
     written = [sampled(run, prompt) for prompt in range(3)]
     step = collect(stream, scorer, written, Actor(stream, run), recovery=recovery)
     assert set_aside(step) == [((1, 0), 3), ((2, 0), 3)]
@@ -353,9 +362,33 @@ def test_a_prompts_own_fields_go_with_every_attempt(stream: RolloutStream, run: 
         assert sent == [fields[prompt] for prompt, _ in asked]
 
 
-def scoring_of(scorer: PickyScorer, batches: list[list[int]], run: str) -> Scoring:
+class Clock:
+    """Seconds, as the test would have them."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Hurried(Clock):
+    """Every look at it finds any pause over."""
+
+    def __call__(self) -> float:
+        self.now += 1e6
+        return self.now
+
+
+def scoring_of(
+    scorer: PickyScorer,
+    batches: list[list[int]],
+    run: str,
+    recovery: RecoveryConfig | None = None,
+    clock: Clock | None = None,
+) -> Scoring:
     services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
-    scoring = Scoring(services, {}, RecoveryConfig())
+    scoring = Scoring(services, {}, recovery or RecoveryConfig(), clock or Hurried())
     for batch in batches:
         scoring.begin([sampled(run, prompt) for prompt in batch])
     return scoring
@@ -413,6 +446,7 @@ def test_calls_of_a_batch_that_is_tried_again_are_let_go_with_the_rest(run: str)
     scoring = scoring_of(scorer, [[0, 1]], run)
     scorer.calls["score"][0].answer()
     scoring.advance()
+    scoring.advance()
     assert len(scorer.calls["score"]) == 2
     scoring.cancel()
     assert scorer.calls["score"][1].cancelled
@@ -424,3 +458,100 @@ def test_ids_of_replacements_are_derived_like_all_others(stream: RolloutStream, 
     scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(2)], Actor(stream, run))
     assert step.scored[1].trajectory.id == TrajectoryId(run, 1, 1, 1)
+
+
+@pytest.mark.parametrize("pauses", [[2.0, 4.0], [2.0, 4.0, 8.0], [2.0, 4.0, 8.0, 16.0, 30.0, 30.0]])
+def test_attempts_come_after_pauses_that_double_and_other_services_go_on_meanwhile(
+    pauses: list[float], run: str
+) -> None:
+    scorer, clock = PickyScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS}), Clock()
+    recovery = RecoveryConfig(backoff=2.0, scoring_attempts=len(pauses) + 1)
+    scoring = scoring_of(scorer, [[0], [1]], run, recovery, clock)
+    for attempt, pause in enumerate(pauses):
+        scorer.calls["score"][1 + attempt if attempt else 0].answer()
+        scoring.advance()
+        clock.now += pause * 0.99
+        scoring.advance()
+        assert scorer.asked["score"].count([(0, 0)]) == attempt + 1, "not before its time"
+        clock.now += pause * 0.02
+        scoring.advance()
+        assert scorer.asked["score"].count([(0, 0)]) == attempt + 2
+        # In the pause, and after it, what has been answered is taken in.
+        for service in SERVICES:
+            scorer.calls[service][1].answer()
+            if service != "score":
+                scorer.calls[service][0].answer()
+        scoring.advance()
+        assert [item.trajectory.id.prompt for item in scoring.scored] == [1]
+    scorer.calls["score"][-1].answer()
+    scoring.advance()
+    assert [(item.trajectory.id.prompt, item.attempts) for item in scoring.set_aside] == [(0, len(pauses) + 1)]
+    assert scoring.under_way == 0
+
+
+def test_a_batch_that_was_answered_is_taken_in_while_one_before_it_pauses(run: str) -> None:
+    scorer, clock = PickyScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS}), Clock()
+    scoring = scoring_of(scorer, [[0, 1], [2, 3]], run, RecoveryConfig(), clock)
+    scorer.calls["score"][0].answer()
+    scoring.advance()
+    for service in SERVICES:
+        scorer.calls[service][1].answer()
+    scoring.advance()
+    assert [item.trajectory.id.prompt for item in scoring.scored] == [2, 3]
+    assert scoring.under_way == 1
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_that_fails_for_every_one_of_a_batch_is_to_blame_and_nothing_is_set_aside(
+    service: str, stream: RolloutStream, run: str
+) -> None:
+    failures = {(prompt, 0): ALWAYS for prompt in range(3)}
+    scorer, actor = PickyScorer(ServiceFailed("broken"), **{service: failures}), Actor(stream, run)
+    with pytest.raises(ServiceFailed, match=r"broken of 1; .*/1/0/0, .*/1/1/0, .*/1/2/0$"):
+        collect(stream, scorer, [sampled(run, prompt) for prompt in range(6)], actor)
+    assert actor.asked == []
+
+
+def test_a_service_that_answers_for_one_of_a_batch_is_not_to_blame(stream: RolloutStream, run: str) -> None:
+    scorer = PickyScorer(ServiceFailed("broken"), score={(0, 0): ALWAYS, (1, 0): ALWAYS})
+    step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run))
+    assert [name for name, _ in set_aside(step)] == [(0, 0), (1, 0)]
+    assert scored(step) == [(0, 1), (1, 1), (2, 0)]
+
+
+def test_what_cannot_be_computed_for_every_one_of_a_batch_is_set_aside(stream: RolloutStream, run: str) -> None:
+    scorer = PickyScorer(ComputationFailed("no"), score={(prompt, 0): ALWAYS for prompt in range(3)})
+    step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run))
+    assert [name for name, _ in set_aside(step)] == [(0, 0), (1, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("others", [ServiceFailed, ComputationFailed])
+def test_a_service_that_fails_more_often_than_may_be_set_aside_and_says_nothing_else_is_to_blame(
+    others: type[QuartetError], stream: RolloutStream, run: str
+) -> None:
+    class Changing(PickyScorer):
+        def _named(self, asked: list[Name]) -> QuartetError:
+            return (others if asked == [(1, 0)] else ServiceFailed)("broken")
+
+    scorer = Changing(ServiceFailed("broken"), score={(prompt, 0): ALWAYS for prompt in range(9)})
+    written = [sampled(run, prompt) for prompt in range(9)]
+    with pytest.raises(ServiceFailed if others is ServiceFailed else TooManySetAside, match="step 1: 3 of its"):
+        collect(stream, scorer, written, Actor(stream, run), score_batch=9, recovery=recovering(max_set_aside=2))
+
+
+def test_the_log_does_not_quote_what_a_function_quotes_of_a_response(
+    stream: RolloutStream, run: str, capture: list[dict[str, Any]]
+) -> None:
+    scorer = PickyScorer(ComputationFailed("ValueError: cannot read 'my secret'"), score={(1, 0): ALWAYS})
+    step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(2)], Actor(stream, run))
+    [line] = [line for line in capture if line["event"] == "trajectory set aside"]
+    assert line["error"] == "ComputationFailed"
+    assert line["id"] == f"{run}/1/1/0"
+    assert "secret" not in str(capture)
+    assert "my secret" in step.set_aside[0].error
+
+
+@pytest.fixture
+def capture() -> Iterator[list[dict[str, Any]]]:
+    with structlog.testing.capture_logs() as lines:
+        yield lines

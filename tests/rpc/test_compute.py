@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from quartet.errors import Cancelled, DeadlinePassed, InvalidRequest, ServiceBusy
+import services.__main__
+from quartet.errors import Cancelled, DeadlinePassed, InvalidRequest, ServiceBusy, ServiceFailed
 from quartet.rpc.compute import ComputeThread
 from quartet.rpc.limits import MAX_PENDING_WORK
+from quartet.rpc.role import ModelRole
+from quartet.types import Role
 
 
 class Call:
@@ -198,8 +203,12 @@ def test_a_close_drops_what_has_not_begun_and_does_not_wait() -> None:
     assert ran == []
 
 
-def test_work_that_goes_on_for_nobody_is_named_with_its_seconds(compute: ComputeThread) -> None:
-    caller, begun, end = Call(), threading.Event(), threading.Event()
+@pytest.mark.parametrize("goes_first", [True, False])
+def test_work_that_goes_on_for_nobody_is_named_with_its_seconds_from_its_deadline_on(
+    compute: ComputeThread, goes_first: bool
+) -> None:
+    caller, begun, end = Call(remaining=0.5), threading.Event(), threading.Event()
+    start = time.monotonic()
 
     def work(_: Callable[[], bool]) -> None:
         begun.set()
@@ -208,10 +217,53 @@ def test_work_that_goes_on_for_nobody_is_named_with_its_seconds(compute: Compute
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(compute.run, "update", caller, work)
         assert begun.wait(10)
-        assert compute.abandoned() == ("", 0.0)
-        caller.end()
+        if goes_first:
+            caller.end()
         wait_until(lambda: compute.abandoned()[1] > 0.01)
-        assert compute.abandoned()[0] == "update"
+        work_in_hand, seconds = compute.abandoned()
+        assert work_in_hand == "update"
+        assert seconds <= time.monotonic() - start - 0.5
+        end.set()
+        with pytest.raises(DeadlinePassed):
+            waiting.result(10)
+    wait_until(lambda: compute.abandoned() == ("", 0.0))
+
+
+@pytest.mark.parametrize("remaining", [60.0, None])
+def test_work_whose_caller_goes_away_before_its_deadline_is_left_in_peace_until_then(
+    compute: ComputeThread, remaining: float | None
+) -> None:
+    caller, begun, end = Call(remaining), threading.Event(), threading.Event()
+
+    def work(_: Callable[[], bool]) -> None:
+        begun.set()
+        assert end.wait(10)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(compute.run, "update", caller, work)
+        assert begun.wait(10)
+        caller.end()
+        time.sleep(0.02)
+        assert compute.abandoned() == ("", 0.0)
         end.set()
         waiting.result(10)
-    assert compute.abandoned() == ("", 0.0)
+
+
+def test_a_process_ends_itself_when_work_goes_on_for_a_stall_beyond_its_deadline(
+    compute: ComputeThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services.__main__, "WATCH", 0.01)
+    role: ModelRole[Any] = ModelRole(None, compute, 1)
+    role.role = Role.ACTOR  # type: ignore[attr-defined]
+    end, endings = threading.Event(), queue.SimpleQueue[str]()
+    with ThreadPoolExecutor(2) as pool:
+        start = time.monotonic()
+        waiting = pool.submit(compute.run, "update", Call(remaining=0.5), lambda _: end.wait(10))
+        watching = pool.submit(services.__main__._wait_for_the_end, endings, [role], 0.2)
+        with pytest.raises(ServiceFailed, match=r"actor: stalled in update, \d+ s after its deadline"):
+            watching.result(10)
+        assert time.monotonic() - start > 0.7
+        endings.put("end")
+        end.set()
+        with pytest.raises(DeadlinePassed):
+            waiting.result(10)

@@ -115,9 +115,9 @@ def services(config: Config) -> Iterator[Config]:
 
 
 @contextmanager
-def orchestrator(config: Config) -> Iterator[Underway]:
+def orchestrator(config: Config, control: Control | None = None) -> Iterator[Underway]:
     """The run's training, on the services at the config's addresses."""
-    board, control, ended = ProgressBoard(config.run.name, config.run.steps), Control(), list[int]()
+    board, control, ended = ProgressBoard(config.run.name, config.run.steps), control or Control(), list[int]()
     assert config.buffer.url is not None
     training = Training(config, config.buffer.url, board, control)
     thread = threading.Thread(target=train, args=(training, board, ended.append), daemon=True)

@@ -121,7 +121,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, set[int]], None
 
     def fill(role: str, steps: set[int]) -> None:
         def write(directory: Path, *writers: Any) -> None:
-            if any(f".step-{step:06d}.partial" in directory.parts for step in steps):
+            if any(part.startswith(f".step-{step:06d}.") for step in steps for part in directory.parts):
                 raise StorageFailed(f"model directory {directory}: cannot be written: No space left on device")
             snapshot.write_model(directory, *writers)
 
@@ -194,7 +194,7 @@ def test_a_crash_before_a_checkpoint_has_its_name_goes_on_from_the_one_before(
 
     def act(self: Any, *arguments: Any) -> Any:
         pending = getattr(self, "_pending", None)
-        if (pending is not None and pending.step == 4) or getattr(self, "name", "") == ".step-000004.partial":
+        if (pending is not None and pending.step == 4) or getattr(self, "name", "") == ".step-000004.1.partial":
             crash()
         return real(self, *arguments)
 
@@ -203,8 +203,8 @@ def test_a_crash_before_a_checkpoint_has_its_name_goes_on_from_the_one_before(
         with underway(config) as going:
             broken = going.finish()
     assert broken.code == 1
-    assert kept(broken) == [".step-000004.partial", "step-000002"]
-    assert (broken.files.checkpoints / ".step-000004.partial" / "manifest.json").exists() == (when == "manifest")
+    assert kept(broken) == [".step-000004.1.partial", "step-000002"]
+    assert (broken.files.checkpoints / ".step-000004.1.partial" / "manifest.json").exists() == (when == "manifest")
     run = run_to_the_end(config)
     assert kept(run) == ["step-000006", "step-000008"]
     assert weights(run) == weights(undisturbed("ppo"))

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from quartet.buffer.connection import Redis
-from quartet.config import Config
+from quartet.config import Config, RecoveryConfig
 from quartet.demo.world import World
+from quartet.errors import ComputationFailed, InvalidRequest, QuartetError, ServiceFailed, ServiceUnavailable
+from quartet.rpc.clients import RewardClient
+from services.orchestrator.evaluation import Evaluator
+from tests.orchestrator.fakes import Answer
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, json_lines, run_to_the_end, underway
 from tests.training.test_resume import break_off, empty, figures, weights
@@ -74,9 +80,9 @@ class Runs:
             "reward": {"source": "function", "function": f"mine:{function}", "model": None},
             "critic": {"model": None},
             "checkpoint": {"every": 2},
-            "recovery": {"max_set_aside": 6},
         }
-        return self.make(**{**common, **KINDS[kind], **changes})
+        recovery = {"max_set_aside": 6, "backoff": 0.01, **changes.pop("recovery", {})}
+        return self.make(**{**common, **KINDS[kind], **changes, "recovery": recovery})
 
     def run(self, function: str, kind: str = "ppo", **changes: Any) -> Run:
         return run_to_the_end(self.config(function, kind, **changes))
@@ -125,7 +131,8 @@ def test_what_cannot_be_scored_is_set_aside_replaced_counted_and_told(kind: str,
             assert every == list(range(len(every)))
         notes = [note for note in run.progress.notes if note.startswith(f"step {step}: ")]
         assert len(notes) == bool(failed)
-        assert all("poison.jsonl" in note and "this response cannot be read" in note for note in notes)
+        assert all("poison.jsonl" in note and "ComputationFailed" in note for note in notes)
+        assert not any("this response cannot be read" in note for note in notes), "an error may quote the response"
     for line in lines:
         assert line["attempts"] == 3
         assert line["policy_version"] == line["step"] - 1
@@ -206,8 +213,22 @@ def test_a_prompt_none_of_whose_samples_can_be_scored_ends_the_run_with_count_id
     assert "ValueError: this prompt cannot be scored" in text
     assert text.count(f"{run.files.root.name}/1/") == 3
     assert not run.files.metrics.exists(), "the step left no trace"
-    assert not run.files.poison.exists()
+    lines = json_lines(run.files.poison)
+    assert [line["step"] for line in lines] == [1, 1, 1]
+    assert all(
+        line["id"] in text and line["response_ids"] and "mine:raises_for_marked" in line["error"] for line in lines
+    )
     assert run.progress.recoveries == 0, "another attempt would fail alike"
+
+
+def test_what_ended_a_run_is_forgotten_when_it_goes_on(runs: Runs, world: World, tmp_path: Path) -> None:
+    data = marked(world, tmp_path / "prompts.jsonl", len(world.prompts.read_text().splitlines()))
+    changes: dict[str, Any] = {"data": data, "run": {"steps": 1, "name": "mended"}}
+    broken = runs.failure("raises_for_marked", **changes)
+    assert broken.files.poison.exists()
+    mended = runs.run("healthy", **changes)
+    assert mended.files.poison == broken.files.poison
+    assert poison(mended) == []
 
 
 def test_none_may_be_set_aside_where_the_config_says_so(runs: Runs) -> None:
@@ -219,9 +240,121 @@ def test_none_may_be_set_aside_where_the_config_says_so(runs: Runs) -> None:
     assert run.progress.error.endswith(first["id"])
 
 
-def test_an_evaluation_has_nothing_to_replace_a_response_with(runs: Runs, world: World, tmp_path: Path) -> None:
+def test_the_evaluation_that_all_others_are_held_against_must_be_scored(
+    runs: Runs, world: World, tmp_path: Path
+) -> None:
     validation = marked(world, tmp_path / "validation.jsonl", 1)["prompts"]
     data = {"validation": validation}
     run = runs.failure("raises_for_marked", data=data, evaluation={"every": 1, "prompts": 3}, recovery={"attempts": 0})
     assert "ValueError: this prompt cannot be scored" in run.progress.error
     assert not run.files.metrics.exists()
+
+
+EVALUATION: dict[str, Any] = {"every": 1, "prompts": 3}
+
+
+@pytest.mark.parametrize("error", [ComputationFailed, InvalidRequest])
+def test_a_later_evaluation_that_cannot_be_scored_is_told_and_left_out_and_the_run_goes_on(
+    error: type[QuartetError], runs: Runs, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"data": {"validation": str(world.prompts)}, "evaluation": EVALUATION}
+    expected = runs.run("healthy", **changes)
+    real = Evaluator._responses
+
+    def fail(self: Evaluator, version: int, *arguments: Any) -> Any:
+        if version == 2:
+            raise error("reward: raised ValueError: my secret")
+        return real(self, version, *arguments)
+
+    monkeypatch.setattr(Evaluator, "_responses", fail)
+    with structlog.testing.capture_logs() as logged:
+        run = runs.run("healthy", **changes)
+    summaries, others = json_lines(run.files.evaluation_summaries), json_lines(expected.files.evaluation_summaries)
+    assert [line["step"] for line in others] == [0, 1, 2, 3, 4]
+    assert summaries == [line for line in others if line["step"] != 2], "later ones are what they were"
+    assert not (run.files.evaluations / "step-000002.jsonl").exists()
+    assert weights(run) == weights(expected)
+    [note] = [note for note in run.progress.notes if note.startswith("evaluation after step 2 failed")]
+    assert error.__name__ in note
+    assert "secret" not in str(run.progress.notes) + str(logged)
+    [line] = json_lines(run.files.poison)
+    assert line["step"] == 2
+    assert line["error"] == "reward: raised ValueError: my secret"
+    assert run.progress.recoveries == 0
+    assert {step["set_aside"] for step in run.metrics} == {0}
+
+
+def test_an_evaluation_that_loses_a_service_is_taken_again(
+    runs: Runs, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"data": {"validation": str(world.prompts)}, "evaluation": EVALUATION}
+    real, left = Evaluator._responses, [1]
+
+    def fail(self: Evaluator, version: int, *arguments: Any) -> Any:
+        if version == 2 and left:
+            left.pop()
+            raise ServiceUnavailable("reward: gone")
+        return real(self, version, *arguments)
+
+    monkeypatch.setattr(Evaluator, "_responses", fail)
+    run = runs.run("healthy", **changes)
+    assert [line["step"] for line in json_lines(run.files.evaluation_summaries)] == [0, 1, 2, 3, 4]
+    assert run.progress.recoveries == 1
+
+
+class Passing:
+    """A reward service that fails for some seconds from one of its calls on."""
+
+    def __init__(self, seconds: float, error: QuartetError) -> None:
+        self._seconds, self._error = seconds, error
+        self._real = RewardClient.score
+        self._since: float | None = None
+        self.calls = 0
+
+    def __call__(self, client: RewardClient, *arguments: Any) -> Any:
+        self.calls += 1
+        if self.calls == 3:
+            self._since = time.monotonic()
+        call = self._real(client, *arguments)
+        if self._since is None or time.monotonic() - self._since >= self._seconds:
+            return call
+        failed = Answer()
+        failed.answer(self._error)
+        return failed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "error"),
+    [(0.5, ServiceFailed("HTTP 503")), (0.5, ComputationFailed("overloaded")), (2.0, ServiceFailed("HTTP 503"))],
+    ids=str,
+)
+def test_a_scoring_service_that_fails_for_a_while_sets_nothing_aside(
+    seconds: float, error: QuartetError, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {
+        "rollout": {"prompts_per_step": 8, "score_batch": 4},
+        "recovery": RecoveryConfig().model_dump(),
+    }
+    expected = runs.run("healthy", **changes)
+    passing = Passing(seconds, error)
+    monkeypatch.setattr(RewardClient, "score", lambda *arguments: passing(*arguments))
+    run = runs.run("healthy", **changes)
+    assert passing.calls > 2 * STEPS, "otherwise this shows nothing"
+    assert not run.files.poison.exists()
+    assert figures(run) == figures(expected)
+    assert weights(run) == weights(expected)
+
+
+def test_a_scoring_service_that_fails_for_good_ends_the_run_with_its_error(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def score(*_: Any) -> Any:
+        failed = Answer()
+        failed.answer(ServiceFailed("reward: HTTP 503"))
+        return failed
+
+    monkeypatch.setattr(RewardClient, "score", score)
+    run = runs.failure("healthy", recovery={"attempts": 2})
+    assert run.progress.error.startswith("gave up after 2 recoveries in a row")
+    assert "reward: HTTP 503" in run.progress.error
+    assert not run.files.poison.exists()

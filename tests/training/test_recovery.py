@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.rollouts import RolloutStream
+from quartet.checkpoints import checkpoint_folders
 from quartet.config import Config
 from quartet.errors import BufferFailed, ServiceUnavailable
 from quartet.models import training as training_of_models
-from quartet.rpc.clients import CriticClient
+from quartet.rpc.clients import ActorClient, CriticClient
+from quartet.rpc.compute import ComputeThread
+from quartet.telemetry.run_files import RunFiles
 from quartet.types import Alert, Role, Trajectory
+from services.actor import actor
 from services.critic import critic
-from services.orchestrator import training
+from services.orchestrator import checkpoints, training
+from services.orchestrator.control import Control
 from services.orchestrator.progress import RunState
+from services.orchestrator.saving import Saving
 from tests.e2e.commands import wait_until
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Fleet, Run, Underway, fleet, json_lines, orchestrator, run_to_the_end
-from tests.training.test_resume import empty, figures, weights
+from tests.training.test_resume import break_off, empty, figures, weights
 from tests.training.test_stability import wait_for
 
 STEPS = 5
@@ -98,6 +107,47 @@ def test_a_recovery_is_shown_and_the_run_ends_as_if_nothing_had_been(
     assert run.progress.state is RunState.FINISHED
     [note] = [note for note in run.progress.notes if note.startswith("recovering: ")]
     assert "critic" in note
+
+
+def test_work_that_is_busy_while_the_run_goes_back_because_of_another_service_does_not_count_as_stalled(
+    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, runs, found, failed = ComputeThread(), list[Underway](), list[tuple[str, float]](), list[int]()
+    update_policy, update_value = actor.update_policy, critic.update_value
+
+    def is_back() -> bool:
+        progress = runs[0].board.current()
+        return (progress.recoveries, progress.state, progress.phase) == (1, RunState.TRAINING, "update")
+
+    def slow(model: Any, optimizer: Any, experience: Any, *settings: Any) -> Any:
+        if experience.step == 4 and not found:
+            patient = time.monotonic() + 20
+            while not is_back() and time.monotonic() < patient:
+                time.sleep(0.01)
+            # gRPC cancels a call that nobody holds any more, at the latest now.
+            gc.collect()
+            for _ in range(20):
+                time.sleep(0.01)
+                found.append(compute.abandoned())
+        return update_policy(model, optimizer, experience, *settings)
+
+    def fail(model: Any, optimizer: Any, experience: Any, *settings: Any) -> Any:
+        if experience.step == 4 and not failed:
+            failed.append(4)
+            raise RuntimeError("once")
+        return update_value(model, optimizer, experience, *settings)
+
+    monkeypatch.setattr(actor, "update_policy", slow)
+    monkeypatch.setattr(critic, "update_value", fail)
+    with fleet(make(**SHORT)) as started:
+        started.lose(Role.ACTOR)
+        started.start(Role.ACTOR, compute=compute)
+        with orchestrator(started.config) as going:
+            runs.append(going)
+            run = going.finish()
+    assert_same(run, undisturbed)
+    assert run.progress.recoveries == 1
+    assert set(found) == {("", 0.0)}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -285,3 +335,123 @@ def test_what_a_guard_found_counts_where_the_run_broke_off_before_it_was_heeded(
 def crash_after_the_first_step(_: Any, alerts: list[Alert]) -> None:
     if alerts:
         raise RuntimeError("crash")
+
+
+def prepared_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every step that was generated, in order, as the run goes on."""
+    found: list[int] = []
+    real = training.Training._prepare
+
+    def note(self: Any, step: int, order: Any) -> Any:
+        found.append(step)
+        return real(self, step, order)
+
+    monkeypatch.setattr(training.Training, "_prepare", note)
+    return found
+
+
+@pytest.mark.parametrize(("checkpoint", "lost"), [({"every": 0}, []), ({"every": 4}, [1]), ({"every": 4}, [1, 2, 3])])
+def test_committed_steps_on_which_both_models_stand_are_not_taken_again(
+    checkpoint: dict[str, int],
+    lost: list[int],
+    make: MakeConfig,
+    undisturbed: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    redis_client: Redis,
+) -> None:
+    """Whatever the buffer has lost: nobody needs it."""
+    config = make(**{**SHORT, "checkpoint": checkpoint})
+    generated = prepared_steps(monkeypatch)
+
+    def lose(started: Fleet) -> None:
+        for step in lost:
+            redis_client.delete(f"quartet:{config.run.name}:experience:{step}")
+        started.restart(Role.REWARD)
+        fail(ServiceUnavailable("the reward is gone for a moment"))
+
+    with disturbed(config, "commit", lose, monkeypatch) as going:
+        run = going.finish()
+    assert_same(run, undisturbed)
+    assert run.progress.recoveries == 1
+    assert generated == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_the_buffer_could_not_bring_to_where_it_stands_is_saved_at_once(
+    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
+) -> None:
+    config = make(**{**SHORT, "checkpoint": {"every": 5}})
+    with disturbed(config, "generate", lambda _: empty(redis_client, config.run.name), monkeypatch) as going:
+        run = going.finish()
+    assert_same(run, undisturbed)
+    assert [path.name for path in checkpoint_folders(run.files)] == ["step-000003", "step-000005"]
+
+
+def test_a_stop_does_not_end_a_run_before_what_it_had_committed(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
+) -> None:
+    config = make(**{**SHORT, "run": {"steps": 9}, "checkpoint": {"every": 6}})
+
+    def lose(started: Fleet) -> None:
+        going.control.stop()
+        empty(redis_client, config.run.name)
+        started.restart(Role.CRITIC)
+
+    with disturbed(config, "generate", lose, monkeypatch) as going:
+        run = going.finish()
+    assert (run.code, run.progress.state) == (0, RunState.STOPPED)
+    assert len(run.metrics) >= 3
+    assert any("steps 1 to 3 are taken again" in note for note in run.progress.notes)
+
+
+def test_a_step_that_is_taken_again_has_the_learning_rate_that_it_had(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was made longer has another schedule from then on, and only from then on."""
+    kind = {"actor": {"schedule": "cosine"}, "critic": {"schedule": "cosine"}, "checkpoint": {"every": 4}}
+    config = make(**{**SHORT, **kind})
+    break_off(config, "generate", 4, monkeypatch)
+    rates: list[tuple[int, float]] = []
+    real = ActorClient.update
+
+    def update(self: Any, run: str, step: int, epoch: int, settings: Any, loss: Any) -> Any:
+        rates.append((step, settings.learning_rate))
+        return real(self, run, step, epoch, settings, loss)
+
+    monkeypatch.setattr(ActorClient, "update", update)
+    longer = config.model_copy(update={"run": config.run.model_copy(update={"steps": 7})})
+    run = run_to_the_end(longer)
+    assert rates == [(int(step["step"]), step["learning_rate_actor"]) for step in run.metrics]
+
+
+def test_a_guards_stop_is_remembered_by_the_orchestrator_that_comes_after(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guards = {"window": 2, "missing_eos": {"action": "stop", "below": 1.0}}
+    with fleet(make(**{**SHORT, "guards": guards})) as started:
+        asked = RunFiles(started.config.run_directory).asked
+        with monkeypatch.context() as patch:
+            patch.setattr(Saving, "save_policy", lambda *_: (_ for _ in ()).throw(RuntimeError("crash")))
+            with orchestrator(started.config, Control(asked)) as going:
+                first = going.finish()
+        with orchestrator(started.config, Control(asked)) as going:
+            run = going.finish()
+    assert run.code == 1
+    assert run.progress.error.startswith("stopped by guard missing_eos after step ")
+    assert len(run.metrics) == len(first.metrics) < STEPS
+    assert weights(run)
+
+
+def test_a_blip_of_a_service_does_not_make_the_checkpoint_be_read(
+    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    real = checkpoints.whole_checkpoint
+
+    def note(path: Path) -> Any:
+        read.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(checkpoints, "whole_checkpoint", note)
+    with disturbed(make(**SHORT), "generate", lambda started: started.restart(Role.REWARD), monkeypatch) as going:
+        assert_same(going.finish(), undisturbed)
+    assert read == []

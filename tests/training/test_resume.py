@@ -71,10 +71,10 @@ def break_off(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyP
     }[where]
     real = getattr(training.Training, method)
 
-    def crash(self: Any, *arguments: Any) -> Any:
+    def crash(self: Any, *arguments: Any, **named: Any) -> Any:
         if self._course.step + (where not in ("committed", "checkpoint")) == step:
             raise Crash(where)
-        return real(self, *arguments)
+        return real(self, *arguments, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(training.Training, method, crash)

@@ -17,6 +17,7 @@ ROOTS = {"quartet": ROOT / "src/quartet", "services": ROOT / "services"}
 FOUNDATION = {"quartet", "quartet.errors", "quartet.types", "quartet.config", "quartet.failpoints"}
 FILES = {
     "quartet.checkpoints",
+    "quartet.identity",
     "quartet.data",
     "quartet.evaluation",
     "quartet.files",
@@ -47,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.evaluation": FOUNDATION | {"quartet.data"},
     "quartet.files": {"quartet.errors", "quartet.types"},
     "quartet.checkpoints": {"quartet.files", "quartet.telemetry"},
+    "quartet.identity": FOUNDATION | {"quartet.files"},
     "quartet.topology": {"quartet.config", "quartet.types"},
     "quartet.preflight": FOUNDATION | {"quartet.data", "quartet.topology"},
     "quartet.ppo": {"quartet.errors", "quartet.types"},

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from quartet.cli.reference import reference
-from quartet.config import Config, load_config, parse_config, redact_url
+from quartet.config import Config, is_redacted, load_config, parse_config, redact_url
 from quartet.errors import ConfigError
 from quartet.topology import roles_of
 
@@ -264,6 +264,8 @@ def test_a_wrong_override_is_blamed_and_not_the_line_that_it_replaces(tmp_path: 
 )
 def test_a_password_is_never_shown(url: str, minimal: Path) -> None:
     assert "s3cret" not in redact_url(url)
+    assert is_redacted(redact_url(url))
+    assert not is_redacted(url)
     shown = load_config(minimal, [f"buffer.url={url}"]).to_yaml()
     assert "s3cret" not in shown
     assert "***" in shown
@@ -275,6 +277,7 @@ def test_a_password_is_never_shown(url: str, minimal: Path) -> None:
 )
 def test_a_url_without_password_is_shown_as_it_is(url: str) -> None:
     assert redact_url(url) == url
+    assert not is_redacted(url)
 
 
 def test_a_malformed_url_is_refused_without_its_password(tmp_path: Path) -> None:

@@ -48,6 +48,32 @@ def test_each_alert_is_said_once_and_those_of_a_second_orchestrator_all() -> Non
     assert [line[:25] for line in news.of(second)] == ["guard kl (warn) after ste" for _ in range(3)]
 
 
+def test_of_lists_whose_beginning_is_dropped_each_entry_is_said_once() -> None:
+    news = News(Path("runs/tiny"))
+
+    def said(before: int, notes: str) -> str:
+        """What is new of a list whose entries are single letters."""
+        alerts = [alert(ord(letter), "kl") for letter in notes]
+        lines = news.of(
+            orchestrator_pb2.Progress(notes=notes, notes_before=before, alerts=alerts, alerts_before=before)
+        )
+        new = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
+        assert [line.split(":")[0] for line in lines[len(new) :]] == [
+            f"guard kl (warn) after step {ord(letter)}" for letter in new
+        ]
+        return "".join(new)
+
+    assert said(0, "abc") == "abc"
+    assert said(1, "bcd") == "d"
+    assert said(1, "bcd") == ""
+    assert said(3, "def") == "ef"
+    assert said(4, "efe") == "e"
+    assert said(9, "eee") == "eee"
+    # What a second orchestrator begins anew is shorter, or another.
+    assert said(0, "eee") == "eee"
+    assert said(1, "zee") == "zee"
+
+
 @pytest.mark.parametrize("kind", [LineView, LiveView])
 def test_what_happened_to_the_processes_is_printed_between_the_steps(kind: type[LineView] | type[LiveView]) -> None:
     output = io.StringIO()

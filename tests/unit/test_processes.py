@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from quartet.processes import with_parent
+from quartet.processes import has_ended, this_process, with_parent
 
 # Starts a child, which says its process id once it is the command and no more on its way to become it, and waits. The pipe
 # that both hold ends with the last of them.
@@ -60,3 +63,76 @@ def test_a_child_whose_parent_is_gone_already_does_not_begin() -> None:
     command = [sys.executable, "-m", "quartet.processes", "1", sys.executable, "-c", "print('began')"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.stdout, ended.returncode) == ("", 1)
+
+
+# Says its name, then waits.
+NAMED = "import sys; from quartet.processes import this_process; print(this_process(), flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def other() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Another process, and its name."""
+    command = [sys.executable, "-c", NAMED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+        process.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes have names on Linux only")
+def test_a_process_has_ended_when_it_is_dead_whether_reaped_or_not(other: tuple[subprocess.Popen[str], str]) -> None:
+    process, name = other
+    assert not has_ended(name)
+    assert not has_ended(this_process())
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert has_ended(name)
+    process.wait()
+    assert has_ended(name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as above")
+def test_a_number_that_another_process_has_now_is_no_sign_of_life(other: tuple[subprocess.Popen[str], str]) -> None:
+    place, _, start = other[1].rpartition("/")
+    assert has_ended(f"{place}/{int(start) - 1}")
+    assert not has_ended(f"another boot/{other[1].partition('/')[2]}")
+    assert not has_ended("")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as above")
+@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
+def test_a_process_that_others_may_not_look_at_has_not_ended_as_long_as_its_number_is_there(
+    other: tuple[subprocess.Popen[str], str], error: type[OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, name = other
+    real = Path.read_text
+
+    def hidden(path: Path, *arguments: Any) -> str:
+        # As /proc is where it is mounted with hidepid, and as it shows another user's process.
+        if str(path) == f"/proc/{process.pid}/stat":
+            raise error(path)
+        return real(path, *arguments)
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    assert not has_ended(name)
+    process.kill()
+    process.wait()
+    assert has_ended(name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as above")
+def test_a_process_that_may_not_be_signalled_and_cannot_be_seen_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, real = this_process(), Path.read_text
+    place = name.rpartition("/")[0].rpartition("/")[0]
+
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    def hidden(path: Path, *arguments: Any) -> str:
+        if str(path) == "/proc/1/stat":
+            raise FileNotFoundError(path)
+        return real(path, *arguments)
+
+    monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(Path, "read_text", hidden)
+    assert not has_ended(f"{place}/1/7")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from quartet.config import redact_url
-from quartet.errors import BufferFailed, ConfigError, ServiceUnavailable
+from quartet.config import is_redacted, redact_url
+from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceUnavailable
 
 Redis = redis.Redis
 CONNECT_TIMEOUT = 5.0
@@ -24,6 +26,11 @@ COMMAND_TIMEOUT = 10.0
 
 def connect(url: str) -> Redis:
     """A client whose server answered a ping. Raises ConfigError for a malformed url, ServiceUnavailable without a server."""
+    if is_redacted(url):
+        raise ConfigError(
+            f"buffer.url {url}: the stars stand for a password, which is kept nowhere; "
+            "give the whole url with --set buffer.url=URL"
+        )
     try:
         client: Redis = redis.Redis.from_url(
             url, socket_connect_timeout=CONNECT_TIMEOUT, socket_timeout=COMMAND_TIMEOUT, retry=Retry(NoBackoff(), 1)
@@ -54,17 +61,52 @@ def wait_for_server(client: Redis, url: str, timeout: float) -> None:
         time.sleep(POLL)
 
 
+class Link:
+    """Whether a process reaches its server, as far as it has tried: who asks never waits for the network."""
+
+    def __init__(self, client: Redis, url: str) -> None:
+        self._client, self._url = client, url
+        self._lock = threading.Lock()
+        self._lost = False
+
+    def is_lost(self) -> bool:
+        """Whether the last command did not reach the server, and nothing has since."""
+        return self._lost
+
+    def lose(self) -> None:
+        """Notes that a command did not reach the server, which is asked from now on, on a thread of its own, until it answers."""
+        with self._lock:
+            if self._lost:
+                return
+            self._lost = True
+        threading.Thread(target=self._find, name="link to the buffer", daemon=True).start()
+
+    def _find(self) -> None:
+        try:
+            wait_for_server(self._client, self._url, math.inf)
+        except QuartetError:
+            pass  # It answers, with a refusal that the next command shows to whoever can mend it.
+        finally:
+            self._lost = False
+
+
 @contextmanager
-def translated(url: str) -> Iterator[None]:
-    """Turns redis-py's exceptions into domain exceptions that name the buffer."""
+def translated(url: str, lost: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Turns redis-py's exceptions into domain exceptions that name the buffer. Calls ``lost`` where it could not be reached."""
     where = f"rollout buffer at {redact_url(url)}"
     try:
         yield
     except redis.exceptions.AuthenticationError as error:
         raise ConfigError(f"{where}: refused the credentials ({error}); correct buffer.url") from None
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
+        lost()
         raise ServiceUnavailable(
             f"{where}: unreachable ({error}); start Redis there, correct buffer.url, or set it null for an embedded one"
+        ) from None
+    except redis.exceptions.OutOfMemoryError:
+        raise BufferFailed(
+            f"{where}: is full; raise its maxmemory, or lower rollout.prompts_per_step or checkpoint.every: experience stays "
+            "there until a checkpoint covers it"
         ) from None
     except redis.exceptions.RedisError as error:
         raise BufferFailed(f"{where}: {error}") from None

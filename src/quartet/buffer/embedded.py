@@ -159,6 +159,8 @@ class EmbeddedRedis:
             client.ping()
         except redis.exceptions.BusyLoadingError:
             return True
+        except redis.exceptions.ResponseError:
+            pass  # An error is an answer: of a disk that is full, for one.
         except redis.exceptions.RedisError:
             return False
         finally:

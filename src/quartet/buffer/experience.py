@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from quartet import codec
 from quartet.buffer.connection import Redis, translated
@@ -14,8 +14,9 @@ from quartet.types import Experience
 class ExperienceStore:
     """The sealed experience of one run, a key for each step."""
 
-    def __init__(self, client: Redis, url: str, run: str) -> None:
-        self._client, self._url, self._run = client, url, run
+    def __init__(self, client: Redis, url: str, run: str, lost: Callable[[], None] = lambda: None) -> None:
+        """``lost`` is called when the server could not be reached for a load."""
+        self._client, self._url, self._run, self._lost = client, url, run, lost
 
     def key(self, step: int) -> str:
         """The Redis key of one step's experience."""
@@ -29,7 +30,7 @@ class ExperienceStore:
 
     def load(self, step: int) -> Experience:
         """A step's experience. Raises FailedPrecondition when it is not sealed, BufferFailed when it is damaged."""
-        with translated(self._url):
+        with translated(self._url, self._lost):
             data, digest = self._client.hmget(self.key(step), "experience", "sha256")
         if data is None and digest is None:
             raise FailedPrecondition(f"experience of step {step} of run {self._run}: not in the buffer")

@@ -79,6 +79,11 @@ class Lease:
             left = now
             time.sleep(POLL)
 
+    def claim(self, run_id: str) -> bool:
+        """Makes what the buffer holds under the run's name that of the run with this id. Gives whether it was so before."""
+        with translated(self._url):
+            return self._client.set(f"quartet:{self._run}:owner", run_id, get=True) == run_id.encode()
+
     def check(self) -> None:
         """Renews the lease. Raises FailedPrecondition when it is lost: another may lead now."""
         with translated(self._url):

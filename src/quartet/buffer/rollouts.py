@@ -6,7 +6,7 @@ Entries stay until their step is committed, so whoever reads again after a crash
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quartet import codec
@@ -30,8 +30,9 @@ class Delivery:
 class RolloutStream:
     """The stream of one run."""
 
-    def __init__(self, client: Redis, url: str, run: str) -> None:
-        self._client, self._url = client, url
+    def __init__(self, client: Redis, url: str, run: str, lost: Callable[[], None] = lambda: None) -> None:
+        """``lost`` is called when the server could not be reached for an append."""
+        self._client, self._url, self._lost = client, url, lost
         self.key = f"quartet:{run}:rollouts"
         self._leader_epoch = 0
 
@@ -49,7 +50,7 @@ class RolloutStream:
     def append(self, trajectories: Iterable[Trajectory], leader_epoch: int = 0) -> None:
         """Adds finished trajectories, in their order, in one round trip. ``leader_epoch`` is of who asked for them."""
         failpoint("actor.appending")
-        with translated(self._url), self._client.pipeline(transaction=False) as pipeline:
+        with translated(self._url, self._lost), self._client.pipeline(transaction=False) as pipeline:
             for trajectory in trajectories:
                 pipeline.xadd(
                     self.key,

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,10 +22,13 @@ from quartet.checkpoints import (
     step_of,
     whole_checkpoint,
 )
-from quartet.config import load_config
+from quartet.config import Config, is_redacted, load_config, redact_url
 from quartet.errors import ConfigError
 from quartet.files import write_durably
+from quartet.identity import Identity
+from quartet.preflight import check_inputs
 from quartet.telemetry.run_files import RunFiles
+from quartet.types import Role
 
 console = Console()
 
@@ -90,42 +94,136 @@ def rollback(run: Path, which: str) -> None:
     """Forgets what came after a checkpoint; ``quartet train --resume`` goes on from there. Raises ConfigError."""
     files = run_files(run)
     with files.claimed():
-        checkpoint = checkpoint_at(files, which)
+        config, checkpoint = load_config(files.config), checkpoint_at(files, which)
         step = checkpoint.step
         later = [path for path in checkpoint_folders(files) if step_of(path) > step]
         for given, folder in named_checkpoints(files).items():
             if folder in [path.name for path in later]:
-                (files.checkpoints / given).unlink()
+                raise ConfigError(
+                    f"rollback to step {step}: {folder} is named {given}, to be kept; quartet checkpoints forget {run} {given} "
+                    "first, or branch"
+                )
         for path in later:
             drop_checkpoint(path)
         for result in (files.policy, files.adapter):
             shutil.rmtree(result, ignore_errors=True)
         files.forget_after(step)
     console.print(
-        f"{run}: is at step {step}; quartet train {files.config} --resume goes on", highlight=False, soft_wrap=True
+        f"{run}: is at step {step}; metrics, trajectories and checkpoints after it and the saved policy are removed; "
+        f"{_how_to_go_on(files, config)}",
+        highlight=False,
+        soft_wrap=True,
     )
 
 
 def branch(run: Path, which: str, name: str, overrides: list[str]) -> None:
-    """Makes a new run of the same directory out of an old one's checkpoint, with other settings. Raises ConfigError."""
+    """Makes a new run of the same directory out of an old one's checkpoint, with other settings. Raises ConfigError.
+
+    What the algorithm remembers begins anew where its settings are others: the KL coefficient, the moments of the scores.
+    """
     files = run_files(run)
     with files.claimed():
-        checkpoint = checkpoint_at(files, which)
-        config = load_config(files.config, [f"run.name={name}", f"run.directory={files.root.parent}", *overrides])
+        checkpoint, before = checkpoint_at(files, which), load_config(files.config)
+        config = load_config(files.config, [f"run.directory={files.root.parent}", *overrides, f"run.name={name}"])
+        _check_models(before, config, checkpoint)
+        _check_evaluations(before, config)
+        _check_run(before, config, checkpoint)
+        identity = Identity.new(config)
         new = RunFiles(config.run_directory)
         with new.claimed():
             new.check_unused()
+            new.clear()
             new.write_config(config.to_yaml())
+            identity.write(new.identity)
             _copy_until(files, new, checkpoint.step)
             target = new.checkpoints / checkpoint.path.name
             shutil.copytree(checkpoint.path, target)
             manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
-            write_durably(target / MANIFEST, json.dumps({**manifest, "run": config.run.name}, indent=2) + "\n")
+            manifest |= {"run": config.run.name, "state": _state(before, config, checkpoint.state)}
+            write_durably(target / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     console.print(
-        f"{new.root}: begins at step {checkpoint.step} of {run}; quartet train {new.config} --resume goes on",
+        f"{new.root}: begins at step {checkpoint.step} of {run}; {_how_to_go_on(new, config)}",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _check_run(before: Config, config: Config, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError unless the branch is a run of its own that has steps to take, with data and models that are there."""
+    if config.run.name == before.run.name and config.run_directory.resolve() == before.run_directory.resolve():
+        raise ConfigError(f"--name {config.run.name}: is the name of the run to branch; give another")
+    if config.run.steps <= checkpoint.step:
+        raise ConfigError(
+            f"run.steps {config.run.steps}: the branch begins after step {checkpoint.step}; expected more than that"
+        )
+    check_inputs(config)
+
+
+def _check_models(before: Config, config: Config, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError unless the checkpoint's weights and optimizers can go on with this config."""
+    if config.has_critic and not checkpoint.holds(Role.CRITIC):
+        raise ConfigError(
+            f"algorithm.estimator {config.algorithm.estimator}: needs a critic, and the checkpoint of step {checkpoint.step} has "
+            "none; choose an estimator without a critic, or start a new run"
+        )
+    was, now = _trained_parts(before), _trained_parts(config)
+    for key in now:
+        if now[key] != was[key] and (config.has_critic or not key.startswith(Role.CRITIC)):
+            raise ConfigError(
+                f"{key} {now[key]}: the weights and optimizers of a checkpoint stay what they are, here those of {was[key]}; "
+                "set it so, or start a new run"
+            )
+
+
+def _check_evaluations(before: Config, config: Config) -> None:
+    """Raises ConfigError unless evaluations can be held against that before the first step, which a branch takes along."""
+    if not config.evaluation.every:
+        return
+    if not before.evaluation.every:
+        raise ConfigError(
+            f"evaluation.every {config.evaluation.every}: evaluations are held against one before the first step, and the run to "
+            "branch has none; leave it at 0, or start a new run"
+        )
+    was, now = (
+        {"evaluation.prompts": given.evaluation.prompts, "data.validation": given.data.validation}
+        for given in (before, config)
+    )
+    for key in now:
+        if now[key] != was[key]:
+            raise ConfigError(
+                f"{key} {now[key]}: evaluations are held against one before the first step, here with {was[key]}; "
+                "set it so, or start a new run"
+            )
+
+
+def _trained_parts(config: Config) -> dict[str, Any]:
+    """The settings that say which weights are trained, by key."""
+    found: dict[str, Any] = {"actor.model": config.actor.model, "critic.model": config.critic_model}
+    for role, trained in ((Role.ACTOR, config.actor), (Role.CRITIC, config.critic)):
+        found |= {f"{role}.freeze": trained.freeze, f"{role}.lora": trained.lora}
+    return found
+
+
+def _state(before: Config, config: Config, state: dict[str, Any]) -> dict[str, Any]:
+    """What the algorithm remembers in the branch. None, where it depends on a setting that is another now: it begins anew."""
+    was, now = before.algorithm, config.algorithm
+    found = dict(state)
+    if (was.kl_coefficient, was.kl_controller) != (now.kl_coefficient, now.kl_controller):
+        found["kl_controller"] = None
+    # Moments are of the scores of one reward.
+    if (was.score.normalize, before.reward) != (now.score.normalize, config.reward):
+        found["score_moments"] = None
+    return found
+
+
+def _how_to_go_on(files: RunFiles, config: Config) -> str:
+    url = redact_url(config.buffer.url or "")
+    if is_redacted(url):
+        return (
+            f"quartet train {files.config} --resume --set buffer.url=URL goes on, where URL is {url} with its password: "
+            "that is kept nowhere"
+        )
+    return f"quartet train {files.config} --resume goes on"
 
 
 def _copy_until(old: RunFiles, new: RunFiles, step: int) -> None:

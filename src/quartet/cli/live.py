@@ -71,14 +71,15 @@ class News:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._notes: list[str] = []
-        self._alerts: list[tuple[int, str]] = []
+        self._notes: tuple[int, Sequence[object]] = (0, [])
+        self._alerts: tuple[int, Sequence[object]] = (0, [])
         self._paused = False
 
     def of(self, progress: orchestrator_pb2.Progress) -> list[str]:
         """New lines to print."""
-        notes, alerts = list(progress.notes), [(alert.step, alert.guard) for alert in progress.alerts]
-        lines = [f"note: {note}" for note in notes[_known(self._notes, notes) :]]
+        notes = progress.notes_before, list(progress.notes)
+        alerts = progress.alerts_before, [(alert.step, alert.guard) for alert in progress.alerts]
+        lines = [f"note: {note}" for note in progress.notes[_known(self._notes, notes) :]]
         lines += [
             f"guard {alert.guard} ({alert.action}) after step {alert.step}: {alert.evidence}; {alert.remedy}"
             for alert in progress.alerts[_known(self._alerts, alerts) :]
@@ -93,9 +94,14 @@ class News:
         return lines
 
 
-def _known(before: Sequence[object], now: Sequence[object]) -> int:
-    """How many entries of a list that grows have been seen: none where another orchestrator has begun a new one."""
-    return len(before) if now[: len(before)] == before else 0
+def _known(before: tuple[int, Sequence[object]], now: tuple[int, Sequence[object]]) -> int:
+    """How many entries of ``now`` have been seen: none where another orchestrator has begun a new list.
+
+    Each is the end of a list that grows, with the number of the entries before it.
+    """
+    dropped = now[0] - before[0]
+    seen = before[1][max(0, dropped) :]
+    return len(seen) if dropped >= 0 and now[1][: len(seen)] == seen else 0
 
 
 class LineView:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 from rich.console import Console
@@ -17,6 +15,7 @@ from rich.console import Console
 from quartet.cli.live import View, make_view
 from quartet.config import Config, load_config, redact_url
 from quartet.errors import ConfigError, ServiceFailed
+from quartet.identity import Identity, check_settings, settings_of
 from quartet.launcher import Launcher
 from quartet.preflight import check_inputs, unused
 from quartet.rpc.limits import CHANNEL_OPTIONS
@@ -78,11 +77,11 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
                 check_resumable(config, files)
             else:
                 files.check_unused()
-                # An embedded Redis of a run that ended early is not this run's.
-                shutil.rmtree(files.redis, ignore_errors=True)
+                # What a run that took no step has left, such as its baseline or an embedded Redis, is not this run's.
+                files.clear()
             files.write_config(config.to_yaml())
             # Whoever starts a run, or asks for it to go on, does not want it to wait.
-            files.paused.unlink(missing_ok=True)
+            files.asked.unlink(missing_ok=True)
             with Launcher(config, files.config) as launcher:
                 _start(launcher)
                 _tell(launcher.check())
@@ -94,41 +93,15 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
             files.restore()
 
 
-MAY_CHANGE = (
-    "run.steps",
-    "run.directory",
-    "data.validation",
-    "evaluation",
-    "guards",
-    "checkpoint",
-    "buffer",
-    "services",
-    "timeouts",
-    "recovery",
-    "security",
-)
-"""Settings that a run may go on with although they were others before: they do not decide what a step learns."""
-
-
 def check_resumable(config: Config, files: RunFiles) -> None:
     """Raises ConfigError unless there is a run to go on with, and the config is the one that it had."""
     if not files.is_a_run():
         raise ConfigError(f"--resume: {files.root} holds no run; leave --resume out to start one")
-    before, now = _flat(load_config(files.config).model_dump(mode="json")), _flat(config.model_dump(mode="json"))
-    for key in sorted(before.keys() | now.keys()):
-        may_change = any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
-        if not may_change and before.get(key) != now.get(key):
-            raise ConfigError(
-                f"--resume: {key} is {now.get(key)!r}, the run in {files.root} had {before.get(key)!r}; "
-                "give the run's own config, or start a new run"
-            )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+    identity = Identity.read(files.identity)
+    if identity is not None:
+        identity.check(config, files.root)
+    else:
+        check_settings(settings_of(load_config(files.config)), settings_of(config), files.root)
 
 
 def _start(launcher: Launcher) -> None:

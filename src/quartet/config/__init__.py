@@ -37,7 +37,7 @@ from quartet.config.operation import (
     TimeoutsConfig,
 )
 from quartet.config.section import Section
-from quartet.config.tree import MAX_RESPONSES, Config, redact_url
+from quartet.config.tree import MAX_RESPONSES, Config, is_redacted, redact_url
 
 __all__ = [
     "MAX_RESPONSES",
@@ -72,6 +72,7 @@ __all__ = [
     "TimeoutsConfig",
     "TrainedModelConfig",
     "TruncationConfig",
+    "is_redacted",
     "load_config",
     "parse_config",
     "redact_url",

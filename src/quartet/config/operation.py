@@ -10,6 +10,9 @@ from pydantic import AfterValidator, Field, field_validator
 
 from quartet.config.section import Count, FunctionName, Name, Positive, Section, WholeNumber
 
+LONGEST_PAUSE = 30.0
+"""Seconds before a further attempt at what failed, at most."""
+
 
 class RunConfig(Section):
     """What the run is called, where it is kept, how long it is."""
@@ -146,11 +149,16 @@ class RecoveryConfig(Section):
     backoff: Positive = 0.5
     """Seconds before the first of several attempts in a row; doubled for each further one, to at most 30."""
     stall: Positive = 60.0
-    """Seconds without an answer after which a process that was started here counts as stalled: it is killed and restarted."""
+    """Seconds without an answer after which a process that was started here counts as stalled: it is killed and restarted. A
+    model service ends itself where work goes on for as long after its deadline (`timeouts`) and its caller is gone."""
     scoring_attempts: Count = 3
     """Attempts to score a trajectory before it is set aside and another of the same prompt takes its place."""
     max_set_aside: WholeNumber = 4
     """Trajectories of one step that may be set aside; one more ends the run."""
+
+    def pause(self, failures: int) -> float:
+        """Seconds before the next attempt after so many failures in a row, from 1 on."""
+        return min(LONGEST_PAUSE, self.backoff * 2.0 ** min(failures - 1, 100))
 
 
 class SecurityConfig(Section):

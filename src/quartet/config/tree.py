@@ -199,3 +199,8 @@ def redact_url(url: str) -> str:
     # Up to the last @: a password that nobody escaped may hold any of ":/@".
     url = re.sub(r"(?<=://)([^:@]*):.*(?=@)", r"\1:***", url)
     return re.sub(r"(?<=[?&]password=)[^&]*", "***", url)
+
+
+def is_redacted(url: str) -> bool:
+    """Whether the url had a password, of which ``redact_url`` has left stars."""
+    return "***" in url and redact_url(url) == url

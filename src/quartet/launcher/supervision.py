@@ -12,9 +12,6 @@ from quartet.errors import ConfigError, ServiceFailed
 from quartet.launcher.service import Service, how_it_ended, last_lines
 from quartet.launcher.watchdog import Pulse, standing
 
-LONGEST_BACKOFF = 30.0
-"""Seconds before a restart, at most."""
-
 
 class Part(Protocol):
     """A process that can be started again in its place: a service, or Redis."""
@@ -50,7 +47,7 @@ class Restarts:
         if self.in_a_row == self._recovery.restarts:
             return None
         self.in_a_row += 1
-        return min(LONGEST_BACKOFF, self._recovery.backoff * 2.0 ** min(self.in_a_row - 1, 100))
+        return self._recovery.pause(self.in_a_row)
 
 
 class Supervised:

@@ -88,7 +88,10 @@ def snapshot_optimizer(optimizer: torch.optim.Optimizer) -> Writer:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:
-    """Puts back exactly what ``snapshot_optimizer`` copied. Raises ModelError when the file is broken or of another model."""
+    """Puts back the moments and step counts that ``snapshot_optimizer`` copied; the hyperparameters stay the optimizer's own.
+
+    Raises ModelError when the file is broken or of another model.
+    """
     path = Path(path)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -103,7 +106,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = tensor
     _check_shapes(optimizer, groups, state, path)
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _check_shapes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import defaultdict
@@ -29,7 +30,9 @@ class Caller(Protocol):
 class Gone:
     """Whether a caller went away, and since when."""
 
-    def __init__(self) -> None:
+    def __init__(self, remaining: float | None) -> None:
+        """``remaining``: seconds for which the caller meant to wait; None: for ever."""
+        self._deadline = math.inf if remaining is None else time.monotonic() + remaining
         self.since: float | None = None
 
     def set(self) -> None:
@@ -40,6 +43,10 @@ class Gone:
     def is_set(self) -> bool:
         """Whether it did."""
         return self.since is not None
+
+    def overdue(self) -> float:
+        """Seconds since the caller is gone and would not have waited any longer either; 0 before."""
+        return 0.0 if self.since is None else max(0.0, time.monotonic() - max(self.since, self._deadline))
 
 
 class ComputeThread:
@@ -67,7 +74,7 @@ class ComputeThread:
             self._places.release()
 
     def _run(self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]) -> Result:
-        gone = Gone()
+        gone = Gone(caller.time_remaining())
         if not caller.add_callback(gone.set):
             raise Cancelled(f"{kind}: the caller went away")
 
@@ -96,14 +103,14 @@ class ComputeThread:
             return dict(self._busy)
 
     def abandoned(self) -> tuple[str, float]:
-        """What is being worked on although its caller went away, and for how many seconds that has gone on; "" and 0 for nothing.
+        """What is being worked on although its caller is gone and its deadline has passed, and since how many seconds; or "", 0.
 
-        Work ends soon after that or will, as it seems, never end.
+        Until its deadline, work may take as long as its caller thought it could: that a caller goes away earlier, because another
+        service failed, says nothing about the work.
         """
         in_hand = self._in_hand
-        if in_hand is None or in_hand[1].since is None:
-            return "", 0.0
-        return in_hand[0], time.monotonic() - in_hand[1].since
+        overdue = 0.0 if in_hand is None else in_hand[1].overdue()
+        return (in_hand[0], overdue) if in_hand is not None and overdue else ("", 0.0)
 
     def close(self) -> None:
         """Drops what has not begun. What has begun had its time while the server drained, and ends with the process."""

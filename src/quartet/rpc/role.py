@@ -49,11 +49,17 @@ class ModelRole(Generic[AnyCore]):
 class TrainedRole(ModelRole[AnyCore]):
     """A role whose model learns. A save stops its model work only while what is to be written is copied."""
 
-    def __init__(self, core: AnyCore, compute: ComputeThread, threads: int) -> None:
+    def __init__(self, core: AnyCore, compute: ComputeThread, threads: int, cut_off: Callable[[], bool]) -> None:
+        """``cut_off``: whether the core cannot reach the rollout buffer; must not wait for it."""
         super().__init__(core, compute, threads)
+        self._cut_off = cut_off
         self._places = threading.BoundedSemaphore(MAX_PENDING_SAVES)
         # There is memory for one copy, and no two saves write at the same place.
         self._saving = threading.Lock()
+
+    def status(self) -> ServiceStatus:
+        """The core's status, with what the compute thread measured, and whether the buffer can be reached."""
+        return replace(super().status(), buffer_unreachable=self._cut_off())
 
     def save(
         self, context: grpc.ServicerContext, snapshot: Callable[[], tuple[Callable[[], list[SavedFile]], int]]

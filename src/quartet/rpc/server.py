@@ -35,7 +35,7 @@ class HostedRole(Protocol):
         """Adds the role's servicer."""
 
     def abandoned(self) -> tuple[str, float]:
-        """Work in hand whose caller went away, and for how many seconds it has gone on since; "" and 0 for nothing."""
+        """Work in hand whose caller is gone, and for how many seconds it has gone on after its deadline; "" and 0 for nothing."""
 
     def close(self) -> None:
         """Called once, after the last call has ended."""

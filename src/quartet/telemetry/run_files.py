@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.errors import ConfigError
-from quartet.files import write_durably
+from quartet.files import append_durably, storing, write_durably
 from quartet.types import Alert, Role
 
 MARK = "# The config of a run of Quartet, as resolved.\n"
@@ -24,6 +23,7 @@ class RunFiles:
     """``config.yaml``, ``metrics.jsonl``, ``trajectories/``, ``checkpoints/``, ``policy/``, ``logs/`` of one run.
 
     And of its evaluations ``evaluations.jsonl`` and ``evaluations/``; of trajectories that could not be scored ``poison.jsonl``.
+    What a run that is going on cannot write is a StorageFailed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -39,7 +39,8 @@ class RunFiles:
         self.alerts = root / "alerts.jsonl"
         self.poison = root / "poison.jsonl"
         self.services = root / "services.json"
-        self.paused = root / "paused"
+        self.identity = root / "run.json"
+        self.asked = root / "asked"
         self.logs = root / "logs"
         self.redis = root / "redis"
         self._aside = root / ".earlier"
@@ -92,6 +93,12 @@ class RunFiles:
         """Lets go of what was set aside."""
         shutil.rmtree(self._aside, ignore_errors=True)
 
+    def clear(self) -> None:
+        """Removes what a run has left here; nothing of anyone else's. For one that took no step: a new one must not meet it."""
+        if self.is_a_run():
+            for path in self._own():
+                _remove(path)
+
     def _own(self) -> list[Path]:
         return [
             self.config,
@@ -105,7 +112,8 @@ class RunFiles:
             self.alerts,
             self.poison,
             self.services,
-            self.paused,
+            self.identity,
+            self.asked,
             self.logs,
             self.redis,
             self.redis.with_name(f"{self.redis.name}.damaged"),
@@ -138,51 +146,57 @@ class RunFiles:
 
     def append_metrics(self, metrics: dict[str, float]) -> None:
         """Adds one step's line to ``metrics.jsonl``: with it on the disk, the step is committed."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with storing(self.metrics):
+            append_durably(self.metrics, _lines([metrics]))
 
     def committed(self) -> list[dict[str, float]]:
         """The metrics of every committed step, from 1 on. Raises ConfigError when one is missing or damaged.
 
-        A last line that a crash cut off is no commit, and is taken out.
+        A last line that a crash cut off is no commit, and is taken out. So is one that comes after a later step: of a former
+        leader, which was stopped between its last look at its lease and the writing.
         """
         if not self.metrics.exists():
             return []
-        text = self.metrics.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            write_durably(self.metrics, whole)
-        steps = read_metrics(self.metrics)
-        for number, metrics in enumerate(steps, 1):
-            if metrics.get("step") != number:
+        lines = read_metrics(self.metrics)
+        steps: list[dict[str, float]] = []
+        for number, metrics in enumerate(lines, 1):
+            step = metrics.get("step")
+            if step == len(steps) + 1:
+                steps.append(metrics)
+            elif not isinstance(step, int) or not 1 <= step <= len(steps):
                 raise ConfigError(
-                    f"metrics {self.metrics}:{number}: is not step {number}; mend the file, or start the run anew"
+                    f"metrics {self.metrics}:{number}: is not step {len(steps) + 1}; mend the file, or start the run anew"
                 )
+        if len(steps) < len(lines) or not self.metrics.read_bytes().endswith(b"\n"):
+            self._rewrite(self.metrics, steps)
         return steps
 
-    def scores(self, step: int) -> list[float]:
-        """The raw score of each trajectory of a committed step, in their order. Raises ConfigError when they cannot be read."""
+    def scores(self, step: int, count: int) -> list[float]:
+        """The raw score of each of the ``count`` trajectories of a committed step, in their order.
+
+        Raises ConfigError when they cannot be read, or are not so many.
+        """
         path = self.trajectories / f"step-{step:06d}.jsonl"
+        remedy = "put the file back, go back to a checkpoint with quartet rollback, or start the run anew"
         try:
             lines = path.read_text(encoding="utf-8").split("\n")
-            return [float(json.loads(line)["score"]) for line in lines if line]
+            scores = [float(json.loads(line)["score"]) for line in lines if line]
         except (OSError, ValueError, KeyError, TypeError):
-            raise ConfigError(
-                f"trajectories {path}: cannot be read; go back to a checkpoint, or start the run anew"
-            ) from None
+            raise ConfigError(f"trajectories {path}: cannot be read; {remedy}") from None
+        if len(scores) != count:
+            raise ConfigError(f"trajectories {path}: has {len(scores)} lines, expected the step's {count}; {remedy}")
+        return scores
 
     def forget_after(self, step: int) -> None:
         """Drops what came after ``step``: it will come again."""
         for path in (self.metrics, self.evaluation_summaries, self.alerts, self.poison):
             if path.exists():
-                kept = [line for line in read_metrics(path) if line["step"] <= step]
-                write_durably(path, "".join(json.dumps(line) + "\n" for line in kept))
+                self._rewrite(path, (line for line in read_metrics(path) if line["step"] <= step))
         for folder in (self.trajectories, self.evaluations):
             for path in folder.glob("step-*.jsonl"):
                 if int(path.stem.removeprefix("step-")) > step:
-                    path.unlink()
+                    with storing(path):
+                        path.unlink()
 
     def evaluated(self) -> int | None:
         """The step of the last evaluation."""
@@ -191,8 +205,8 @@ class RunFiles:
 
     def append_alert(self, alert: Alert) -> None:
         """Adds what a guard found to ``alerts.jsonl``."""
-        with self.alerts.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(alert)) + "\n")
+        with storing(self.alerts):
+            append_durably(self.alerts, _lines([asdict(alert)]))
 
     def write_poison(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
         """Adds the trajectories of ``step`` that could not be scored to ``poison.jsonl``, an object with a ``step`` for each.
@@ -202,7 +216,13 @@ class RunFiles:
         earlier = read_metrics(self.poison) if self.poison.exists() else []
         lines = [*(item for item in earlier if item["step"] < step), *rows]
         if lines != earlier:
-            write_durably(self.poison, "".join(json.dumps(line) + "\n" for line in lines))
+            self._rewrite(self.poison, lines)
+
+    def append_poison(self, row: dict[str, Any]) -> None:
+        """Adds an object with a ``step`` to ``poison.jsonl``, beside that step's own, once."""
+        if not self.poison.exists() or row not in read_metrics(self.poison):
+            with storing(self.poison):
+                append_durably(self.poison, _lines([row]))
 
     def alerts_of(self, step: int) -> list[dict[str, Any]]:
         """The lines of ``alerts.jsonl`` of one step. Raises ConfigError when they cannot be read."""
@@ -211,7 +231,8 @@ class RunFiles:
 
     def write_services(self, addresses: dict[Role, str]) -> None:
         """Writes ``services.json``: where each service of a run that is going on listens, by role."""
-        write_durably(self.services, json.dumps(addresses, indent=2) + "\n")
+        with storing(self.services):
+            write_durably(self.services, json.dumps(addresses, indent=2) + "\n")
 
     def orchestrator_address(self) -> str:
         """Where the orchestrator of a run that is going on listens. Raises ConfigError when none is."""
@@ -224,21 +245,24 @@ class RunFiles:
 
     def write_trajectories(self, step: int, trajectories: Iterable[dict[str, Any]]) -> None:
         """Writes ``trajectories/step-000001.jsonl``, one object for each response; it is on the disk before its step counts."""
-        self.trajectories.mkdir(exist_ok=True)
-        lines = "".join(json.dumps(trajectory, ensure_ascii=False) + "\n" for trajectory in trajectories)
-        write_durably(self.trajectories / f"step-{step:06d}.jsonl", lines)
+        path = self.trajectories / f"step-{step:06d}.jsonl"
+        with storing(path):
+            self.trajectories.mkdir(exist_ok=True)
+            write_durably(path, _lines(trajectories, ensure_ascii=False))
 
     def write_evaluation(self, step: int, summary: Mapping[str, float], rows: Iterable[dict[str, Any]]) -> None:
         """Writes ``evaluations/step-000000.jsonl``, one object for each prompt, and the step's line of ``evaluations.jsonl``.
 
         Lines of this and later steps, left by a run that came further before it broke off, make way.
         """
-        self.evaluations.mkdir(exist_ok=True)
-        lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in rows)
-        write_durably(self._evaluation(step), lines)
+        path = self._evaluation(step)
+        with storing(path):
+            self.evaluations.mkdir(exist_ok=True)
+            write_durably(path, _lines(rows, ensure_ascii=False))
         earlier = read_metrics(self.evaluation_summaries) if self.evaluation_summaries.exists() else []
-        kept = [*(item for item in earlier if item["step"] < step), {"step": step, **summary}]
-        write_durably(self.evaluation_summaries, "".join(json.dumps(item) + "\n" for item in kept))
+        self._rewrite(
+            self.evaluation_summaries, [*(item for item in earlier if item["step"] < step), {"step": step, **summary}]
+        )
 
     def read_evaluation(self, step: int) -> list[dict[str, Any]]:
         """The rows that ``write_evaluation`` wrote. Raises ConfigError when they are not there, or damaged."""
@@ -251,6 +275,12 @@ class RunFiles:
                 f"evaluation {path}: cannot be read ({reason}); it holds what the initial policy answered, so start the run anew"
             ) from None
         return rows
+
+    @staticmethod
+    def _rewrite(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+        text = _lines(lines)
+        with storing(path):
+            write_durably(path, text)
 
     def _evaluation(self, step: int) -> Path:
         return self.evaluations / f"step-{step:06d}.jsonl"
@@ -272,12 +302,23 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def _lines(items: Iterable[Mapping[str, Any]], ensure_ascii: bool = True) -> str:
+    return "".join(json.dumps(item, ensure_ascii=ensure_ascii) + "\n" for item in items)
+
+
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Every step of a ``metrics.jsonl``. Raises ConfigError naming the line that is not JSON."""
+    """Every line of a ``metrics.jsonl``, or of another file with a line or several for a step.
+
+    A last line that a crash cut off is none. Raises ConfigError naming the line that is not a step's JSON.
+    """
+    *whole, _cut_off = path.read_bytes().split(b"\n")
     steps = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(whole, 1):
         try:
             steps.append(json.loads(line))
+            problem = "" if isinstance(steps[-1], dict) and "step" in steps[-1] else "of no step"
         except ValueError:
-            raise ConfigError(f"metrics {path}:{number}: not JSON") from None
+            problem = "not JSON"
+        if problem:
+            raise ConfigError(f"{path.stem} {path}:{number}: {problem}; mend the file, or start the run anew")
     return steps

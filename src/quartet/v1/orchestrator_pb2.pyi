@@ -140,6 +140,8 @@ class Progress(_message.Message):
     NOTES_FIELD_NUMBER: _builtins.int
     ALERTS_FIELD_NUMBER: _builtins.int
     RECOVERIES_FIELD_NUMBER: _builtins.int
+    NOTES_BEFORE_FIELD_NUMBER: _builtins.int
+    ALERTS_BEFORE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     state: Global___RunState.ValueType
@@ -160,17 +162,21 @@ class Progress(_message.Message):
     """Exit status that the error deserves: 2 where the user can mend the input, else 1."""
     recoveries: _builtins.int
     """How often the run has recovered from a failure."""
+    notes_before: _builtins.int
+    """Number of notes before the first of `notes`, no longer among them."""
+    alerts_before: _builtins.int
+    """Number of alerts before the first of `alerts`, no longer among them."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The last committed step's metrics, named as in metrics.jsonl."""
 
     @_builtins.property
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What a user should know: prompts dropped and the like; one line each."""
+        """What a user should know: prompts dropped and the like; one line each. The last 256."""
 
     @_builtins.property
     def alerts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alert]:
-        """What the guards found, in order."""
+        """What the guards found, in order. The last 256; all of them are in the run's alerts.jsonl."""
 
     def __init__(
         self,
@@ -188,10 +194,12 @@ class Progress(_message.Message):
         notes: _abc.Iterable[_builtins.str] | None = ...,
         alerts: _abc.Iterable[Global___Alert] | None = ...,
         recoveries: _builtins.int = ...,
+        notes_before: _builtins.int = ...,
+        alerts_before: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alerts", b"alerts", "error", b"error", "exit_code", b"exit_code", "metrics", b"metrics", "notes", b"notes", "phase", b"phase", "recoveries", b"recoveries", "run", b"run", "scored", b"scored", "state", b"state", "step", b"step", "total_steps", b"total_steps", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alerts", b"alerts", "alerts_before", b"alerts_before", "error", b"error", "exit_code", b"exit_code", "metrics", b"metrics", "notes", b"notes", "notes_before", b"notes_before", "phase", b"phase", "recoveries", b"recoveries", "run", b"run", "scored", b"scored", "state", b"state", "step", b"step", "total_steps", b"total_steps", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -97,6 +97,7 @@ class RoleStatus(_message.Message):
     ANSWERS_AS_REFERENCE_FIELD_NUMBER: _builtins.int
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
     BROKEN_FIELD_NUMBER: _builtins.int
+    BUFFER_UNREACHABLE_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Which role this is."""
     model: _builtins.str
@@ -127,6 +128,8 @@ class RoleStatus(_message.Message):
     """Highest term of the orchestrator's lease that it has seen. 0 before any."""
     broken: _builtins.bool
     """An update or a restore of its model broke off: the weights are those of no step, and only Restore makes it usable again."""
+    buffer_unreachable: _builtins.bool
+    """A role that uses the rollout buffer could not reach it when it last tried, and has not since: its calls would fail."""
     @_builtins.property
     def busy_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds spent computing, by kind of work ("generate", "log_probs", "update", ...), since the start."""
@@ -150,10 +153,11 @@ class RoleStatus(_message.Message):
         answers_as_reference: _builtins.bool = ...,
         leader_epoch: _builtins.int = ...,
         broken: _builtins.bool = ...,
+        buffer_unreachable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, StorageFailed
 from quartet.telemetry.run_files import RunFiles, find_run, read_metrics
+from quartet.types import Alert
 
 
 def leave_a_run(files: RunFiles) -> None:
@@ -160,3 +165,126 @@ def test_the_run_of_a_path_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found is not None
     assert found.root == files.root
     assert find_run(tmp_path / "runs/b/policy") is None
+
+
+KINDS = {"metrics": "metrics", "alerts": "alerts", "poison": "poison", "evaluation_summaries": "evaluations"}
+
+
+def alert(step: int) -> Alert:
+    return Alert(step, "kl_runaway", "warn", "kl_mean is 9", "lower the learning rate")
+
+
+@pytest.mark.parametrize("attribute", KINDS)
+def test_a_line_that_a_crash_cut_off_is_none_and_is_gone_once_a_run_goes_on(attribute: str, tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    path: Path = getattr(files, attribute)
+    path.write_text('{"step": 1}\n{"step": 2, "act')
+    assert read_metrics(path) == [{"step": 1}]
+    files.forget_after(5)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("attribute", KINDS)
+@pytest.mark.parametrize("line", ["{", "5", "{}", '{"st\xff'])
+def test_a_damaged_line_is_an_error_that_names_file_and_line(line: str, attribute: str, tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    path: Path = getattr(files, attribute)
+    path.write_bytes(b'{"step": 1}\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(
+        ConfigError, match=rf"^{KINDS[attribute]} .*{path.name}:2: (not JSON|of no step); mend the file"
+    ):
+        files.forget_after(1)
+
+
+def test_alerts_after_a_cut_off_one_are_read_back(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    files.append_alert(alert(1))
+    with files.alerts.open("a") as file:
+        file.write('{"step": 2, "gu')
+    assert [line["step"] for line in files.alerts_of(1)] == [1]
+    files.forget_after(1)
+    files.append_alert(alert(2))
+    assert [line["step"] for line in files.alerts_of(2)] == [2]
+
+
+def test_an_alert_is_on_the_disk_whole_before_the_run_goes_on_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = RunFiles(tmp_path)
+    files.append_alert(alert(1))
+    before, synced = files.alerts.read_bytes(), list[int]()
+
+    def full(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageFailed, match=r"alerts\.jsonl: cannot be written \(No space left on device\).*--resume"):
+        files.append_alert(alert(2))
+    assert synced[0] > len(before), "the line was there when the disk was asked for it"
+    assert files.alerts.read_bytes() == before
+
+
+WRITES: dict[str, Callable[[RunFiles], Any]] = {
+    "append_metrics": lambda files: files.append_metrics({"step": 2}),
+    "append_alert": lambda files: files.append_alert(alert(2)),
+    "write_poison": lambda files: files.write_poison(2, [{"step": 2}]),
+    "append_poison": lambda files: files.append_poison({"step": 2}),
+    "write_trajectories": lambda files: files.write_trajectories(2, [{"id": "b"}]),
+    "write_evaluation": lambda files: files.write_evaluation(2, {}, [{"index": 0}]),
+    "forget_after": lambda files: files.forget_after(0),
+    "committed": lambda files: files.committed(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_disk_that_is_full_is_a_clear_error_and_leaves_what_was_there(
+    write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = RunFiles(tmp_path)
+    leave_a_run(files)
+    files.append_alert(alert(1))
+    with files.metrics.open("a") as file:
+        file.write('{"st')
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def contents() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
+
+    before = contents()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(
+            StorageFailed, match=r"cannot be written \(No space left on device\); mend that, then go on"
+        ):
+            WRITES[write](files)
+    assert contents() == before
+
+
+def test_the_scores_of_a_step_are_as_many_as_its_trajectories_or_an_error(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    files.write_trajectories(3, [{"score": 1.5}, {"score": -2}, {"score": 0.25}])
+    assert files.scores(3, 3) == [1.5, -2.0, 0.25]
+    path = files.trajectories / "step-000003.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(
+        ConfigError, match=r"step-000003\.jsonl: has 2 lines, expected the step's 3; .*quartet rollback"
+    ):
+        files.scores(3, 3)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"step-000003\.jsonl: cannot be read; .*quartet rollback"):
+        files.scores(3, 3)
+
+
+def test_what_a_run_left_is_cleared_and_nothing_of_anyone_elses(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "run")
+    files.root.mkdir()
+    leave_a_run(files)
+    files.clear()
+    assert names(files.root) == ["thesis.tex"]
+    (files.root / "config.yaml").write_text("foo: bar\n")
+    (files.root / "evaluations").mkdir()
+    files.clear()
+    assert names(files.root) == ["config.yaml", "evaluations", "thesis.tex"]

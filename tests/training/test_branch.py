@@ -1,0 +1,370 @@
+"""`quartet branch` and `rollback`: every setting of a branch takes effect, or is refused; what is printed can be done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.checkpoints import read_checkpoint
+from quartet.cli import checkpoints as cli
+from quartet.cli.runs import train
+from quartet.config import Config, load_config
+from quartet.demo.world import World
+from quartet.errors import ConfigError
+from quartet.identity import Identity
+from quartet.models import training as training_of_models
+from quartet.telemetry.run_files import RunFiles
+from quartet.types import OptimizationSettings
+from services.actor import actor as actor_core
+from services.critic import critic as critic_core
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, json_lines, run_to_the_end
+from tests.training.test_resume import figures, weights
+
+STEPS = 4
+AT = 2
+ADAPTIVE = {"kind": "adaptive", "target": 0.05, "horizon": 5.0}
+SOURCES: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "adaptive": {"algorithm": {"kl_coefficient": 0.3, "kl_controller": ADAPTIVE}, "actor": {"learning_rate": 0.02}},
+    "initial": {"algorithm": {"score": {"normalize": "initial"}}},
+    "running": {"algorithm": {"score": {"normalize": "running"}}},
+    "lora": {"actor": {"lora": {"rank": 2}}, "critic": {"lora": {"rank": 2}}},
+    "rloo": {"algorithm": {"estimator": "rloo"}, "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2}},
+}
+TO_RLOO = ["algorithm.estimator=rloo", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"]
+
+
+@pytest.fixture(scope="module")
+def source(make: MakeConfig) -> Callable[[str], Run]:
+    """A finished run of each kind, with a checkpoint after every second step."""
+    runs: dict[str, Run] = {}
+
+    def run(kind: str) -> Run:
+        if kind not in runs:
+            tree = {"run": {"steps": STEPS}, "checkpoint": {"every": 2, "keep": 5}, **SOURCES[kind]}
+            runs[kind] = run_to_the_end(make(**tree))
+        return runs[kind]
+
+    return run
+
+
+Branch = Callable[..., Config]
+
+
+@pytest.fixture
+def branch(source: Callable[[str], Run], tmp_path: Path) -> Branch:
+    """Branches a run of that kind after its second step; gives the new config."""
+
+    def make_branch(kind: str, *overrides: str) -> Config:
+        given = ["run.directory=" + str(tmp_path), *overrides]
+        cli.branch(source(kind).files.root, str(AT), "new", given)
+        return load_config(tmp_path / "new" / "config.yaml")
+
+    return make_branch
+
+
+@dataclass
+class Seen:
+    """What the first update of a run was asked for, by role, and how its optimizer stood before."""
+
+    settings: dict[str, OptimizationSettings] = field(default_factory=dict)
+    groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    steps_before: dict[str, set[float]] = field(default_factory=dict)
+
+
+@pytest.fixture
+def seen(source: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) -> Seen:
+    source("ppo")  # Its updates are not to be seen.
+    found = Seen()
+
+    def spy(role: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def update(model: Any, optimizer: torch.optim.Optimizer, experience: Any, settings: Any, *rest: Any) -> Any:
+            if role not in found.settings:
+                found.settings[role] = settings
+                found.groups[role] = [dict(group) for group in optimizer.param_groups]
+                found.steps_before[role] = {float(entry["step"]) for entry in optimizer.state.values()}
+            return real(model, optimizer, experience, settings, *rest)
+
+        return update
+
+    monkeypatch.setattr(actor_core, "update_policy", spy("actor", training_of_models.update_policy))
+    monkeypatch.setattr(critic_core, "update_value", spy("critic", training_of_models.update_value))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ppo", "adaptive", "running", "lora"])
+def test_a_branch_with_the_same_settings_comes_to_the_same_bits(
+    kind: str, branch: Branch, source: Callable[[str], Run]
+) -> None:
+    run = run_to_the_end(branch(kind, "guards.window=7"))
+    assert figures(run) == figures(source(kind))
+    assert weights(run) == weights(source(kind))
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize(
+    ("name", "given", "decaying", "others"),
+    [
+        ("betas", [0.5, 0.75], (0.5, 0.75), (0.5, 0.75)),
+        ("eps", 1e-3, 1e-3, 1e-3),
+        ("weight_decay", 0.5, 0.5, 0.0),
+    ],
+)
+def test_other_settings_of_the_optimizer_take_effect_and_its_moments_go_on(
+    role: str,
+    name: str,
+    given: Any,
+    decaying: Any,
+    others: Any,
+    branch: Branch,
+    seen: Seen,
+    source: Callable[[str], Run],
+) -> None:
+    before = source("ppo")
+    run = run_to_the_end(branch("ppo", f"{role}.optimizer.{name}={json.dumps(given)}"))
+    assert [group[name] for group in seen.groups[role]] == [decaying, others]
+    optimizer_steps = sum(step[f"optimizer_steps_{role}"] for step in before.metrics[:AT])
+    assert seen.steps_before[role] == {optimizer_steps}
+    assert figures(run)[:AT] == figures(before)[:AT]
+    assert figures(run) != figures(before)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize(
+    ("key", "value", "name"),
+    [
+        ("{role}.learning_rate", 0.25, "learning_rate"),
+        ("{role}.optimizer.max_grad_norm", 0.125, "max_grad_norm"),
+        ("algorithm.epochs", 3, "epochs"),
+        ("algorithm.mini_batches", 2, "mini_batches"),
+    ],
+)
+def test_other_settings_of_the_updates_take_effect(
+    role: str, key: str, value: float, name: str, branch: Branch, seen: Seen
+) -> None:
+    run_to_the_end(branch("ppo", f"{key.format(role=role)}={value}"))
+    assert getattr(seen.settings[role], name) == value
+
+
+@pytest.mark.parametrize("kind", ["ppo", "adaptive"])
+def test_another_kl_coefficient_takes_effect(kind: str, branch: Branch, source: Callable[[str], Run]) -> None:
+    before = source(kind)
+    run = run_to_the_end(branch(kind, "algorithm.kl_coefficient=0.77"))
+    coefficients = [step["kl_coefficient"] for step in run.metrics]
+    assert coefficients[:AT] == [step["kl_coefficient"] for step in before.metrics[:AT]]
+    assert coefficients[AT] == 0.77
+    assert (coefficients[AT + 1] == 0.77) == (kind == "ppo")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("ppo", "kind", "adaptive"),
+        ("ppo", "kind", "simple"),
+        ("adaptive", "kind", "fixed"),
+        ("adaptive", "kind", "simple"),
+        ("adaptive", "target", 0.5),
+        ("adaptive", "horizon", 9.0),
+    ],
+)
+def test_another_kl_controller_begins_at_the_configured_coefficient_and_steers_by_its_own_settings(
+    kind: str, key: str, value: Any, branch: Branch
+) -> None:
+    settings = {"kind": "fixed", "target": 0.05, "horizon": 5.0} | (ADAPTIVE if kind == "adaptive" else {})
+    settings[key] = value
+    config = branch(kind, *(f"algorithm.kl_controller.{name}={given}" for name, given in settings.items()))
+    third, fourth = run_to_the_end(config).metrics[AT:]
+    first = config.algorithm.kl_coefficient
+    assert third["kl_coefficient"] == first
+    apart = third["kl_mean"] / settings["target"] - 1
+    factor = {
+        "fixed": 1.0,
+        "adaptive": 1 + min(max(apart, -0.2), 0.2) * 4 / settings["horizon"],
+        "simple": 1 + max(apart, -1.0) / settings["horizon"],
+    }[settings["kind"]]
+    assert fourth["kl_coefficient"] == pytest.approx(first * factor, rel=1e-9)
+    assert settings["kind"] == "fixed" or fourth["kl_coefficient"] != first
+
+
+@pytest.mark.parametrize(
+    ("kind", "new"),
+    [
+        ("ppo", "initial"),
+        ("ppo", "running"),
+        ("initial", "running"),
+        ("initial", "none"),
+        ("running", "initial"),
+        ("running", "none"),
+    ],
+)
+def test_another_normalisation_of_scores_begins_with_the_branch(
+    kind: str, new: str, branch: Branch, source: Callable[[str], Run]
+) -> None:
+    run = run_to_the_end(branch(kind, f"algorithm.score.normalize={new}"))
+    found = read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").state["score_moments"]
+    if new == "none":
+        assert found is None
+        assert figures(run)[AT:] != figures(source(kind))[AT:]
+        return
+    steps = [AT + 1] if new == "initial" else [AT + 1, AT + 2]
+    scores = [item["score"] for step in steps for item in run.trajectories(step)]
+    seen = torch.tensor(scores, dtype=torch.float64)
+    assert found["count"] == len(scores)
+    assert found["mean"] == pytest.approx(float(seen.mean()), abs=1e-6)
+    assert figures(run)[AT:] != figures(source(kind))[AT:]
+
+
+def test_another_reward_takes_effect_and_its_moments_begin_with_the_branch(
+    branch: Branch, source: Callable[[str], Run], world: World
+) -> None:
+    part = f"{{name: less, model: {world.reward}, weight: -1}}"
+    run = run_to_the_end(
+        branch("running", f"reward={{source: ensemble, parts: [{part}]}}", f"critic.model={world.reward}")
+    )
+    ours, theirs = ([item["score"] for item in found.trajectories(AT + 1)] for found in (run, source("running")))
+    assert ours == [-score for score in theirs]
+    found = read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").state["score_moments"]
+    assert found["count"] == 4 * (STEPS - AT)
+
+
+def test_other_settings_of_the_responses_take_effect(branch: Branch, source: Callable[[str], Run]) -> None:
+    run = run_to_the_end(branch("ppo", "rollout.max_response_tokens=3", "rollout.prompts_per_step=5", "run.seed=9"))
+    lengths = [item["response_tokens"] for item in run.trajectories(AT + 1)]
+    assert len(lengths) == 5
+    assert max(lengths) == 3
+    assert run.trajectories(AT) == source("ppo").trajectories(AT)
+    prompts = [[item["prompt"] for item in found.trajectories(AT + 1)] for found in (run, source("ppo"))]
+    assert prompts[0][:4] != prompts[1]
+
+
+def test_the_learning_rates_schedule_follows_the_branchs_settings(branch: Branch) -> None:
+    run = run_to_the_end(branch("ppo", "run.steps=6", "actor.schedule=linear", "actor.learning_rate=0.06"))
+    rates = [step["learning_rate_actor"] for step in run.metrics]
+    assert rates == pytest.approx([1e-3, 1e-3, 0.04, 0.03, 0.02, 0.01])
+
+
+def test_a_branch_without_a_critic_leaves_that_of_the_checkpoint_alone(branch: Branch) -> None:
+    run = run_to_the_end(branch("ppo", *TO_RLOO, "critic.freeze=['*norm*']"))
+    assert len(run.metrics) == STEPS
+    assert [("value_loss" in step) for step in run.metrics] == [True, True, False, False]
+    assert read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").roles == ("actor",)
+
+
+def refused(branch: Branch, kind: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        branch(kind, *overrides)
+    return str(error.value)
+
+
+def test_a_branch_with_a_critic_is_refused_where_the_checkpoint_has_none(branch: Branch, tmp_path: Path) -> None:
+    said = refused(branch, "rloo", "algorithm.estimator=gae")
+    assert "algorithm.estimator gae: needs a critic, and the checkpoint of step 2 has none" in said
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("ppo", "actor.model", "elsewhere"),
+        ("ppo", "critic.model", "elsewhere"),
+        ("ppo", "actor.freeze", "['*norm*']"),
+        ("ppo", "critic.freeze", "['*norm*']"),
+        ("ppo", "actor.lora", "{rank: 2}"),
+        ("lora", "actor.lora.rank", "4"),
+        ("lora", "critic.lora", "null"),
+    ],
+)
+def test_a_setting_that_the_weights_of_a_checkpoint_cannot_follow_is_refused(
+    kind: str, key: str, value: str, branch: Branch, tmp_path: Path
+) -> None:
+    said = refused(branch, kind, f"{key}={value}")
+    assert said.startswith(key.removesuffix(".rank"))
+    assert "set it so, or start a new run" in said
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture(scope="module")
+def evaluated(make: MakeConfig, world: World) -> Run:
+    evaluation = {"data": {"validation": str(world.prompts)}, "evaluation": {"every": 2, "prompts": 3}}
+    return run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every": 2, "keep": 5}, **evaluation))
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, [0, 2]), (1, [0, 2, 3, 4]), (2, [0, 2, 4])])
+def test_evaluations_may_come_more_often_or_not_at_all(
+    every: int, steps: list[int], evaluated: Run, tmp_path: Path
+) -> None:
+    cli.branch(evaluated.files.root, str(AT), "new", [f"run.directory={tmp_path}", f"evaluation.every={every}"])
+    run = run_to_the_end(load_config(tmp_path / "new" / "config.yaml"))
+    assert [line["step"] for line in json_lines(run.files.evaluation_summaries)] == steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "said"),
+    [
+        ("ppo", ["evaluation.every=2", "data.validation=PROMPTS"], "evaluation.every 2: evaluations are held against"),
+        ("evaluated", ["evaluation.prompts=4"], "evaluation.prompts 4: "),
+        ("evaluated", ["data.validation=elsewhere.jsonl"], "data.validation elsewhere.jsonl: "),
+    ],
+)
+def test_evaluations_that_nothing_can_be_held_against_are_refused(
+    kind: str,
+    overrides: list[str],
+    said: str,
+    evaluated: Run,
+    source: Callable[[str], Run],
+    world: World,
+    tmp_path: Path,
+) -> None:
+    run = evaluated if kind == "evaluated" else source(kind)
+    given = [override.replace("PROMPTS", str(world.prompts)) for override in overrides]
+    with pytest.raises(ConfigError) as error:
+        cli.branch(run.files.root, str(AT), "new", [f"run.directory={tmp_path}", *given])
+    assert str(error.value).startswith(said)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_branch_is_a_run_of_its_own(branch: Branch, tmp_path: Path) -> None:
+    config = branch("ppo", "actor.learning_rate=0.5")
+    first = Identity.read(RunFiles(config.run_directory).identity)
+    assert first is not None
+    first.check(config, config.run_directory)
+    (tmp_path / "new").rename(tmp_path / "old")
+    branch("ppo", "actor.learning_rate=0.5")
+    second = Identity.read(RunFiles(config.run_directory).identity)
+    assert second is not None
+    assert second.id != first.id
+
+
+def said_by(act: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> str:
+    act()
+    return capsys.readouterr().out
+
+
+def test_the_way_on_is_printed_with_the_url_where_its_password_is_kept_nowhere(
+    source: Callable[[str], Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, secret = source("ppo").files.root, "redis://user:s3cret@localhost:6379/0"
+
+    def branch_of(run: Path, name: str, *overrides: str) -> Callable[[], None]:
+        return lambda: cli.branch(run, str(AT), name, [f"run.directory={tmp_path}", *overrides])
+
+    said = said_by(branch_of(run, "plain"), capsys)
+    assert f"quartet train {tmp_path}/plain/config.yaml --resume goes on\n" in said
+    way = "--resume --set buffer.url=URL goes on, where URL is redis://user:***@localhost:6379/0 with its password"
+    for act in (
+        branch_of(run, "secret", f"buffer.url={secret}"),
+        branch_of(tmp_path / "secret", "again"),
+        lambda: cli.rollback(tmp_path / "secret", str(AT)),
+    ):
+        said = said_by(act, capsys)
+        assert way in said
+        assert "s3cret" not in said
+    with pytest.raises(ConfigError, match=r"stars stand for a password.*--set buffer\.url=URL"):
+        train(tmp_path / "secret" / "config.yaml", [], overwrite=False, resume=True)

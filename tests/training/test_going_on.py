@@ -1,0 +1,206 @@
+"""What a run may go on with, what a new run may find in its place, and what it does when its files cannot be read or written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.cli import runs as command
+from quartet.cli.runs import check_resumable
+from quartet.config import Config
+from quartet.demo.world import World
+from quartet.errors import ConfigError, ServiceFailed, StorageFailed
+from quartet.identity import Identity
+from quartet.telemetry.run_files import RunFiles
+from services.orchestrator import control
+from services.orchestrator.control import Control
+from tests.training.conftest import MakeConfig
+from tests.training.runs import json_lines, merged, parsed, run_to_the_end, underway
+from tests.training.test_resume import assert_same, break_off, changes
+
+EVALUATED: dict[str, Any] = {"evaluation": {"every": 2, "prompts": 3}}
+
+
+def evaluated(world: World) -> dict[str, Any]:
+    return {"data": {"validation": str(world.prompts)}, **EVALUATED}
+
+
+def again(config: Config, **changed: Any) -> Config:
+    return parsed(merged(config.model_dump(mode="json"), changed))
+
+
+def begun(config: Config, identified: bool) -> RunFiles:
+    """The files of a run that has begun; without an identity it is one of an earlier version."""
+    files = RunFiles(config.run_directory)
+    files.write_config(config.to_yaml())
+    if identified:
+        Identity.new(config).write(files.identity)
+    return files
+
+
+@pytest.mark.parametrize("identified", [True, False])
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"evaluation": {"prompts": 6}}, "evaluation.prompts"),
+        ({"data": {"validation": "others.jsonl"}}, "data.validation"),
+    ],
+)
+def test_what_a_run_is_evaluated_on_stays_as_it_was(
+    changed: dict[str, Any], key: str, identified: bool, make: MakeConfig, world: World
+) -> None:
+    config = make(**evaluated(world))
+    files = begun(config, identified)
+    with pytest.raises(ConfigError, match=rf"^--resume: {key} is .*, the run in .* had "):
+        check_resumable(again(config, **changed), files)
+
+
+@pytest.mark.parametrize("identified", [True, False])
+def test_evaluation_cannot_be_turned_on_where_there_was_none_before_the_first_step(
+    identified: bool, make: MakeConfig, world: World
+) -> None:
+    config = make(data={"validation": str(world.prompts)})
+    files = begun(config, identified)
+    with pytest.raises(ConfigError, match=r"^--resume: evaluation\.every is 3, .* had none: .* leave it at 0"):
+        check_resumable(again(config, evaluation={"every": 3}), files)
+
+
+@pytest.mark.parametrize("identified", [True, False])
+@pytest.mark.parametrize("changed", [{"every": 5}, {"every": 0}, {"judge": "mine:judge"}, {"timeout": 5.0}], ids=str)
+def test_how_often_and_by_whom_a_run_is_evaluated_may_change(
+    changed: dict[str, Any], identified: bool, make: MakeConfig, world: World
+) -> None:
+    config = make(**evaluated(world))
+    check_resumable(again(config, evaluation=changed), begun(config, identified))
+
+
+def test_a_run_that_is_evaluated_at_other_times_goes_on(
+    make: MakeConfig, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**merged(evaluated(world), {"run": {"steps": 6}, "checkpoint": {"every": 2}}))
+    break_off(config, "generate", 4, monkeypatch)
+    other = again(config, evaluation={"every": 3})
+    check_resumable(other, RunFiles(config.run_directory))
+    run = run_to_the_end(other)
+    assert [line["step"] for line in json_lines(run.files.evaluation_summaries)] == [0, 2, 3, 6]
+
+
+class NoLauncher:
+    """Does not get as far as starting anything."""
+
+    def __init__(self, *_: Any) -> None:
+        raise ServiceFailed("no launcher")
+
+
+def test_a_new_run_finds_nothing_of_one_that_took_no_step(
+    make: MakeConfig, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**evaluated(world))
+    break_off(config, "generate", 1, monkeypatch)
+    files = RunFiles(config.run_directory)
+    assert (files.evaluations / "step-000000.jsonl").exists(), "otherwise this shows nothing"
+    (files.root / "thesis.tex").write_text("mine")
+    monkeypatch.setattr(command, "Launcher", NoLauncher)
+    with pytest.raises(ServiceFailed, match="no launcher"):
+        command.run(again(config, run={"seed": 7}), overwrite=False)
+    assert {path.name for path in files.root.iterdir()} == {".lock", "config.yaml", "logs", "thesis.tex"}
+
+
+def test_a_run_that_took_no_step_goes_on_with_what_it_has(
+    make: MakeConfig, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**evaluated(world))
+    break_off(config, "generate", 1, monkeypatch)
+    files = RunFiles(config.run_directory)
+    before = (files.evaluations / "step-000000.jsonl").read_bytes()
+    monkeypatch.setattr(command, "Launcher", NoLauncher)
+    with pytest.raises(ServiceFailed, match="no launcher"):
+        command.run(config, overwrite=False, resume=True)
+    assert (files.evaluations / "step-000000.jsonl").read_bytes() == before
+
+
+def test_trajectories_that_were_cut_off_are_not_learned_from(
+    make: MakeConfig, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**{**changes("ppo", world), "checkpoint": {"every": 4}})
+    break_off(config, "generate", 4, monkeypatch)
+    path = RunFiles(config.run_directory).trajectories / "step-000003.jsonl"
+    whole = path.read_text()
+    path.write_text("".join(whole.splitlines(keepends=True)[:2]))
+    with underway(config) as going:
+        run = going.finish()
+    assert run.code == 2
+    assert f"trajectories {path}: has 2 lines, expected the step's 4" in run.progress.error
+    assert len(run.metrics) == 3, "nothing was trained on it"
+    path.write_text(whole)
+    mended, expected = (
+        run_to_the_end(config),
+        run_to_the_end(make(**{**changes("ppo", world), "checkpoint": {"every": 4}})),
+    )
+    assert_same(mended, expected)
+
+
+def test_an_alert_that_a_crash_cut_off_does_not_keep_a_run_from_going_on(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(run={"steps": 4}, checkpoint={"every": 2}, guards={"window": 2, "missing_eos": {"below": 1.0}})
+    break_off(config, "generate", 3, monkeypatch)
+    files = RunFiles(config.run_directory)
+    lines = json_lines(files.alerts)
+    with files.alerts.open("a") as file:
+        file.write('{"step": 2, "guard": "kl_runaway", "act')
+    run = run_to_the_end(config)
+    assert json_lines(files.alerts)[: len(lines)] == lines
+    assert run.code == 0
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "what", ["evaluations/", "evaluations.jsonl", "alerts.jsonl", "metrics.jsonl", "trajectories/", "asked"]
+)
+def test_a_disk_that_is_full_ends_the_run_with_what_to_do(
+    what: str, make: MakeConfig, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = {
+        **merged(evaluated(world), {"run": {"steps": 3}, "checkpoint": {"every": 2}}),
+        "guards": {"window": 2, "missing_eos": {"action": "pause", "below": 1.0}}
+        if what in ("alerts.jsonl", "asked")
+        else {},
+    }
+    config = make(**common)
+    files, real = RunFiles(config.run_directory), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}").replace("/.", "/")
+        if path.startswith(f"{files.root}/{what}"):
+            full()
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with underway(config) as going:
+            if what == "asked":
+                going.control._mark = files.asked
+            run = going.finish()
+            going.control._mark = None
+    assert run.code == 1
+    assert f"{files.root}/{what}" in run.progress.error
+    assert "cannot be written (No space left on device); mend that, then go on with --resume" in run.progress.error
+    assert run.progress.recoveries == 0
+
+
+def test_a_stop_that_cannot_be_written_down_stops_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Control(tmp_path / "asked")
+    monkeypatch.setattr(control, "write_durably", full)
+    with pytest.raises(StorageFailed, match=r"asked: cannot be written \(No space left on device\)"):
+        asked.stop()
+    assert asked.stopping
+    with pytest.raises(StorageFailed):
+        Control(tmp_path / "asked").pause()

@@ -1,0 +1,91 @@
+"""A model that goes back: what was there before goes first, and a checkpoint that is broken leaves a model that says so."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import Config
+from quartet.errors import FailedPrecondition, ModelError
+from quartet.types import SaveKind
+from services.actor import actor as actor_core
+from services.actor.actor import Actor
+from services.critic import critic as critic_core
+from services.critic.critic import Critic
+from tests.training.conftest import MakeConfig
+
+LOADERS = {"actor": (actor_core, "load_causal_lm"), "critic": (critic_core, "load_critic")}
+
+
+def no_buffer(run: str) -> Any:
+    raise AssertionError(run)
+
+
+def build(role: str, config: Config, root: Path) -> Actor | Critic:
+    if role == "actor":
+        return Actor(config.actor, "cpu", 4, root, no_buffer)
+    return Critic(config.critic, config.critic_model, "cpu", root, no_buffer)
+
+
+def save(model: Actor | Critic) -> None:
+    model.restore("run", 0, 1, "")
+    model.snapshot("run", 1, "checkpoint", SaveKind.CHECKPOINT)()
+
+
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
+    """Counts, at each load of a role's model, those that are still in memory."""
+
+    def count(role: str) -> list[int]:
+        module, name = LOADERS[role]
+        real, loaded, found = getattr(module, name), list[Any](), list[int]()
+
+        def load(*arguments: Any) -> Any:
+            found.append(sum(model() is not None for model in loaded))
+            model = real(*arguments)
+            loaded.append(weakref.ref(model))
+            return model
+
+        monkeypatch.setattr(module, name, load)
+        return found
+
+    return count
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_the_model_that_was_there_is_gone_before_another_is_loaded(
+    role: str, lora: Any, make: MakeConfig, tmp_path: Path, alive: Callable[[str], list[int]]
+) -> None:
+    found = alive(role)
+    model = build(role, make(**{role: {"lora": lora}}), tmp_path)
+    save(model)
+    model.restore("run", 3, 1, "checkpoint")
+    assert found == [0, 0, 0]
+    assert model.status().step == 3
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("broken", ["model.safetensors", "optimizer.safetensors"])
+def test_a_restore_that_breaks_off_leaves_a_model_that_says_so_until_it_is_restored(
+    role: str, broken: str, make: MakeConfig, tmp_path: Path
+) -> None:
+    model = build(role, make(), tmp_path)
+    whole = model.status()
+    save(model)
+    (tmp_path / "checkpoint" / broken).write_bytes(b"broken")
+    with pytest.raises(ModelError):
+        model.restore("run", 3, 1, "checkpoint")
+    status = model.status()
+    assert status.broken
+    assert status.max_sequence_tokens == whole.max_sequence_tokens > 0
+    with pytest.raises(FailedPrecondition, match="restart the service"):
+        model.snapshot("run", 1, "again", SaveKind.CHECKPOINT)
+    save(model)
+    model.restore("run", 3, 1, "checkpoint")
+    assert not model.status().broken
+    assert model.status().step == 3
