@@ -140,7 +140,10 @@ def test_a_checkpoint_has_the_names_that_it_was_given(start: Start, copied: Path
     assert "no checkpoint of step 7; there are: 6, 8; names: best, first.of_two, last" in refused(
         start, "checkpoints", "name", copied, "7", "new"
     )
-    # What came later goes, and its names with it.
+    # What came later goes, but nothing that was to be kept.
+    assert "step-000008 is named last, to be kept" in refused(start, "rollback", copied, "best")
+    assert committed_steps(copied) == 8
+    assert start("checkpoints", "forget", copied, "last").ended().code == 0
     assert start("rollback", copied, "best").ended().code == 0
     assert (committed_steps(copied), folders(copied)) == (6, ["best", "first.of_two", "step-000006"])
     assert start("checkpoints", "forget", copied, "best").ended().code == 0

@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,18 +131,19 @@ def test_an_optimizer_is_that_of_the_snapshot(tmp_path: Path) -> None:
     assert written(snapshot_optimizer(optimizer), tmp_path / "after") != before
 
 
-@pytest.fixture
-def small_files() -> Iterator[Callable[[int], None]]:
-    """Limits the size of the files that this process writes, as the kernel enforces it."""
+@contextmanager
+def small_files(size: int) -> Iterator[None]:
+    """Limits the size of the files that this process writes, as the kernel enforces it. Not for longer: pytest writes, too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer", "head", "adapter"])
-def test_weights_that_do_not_fit_leave_the_old_directory_and_nothing_else(
-    part: str, tmp_path: Path, small_files: Callable[[int], None]
-) -> None:
+def test_weights_that_do_not_fit_leave_the_old_directory_and_nothing_else(part: str, tmp_path: Path) -> None:
     critic = load_critic(tiny.saved(tiny.causal("llama"), tmp_path / "m"))
     adapter = add_adapter(critic.backbone, "base", 2, 4.0) if part == "adapter" else None
     writers: dict[str, Callable[[], Writer]] = {
@@ -151,8 +153,8 @@ def test_weights_that_do_not_fit_leave_the_old_directory_and_nothing_else(
         "adapter": lambda: adapter.snapshot() if adapter else critic.snapshot(),
     }
     old = written(lambda target: (target / "old").write_text("x") and None, tmp_path / "saved" / "p")
-    small_files(64)
-    with pytest.raises(StorageFailed, match=r"saved/p: cannot be written: .*(F|f)ile too large.*Free space"):
+    said = pytest.raises(StorageFailed, match=r"saved/p: cannot be written: .*(F|f)ile too large.*Free space")
+    with said, small_files(64):
         write_model(tmp_path / "saved" / "p", writers[part]())
     assert contents(tmp_path / "saved" / "p") == old
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["p"]
