@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
 from quartet.config import ActorConfig
 from quartet.errors import FailedPrecondition, InvalidRequest
 from quartet.failpoints import failpoint
-from quartet.files import checkpoint_of, confined, describe_files
 from quartet.models.engine import TorchEngine
-from quartet.models.forward import max_positions
-from quartet.models.freezing import freeze_parameters
-from quartet.models.loading import (
-    count_parameters,
-    load_causal_lm,
-    load_tokenizer,
-    snapshot_model,
-    stop_token_ids,
-    tokenizer_fingerprint,
-)
-from quartet.models.lora import add_adapter
-from quartet.models.optimizer import OPTIMIZER_FILE, create_optimizer, load_optimizer, snapshot_optimizer
+from quartet.models.loading import load_causal_lm, snapshot_model, stop_token_ids
+from quartet.models.lora import Adapter
 from quartet.models.scoring import response_log_probs
-from quartet.models.snapshot import Writer, write_model
+from quartet.models.snapshot import Writer
 from quartet.models.training import update_policy
-from quartet.models.update_log import UpdateLog
 from quartet.types import (
     FloatArray,
     GenerationRequest,
@@ -36,12 +25,11 @@ from quartet.types import (
     PolicyLossSettings,
     Role,
     SamplingParameters,
-    SavedFile,
-    SaveKind,
     ServiceStatus,
     TokenBatch,
     UpdateResult,
 )
+from services.trained import TrainedModel
 
 FLUSH = 8
 """Finished trajectories that may wait for one another before they go to the stream; scoring starts that much later."""
@@ -55,8 +43,10 @@ class BufferAccess:
     experience: ExperienceStore
 
 
-class Actor:
+class Actor(TrainedModel):
     """The policy, its optimizer and its generation engine."""
+
+    role = Role.ACTOR
 
     def __init__(
         self,
@@ -71,40 +61,23 @@ class Actor:
 
         Raises ModelError.
         """
-        self._config, self._device, self._buffer = config, device, buffer
-        self._root, self._max_concurrent, self._seed = run_directory, max_concurrent, seed
-        self._tokenizer = load_tokenizer(config.model)
-        self._fingerprint = tokenizer_fingerprint(self._tokenizer)
-        self._updates = UpdateLog()
-        self._load(None)
-        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
-        self._parameters = count_parameters(self._model)
-        self._positions = max_positions(self._model) or 0
+        self._config, self._buffer, self._max_concurrent = config, buffer, max_concurrent
+        super().__init__(config, config.model, device, run_directory, seed)
+
+    def _read(self, source: str | Path) -> Any:
+        return load_causal_lm(source, self._config.dtype, self._device)
+
+    def _adapted(self) -> Any:
+        return self._model
+
+    def _snapshot(self, adapter: Adapter | None, merged: bool) -> Writer:
+        return snapshot_model(self._model, adapter) if adapter is None or merged else adapter.snapshot()
 
     def _load(self, checkpoint: Path | None) -> None:
-        """The policy with its adapter, optimizer and engine, initial or as a checkpoint holds them. Raises ModelError.
-
-        What was there before goes first, as there may be no room for two: after an error there is none.
-        """
-        for part in ("_model", "_adapter", "_optimizer", "_engine"):
-            vars(self).pop(part, None)
-        config, lora, optimizer = self._config, self._config.lora, self._config.optimizer
-        base = config.model if checkpoint is None or lora else checkpoint
-        self._model = load_causal_lm(base, config.dtype, self._device)
-        self._adapter = (
-            add_adapter(self._model, config.model, lora.rank, lora.alpha, lora.target_modules, self._seed)
-            if lora
-            else None
-        )
-        freeze_parameters(self._model, config.freeze)
-        self._optimizer = create_optimizer(
-            self._model, config.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay
-        )
+        # The engine holds the model that is to go.
+        vars(self).pop("_engine", None)
+        super()._load(checkpoint)
         self._engine = TorchEngine(self._model, stop_token_ids(self._model, self._tokenizer), self._max_concurrent)
-        if checkpoint is not None:
-            if self._adapter is not None:
-                self._adapter.read(checkpoint)
-            load_optimizer(self._optimizer, checkpoint / OPTIMIZER_FILE)
 
     def generate(
         self,
@@ -172,62 +145,6 @@ class Actor:
 
         return self._updates.once(run, step, leader_epoch, apply)
 
-    def snapshot(
-        self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
-    ) -> Callable[[], list[SavedFile]]:
-        """Copies the policy, and its optimizer for a checkpoint; what it gives writes them below the run's directory, once.
-
-        The copy is in host memory, and may be written on any thread while the policy goes on. With an adapter a checkpoint holds
-        the adapter alone, and a model is the merged one. Raises InvalidRequest for a directory elsewhere, FailedPrecondition when
-        the model is not at ``step``, when it has learned in another run, when another orchestrator leads, when an update broke
-        off, or when there is no adapter to save. The writing raises StorageFailed.
-        """
-        self._updates.check_save(run, leader_epoch, step)
-        target = confined(self._root, directory)
-        writers: list[Writer] = [self._tokenizer.save_pretrained]
-        if self._adapter is not None and kind is not SaveKind.MODEL:
-            writers.append(self._adapter.snapshot())
-        elif kind is SaveKind.ADAPTER:
-            raise FailedPrecondition("save of the adapter: this actor has none; set actor.lora, or save the model")
-        else:
-            writers.append(snapshot_model(self._model, self._adapter))
-        if kind is SaveKind.CHECKPOINT:
-            writers += [lambda _: failpoint("actor.saving"), snapshot_optimizer(self._optimizer)]
-
-        def write() -> list[SavedFile]:
-            write_model(target, *writers)
-            return describe_files(self._root, target)
-
-        return write
-
-    def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
-        """Goes back to a checkpoint below the run's directory, or to the initial policy for step 0.
-
-        Raises InvalidRequest, FailedPrecondition for a lower leader epoch, ModelError for a checkpoint that is broken.
-        """
-        checkpoint = checkpoint_of(self._root, step, directory)
-        self._updates.restore(run, step, leader_epoch, lambda: self._load(checkpoint))
-
     def status(self) -> ServiceStatus:
         """What the actor says of itself."""
-        return ServiceStatus(
-            role=Role.ACTOR,
-            model=self._config.model,
-            device=self._device,
-            dtype=self._config.dtype,
-            parameters=self._parameters,
-            policy_version=self._updates.policy_version,
-            tokenizer_fingerprint=self._fingerprint,
-            vocabulary_size=self._vocabulary,
-            max_sequence_tokens=self._positions,
-            run=self._updates.run,
-            step=self._updates.step,
-            leader_epoch=self._updates.leader_epoch,
-            answers_as_reference=self._config.lora is not None,
-            broken=self._updates.broken,
-        )
-
-    @property
-    def policy_version(self) -> int:
-        """Updates taken."""
-        return self._updates.policy_version
+        return replace(super().status(), answers_as_reference=self._config.lora is not None)

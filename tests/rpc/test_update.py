@@ -32,8 +32,7 @@ from quartet.types import (
     UpdateResult,
     ValueLossSettings,
 )
-from services.actor import actor as actor_core
-from services.critic import critic as critic_core
+from services import trained
 from services.orchestrator.collector import wait_for_all
 from tests.buffer.samples import experience
 from tests.rpc.conftest import Services
@@ -221,8 +220,7 @@ class HeldWriting:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWriting]:
     found = HeldWriting()
-    for core in (actor_core, critic_core):
-        monkeypatch.setattr(core, "write_model", found.write)
+    monkeypatch.setattr(trained, "write_model", found.write)
     yield found
     found.go_on.set()
 
@@ -252,8 +250,7 @@ def test_a_model_computes_and_learns_while_its_save_is_written_and_what_is_writt
     client = services.start(role, config)
     update(client, run, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(actor_core, "write_model", write_model)
-        patch.setattr(critic_core, "write_model", write_model)
+        patch.setattr(trained, "write_model", write_model)
         expected = {kind: client.save(run, 1, f"before/{kind}", kind).result() for kind in SAVED}
     before = outputs(client)
     saving = [client.save(run, 1, f"during/{kind}", kind, 1) for kind in SAVED]

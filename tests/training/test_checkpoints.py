@@ -16,8 +16,7 @@ from quartet.buffer.experience import ExperienceStore
 from quartet.demo.world import World
 from quartet.errors import ServiceUnavailable, StorageFailed
 from quartet.models import snapshot
-from services.actor import actor as actor_core
-from services.critic import critic as critic_core
+from services import trained
 from services.orchestrator import training
 from services.orchestrator.progress import RunState
 from services.orchestrator.saving import Saving
@@ -26,8 +25,6 @@ from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, run_to_the_end, underway
 from tests.training.test_resume import KINDS, figures, weights
 from tests.training.test_stability import wait_for
-
-CORES = {"actor": actor_core, "critic": critic_core}
 
 
 def kept(run: Run) -> list[str]:
@@ -78,8 +75,7 @@ class HeldCheckpoints:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCheckpoints]:
     found = HeldCheckpoints()
-    for core in CORES.values():
-        monkeypatch.setattr(core, "write_model", found.write)
+    monkeypatch.setattr(trained, "write_model", found.write)
     yield found
     found.go_on.set()
 
@@ -121,11 +117,13 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, set[int]], None
 
     def fill(role: str, steps: set[int]) -> None:
         def write(directory: Path, *writers: Any) -> None:
-            if any(part.startswith(f".step-{step:06d}.") for step in steps for part in directory.parts):
+            if directory.name == role and any(
+                part.startswith(f".step-{step:06d}.") for step in steps for part in directory.parts
+            ):
                 raise StorageFailed(f"model directory {directory}: cannot be written: No space left on device")
             snapshot.write_model(directory, *writers)
 
-        monkeypatch.setattr(CORES[role], "write_model", write)
+        monkeypatch.setattr(trained, "write_model", write)
 
     return fill
 

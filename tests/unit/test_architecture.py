@@ -73,8 +73,9 @@ ALLOWED: dict[str, set[str]] = {
     | LIBRARY
     | {"quartet.v1", "quartet.demo", "quartet.launcher", "quartet.preflight"},
     "services": set(),
-    "services.actor": SERVICE,
-    "services.critic": SERVICE,
+    "services.trained": SERVICE,
+    "services.actor": SERVICE | {"services.trained"},
+    "services.critic": SERVICE | {"services.trained"},
     "services.reward": SERVICE,
     "services.reference": SERVICE,
     "services.orchestrator": SERVICE,
