@@ -25,6 +25,8 @@ class TrainedModel(ABC):
     """A model with its adapter, where it has one, its optimizer, and the updates that it has taken."""
 
     role: ClassVar[Role]
+    saving: ClassVar[str]
+    """The failpoint between the files of a checkpoint."""
 
     def __init__(self, config: TrainedModelConfig, model: str, device: str, run_directory: Path, seed: int) -> None:
         """Loads ``model``. What is saved lies below ``run_directory``; ``seed`` is where an adapter starts. Raises ModelError."""
@@ -96,7 +98,7 @@ class TrainedModel(ABC):
         # Whoever starts from what is written needs the tokenizer, too.
         writers = [self._tokenizer.save_pretrained, self._snapshot(self._adapter, merged=kind is SaveKind.MODEL)]
         if kind is SaveKind.CHECKPOINT:
-            writers += [lambda _: failpoint(f"{self.role}.saving"), snapshot_optimizer(self._optimizer)]
+            writers += [lambda _: failpoint(self.saving), snapshot_optimizer(self._optimizer)]
 
         def write() -> list[SavedFile]:
             write_model(target, *writers)

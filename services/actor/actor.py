@@ -47,6 +47,7 @@ class Actor(TrainedModel):
     """The policy, its optimizer and its generation engine."""
 
     role = Role.ACTOR
+    saving = "actor.saving"
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ class Critic(TrainedModel):
     """The value model and its optimizer."""
 
     role = Role.CRITIC
+    saving = "critic.saving"
 
     def __init__(
         self,

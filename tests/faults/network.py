@@ -15,8 +15,7 @@ from quartet.telemetry.run_files import RunFiles
 from quartet.types import MODEL_ROLES
 from services.orchestrator import training
 from tests.faults.proxy import Proxy
-from tests.training.runs import Fleet, Run, fleet
-from tests.training.test_resume import figures, weights
+from tests.training.runs import Fleet, fleet
 
 STEPS = 4
 STRUCK = 3
@@ -83,21 +82,3 @@ def heal_after(seconds: float, proxy: Proxy) -> None:
     timer = threading.Timer(seconds, proxy.heal)
     timer.daemon = True
     timer.start()
-
-
-def assert_same(run: Run, expected: Run) -> None:
-    """The run came to its end with the undisturbed run's bits; every trajectory was trained on once; versions only rise."""
-    assert run.code == 0, run.progress.error
-    assert weights(run) == weights(expected)
-    assert figures(run) == figures(expected)
-    assert [metrics["step"] for metrics in run.metrics] == list(range(1, STEPS + 1))
-    for step in range(1, STEPS + 1):
-        lines, wanted = run.trajectories(step), expected.trajectories(step)
-        assert [_same(line) for line in lines] == [_same(line) for line in wanted]
-        assert len({line["id"] for line in lines}) == len(lines)
-        assert {line["policy_version"] for line in lines} == {step - 1}
-
-
-def _same(line: dict[str, Any]) -> dict[str, Any]:
-    """A trajectory's line without the name of its run."""
-    return {**line, "id": line["id"].split("/", 1)[1]}

@@ -17,9 +17,9 @@ from quartet.rpc import channels
 from quartet.rpc.clients import RewardClient
 from quartet.rpc.limits import MAX_MESSAGE_BYTES
 from quartet.types import TokenBatch, Trajectory
-from tests.faults.network import SHORT, STRUCK, assert_same
+from tests.faults.network import SHORT, STRUCK
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, fleet, run_to_the_end
+from tests.training.runs import Run, assert_same, fleet, run_to_the_end
 
 
 def test_a_message_larger_than_the_limit_is_refused_by_the_service_which_goes_on(make: MakeConfig) -> None:

@@ -11,9 +11,9 @@ from quartet.types import Role
 from services.orchestrator.peers import Peers
 from services.orchestrator.settings import begin_update
 from tests.e2e.commands import wait_until
-from tests.faults.network import BUFFER_OF_THE_SERVICES, SHORT, assert_same, heal_after, network, struck
+from tests.faults.network import BUFFER_OF_THE_SERVICES, SHORT, heal_after, network, struck
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, orchestrator
+from tests.training.runs import Run, assert_same, orchestrator
 
 LIMIT = 120.0
 """Seconds that a run may take, whatever the network does for 30 of them; then it hangs."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from quartet.buffer.embedded import EmbeddedRedis
-from tests.faults.network import MOMENTS, SHORT, assert_same, struck
+from tests.faults.network import MOMENTS, SHORT, struck
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, fleet, orchestrator
+from tests.training.runs import Run, assert_same, fleet, orchestrator
 
 DOWN = 0.3
 """Seconds until it is started again."""

@@ -9,9 +9,9 @@ import pytest
 
 from quartet.rpc.compute import Caller, ComputeThread, Result
 from quartet.types import MODEL_ROLES, Role
-from tests.faults.network import SHORT, assert_same
+from tests.faults.network import SHORT
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, fleet, orchestrator
+from tests.training.runs import Run, assert_same, fleet, orchestrator
 
 TIMES = 10
 

@@ -17,6 +17,9 @@ from tests.training.runs import merged, parsed
 
 MakeConfig = Callable[..., Config]
 
+_NUMBERS = itertools.count()
+"""Of runs. Folders of tests that share these fixtures share the Redis, too, where a run is its name."""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
@@ -31,12 +34,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture(scope="session")
 def world_tree(world: World, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Any]]:
     """The settings that tie any config to the tiny world: its checkpoints, prompts, Redis, a run's folder of its own."""
-    numbers = itertools.count()
     folder = tmp_path_factory.mktemp("runs")
 
     def tree() -> dict[str, Any]:
         return {
-            "run": {"name": f"run-{next(numbers)}", "steps": 2, "directory": str(folder)},
+            "run": {"name": f"run-{next(_NUMBERS)}", "steps": 2, "directory": str(folder)},
             "data": {"prompts": str(world.prompts), "max_prompt_tokens": 24},
             "algorithm": {"epochs": 2},
             "rollout": {"prompts_per_step": 4, "max_response_tokens": 10, "score_batch": 4},

@@ -42,6 +42,33 @@ def json_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def figures(run: Run) -> list[dict[str, float]]:
+    """Its metrics but for the seconds."""
+    return [{name: step[name] for name in step if not name.startswith("seconds")} for step in run.metrics]
+
+
+def weights(run: Run) -> bytes:
+    """The saved policy's."""
+    return (run.files.policy / "model.safetensors").read_bytes()
+
+
+def assert_same(run: Run, expected: Run) -> None:
+    """The run came to its end with the undisturbed run's bits; every trajectory was trained on once; versions only rise."""
+    assert run.code == 0, run.progress.error
+    assert figures(run) == figures(expected)
+    assert weights(run) == weights(expected)
+    assert [metrics["step"] for metrics in run.metrics] == list(range(1, len(expected.metrics) + 1))
+    for step in range(1, len(expected.metrics) + 1):
+        lines, wanted = run.trajectories(step), expected.trajectories(step)
+        assert [_without_run(line) for line in lines] == [_without_run(line) for line in wanted]
+        assert len({line["id"] for line in lines}) == len(lines)
+        assert {line["policy_version"] for line in lines} == {step - 1}
+
+
+def _without_run(line: dict[str, Any]) -> dict[str, Any]:
+    return {**line, "id": line["id"].split("/", 1)[1]}
+
+
 @dataclass(frozen=True)
 class Underway:
     """A run that is going on."""

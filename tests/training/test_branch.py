@@ -24,8 +24,7 @@ from quartet.types import OptimizationSettings
 from services.actor import actor as actor_core
 from services.critic import critic as critic_core
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, json_lines, run_to_the_end
-from tests.training.test_resume import figures, weights
+from tests.training.runs import Run, figures, json_lines, run_to_the_end, weights
 
 STEPS = 4
 AT = 2

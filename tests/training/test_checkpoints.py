@@ -22,8 +22,8 @@ from services.orchestrator.progress import RunState
 from services.orchestrator.saving import Saving
 from services.orchestrator.settings import begin_update
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, run_to_the_end, underway
-from tests.training.test_resume import KINDS, figures, weights
+from tests.training.runs import Run, figures, run_to_the_end, underway, weights
+from tests.training.test_resume import KINDS
 from tests.training.test_stability import wait_for
 
 

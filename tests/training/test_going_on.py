@@ -19,8 +19,8 @@ from quartet.telemetry.run_files import RunFiles
 from services.orchestrator import control
 from services.orchestrator.control import Control
 from tests.training.conftest import MakeConfig
-from tests.training.runs import json_lines, merged, parsed, run_to_the_end, underway
-from tests.training.test_resume import assert_same, break_off, changes
+from tests.training.runs import assert_same, json_lines, merged, parsed, run_to_the_end, underway
+from tests.training.test_resume import break_off, changes
 
 EVALUATED: dict[str, Any] = {"evaluation": {"every": 2, "prompts": 3}}
 

@@ -12,8 +12,8 @@ from quartet.buffer.connection import Redis
 from quartet.config import Config, parse_config
 from quartet.telemetry.run_files import RunFiles
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, fleet, merged, orchestrator, run_to_the_end, services
-from tests.training.test_resume import break_off, figures, weights
+from tests.training.runs import Run, assert_same, fleet, merged, orchestrator, run_to_the_end, services
+from tests.training.test_resume import break_off
 
 COMMON: dict[str, Any] = {"run": {"steps": 6}, "checkpoint": {"every": 4}, "recovery": {"backoff": 0.01}}
 
@@ -25,12 +25,6 @@ def changed(config: Config, **changes: Any) -> Config:
 @pytest.fixture(scope="module")
 def undisturbed(make: MakeConfig) -> Run:
     return run_to_the_end(make(**COMMON))
-
-
-def assert_same(run: Run, expected: Run) -> None:
-    assert run.code == 0, run.progress.error
-    assert figures(run) == figures(expected)
-    assert weights(run) == weights(expected)
 
 
 def test_another_run_of_the_same_name_at_the_same_redis_is_not_taken_for_this_one(

@@ -19,8 +19,8 @@ from quartet.rpc.clients import RewardClient
 from services.orchestrator.evaluation import Evaluator
 from tests.orchestrator.fakes import Answer
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, json_lines, run_to_the_end, underway
-from tests.training.test_resume import break_off, empty, figures, weights
+from tests.training.runs import Run, figures, json_lines, run_to_the_end, underway, weights
+from tests.training.test_resume import break_off, empty
 
 STEPS = 4
 FUNCTIONS = '''

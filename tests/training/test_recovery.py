@@ -30,8 +30,18 @@ from services.orchestrator.progress import RunState
 from services.orchestrator.saving import Saving
 from tests.e2e.commands import wait_until
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Fleet, Run, Underway, fleet, json_lines, orchestrator, run_to_the_end
-from tests.training.test_resume import break_off, empty, figures, weights
+from tests.training.runs import (
+    Fleet,
+    Run,
+    Underway,
+    assert_same,
+    fleet,
+    json_lines,
+    orchestrator,
+    run_to_the_end,
+    weights,
+)
+from tests.training.test_resume import break_off, empty
 from tests.training.test_stability import wait_for
 
 STEPS = 5
@@ -68,15 +78,6 @@ def disturbed(
         patch.setattr(training.Training, method, before)
         with orchestrator(started.config) as going:
             yield going
-
-
-def assert_same(run: Run, expected: Run) -> None:
-    assert run.code == 0, run.progress.error
-    assert figures(run) == figures(expected)
-    assert weights(run) == weights(expected)
-    for step in range(1, STEPS + 1):
-        ids = [item["id"].split("/", 1)[1] for item in run.trajectories(step)]
-        assert ids == [item["id"].split("/", 1)[1] for item in expected.trajectories(step)]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

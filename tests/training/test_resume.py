@@ -15,7 +15,17 @@ from quartet.demo.world import World
 from services.orchestrator import training
 from services.orchestrator.progress import RunState
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, Underway, orchestrator, run_to_the_end, services, underway
+from tests.training.runs import (
+    Run,
+    Underway,
+    assert_same,
+    figures,
+    orchestrator,
+    run_to_the_end,
+    services,
+    underway,
+    weights,
+)
 from tests.training.test_stability import wait_for
 
 STEPS = 6
@@ -38,14 +48,6 @@ def changes(kind: str, world: World) -> dict[str, Any]:
     common = {"run": {"steps": STEPS}, "checkpoint": {"every": 2, "keep": 2}}
     evaluation = {"data": {"validation": str(world.prompts)}, "evaluation": {"every": 3, "prompts": 3}}
     return {**common, **(evaluation if kind == "ppo" else {}), **KINDS[kind]}
-
-
-def figures(run: Run) -> list[dict[str, float]]:
-    return [{name: step[name] for name in step if not name.startswith("seconds")} for step in run.metrics]
-
-
-def weights(run: Run) -> bytes:
-    return (run.files.policy / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +84,6 @@ def break_off(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyP
             ended = going.finish()
     assert ended.code == 1
     assert not ended.files.policy.exists()
-
-
-def assert_same(run: Run, expected: Run) -> None:
-    assert figures(run) == figures(expected)
-    assert weights(run) == weights(expected)
-    for step in range(1, STEPS + 1):
-        ids = [item["id"].split("/", 1)[1] for item in run.trajectories(step)]
-        assert ids == [item["id"].split("/", 1)[1] for item in expected.trajectories(step)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
