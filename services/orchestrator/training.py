@@ -313,12 +313,16 @@ class Training:
         if self._control.stopping:
             self._stopped_by = next((alert for alert in self._course.found if alert.action == "stop"), None)
         self._experience.keep_only(range(base + 1, step + 1))
+        self._tell_where_it_goes_on(self._recovered)
+
+    def _tell_where_it_goes_on(self, recovered: Recovered) -> None:
+        step, base = recovered.step, recovered.checkpoint
         self._board.update(step=step)
         for problem in self._saving.passed_over():
             self._board.note(problem)
-        if step < self._recovered.committed:
+        if step < recovered.committed:
             self._board.note(
-                f"steps {step + 1} to {self._recovered.committed} are taken again: the buffer has lost what leads there from "
+                f"steps {step + 1} to {recovered.committed} are taken again: the buffer has lost what leads there from "
                 + (f"the checkpoint of step {base}" if base else "the start, and there is no checkpoint")
             )
         if step:
