@@ -404,6 +404,8 @@ def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:
         broken=status.broken,
         leader_epoch=status.leader_epoch,
         buffer_unreachable=status.buffer_unreachable,
+        work_pending=status.work_pending,
+        tokens=status.tokens,
     )
 
 
@@ -430,4 +432,6 @@ def status_from_proto(message: status_pb2.RoleStatus) -> ServiceStatus:
         broken=message.broken,
         leader_epoch=message.leader_epoch,
         buffer_unreachable=message.buffer_unreachable,
+        work_pending=message.work_pending,
+        tokens=dict(message.tokens),
     )

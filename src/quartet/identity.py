@@ -25,6 +25,8 @@ MAY_CHANGE = (
     "timeouts",
     "recovery",
     "security",
+    "gateway",
+    "telemetry",
 )
 """Settings that a run may go on with although they were others before: they do not decide what a step learns.
 

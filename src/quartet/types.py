@@ -289,7 +289,8 @@ class ServiceStatus:
     """What one role of a process says of itself.
 
     ``answers_as_reference``: an actor whose adapter can be off. ``broken``: an update or a restore broke off, and only a restore
-    makes the model usable again. ``buffer_unreachable``: the rollout buffer was, when the role last tried.
+    makes the model usable again. ``buffer_unreachable``: the rollout buffer was, when the role last tried. ``work_pending``:
+    calls that wait for the compute thread. ``tokens``: response tokens since the start, "generated" and "trained".
     """
 
     role: Role
@@ -309,3 +310,5 @@ class ServiceStatus:
     broken: bool = False
     leader_epoch: int = 0
     buffer_unreachable: bool = False
+    work_pending: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)

@@ -101,6 +101,8 @@ statuses = st.builds(
     broken=st.booleans(),
     leader_epoch=uint64,
     buffer_unreachable=st.booleans(),
+    work_pending=uint32,
+    tokens=st.dictionaries(names, uint64, max_size=3),
 )
 samplings = st.builds(
     SamplingParameters,

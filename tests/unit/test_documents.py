@@ -20,7 +20,7 @@ from quartet.config.algorithm import Estimator
 ROOT = Path(__file__).parents[2]
 HYPERPARAMETERS = (ROOT / "docs/hyperparameters.md").read_text(encoding="utf-8")
 TUNING = (ROOT / "docs/tuning.md").read_text(encoding="utf-8")
-OPERATIONAL = {"services", "timeouts", "recovery", "buffer", "security"}
+OPERATIONAL = {"services", "timeouts", "recovery", "buffer", "security", "gateway", "telemetry"}
 COLUMNS = ["key", "meaning", "unit", "default", "why", "range", "NeMo-Aligner", "TRL", "OpenRLHF"]
 OTHERS = COLUMNS[-3:]
 REQUIRED = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}}

@@ -11,7 +11,7 @@ from quartet.config.algorithm import (
     ScoreConfig,
     TruncationConfig,
 )
-from quartet.config.loading import load_config, parse_config
+from quartet.config.loading import load_config, parse_config, wrong_keys
 from quartet.config.models import (
     ActorConfig,
     CriticConfig,
@@ -28,13 +28,17 @@ from quartet.config.operation import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    GatewayConfig,
+    MLflowConfig,
     OrchestratorServiceConfig,
     RecoveryConfig,
     RunConfig,
     SecurityConfig,
     ServiceConfig,
     ServicesConfig,
+    TelemetryConfig,
     TimeoutsConfig,
+    WandbConfig,
 )
 from quartet.config.section import Section
 from quartet.config.tree import MAX_RESPONSES, Config, is_redacted, redact_url
@@ -49,11 +53,13 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EvaluationConfig",
+    "GatewayConfig",
     "GuardConfig",
     "GuardsConfig",
     "KLControllerConfig",
     "LengthPenaltyConfig",
     "LoraConfig",
+    "MLflowConfig",
     "OptimizerConfig",
     "OrchestratorServiceConfig",
     "OverlongPenaltyConfig",
@@ -69,11 +75,14 @@ __all__ = [
     "SecurityConfig",
     "ServiceConfig",
     "ServicesConfig",
+    "TelemetryConfig",
     "TimeoutsConfig",
     "TrainedModelConfig",
     "TruncationConfig",
+    "WandbConfig",
     "is_redacted",
     "load_config",
     "parse_config",
     "redact_url",
+    "wrong_keys",
 ]

@@ -47,24 +47,38 @@ def parse_config(tree: dict[str, Any], source: str, places: dict[tuple[str, ...]
         raise ConfigError("; ".join(problems)) from None
 
 
+def wrong_keys(tree: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is wrong with a tree of plain values: each wrong key and why; an empty key for what several make wrong together."""
+    try:
+        Config.model_validate(tree)
+    except ValidationError as error:
+        return [(".".join(map(str, item["loc"])), _problem(dict(item))) for item in error.errors()]
+    return []
+
+
 def _describe(item: dict[str, Any], source: str, places: dict[tuple[str, ...], str]) -> str:
     location = tuple(str(part) for part in item["loc"])
     # An element of a list, or a key that is missing, stands where its parent does.
     known_places = (places[location[:end]] for end in range(len(location), 0, -1) if location[:end] in places)
     where = next(known_places, f"config {source}: ")
-    key = ".".join(location)
+    key = f"{'.'.join(location)}: " if location else ""
+    return f"{where}{key}{_problem(item)}"
+
+
+def _problem(item: dict[str, Any]) -> str:
+    location = tuple(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         known = _keys_beside(location)
         close = difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
-        return f"{where}{key}: unknown key; {hint}"
+        return f"unknown key; {hint}"
     if item["type"] == "missing":
-        return f"{where}{key}: missing; it has no default"
-    message = item["msg"].removeprefix("Value error, ")
-    if not key:
-        return f"{where}{message}"
+        return "missing; it has no default"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if not location:
+        return message
     found = redact_url(item["input"]) if isinstance(item["input"], str) else item["input"]
-    return f"{where}{key}: {message}, not {found!r}"
+    return f"{message}, not {found!r}"
 
 
 def _keys_beside(location: tuple[str, ...]) -> list[str]:

@@ -90,6 +90,8 @@ class OrchestratorServiceConfig(Section):
 
     listen: HostPort = None
     """HOST:PORT to listen on; port 0 takes a free one. Null: a free port on 127.0.0.1."""
+    metrics: HostPort = None
+    """HOST:PORT at which Prometheus finds its figures; port 0 takes a free one. Null: a free port on 127.0.0.1."""
 
 
 class ServiceConfig(Section):
@@ -103,6 +105,8 @@ class ServiceConfig(Section):
     """CUDA devices; none: the CPU."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads; null: its share of the cores."""
+    metrics: HostPort = None
+    """HOST:PORT at which Prometheus finds its figures; port 0 takes a free one. Null: a free port on 127.0.0.1."""
 
 
 class ServicesConfig(Section):
@@ -166,3 +170,55 @@ class SecurityConfig(Section):
 
     allow_plaintext: bool = False
     """Listen without TLS on addresses other than loopback. Only inside a network that you trust."""
+
+
+class GatewayConfig(Section):
+    """The REST API and the dashboard."""
+
+    enabled: bool = True
+    """Start it with the run."""
+    listen: HostPort = None
+    """HOST:PORT to listen on; port 0 takes a free one. Null: a free port on 127.0.0.1."""
+    allowed_hosts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\[\]-]+$")], ...] = ()
+    """Names by which it may be addressed, besides localhost and the address that it listens on."""
+    start_runs: bool | None = None
+    """Whether operators may start runs, and so run Python functions of their choice. Null: only where it listens on loopback."""
+    requests_per_second: Positive = 100.0
+    """Most requests of one client, on average; what is above gets status 429."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases; needs quartet-rlhf[wandb]."""
+
+    project: str
+    """Project that runs are filed under."""
+    entity: str | None = None
+    """User or team; null: the default one."""
+
+
+class MLflowConfig(Section):
+    """MLflow; needs quartet-rlhf[mlflow]."""
+
+    uri: str
+    """Tracking server, or a folder."""
+    experiment: str = "quartet"
+    """Experiment that runs are filed under."""
+
+
+class TelemetryConfig(Section):
+    """What a run tells of itself, besides the files that it needs itself. None of it can fail a run."""
+
+    tokens_every: WholeNumber = 1
+    """Steps between those whose trajectories are kept token by token, for the inspector; 0: none."""
+    tokens_keep: WholeNumber = 0
+    """Newest steps whose tokens are kept; 0: all."""
+    timeline: bool = True
+    """Keep when each service did what, in every step."""
+    tensorboard: bool = True
+    """Write TensorBoard files."""
+    wandb: WandbConfig | None = None
+    """Send figures to Weights & Biases."""
+    mlflow: MLflowConfig | None = None
+    """Send figures to MLflow."""
+    traces: Annotated[str, Field(pattern=r"^https?://.+")] | None = None
+    """OTLP/HTTP endpoint that takes a trace for each step, such as http://127.0.0.1:4318; null: no traces."""

@@ -15,10 +15,12 @@ from quartet.config.operation import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    GatewayConfig,
     RecoveryConfig,
     RunConfig,
     SecurityConfig,
     ServicesConfig,
+    TelemetryConfig,
     TimeoutsConfig,
 )
 from quartet.config.section import Section
@@ -45,6 +47,8 @@ class Config(Section):
     services: ServicesConfig = ServicesConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     security: SecurityConfig = SecurityConfig()
 
     @model_validator(mode="after")

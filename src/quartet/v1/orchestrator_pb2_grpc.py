@@ -60,6 +60,26 @@ class OrchestratorServiceStub:
                 request_serializer=quartet_dot_v1_dot_orchestrator__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_orchestrator__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.Checkpoint = channel.unary_unary(
+                '/quartet.v1.OrchestratorService/Checkpoint',
+                request_serializer=quartet_dot_v1_dot_orchestrator__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_orchestrator__pb2.CheckpointResponse.FromString,
+                _registered_method=True)
+        self.RollBack = channel.unary_unary(
+                '/quartet.v1.OrchestratorService/RollBack',
+                request_serializer=quartet_dot_v1_dot_orchestrator__pb2.RollBackRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_orchestrator__pb2.RollBackResponse.FromString,
+                _registered_method=True)
+        self.GetSettings = channel.unary_unary(
+                '/quartet.v1.OrchestratorService/GetSettings',
+                request_serializer=quartet_dot_v1_dot_orchestrator__pb2.GetSettingsRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_orchestrator__pb2.GetSettingsResponse.FromString,
+                _registered_method=True)
+        self.ChangeSettings = channel.unary_unary(
+                '/quartet.v1.OrchestratorService/ChangeSettings',
+                request_serializer=quartet_dot_v1_dot_orchestrator__pb2.ChangeSettingsRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_orchestrator__pb2.ChangeSettingsResponse.FromString,
+                _registered_method=True)
 
 
 class OrchestratorServiceServicer:
@@ -101,6 +121,34 @@ class OrchestratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Checkpoint(self, request, context):
+        """Saves a checkpoint after the step in hand.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollBack(self, request, context):
+        """Goes back to a checkpoint after the step in hand; what came after it is forgotten.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSettings(self, request, context):
+        """Which settings can be changed while the run goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeSettings(self, request, context):
+        """Changes settings from the first step on that has not begun.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrchestratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +176,26 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=quartet_dot_v1_dot_orchestrator__pb2.ResumeRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_orchestrator__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Checkpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Checkpoint,
+                    request_deserializer=quartet_dot_v1_dot_orchestrator__pb2.CheckpointRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_orchestrator__pb2.CheckpointResponse.SerializeToString,
+            ),
+            'RollBack': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollBack,
+                    request_deserializer=quartet_dot_v1_dot_orchestrator__pb2.RollBackRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_orchestrator__pb2.RollBackResponse.SerializeToString,
+            ),
+            'GetSettings': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSettings,
+                    request_deserializer=quartet_dot_v1_dot_orchestrator__pb2.GetSettingsRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_orchestrator__pb2.GetSettingsResponse.SerializeToString,
+            ),
+            'ChangeSettings': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeSettings,
+                    request_deserializer=quartet_dot_v1_dot_orchestrator__pb2.ChangeSettingsRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_orchestrator__pb2.ChangeSettingsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +334,114 @@ class OrchestratorService:
             '/quartet.v1.OrchestratorService/Resume',
             quartet_dot_v1_dot_orchestrator__pb2.ResumeRequest.SerializeToString,
             quartet_dot_v1_dot_orchestrator__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Checkpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.OrchestratorService/Checkpoint',
+            quartet_dot_v1_dot_orchestrator__pb2.CheckpointRequest.SerializeToString,
+            quartet_dot_v1_dot_orchestrator__pb2.CheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollBack(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.OrchestratorService/RollBack',
+            quartet_dot_v1_dot_orchestrator__pb2.RollBackRequest.SerializeToString,
+            quartet_dot_v1_dot_orchestrator__pb2.RollBackResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSettings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.OrchestratorService/GetSettings',
+            quartet_dot_v1_dot_orchestrator__pb2.GetSettingsRequest.SerializeToString,
+            quartet_dot_v1_dot_orchestrator__pb2.GetSettingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeSettings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.OrchestratorService/ChangeSettings',
+            quartet_dot_v1_dot_orchestrator__pb2.ChangeSettingsRequest.SerializeToString,
+            quartet_dot_v1_dot_orchestrator__pb2.ChangeSettingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,14 @@ class OrchestratorServiceStub:
     """Waits after the step in hand."""
     Resume: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ResumeRequest, _orchestrator_pb2.ResumeResponse]
     """Goes on."""
+    Checkpoint: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.CheckpointRequest, _orchestrator_pb2.CheckpointResponse]
+    """Saves a checkpoint after the step in hand."""
+    RollBack: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.RollBackRequest, _orchestrator_pb2.RollBackResponse]
+    """Goes back to a checkpoint after the step in hand; what came after it is forgotten."""
+    GetSettings: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetSettingsRequest, _orchestrator_pb2.GetSettingsResponse]
+    """Which settings can be changed while the run goes on."""
+    ChangeSettings: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ChangeSettingsRequest, _orchestrator_pb2.ChangeSettingsResponse]
+    """Changes settings from the first step on that has not begun."""
 
 @_typing.type_check_only
 class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
@@ -59,6 +67,14 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """Waits after the step in hand."""
     Resume: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ResumeRequest, _orchestrator_pb2.ResumeResponse]  # type: ignore[assignment]
     """Goes on."""
+    Checkpoint: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.CheckpointRequest, _orchestrator_pb2.CheckpointResponse]  # type: ignore[assignment]
+    """Saves a checkpoint after the step in hand."""
+    RollBack: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.RollBackRequest, _orchestrator_pb2.RollBackResponse]  # type: ignore[assignment]
+    """Goes back to a checkpoint after the step in hand; what came after it is forgotten."""
+    GetSettings: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetSettingsRequest, _orchestrator_pb2.GetSettingsResponse]  # type: ignore[assignment]
+    """Which settings can be changed while the run goes on."""
+    ChangeSettings: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ChangeSettingsRequest, _orchestrator_pb2.ChangeSettingsResponse]  # type: ignore[assignment]
+    """Changes settings from the first step on that has not begun."""
 
 class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
     """The algorithm."""
@@ -102,5 +118,37 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.ResumeResponse, _abc.Awaitable[_orchestrator_pb2.ResumeResponse]]:
         """Goes on."""
+
+    @_abc_1.abstractmethod
+    def Checkpoint(
+        self,
+        request: _orchestrator_pb2.CheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.CheckpointResponse, _abc.Awaitable[_orchestrator_pb2.CheckpointResponse]]:
+        """Saves a checkpoint after the step in hand."""
+
+    @_abc_1.abstractmethod
+    def RollBack(
+        self,
+        request: _orchestrator_pb2.RollBackRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.RollBackResponse, _abc.Awaitable[_orchestrator_pb2.RollBackResponse]]:
+        """Goes back to a checkpoint after the step in hand; what came after it is forgotten."""
+
+    @_abc_1.abstractmethod
+    def GetSettings(
+        self,
+        request: _orchestrator_pb2.GetSettingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.GetSettingsResponse, _abc.Awaitable[_orchestrator_pb2.GetSettingsResponse]]:
+        """Which settings can be changed while the run goes on."""
+
+    @_abc_1.abstractmethod
+    def ChangeSettings(
+        self,
+        request: _orchestrator_pb2.ChangeSettingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.ChangeSettingsResponse, _abc.Awaitable[_orchestrator_pb2.ChangeSettingsResponse]]:
+        """Changes settings from the first step on that has not begun."""
 
 def add_OrchestratorServiceServicer_to_server(servicer: OrchestratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

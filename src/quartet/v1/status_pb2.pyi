@@ -81,6 +81,26 @@ class RoleStatus(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class TokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROLE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
@@ -98,6 +118,8 @@ class RoleStatus(_message.Message):
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
     BROKEN_FIELD_NUMBER: _builtins.int
     BUFFER_UNREACHABLE_FIELD_NUMBER: _builtins.int
+    WORK_PENDING_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Which role this is."""
     model: _builtins.str
@@ -130,9 +152,15 @@ class RoleStatus(_message.Message):
     """An update or a restore of its model broke off: the weights are those of no step, and only Restore makes it usable again."""
     buffer_unreachable: _builtins.bool
     """A role that uses the rollout buffer could not reach it when it last tried, and has not since: its calls would fail."""
+    work_pending: _builtins.int
+    """Calls that wait for the thread that computes, the one that it works on included."""
     @_builtins.property
     def busy_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds spent computing, by kind of work ("generate", "log_probs", "update", ...), since the start."""
+
+    @_builtins.property
+    def tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Response tokens since the start, by what was done with them: "generated", "trained" (counted once for each step's update)."""
 
     def __init__(
         self,
@@ -154,10 +182,12 @@ class RoleStatus(_message.Message):
         leader_epoch: _builtins.int = ...,
         broken: _builtins.bool = ...,
         buffer_unreachable: _builtins.bool = ...,
+        work_pending: _builtins.int = ...,
+        tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -188,8 +218,11 @@ class GetStatusResponse(_message.Message):
 
     ROLES_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Quartet's version."""
+    metrics_address: _builtins.str
+    """HOST:PORT at which Prometheus finds the process's figures, over HTTP, at /metrics. Empty where there are none."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleStatus]:
         """At least one."""
@@ -199,10 +232,11 @@ class GetStatusResponse(_message.Message):
         *,
         roles: _abc.Iterable[Global___RoleStatus] | None = ...,
         version: _builtins.str = ...,
+        metrics_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["roles", b"roles", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics_address", b"metrics_address", "roles", b"roles", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
