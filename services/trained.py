@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,6 +36,7 @@ class TrainedModel(ABC):
         self._tokenizer = load_tokenizer(model)
         self._fingerprint = tokenizer_fingerprint(self._tokenizer)
         self._updates = UpdateLog()
+        self._tokens: Counter[str] = Counter()
         self._load(None)
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self._parameters = count_parameters(self._model)
@@ -130,6 +132,7 @@ class TrainedModel(ABC):
             step=self._updates.step,
             leader_epoch=self._updates.leader_epoch,
             broken=self._updates.broken,
+            tokens=dict(self._tokens),
         )
 
     @property

@@ -110,6 +110,7 @@ class Actor(TrainedModel):
             if tokens == 0:
                 failpoint("actor.generating")
             tokens += len(trajectory.response_ids)
+            self._tokens["generated"] += len(trajectory.response_ids)
             finished.append(trajectory)
             if len(finished) == FLUSH:
                 stream.append(finished, leader_epoch)
@@ -140,9 +141,12 @@ class Actor(TrainedModel):
 
         def apply() -> dict[str, float]:
             experience = self._buffer(run).experience.load(step)
-            return update_policy(
+            metrics = update_policy(
                 self._model, self._optimizer, experience, settings, loss, self._config.micro_batch_tokens
             )
+            if settings.epochs:
+                self._tokens["trained"] += len(experience.advantages)
+            return metrics
 
         return self._updates.once(run, step, leader_epoch, apply)
 

@@ -78,8 +78,11 @@ class Critic(TrainedModel):
 
         def apply() -> dict[str, float]:
             experience = self._experience(run).load(step)
-            return update_value(
+            metrics = update_value(
                 self._model, self._optimizer, experience, settings, loss, self._config.micro_batch_tokens
             )
+            if settings.epochs:
+                self._tokens["trained"] += len(experience.advantages)
+            return metrics
 
         return self._updates.once(run, step, leader_epoch, apply)

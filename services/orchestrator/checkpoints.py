@@ -120,6 +120,11 @@ class PendingCheckpoint:
         self.step = step
         self._files, self._partial, self._manifest, self._calls, self._keep = files, partial, manifest, calls, keep
 
+    @property
+    def calls(self) -> Sequence[PendingResult[list[SavedFile]]]:
+        """The services' parts, in the order of the models."""
+        return self._calls
+
     def done(self) -> bool:
         """Whether the services have ended their part."""
         return all(call.done() for call in self._calls)

@@ -15,6 +15,7 @@ from quartet.errors import BufferFailed
 from quartet.rpc.clients import PendingResult
 from quartet.types import Trajectory, TrajectoryId
 from services.orchestrator.scoring import ScoredTrajectory, Scoring, ScoringServices, SetAside
+from services.orchestrator.timeline import Watch, unwatched
 
 READ_BLOCK = 0.2
 """Seconds that a read of the stream may wait; failures of generation and scoring are looked for in between."""
@@ -50,8 +51,11 @@ class Replacement:
 class Collector:
     """Reads one run's rollout stream, step by step."""
 
-    def __init__(self, stream: RolloutStream, services: ScoringServices, score_batch: int) -> None:
-        self._stream, self._services, self._score_batch = stream, services, score_batch
+    def __init__(
+        self, stream: RolloutStream, services: ScoringServices, score_batch: int, watch: Watch = unwatched
+    ) -> None:
+        """``watch`` hears of every call that scores."""
+        self._stream, self._services, self._score_batch, self._watch = stream, services, score_batch, watch
 
     def collect(
         self,
@@ -72,7 +76,8 @@ class Collector:
         stream holds something else than was asked for, TooManySetAside.
         """
         start = time.perf_counter()
-        scoring = Scoring(self._services, fields or {}, replacement.recovery if replacement else None)
+        recovery = replacement.recovery if replacement else None
+        scoring = Scoring(self._services, fields or {}, recovery, watch=self._watch)
         arrivals = _Arrivals(set(expected), policy_version)
         samples = 1 + max(id.sample for id in expected)
         try:

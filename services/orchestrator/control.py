@@ -17,6 +17,7 @@ class Control:
         self._mark = mark
         asked = mark.read_text(encoding="utf-8").strip() if mark is not None and mark.exists() else ""
         self._stopping, self._pausing = asked == "stop", asked == "pause"
+        self._checkpoint, self._back_to = False, 0
 
     def stop(self) -> None:
         """Stop after the step in hand."""
@@ -41,6 +42,30 @@ class Control:
                 self._mark.unlink(missing_ok=True)
             self._changed.notify_all()
 
+    def checkpoint(self) -> None:
+        """Save a checkpoint after the step in hand."""
+        with self._changed:
+            self._checkpoint = True
+            self._changed.notify_all()
+
+    def roll_back(self, step: int) -> None:
+        """Go back to the checkpoint of ``step``, 1 or later, after the step in hand."""
+        with self._changed:
+            self._back_to = step
+            self._changed.notify_all()
+
+    def take_checkpoint(self) -> bool:
+        """Whether a checkpoint is asked for, which counts as heard with that."""
+        with self._changed:
+            asked, self._checkpoint = self._checkpoint, False
+            return asked
+
+    def take_roll_back(self) -> int:
+        """The step to go back to, 0 for none, which counts as heard with that."""
+        with self._changed:
+            step, self._back_to = self._back_to, 0
+            return step
+
     @property
     def stopping(self) -> bool:
         """Whether the run is to stop."""
@@ -54,9 +79,9 @@ class Control:
             return self._pausing and not self._stopping
 
     def wait_while_paused(self) -> None:
-        """Returns when the run is to go on or to stop."""
+        """Returns when the run is to go on or to stop, or something is asked of it that it can do while it waits."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or not self._pausing)
+            self._changed.wait_for(lambda: self._stopping or not self._pausing or self._checkpoint or self._back_to > 0)
 
     def _note(self, asked: str) -> None:
         if self._mark is not None:

@@ -38,6 +38,10 @@ class Course:
         """β of the next step."""
         return self._kl.value
 
+    def set_kl_coefficient(self, value: float) -> None:
+        """Sets β of the next step; the controller goes on from there."""
+        self._kl.load({"value": value})
+
     def moments(self, scores: Sequence[float]) -> RunningMoments | None:
         """What normalises the next step's ``scores``: the moments of all so far, these included, or of the first that were."""
         if self._normalize == "none":
@@ -54,6 +58,8 @@ class Course:
     def commit(self, metrics: Metrics, scores: Sequence[float]) -> list[Alert]:
         """Goes on by the step of these ``metrics`` and raw ``scores`` [sequences]; gives what the guards find."""
         self._moments = self.moments(scores) or self._moments
+        # Another than the controller's where a user has changed it.
+        self.set_kl_coefficient(metrics["kl_coefficient"])
         self._kl.update(metrics["kl_mean"], len(scores))
         self.step = int(metrics["step"])
         self.found = self._guards.look(metrics)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from quartet.config import Config
 from quartet.errors import ConfigError, MismatchError, ServiceUnavailable
 from quartet.rpc.clients import ActorClient, CriticClient, ReferenceClient, RewardClient, ServiceClient
+from quartet.rpc.observation import CallTracer
 from quartet.topology import roles_of
 from quartet.types import Role, ServiceStatus
 from services.orchestrator.collector import MAX_IN_FLIGHT
@@ -36,6 +37,11 @@ class Peers:
             self.critic = CriticClient(self._address(Role.CRITIC), config.timeouts)
         if Role.REFERENCE in self._roles:
             self._reference = ReferenceClient(self._address(Role.REFERENCE), config.timeouts)
+
+    def observe(self, tracer: CallTracer) -> None:
+        """Lets ``tracer`` take notice of every call of theirs."""
+        for client in self._clients():
+            client.peer.tracer = tracer
 
     @property
     def reference(self) -> ReferencePolicy:

@@ -9,12 +9,13 @@ from quartet.buffer.rollouts import RolloutStream
 from quartet.config import Config
 from quartet.evaluation import run_sampling
 from quartet.rpc.clients import PendingResult
-from quartet.types import Prompt, TrajectoryId
+from quartet.types import Prompt, Role, TrajectoryId
 from services.orchestrator.collector import CollectedStep, Collector, Replacement
 from services.orchestrator.course import Course
 from services.orchestrator.experience import PreparedStep, prepare_step
 from services.orchestrator.peers import Peers
 from services.orchestrator.progress import ProgressBoard
+from services.orchestrator.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +30,19 @@ class SealedStep:
 class Preparation:
     """Asks for a step's trajectories and their scores, and makes experience of them."""
 
-    def __init__(self, config: Config, peers: Peers, stream: RolloutStream, board: ProgressBoard) -> None:
-        self._config, self._actor, self._board = config, peers.actor, board
-        self._collector = Collector(stream, peers.scoring(), config.rollout.score_batch)
+    def __init__(
+        self, config: Config, peers: Peers, stream: RolloutStream, board: ProgressBoard, timeline: Timeline
+    ) -> None:
+        self._config, self._actor, self._board, self._timeline = config, peers.actor, board, timeline
+        self._collector = Collector(stream, peers.scoring(), config.rollout.score_batch, timeline.watch)
 
     def prepare(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, course: Course) -> SealedStep:
         """The step's experience, under what ``course`` remembers of the steps before. Raises as the collector."""
         collected = self._collect(step, prompts, leader_epoch)
+        with self._timeline.part(Role.ORCHESTRATOR, "prepare"):
+            return self._sealed(step, collected, course)
+
+    def _sealed(self, step: int, collected: CollectedStep, course: Course) -> SealedStep:
         scores = [item.score for item in collected.scored]
         prepared = prepare_step(
             self._config.run.name,
@@ -57,7 +64,7 @@ class Preparation:
         self._board.update(phase="generate", scored=0, wanted=len(expected))
 
         def generate(wanted: Sequence[Prompt], first_sample: int, samples: int) -> PendingResult[int]:
-            return self._actor.generate(
+            call = self._actor.generate(
                 run=config.run.name,
                 step=step,
                 leader_epoch=leader_epoch,
@@ -68,6 +75,8 @@ class Preparation:
                 policy_version=step - 1,
                 first_sample=first_sample,
             )
+            self._timeline.watch(Role.ACTOR, "generate", call)
+            return call
 
         def replace(indices: set[int], sample: int) -> PendingResult[int]:
             return generate([prompt for prompt in prompts if prompt.index in indices], sample, 1)

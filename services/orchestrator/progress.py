@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
+from typing import Protocol
 
 from quartet.types import Alert
 
@@ -56,6 +57,16 @@ class Progress:
     """The same of ``alerts``."""
 
 
+class BoardObserver(Protocol):
+    """Whoever counts."""
+
+    def step(self, metrics: dict[str, float]) -> None:
+        """A step was committed."""
+
+    def alert(self, alert: Alert) -> None:
+        """A guard found something."""
+
+
 class ProgressBoard:
     """Thread-safe: one writer, many watchers."""
 
@@ -65,6 +76,8 @@ class ProgressBoard:
         self._committed = 0
         self._changes = 0
         self._changed = threading.Condition()
+        self.observer: BoardObserver | None = None
+        """Hears of what comes together, from the writer's thread."""
 
     def update(self, **values: object) -> None:
         """Sets fields of the progress and wakes the watchers."""
@@ -83,6 +96,8 @@ class ProgressBoard:
         """Adds what a guard found."""
         with self._changed:
             self._append("alerts", alert)
+        if self.observer is not None:
+            self.observer.alert(alert)
 
     def recovering(self, cause: str) -> None:
         """Notes a failure that the run goes back from."""
@@ -109,6 +124,8 @@ class ProgressBoard:
             self._history.append(metrics)
             self._committed += 1
             self.update(step=step, metrics=metrics)
+        if self.observer is not None:
+            self.observer.step(metrics)
 
     def current(self) -> Progress:
         """A copy of the progress."""

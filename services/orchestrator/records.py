@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quartet.evaluation import stream_name
-from quartet.types import FinishReason, Role, Trajectory, UpdateResult
+from quartet.types import Experience, FinishReason, Role, Trajectory, UpdateResult
 from services.orchestrator.collector import CollectedStep
 from services.orchestrator.experience import PreparedStep
 from services.orchestrator.scoring import SetAside
@@ -47,6 +50,29 @@ def trajectory_lines(tokenizer: Any, collected: CollectedStep, prepared: Prepare
             collected.scored, prompts, responses, prepared.response_kl, strict=True
         )
     ]
+
+
+def token_arrays(experience: Experience, has_critic: bool) -> dict[str, NDArray[Any]]:
+    """A step's trajectories token by token, for ``tokens/step-000001.safetensors``; in the order of ``trajectory_lines``.
+
+    ``prompt_lengths`` and ``response_lengths`` int32 [sequences]; flat ``prompt_ids`` int32 [prompt tokens] and
+    ``response_ids`` int32 [response tokens]; ``log_probs``, ``reference_log_probs``, ``kl`` (their difference, nats),
+    ``advantages`` as trained on, ``returns`` and, with a critic, ``values``, all float32 [response tokens].
+    """
+    batch = experience.batch
+    parts = [(ids[:prompt], ids[prompt:]) for ids, prompt in zip(batch.sequences(), batch.prompt_lengths, strict=True)]
+    found: dict[str, NDArray[Any]] = {
+        "prompt_lengths": batch.prompt_lengths,
+        "response_lengths": batch.response_lengths,
+        "prompt_ids": np.concatenate([prompt for prompt, _ in parts]),
+        "response_ids": np.concatenate([response for _, response in parts]),
+        "log_probs": experience.log_probs,
+        "reference_log_probs": experience.reference_log_probs,
+        "kl": experience.log_probs - experience.reference_log_probs,
+        "advantages": experience.advantages,
+        "returns": experience.returns,
+    }
+    return found | ({"values": experience.values} if has_critic else {})
 
 
 def poison_lines(tokenizer: Any, set_aside: Sequence[SetAside]) -> list[dict[str, Any]]:

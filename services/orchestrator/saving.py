@@ -12,12 +12,13 @@ from quartet.config import Config
 from quartet.errors import ServiceFailed, StorageFailed, Unanswered
 from quartet.files import check_saved
 from quartet.telemetry.run_files import RunFiles
-from quartet.types import SaveKind
+from quartet.types import Role, SaveKind
 from services.orchestrator.checkpoints import Checkpoints, PendingCheckpoint
 from services.orchestrator.collector import wait_for_all
 from services.orchestrator.peers import Peers
 from services.orchestrator.progress import ProgressBoard
 from services.orchestrator.stopwatch import Stopwatch
+from services.orchestrator.timeline import Timeline
 
 log = structlog.get_logger()
 
@@ -33,8 +34,9 @@ class Saving:
         experience: ExperienceStore,
         board: ProgressBoard,
         stopwatch: Stopwatch,
+        timeline: Timeline,
     ) -> None:
-        self._config, self._run = config, config.run.name
+        self._config, self._run, self._timeline = config, config.run.name, timeline
         self._files, self._peers, self._experience, self._board, self._stopwatch = (
             files,
             peers,
@@ -71,26 +73,31 @@ class Saving:
         """Whether a checkpoint has been begun and not finished."""
         return self._pending is not None
 
-    def is_due(self, step: int, last: bool) -> bool:
-        """Whether a checkpoint is to be begun after ``step``. ``last``: no step follows."""
+    def is_due(self, step: int, last: bool, asked: bool) -> bool:
+        """Whether a checkpoint is to be begun after ``step``. ``last``: no step follows. ``asked``: a user wants one."""
         every = self._config.checkpoint.every
-        under_way = self._pending.step if self._pending else None
-        return every > 0 and step not in (under_way, self._saved, self._unsaved) and (step % every == 0 or last)
+        due = every > 0 and (step % every == 0 or last) and step != self._unsaved
+        under_way = self._pending.step if self._pending else 0
+        return (due or asked) and step not in (0, under_way, self._saved)
 
     def begin(self, step: int, leader_epoch: int, state: dict[str, Any]) -> None:
         """Begins a checkpoint of the models after ``step``, and of the orchestrator's own ``state``."""
         with self._stopwatch.part("checkpoint"):
             self._pending = self._checkpoints.begin(self._run, step, leader_epoch, self._peers.trained, state)
+            for client, call in zip(self._peers.trained, self._pending.calls, strict=True):
+                self._timeline.watch(client.role, "checkpoint", call)
 
     def finish(self) -> None:
         """Waits for the checkpoint under way, if there is one. One that cannot be written is noted; the run goes on without."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if not pending.done():
+        waits = not pending.done()
+        if waits:
             self._board.update(phase="checkpoint")
+        phase = "wait" if waits else "checkpoint"
         try:
-            with self._stopwatch.part("checkpoint"):
+            with self._stopwatch.part("checkpoint"), self._timeline.part(Role.ORCHESTRATOR, phase):
                 pending.finish()
         except Unanswered:
             raise  # That is a service's trouble, not the disk's.

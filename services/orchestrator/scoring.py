@@ -13,7 +13,8 @@ import structlog
 from quartet.config import RecoveryConfig
 from quartet.errors import ComputationFailed, InvalidRequest, QuartetError, ServiceFailed, TooManySetAside, Unanswered
 from quartet.rpc.clients import ActorClient, CriticClient, PendingResult, RewardClient
-from quartet.types import FloatArray, Scores, TokenBatch, Trajectory, TrajectoryId
+from quartet.types import FloatArray, Role, Scores, TokenBatch, Trajectory, TrajectoryId
+from services.orchestrator.timeline import Watch, unwatched
 
 log = structlog.get_logger()
 
@@ -54,12 +55,16 @@ class SetAside:
 class ReferencePolicy(Protocol):
     """Who knows the initial policy's log-probs: a reference service, or an actor with its adapter off."""
 
+    role: Role
+
     def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
         """Begins to compute log-probs, float32 [response tokens]."""
 
 
 class AdapterOff:
     """An actor with a LoRA adapter, as the reference that it is with the adapter off."""
+
+    role = Role.ACTOR
 
     def __init__(self, actor: ActorClient) -> None:
         self._actor = actor
@@ -214,8 +219,9 @@ class Scoring:
         fields: Mapping[int, str],
         recovery: RecoveryConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        watch: Watch = unwatched,
     ) -> None:
-        """``fields`` are the prompts' own, by prompt index, where the reward looks at them.
+        """``fields`` are the prompts' own, by prompt index, where the reward looks at them. ``watch`` hears of every call.
 
         ``recovery`` says how often a trajectory is tried, after which pauses by ``clock`` (seconds), and how many may be set
         aside; without it any failure is raised.
@@ -227,14 +233,20 @@ class Scoring:
         self._under_way: list[_Batch] = []
 
         def ask_reward(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[Scores]:
-            return services.reward.score(batch, [fields[item.id.prompt] for item in trajectories] if fields else [])
+            call = services.reward.score(batch, [fields[item.id.prompt] for item in trajectories] if fields else [])
+            watch(Role.REWARD, "score", call)
+            return call
 
         def ask_reference(_: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[FloatArray]:
-            return services.reference.log_probs(batch, services.temperature)
+            call = services.reference.log_probs(batch, services.temperature)
+            watch(services.reference.role, "log_probs", call)
+            return call
 
         def ask_critic(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[FloatArray]:
             assert services.critic is not None
-            return services.critic.values(batch, trajectories[0].policy_version)
+            call = services.critic.values(batch, trajectories[0].policy_version)
+            watch(Role.CRITIC, "values", call)
+            return call
 
         def lane(ask: Ask, rows: Rows) -> _Lane:
             return _Lane(ask, rows, recovery, self._heed, clock)

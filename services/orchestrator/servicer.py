@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 import grpc
 
 from quartet.types import Role, ServiceStatus
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
-from services.orchestrator.control import Control
+from services.orchestrator.commands import Commands
 from services.orchestrator.progress import Progress, ProgressBoard, RunState
 
 _STATES = {
@@ -23,13 +24,13 @@ _STATES = {
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
-    """OrchestratorService over a progress board; ``control`` takes what users ask of the training thread."""
+    """OrchestratorService over a progress board; ``commands`` takes what users ask of the training thread."""
 
     role = Role.ORCHESTRATOR
 
-    def __init__(self, board: ProgressBoard, control: Control, close: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, board: ProgressBoard, commands: Commands, close: Callable[[], None] = lambda: None) -> None:
         """``close`` is called at the end of the process, where the training may be in the middle of a step."""
-        self._board, self._control, self._close = board, control, close
+        self._board, self._commands, self._close = board, commands, close
 
     def register(self, server: grpc.Server) -> None:
         """Adds this servicer."""
@@ -68,22 +69,52 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: orchestrator_pb2.StopRequest, context: grpc.ServicerContext
     ) -> orchestrator_pb2.StopResponse:
         """Stops after the step in hand."""
-        self._control.stop()
+        self._commands.stop()
         return orchestrator_pb2.StopResponse()
 
     def Pause(
         self, request: orchestrator_pb2.PauseRequest, context: grpc.ServicerContext
     ) -> orchestrator_pb2.PauseResponse:
         """Waits after the step in hand."""
-        self._control.pause()
+        self._commands.pause()
         return orchestrator_pb2.PauseResponse()
 
     def Resume(
         self, request: orchestrator_pb2.ResumeRequest, context: grpc.ServicerContext
     ) -> orchestrator_pb2.ResumeResponse:
         """Goes on."""
-        self._control.resume()
+        self._commands.resume()
         return orchestrator_pb2.ResumeResponse()
+
+    def Checkpoint(
+        self, request: orchestrator_pb2.CheckpointRequest, context: grpc.ServicerContext
+    ) -> orchestrator_pb2.CheckpointResponse:
+        """Saves a checkpoint after the step in hand."""
+        self._commands.checkpoint()
+        return orchestrator_pb2.CheckpointResponse()
+
+    def RollBack(
+        self, request: orchestrator_pb2.RollBackRequest, context: grpc.ServicerContext
+    ) -> orchestrator_pb2.RollBackResponse:
+        """Goes back to a checkpoint after the step in hand."""
+        self._commands.roll_back(request.step)
+        return orchestrator_pb2.RollBackResponse()
+
+    def GetSettings(
+        self, request: orchestrator_pb2.GetSettingsRequest, context: grpc.ServicerContext
+    ) -> orchestrator_pb2.GetSettingsResponse:
+        """Which settings can be changed."""
+        settings = [orchestrator_pb2.Setting(**asdict(setting)) for setting in self._commands.settings()]
+        return orchestrator_pb2.GetSettingsResponse(settings=settings)
+
+    def ChangeSettings(
+        self, request: orchestrator_pb2.ChangeSettingsRequest, context: grpc.ServicerContext
+    ) -> orchestrator_pb2.ChangeSettingsResponse:
+        """Changes settings from the first step on that has not begun."""
+        made = self._commands.change(request.values, request.who)
+        return orchestrator_pb2.ChangeSettingsResponse(
+            changes=[orchestrator_pb2.Change(**asdict(change)) for change in made]
+        )
 
 
 def _to_proto(progress: Progress) -> orchestrator_pb2.Progress:

@@ -25,7 +25,7 @@ def optimization_at(
 ) -> OptimizationSettings:
     """How ``trained`` walks through the experience of ``step``. The policy rests while the critic warms up.
 
-    ``learning_rate`` is the one that it had, where it takes the step again; otherwise the schedule's.
+    ``learning_rate`` where it is not the schedule's: it was another when the step was first taken, or a user has changed it.
     """
     algorithm = config.algorithm
     resting = trained is config.actor and step <= algorithm.critic_warmup_steps

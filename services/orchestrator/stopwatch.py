@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class Stopwatch:
     """Seconds spent on parts of a step, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, around: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> None:
+        """``around`` a part of the given name goes what else takes notice of it."""
+        self._around = around
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -19,7 +21,8 @@ class Stopwatch:
         """Counts what is spent inside, also where that fails."""
         start = time.perf_counter()
         try:
-            yield
+            with self._around(name):
+                yield
         finally:
             self._seconds[name] += time.perf_counter() - start
 

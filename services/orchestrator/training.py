@@ -14,8 +14,9 @@ from quartet.buffer.connection import connect, wait_for_server
 from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.lease import Lease
 from quartet.buffer.rollouts import RolloutStream
+from quartet.checkpoints import DamagedCheckpoint, roll_back, whole_checkpoint
 from quartet.config import Config, TrainedModelConfig
-from quartet.data import PromptEncoder, PromptOrder, encode_prompts, iterate_prompt_lines
+from quartet.data import PromptOrder
 from quartet.errors import (
     AnotherLeads,
     Cancelled,
@@ -25,31 +26,40 @@ from quartet.errors import (
     QuartetError,
     TooManySetAside,
 )
-from quartet.evaluation import read_validation_prompts, stream_name
+from quartet.evaluation import stream_name
 from quartet.failpoints import failpoint
 from quartet.identity import Identity
 from quartet.models.loading import load_tokenizer
 from quartet.telemetry.run_files import RunFiles
+from quartet.telemetry.traces import StepTraces, Traces, Untraced
 from quartet.types import (
     Alert,
     Role,
     UpdateResult,
 )
+from services.orchestrator.changes import Changes
 from services.orchestrator.collector import CollectedStep, wait_for_all
+from services.orchestrator.commands import Commands
 from services.orchestrator.control import Control
 from services.orchestrator.course import Course
 from services.orchestrator.evaluation import Evaluator
 from services.orchestrator.experience import PreparedStep
-from services.orchestrator.peers import Peers, Statuses, check_agreement, check_lengths, check_same
+from services.orchestrator.peers import Peers, Statuses, check_agreement, check_same
 from services.orchestrator.preparation import Preparation, SealedStep
 from services.orchestrator.progress import ProgressBoard, RunState
+from services.orchestrator.prompts import training_prompts, validation_prompts
 from services.orchestrator.records import evaluation_poison, poison_lines, poison_note, trajectory_lines, update_metrics
 from services.orchestrator.recovery import RECOVERABLE, Attempts, Recovered, Recovery
 from services.orchestrator.saving import Saving
 from services.orchestrator.settings import begin_update, learning_rate_at
 from services.orchestrator.stopwatch import Stopwatch
+from services.orchestrator.telemetry import Telemetry
 
 log = structlog.get_logger()
+
+
+class WentBack(Exception):
+    """The run's files are at an earlier step, as a user asked for; the models are not yet."""
 
 
 class Training:
@@ -62,9 +72,11 @@ class Training:
         board: ProgressBoard,
         control: Control,
         prepared: Callable[[], None] = lambda: None,
+        traces: Traces | None = None,
     ) -> None:
         """Connects to the buffer at ``url``. ``prepared`` is called once, when everything is loaded and no step is taken.
 
+        ``traces`` take notice of every step and its calls.
         Raises ConfigError or ServiceUnavailable.
         """
         self._config, self._board, self._control, self._prepared = config, board, control, prepared
@@ -74,10 +86,17 @@ class Training:
         self._stream = RolloutStream(self._redis, url, self._run)
         self._experience = ExperienceStore(self._redis, url, self._run)
         self._peers = Peers(config)
-        self._stopwatch = Stopwatch()
-        self._preparation = Preparation(config, self._peers, self._stream, board)
-        self._saving = Saving(config, self._files, self._peers, self._experience, board, self._stopwatch)
+        self._traces: StepTraces = traces or Untraced()
+        if traces is not None:
+            self._peers.observe(traces)
+        self._stopwatch = Stopwatch(self._traces.part)
+        self._telemetry = Telemetry(config, self._files, board)
+        timeline = self._timeline = self._telemetry.timeline
+        self._preparation = Preparation(config, self._peers, self._stream, board, timeline)
+        self._saving = Saving(config, self._files, self._peers, self._experience, board, self._stopwatch, timeline)
         self._course = Course(config)
+        self._changes = Changes(config, self._files)
+        self.commands = Commands(control, self._changes, self._files)
         self._attempts = Attempts(config.recovery)
         self._asked_before = control.stopping
         self._lease: Lease | None = None
@@ -100,8 +119,11 @@ class Training:
 
     def _run_to_the_end(self) -> None:
         statuses = self._meet()
-        order = self._read_prompts(statuses)
+        self._tokenizer = load_tokenizer(self._config.actor.model)
+        order = training_prompts(self._config, self._tokenizer, statuses, self._board.note)
+        self._evaluator = self._make_evaluator(statuses)
         self._identity = self._identify()
+        self._telemetry.begin(self._tokenizer, self._identity.id)
         self._prepared()
         while True:
             try:
@@ -114,6 +136,8 @@ class Training:
                 raise
             except RECOVERABLE as error:
                 statuses = self._meet_again(statuses, error)
+            except WentBack:
+                statuses = self._meet_back(statuses)
         if self._stopped_by is not None:
             why = f"stopped by guard {self._stopped_by.guard} after step {step}; the policy is saved in {self._files.policy}"
             self._board.update(state=RunState.FAILED, phase="done", error=why, exit_code=1)
@@ -122,11 +146,12 @@ class Training:
         self._board.update(state=RunState.FINISHED if finished else RunState.STOPPED, phase="done")
 
     def close(self) -> None:
-        """Ends the processes that the training started, and its lead. May be called again, and from another thread."""
+        """Ends what the training started, and its lead. May be called again, and from another thread."""
         if self._evaluator is not None:
             self._evaluator.close()
         if self._lease is not None:
             self._lease.release()
+        self._telemetry.close()
 
     def _meet(self) -> Statuses:
         """What every service says of itself, once all are there and fit together. Raises ConfigError where one cannot be used."""
@@ -140,6 +165,10 @@ class Training:
         log.warning("recovering", error=str(error), pause=pause)
         self._board.recovering(str(error))
         time.sleep(pause)
+        return self._meet_back(before)
+
+    def _meet_back(self, before: Statuses) -> Statuses:
+        """What every service says of itself, once it is there. Raises MismatchError when one is not what it was ``before``."""
         self._board.update(phase="waiting for redis")
         wait_for_server(self._redis, self._url, self._config.timeouts.load)
         statuses = self._peers.wait_until_back(self._show_waiting)
@@ -166,15 +195,14 @@ class Training:
         # What was due after the last committed step, where the run broke off before it.
         self._evaluate(step)
         self._checkpoint(step, exposed=not self._recovered.covered)
-        if step < self._config.run.steps:
-            self._wait_while_paused()
+        self._hear(step)
         while step < self._config.run.steps and not self._is_last(step):
             step += 1
-            self._heed(self._take_step(step, order))
+            with self._traces.step(step):
+                alerts = self._take_step(step, order)
+            self._heed(alerts)
             self._evaluate(step)
-            self._checkpoint(step)
-            if step < self._config.run.steps:
-                self._wait_while_paused()
+            self._hear(step)
         # A run that was stopped while it paused learns only now that this step is its last.
         self._evaluate(step)
         self._checkpoint(step)
@@ -187,7 +215,10 @@ class Training:
         ``exposed``: the buffer has lost what leads to ``step``, so one is due now, unless a model may be a step ahead already.
         """
         exposed = exposed and self._sealed is None
-        if self._saving.is_due(step, self._is_last(step) or exposed):
+        asked = self._control.take_checkpoint()
+        if asked and step == 0:
+            self._board.note("no checkpoint saved: no step is taken yet")
+        if self._saving.is_due(step, self._is_last(step) or exposed, asked):
             self._finish_checkpoint()
             self._check_lease()
             self._saving.begin(step, self._epoch, self._course.state())
@@ -216,6 +247,7 @@ class Training:
             )
             return
         log.info("evaluated", step=step, **summary)
+        self._telemetry.evaluated(step, summary)
         figures = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {summary[name]:.2f}" for name in summary)
         self._board.note(f"evaluation after step {step}: {figures}")
 
@@ -243,36 +275,42 @@ class Training:
                 self._control.stop()
             self._files.append_alert(alert)
             self._board.alert(alert)
+            self._telemetry.alert(alert)
 
-    def _wait_while_paused(self) -> None:
-        if not self._control.paused:
+    def _hear(self, step: int) -> None:
+        """Does what users ask for between two steps, and waits while the run is paused. Raises WentBack."""
+        self._checkpoint(step)
+        self._roll_back()
+        if step == self._config.run.steps or not self._control.paused:
             return
-        self._finish_checkpoint()
         log.info("paused")
-        self._board.update(state=RunState.PAUSED, phase="paused")
-        self._control.wait_while_paused()
+        while self._control.paused:
+            self._finish_checkpoint()
+            self._board.update(state=RunState.PAUSED, phase="paused")
+            self._control.wait_while_paused()
+            self._checkpoint(step)
+            self._roll_back()
         log.info("going on", stopping=self._control.stopping)
         self._board.update(state=RunState.TRAINING, phase="generate")
 
-    def _read_prompts(self, statuses: Statuses) -> PromptOrder:
-        """Reads the prompts. Raises ConfigError."""
-        self._tokenizer = load_tokenizer(self._config.actor.model)
-        stop_ids = {self._tokenizer.eos_token_id} - {None}
-        prompts = encode_prompts(
-            self._config.data.prompts,
-            iterate_prompt_lines(self._config.data.prompts),
-            PromptEncoder.of(self._tokenizer, self._config.actor.model),
-            frozenset(stop_ids),
-            statuses[Role.ACTOR].vocabulary_size,
-            self._config.data.max_prompt_tokens,
-        )
-        for note in prompts.notes:
-            log.warning(note)
-            self._board.note(note)
-        longest = max(len(prompt.token_ids) for prompt in prompts.prompts)
-        check_lengths(statuses, longest, self._config.rollout.max_response_tokens)
-        self._evaluator = self._make_evaluator(statuses)
-        return PromptOrder(prompts.prompts, self._config.rollout.prompts_per_step, self._config.run.seed)
+    def _roll_back(self) -> None:
+        """Takes the run's files back to a checkpoint where a user asks for it. Raises WentBack then."""
+        step = self._control.take_roll_back()
+        if not step:
+            return
+        self._finish_checkpoint()
+        self._check_lease()
+        try:
+            whole_checkpoint(self._files.checkpoints / f"step-{step:06d}")
+            roll_back(self._files, step)
+        except (ConfigError, DamagedCheckpoint) as error:
+            log.warning("not rolled back", step=step, error=str(error))
+            self._board.note(f"not rolled back to step {step}: {error}")
+            return
+        log.info("rolled back", step=step)
+        self._board.note(f"rolled back to step {step}, as asked")
+        self._sealed = None
+        raise WentBack
 
     def _lead(self, statuses: Statuses) -> None:
         """Takes the lease, and brings the models and the algorithm's own state to the last committed step."""
@@ -308,10 +346,12 @@ class Training:
         step, base = self._recovered.step, self._recovered.checkpoint
         self._saving.go_back(base, step)
         self._evaluated = self._files.evaluated()
+        self._telemetry.goes_on(step)
         # What the guards found in the last step counts also where the run broke off before it was heeded.
         self._heed([alert for alert in self._course.found if asdict(alert) not in self._files.alerts_of(step)])
         if self._control.stopping:
             self._stopped_by = next((alert for alert in self._course.found if alert.action == "stop"), None)
+        self._changes.resume(self._recovered.committed, self._course.kl_coefficient)
         self._experience.keep_only(range(base + 1, step + 1))
         self._tell_where_it_goes_on(self._recovered)
 
@@ -340,28 +380,21 @@ class Training:
         return self._lease.epoch
 
     def _make_evaluator(self, statuses: Statuses) -> Evaluator | None:
-        config = self._config
-        if not config.evaluation.every:
+        if not self._config.evaluation.every:
             return None
-        validation = read_validation_prompts(config, self._tokenizer, statuses[Role.ACTOR].vocabulary_size)
-        for note in validation.notes:
-            self._board.note(f"validation: {note}")
-        longest = max(len(prompt.token_ids) for prompt in validation.prompts)
-        check_lengths(statuses, longest, config.rollout.max_response_tokens)
-        stream = RolloutStream(self._redis, self._url, stream_name(self._run))
-        scoring = self._peers.scoring(with_critic=False)
         return Evaluator(
-            config,
+            self._config,
             self._peers.actor,
-            stream,
-            scoring,
-            validation.prompts,
+            RolloutStream(self._redis, self._url, stream_name(self._run)),
+            self._peers.scoring(with_critic=False),
+            validation_prompts(self._config, self._tokenizer, statuses, self._board.note),
             self._tokenizer,
             self._files,
         )
 
     def _take_step(self, step: int, order: PromptOrder) -> list[Alert]:
         start = time.perf_counter()
+        self._course.set_kl_coefficient(self._changes.begin(step, self._course.kl_coefficient))
         if self._sealed is None or self._sealed.step != step:
             try:
                 self._sealed = self._prepare(step, order)
@@ -370,13 +403,14 @@ class Training:
                 raise
         collected, prepared = self._sealed.collected, self._sealed.prepared
         failpoint("orchestrator.sealing")
-        with self._stopwatch.part("seal"):
+        with self._stopwatch.part("seal"), self._timeline.part("redis", "seal"):
             self._experience.seal(prepared.experience)
         failpoint("orchestrator.sealed")
         self._finish_checkpoint()
         self._board.update(phase="update")
         updating = time.perf_counter()
-        updates = self._update(step)
+        with self._traces.part("update"):
+            updates = self._update(step)
         failpoint("orchestrator.updated")
         end = time.perf_counter()
         metrics = {
@@ -385,8 +419,7 @@ class Training:
             "set_aside": len(collected.set_aside),
             **update_metrics(updates),
             **{
-                f"learning_rate_{client.role}": learning_rate_at(self._config, self._trained(client.role), step)
-                for client in self._peers.trained
+                f"learning_rate_{client.role}": self._learning_rate(client.role, step) for client in self._peers.trained
             },
             "seconds": end - start,
             "seconds_generate": collected.seconds_generate,
@@ -396,31 +429,40 @@ class Training:
         if "entropy" in metrics:
             metrics["entropy_slope"] = self._course.entropy_slope(metrics["entropy"])
         self._commit(step, collected, prepared, metrics)
+        self._telemetry.committed(step, start, metrics)
         self._sealed = None
         log.info("committed", step=step, seconds=time.perf_counter() - start, **self._stopwatch.lap())
         return self._course.commit(metrics, [item.score for item in collected.scored])
 
     def _prepare(self, step: int, order: PromptOrder) -> SealedStep:
-        return self._preparation.prepare(step, order.of_step(step), self._epoch, self._course)
+        with self._traces.part("prepare"):
+            return self._preparation.prepare(step, order.of_step(step), self._epoch, self._course)
 
-    def _trained(self, role: Role) -> TrainedModelConfig:
-        return self._config.actor if role is Role.ACTOR else self._config.critic
+    def _learning_rate(self, role: Role, step: int) -> float:
+        trained: TrainedModelConfig = getattr(self._config, role)
+        return learning_rate_at(self._config, trained, step) * self._changes.learning_rate_factor(role, step)
 
     def _update(self, step: int) -> dict[Role, UpdateResult]:
-        calls = {client.role: begin_update(client, self._config, step, self._epoch) for client in self._peers.trained}
+        calls = {
+            client.role: begin_update(client, self._config, step, self._epoch, self._learning_rate(client.role, step))
+            for client in self._peers.trained
+        }
+        for role, call in calls.items():
+            self._timeline.watch(role, "update", call)
         wait_for_all(list(calls.values()))
         return {role: call.result() for role, call in calls.items()}
 
     def _commit(self, step: int, collected: CollectedStep, prepared: PreparedStep, metrics: dict[str, float]) -> None:
         self._check_lease()
-        with self._stopwatch.part("commit"):
+        with self._stopwatch.part("commit"), self._timeline.part(Role.ORCHESTRATOR, "commit"):
+            self._telemetry.keep_tokens(step, prepared)
             self._files.write_trajectories(step, trajectory_lines(self._tokenizer, collected, prepared))
             self._files.write_poison(step, poison_lines(self._tokenizer, collected.set_aside))
             self._files.append_metrics(metrics)
         self._attempts.progressed(step)
         self._board.commit(step, metrics)
         failpoint("orchestrator.committed")
-        with self._stopwatch.part("acknowledge"):
+        with self._stopwatch.part("acknowledge"), self._timeline.part("redis", "acknowledge"):
             self._stream.acknowledge(collected.entry_ids)
         failpoint("orchestrator.acknowledged")
         if self._config.checkpoint.every == 0:

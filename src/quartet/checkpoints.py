@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quartet.errors import ConfigError
 from quartet.files import sha256
 from quartet.telemetry.run_files import RunFiles
 
@@ -91,6 +92,31 @@ def drop_checkpoint(folder: Path) -> None:
         dropped.rename(folder)
         return
     shutil.rmtree(dropped)
+
+
+def checkpoints_after(files: RunFiles, step: int) -> list[Path]:
+    """Where the checkpoints lie that going back to ``step`` drops. Raises ConfigError when one of them is named, to be kept."""
+    later = [path for path in checkpoint_folders(files) if step_of(path) > step]
+    for name, folder in named_checkpoints(files).items():
+        if folder in [path.name for path in later]:
+            raise ConfigError(
+                f"rollback to step {step}: {folder} is named {name}, to be kept; quartet checkpoints forget {files.root} {name} "
+                "first, or branch"
+            )
+    return later
+
+
+def roll_back(files: RunFiles, step: int) -> None:
+    """Forgets what came after a checkpoint's step: later checkpoints, metrics, trajectories, changes, the saved policy.
+
+    Raises ConfigError when a later checkpoint is named.
+    """
+    for path in checkpoints_after(files, step):
+        drop_checkpoint(path)
+    for result in (files.policy, files.adapter):
+        shutil.rmtree(result, ignore_errors=True)
+    files.forget_after(step)
+    files.forget_changes_after(step)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

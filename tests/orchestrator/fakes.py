@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quartet.errors import Cancelled
-from quartet.types import FloatArray, Scores, TokenBatch
+from quartet.types import FloatArray, Role, Scores, TokenBatch
 
 
 class Answer:
@@ -43,6 +43,8 @@ class Answer:
 
 class Scorer:
     """Reward, reference and critic in one. Answers at once unless ``held``."""
+
+    role = Role.REFERENCE
 
     def __init__(self, held: bool = False, failure: Exception | None = None, fails_at: str = "") -> None:
         self._held, self._failure, self._fails_at = held, failure, fails_at

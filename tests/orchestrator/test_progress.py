@@ -10,14 +10,24 @@ from pathlib import Path
 import grpc
 import pytest
 
+from quartet.config import parse_config
 from quartet.errors import ServiceUnavailable
 from quartet.rpc.channels import Peer
 from quartet.rpc.server import Server
+from quartet.telemetry.run_files import RunFiles
 from quartet.types import Alert
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from services.orchestrator.changes import Changes
+from services.orchestrator.commands import Commands
 from services.orchestrator.control import Control
 from services.orchestrator.progress import HISTORY, Progress, ProgressBoard, RunState
 from services.orchestrator.servicer import OrchestratorServicer
+
+
+def commands_of(control: Control) -> Commands:
+    config = parse_config({"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}}, "test")
+    files = RunFiles(config.run_directory)
+    return Commands(control, Changes(config, files), files)
 
 
 def commit(board: ProgressBoard, *steps: int) -> None:
@@ -117,7 +127,7 @@ def control() -> Control:
 
 @pytest.fixture
 def peer(board: ProgressBoard, control: Control) -> Iterator[Peer]:
-    server = Server([OrchestratorServicer(board, control)], "127.0.0.1:0")
+    server = Server([OrchestratorServicer(board, commands_of(control))], "127.0.0.1:0")
     peer = Peer("orchestrator", server.address)
     yield peer
     board.update(state=RunState.STOPPED)
@@ -210,7 +220,7 @@ def test_the_orchestrators_status_follows_the_board(peer: Peer, board: ProgressB
 
 
 def test_an_orchestrator_that_is_gone_is_unavailable(board: ProgressBoard) -> None:
-    server = Server([OrchestratorServicer(board, Control())], "127.0.0.1:0")
+    server = Server([OrchestratorServicer(board, commands_of(Control()))], "127.0.0.1:0")
     peer = Peer("orchestrator", server.address)
     server.stop(0)
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)

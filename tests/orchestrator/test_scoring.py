@@ -26,7 +26,7 @@ from quartet.errors import (
     TooManySetAside,
     Unanswered,
 )
-from quartet.types import Scores, TokenBatch, Trajectory, TrajectoryId
+from quartet.types import Role, Scores, TokenBatch, Trajectory, TrajectoryId
 from services.orchestrator.collector import CollectedStep, Collector, Replacement
 from services.orchestrator.scoring import Scoring, ScoringServices
 from tests.buffer.samples import trajectory
@@ -57,6 +57,8 @@ def names(batch: TokenBatch) -> list[Name]:
 
 class PickyScorer:
     """Reward, reference and critic in one, that fail for some trajectories so many times."""
+
+    role = Role.REFERENCE
 
     def __init__(self, error: QuartetError, held: bool = False, **failures: dict[Name, int]) -> None:
         """``failures`` by service and trajectory. With ``held`` the test answers the calls."""

@@ -16,6 +16,7 @@ from quartet.rpc.server import Server
 from quartet.telemetry.run_files import RunFiles
 from quartet.topology import roles_of
 from quartet.types import Role
+from services.orchestrator.commands import Commands
 from services.orchestrator.control import Control
 from services.orchestrator.progress import Progress, ProgressBoard
 from services.orchestrator.training import Training, train
@@ -78,6 +79,7 @@ class Underway:
     control: Control
     thread: threading.Thread
     ended: list[int]
+    commands: Commands
 
     def finish(self, seconds: float = 250) -> Run:
         """Waits for its end."""
@@ -149,7 +151,7 @@ def orchestrator(config: Config, control: Control | None = None) -> Iterator[Und
     training = Training(config, config.buffer.url, board, control)
     thread = threading.Thread(target=train, args=(training, board, ended.append), daemon=True)
     thread.start()
-    yield Underway(config, board, control, thread, ended)
+    yield Underway(config, board, control, thread, ended, training.commands)
     control.stop()
     thread.join(60)
 

@@ -24,8 +24,11 @@ COMMAND_TIMEOUT = 10.0
 """Seconds to wait for an answer. One more attempt follows; then the server counts as lost."""
 
 
-def connect(url: str) -> Redis:
-    """A client whose server answered a ping. Raises ConfigError for a malformed url, ServiceUnavailable without a server."""
+def connect(url: str, patience: float = COMMAND_TIMEOUT) -> Redis:
+    """A client whose server answered a ping; ``patience``: seconds that it waits for an answer.
+
+    Raises ConfigError for a malformed url, ServiceUnavailable without a server.
+    """
     if is_redacted(url):
         raise ConfigError(
             f"buffer.url {url}: the stars stand for a password, which is kept nowhere; "
@@ -33,7 +36,10 @@ def connect(url: str) -> Redis:
         )
     try:
         client: Redis = redis.Redis.from_url(
-            url, socket_connect_timeout=CONNECT_TIMEOUT, socket_timeout=COMMAND_TIMEOUT, retry=Retry(NoBackoff(), 1)
+            url,
+            socket_connect_timeout=min(CONNECT_TIMEOUT, patience),
+            socket_timeout=patience,
+            retry=Retry(NoBackoff(), 1),
         )
     except ValueError:
         # Its text may quote a part of the password.

@@ -50,6 +50,13 @@ class ExperienceStore:
         with translated(self._url):
             return not keys or int(self._client.exists(*keys)) == len(keys)
 
+    def steps(self) -> list[int]:
+        """The steps whose experience is sealed here, sorted."""
+        prefix = self.key(0).removesuffix("0").encode()
+        with translated(self._url):
+            keys = list(self._client.scan_iter(match=f"{prefix.decode()}*", count=1000))
+        return sorted({int(key.removeprefix(prefix)) for key in keys})
+
     def discard(self, steps: Iterable[int]) -> None:
         """Frees these steps' experience."""
         keys = [self.key(step) for step in steps]

@@ -16,9 +16,9 @@ from quartet.checkpoints import (
     Checkpoint,
     DamagedCheckpoint,
     checkpoint_folders,
-    drop_checkpoint,
     named_checkpoints,
     read_checkpoint,
+    roll_back,
     step_of,
     whole_checkpoint,
 )
@@ -94,20 +94,8 @@ def rollback(run: Path, which: str) -> None:
     """Forgets what came after a checkpoint; ``quartet train --resume`` goes on from there. Raises ConfigError."""
     files = run_files(run)
     with files.claimed():
-        config, checkpoint = load_config(files.config), checkpoint_at(files, which)
-        step = checkpoint.step
-        later = [path for path in checkpoint_folders(files) if step_of(path) > step]
-        for given, folder in named_checkpoints(files).items():
-            if folder in [path.name for path in later]:
-                raise ConfigError(
-                    f"rollback to step {step}: {folder} is named {given}, to be kept; quartet checkpoints forget {run} {given} "
-                    "first, or branch"
-                )
-        for path in later:
-            drop_checkpoint(path)
-        for result in (files.policy, files.adapter):
-            shutil.rmtree(result, ignore_errors=True)
-        files.forget_after(step)
+        config, step = load_config(files.config), checkpoint_at(files, which).step
+        roll_back(files, step)
     console.print(
         f"{run}: is at step {step}; metrics, trajectories and checkpoints after it and the saved policy are removed; "
         f"{_how_to_go_on(files, config)}",
@@ -136,6 +124,7 @@ def branch(run: Path, which: str, name: str, overrides: list[str]) -> None:
             new.write_config(config.to_yaml())
             identity.write(new.identity)
             _copy_until(files, new, checkpoint.step)
+            _copy_changes(before, config, files, new, checkpoint.step)
             target = new.checkpoints / checkpoint.path.name
             shutil.copytree(checkpoint.path, target)
             manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
@@ -233,6 +222,7 @@ def _copy_until(old: RunFiles, new: RunFiles, step: int) -> None:
         (old.evaluation_summaries, new.evaluation_summaries),
         (old.alerts, new.alerts),
         (old.poison, new.poison),
+        (old.timeline, new.timeline),
     ):
         if source.exists():
             shutil.copyfile(source, target)
@@ -240,6 +230,18 @@ def _copy_until(old: RunFiles, new: RunFiles, step: int) -> None:
         if source.exists():
             shutil.copytree(source, target)
     new.forget_after(step)
+
+
+def _copy_changes(before: Config, config: Config, old: RunFiles, new: RunFiles, step: int) -> None:
+    """The changes up to ``step``, but those of a setting that the branch has another value for."""
+    other = {
+        f"{role}.learning_rate"
+        for role, was, now in ((Role.ACTOR, before.actor, config.actor), (Role.CRITIC, before.critic, config.critic))
+        if was.learning_rate != now.learning_rate
+    }
+    kept = [change for change in old.read_changes() if change["step"] <= step and change["setting"] not in other]
+    if kept:
+        new.append_changes(kept)
 
 
 def checkpoint_at(files: RunFiles, which: str) -> Checkpoint:

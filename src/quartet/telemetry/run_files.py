@@ -11,8 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from quartet.errors import ConfigError
 from quartet.files import append_durably, storing, write_durably
+from quartet.telemetry.timeline_file import append_timeline, keep_timeline
+from quartet.telemetry.tokens import TrajectoryTokens, kept_tokens, read_tokens, write_tokens
 from quartet.types import Alert, Role
 
 MARK = "# The config of a run of Quartet, as resolved.\n"
@@ -31,6 +35,14 @@ class RunFiles:
         self.config = root / "config.yaml"
         self.metrics = root / "metrics.jsonl"
         self.trajectories = root / "trajectories"
+        self.tokens = root / "tokens"
+        self.tokenizer = root / "tokenizer"
+        self.timeline = root / "timeline.jsonl"
+        self.tensorboard = root / "tensorboard"
+        self.changes = root / "changes.jsonl"
+        self.audit = root / "audit.jsonl"
+        self.gateway = root / "gateway.json"
+        self.report = root / "report.html"
         self.evaluation_summaries = root / "evaluations.jsonl"
         self.evaluations = root / "evaluations"
         self.checkpoints = root / "checkpoints"
@@ -104,6 +116,14 @@ class RunFiles:
             self.config,
             self.metrics,
             self.trajectories,
+            self.tokens,
+            self.tokenizer,
+            self.timeline,
+            self.tensorboard,
+            self.changes,
+            self.audit,
+            self.gateway,
+            self.report,
             self.evaluation_summaries,
             self.evaluations,
             self.checkpoints,
@@ -197,6 +217,13 @@ class RunFiles:
                 if int(path.stem.removeprefix("step-")) > step:
                     with storing(path):
                         path.unlink()
+        for kept, path in kept_tokens(self.tokens):
+            if kept > step:
+                with storing(path):
+                    path.unlink(missing_ok=True)
+        if self.timeline.is_file():
+            with storing(self.timeline):
+                keep_timeline(self.timeline, step)
 
     def evaluated(self) -> int | None:
         """The step of the last evaluation."""
@@ -224,6 +251,25 @@ class RunFiles:
             with storing(self.poison):
                 append_durably(self.poison, _lines([row]))
 
+    def append_changes(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Adds changes of settings to ``changes.jsonl``, an object with a ``step`` for each: all of them or none."""
+        with storing(self.changes):
+            append_durably(self.changes, _lines(rows))
+
+    def read_changes(self) -> list[dict[str, Any]]:
+        """The lines of ``changes.jsonl``. One that a crash cut off was never confirmed, and is taken out."""
+        if not self.changes.exists():
+            return []
+        found: list[dict[str, Any]] = read_metrics(self.changes)
+        if not self.changes.read_bytes().endswith(b"\n"):
+            self._rewrite(self.changes, found)
+        return found
+
+    def forget_changes_after(self, step: int) -> None:
+        """Drops the changes that are for steps after ``step``: for a run that goes another way from there."""
+        if self.changes.exists():
+            self._rewrite(self.changes, (line for line in read_metrics(self.changes) if line["step"] <= step))
+
     def alerts_of(self, step: int) -> list[dict[str, Any]]:
         """The lines of ``alerts.jsonl`` of one step. Raises ConfigError when they cannot be read."""
         lines: list[dict[str, Any]] = read_metrics(self.alerts) if self.alerts.exists() else []
@@ -249,6 +295,21 @@ class RunFiles:
         with storing(path):
             self.trajectories.mkdir(exist_ok=True)
             write_durably(path, _lines(trajectories, ensure_ascii=False))
+
+    def write_tokens(self, step: int, arrays: Mapping[str, NDArray[Any]], keep: int = 0) -> None:
+        """Writes ``tokens/step-000001.safetensors``, and with ``keep`` drops all but the newest so many. Raises OSError."""
+        write_tokens(self.tokens / f"step-{step:06d}.safetensors", arrays)
+        if keep:
+            for _, path in kept_tokens(self.tokens)[:-keep]:
+                path.unlink(missing_ok=True)
+
+    def read_tokens(self, step: int, index: int) -> TrajectoryTokens | None:
+        """The tokens of the trajectory at ``index`` of a step; None where they were not kept. Raises ConfigError when damaged."""
+        return read_tokens(self.tokens / f"step-{step:06d}.safetensors", index)
+
+    def append_timeline(self, line: Mapping[str, Any]) -> None:
+        """Adds a step's line to ``timeline.jsonl``; its first key is ``step``. Raises OSError."""
+        append_timeline(self.timeline, line)
 
     def write_evaluation(self, step: int, summary: Mapping[str, float], rows: Iterable[dict[str, Any]]) -> None:
         """Writes ``evaluations/step-000000.jsonl``, one object for each prompt, and the step's line of ``evaluations.jsonl``.

@@ -1,0 +1,73 @@
+"""TensorBoard files, written without TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import text
+
+from quartet.telemetry.sinks.sink import under
+from quartet.types import Alert
+
+
+class TensorBoard:
+    """One event file for each time that the run goes on. TensorBoard drops what was taken back, by the steps in them.
+
+    The library's own writer is not used: it has a thread more, and flushes to the disk what nothing depends on.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self._folder, self._file = folder, self._open(folder)
+        self._write(Event(file_version="brain.Event:2"))
+
+    def goes_on(self, step: int) -> None:
+        """Has TensorBoard hide what it knows of later steps."""
+        self._write(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step's figures, below ``train``."""
+        self._scalars(step, under("train", metrics))
+
+    def evaluation(self, step: int, summary: Mapping[str, float]) -> None:
+        """An evaluation's figures, below ``evaluation``."""
+        self._scalars(step, under("evaluation", summary))
+
+    def alert(self, alert: Alert) -> None:
+        """What a guard found, as a text."""
+        found = f"{alert.evidence}. {alert.remedy} ({alert.action})"
+        self._write(Event(step=alert.step, summary=text(f"alerts/{alert.guard}", found)))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _scalars(self, step: int, figures: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        self._write(Event(step=step, summary=Summary(value=values)))
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        data = event.SerializeToString()
+        header = struct.pack("<Q", len(data))
+        checked = [header, _checksum(header), data, _checksum(data)]
+        self._file.write(b"".join(checked))
+        self._file.flush()
+
+    @staticmethod
+    def _open(folder: Path) -> BinaryIO:
+        """A new file. TensorBoard reads a folder's files in the order of their names."""
+        now = time.time_ns()
+        return (folder / f"events.out.tfevents.{now // 10**9}.quartet.{now}.{os.getpid()}").open("xb")
+
+
+def _checksum(data: bytes) -> bytes:
+    return struct.pack("<I", masked_crc32c(data))

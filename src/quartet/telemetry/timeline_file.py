@@ -1,0 +1,60 @@
+"""``timeline.jsonl``: one line a step, added without a flush to the disk, since nothing depends on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+"""How a line begins. Timelines are long, and steps are all that is looked for."""
+_CHUNK = 1 << 20
+
+
+def append_timeline(path: Path, line: Mapping[str, Any]) -> None:
+    """Adds a step's line, whose first key is ``step``. Raises OSError where that fails, with nothing of it added."""
+    text = (json.dumps(line) + "\n").encode()
+    with path.open("ab+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            file.seek(end - 1)
+            if file.read(1) != b"\n":  # A crash cut the last line off. It is to spoil no other one.
+                text = b"\n" + text
+        rest = memoryview(text)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def keep_timeline(path: Path, step: int) -> None:
+    """Drops the lines after that of ``step``. Raises OSError."""
+    end = _end_of(path, step)
+    if end == path.stat().st_size:
+        return
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with path.open("rb") as source, partial.open("wb") as target:
+            while end:
+                end -= target.write(source.read(min(end, _CHUNK)))
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _end_of(path: Path, step: int) -> int:
+    """Where the first line of a later step begins, or one that was cut off."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            found = _STEP.match(line)
+            if not line.endswith(b"\n") or (found is not None and int(found[1]) > step):
+                break
+            end += len(line)
+    return end

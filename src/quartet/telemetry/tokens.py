@@ -1,0 +1,93 @@
+"""A step's trajectories token by token, in one file of plain arrays: for looking at, a run itself never reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet.errors import ConfigError
+from quartet.types import FloatArray
+
+_OF_RESPONSES = ("log_probs", "reference_log_probs", "kl", "advantages", "returns")
+"""float32 [response tokens], flat, in the order of the trajectories; ``values``, too, where there is a critic."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryTokens:
+    """One trajectory: ids int32 [prompt tokens] and [response tokens]; all else float32 [response tokens].
+
+    ``kl`` is log-prob minus reference log-prob, nats; ``advantages`` are as trained on; ``values`` is None without a critic.
+    """
+
+    prompt_ids: NDArray[np.int32]
+    response_ids: NDArray[np.int32]
+    log_probs: FloatArray
+    reference_log_probs: FloatArray
+    kl: FloatArray
+    advantages: FloatArray
+    returns: FloatArray
+    values: FloatArray | None
+
+
+def write_tokens(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Writes the arrays aside and renames the file. Not flushed to the disk: nothing depends on it. Raises OSError."""
+    from safetensors.numpy import save
+
+    partial = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(exist_ok=True)
+    try:
+        with partial.open("wb") as file:
+            file.write(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def read_tokens(path: Path, index: int) -> TrajectoryTokens | None:
+    """The trajectory at ``index``, in the order of the lines of ``trajectories/``; None where no tokens were kept.
+
+    Reads no more than it gives, and the lengths. Raises ConfigError for a damaged file, or one without such a trajectory.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            prompts, responses = file.get_tensor("prompt_lengths"), file.get_tensor("response_lengths")
+            if not 0 <= index < len(responses):
+                raise ConfigError(f"tokens {path}: has {len(responses)} trajectories, expected one at {index}")
+            prompt, response = _place(prompts, index), _place(responses, index)
+            numbers = {name: file.get_slice(name)[response] for name in _OF_RESPONSES}
+            values = file.get_slice("values")[response] if "values" in file.keys() else None  # noqa: SIM118
+            found = TrajectoryTokens(
+                prompt_ids=file.get_slice("prompt_ids")[prompt],
+                response_ids=file.get_slice("response_ids")[response],
+                **numbers,
+                values=values,
+            )
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"tokens {path}: cannot be read ({error}); remove the file: the run does without, and its trajectories' texts stay"
+        ) from None
+    if {len(numbers[name]) for name in _OF_RESPONSES} != {len(found.response_ids)}:
+        raise ConfigError(f"tokens {path}: its arrays are of different lengths; remove the file: the run does without")
+    return found
+
+
+def _place(lengths: NDArray[Any], index: int) -> slice:
+    """Where one trajectory's tokens lie in a flat array."""
+    start = int(lengths[:index].sum(dtype=np.int64))
+    return slice(start, start + int(lengths[index]))
+
+
+def kept_tokens(folder: Path) -> list[tuple[int, Path]]:
+    """The steps whose tokens are kept, and where, the oldest first."""
+    files = folder.glob("step-*.safetensors")
+    return sorted((int(path.stem.removeprefix("step-")), path) for path in files)

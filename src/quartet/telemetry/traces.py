@@ -1,0 +1,203 @@
+"""OpenTelemetry traces: one for each training step, across all services. Off, nothing of OpenTelemetry is imported.
+
+The current span is kept where OpenTelemetry keeps it, in the context of the thread: a step is taken by one thread, which begins
+all of its calls. Spans are sent in batches from a thread of their own; what cannot be sent is dropped, and said once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+import structlog
+
+from quartet import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
+
+log = structlog.get_logger()
+
+PATH = "/v1/traces"
+"""Where an OTLP/HTTP endpoint takes spans."""
+DELAY_MS = 2000
+"""Milliseconds for which spans wait for others."""
+EXPORT_SECONDS = 5.0
+"""Seconds that one batch may take."""
+CLOSING_SECONDS = 1.0
+"""Seconds for what is left at the end of the process."""
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+
+class StepTraces(Protocol):
+    """What takes notice of a step and its parts."""
+
+    def step(self, step: int) -> AbstractContextManager[None]:
+        """Around a whole step."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Around a part of a step, on the thread that takes it; outside of a step it is nothing."""
+
+
+class Untraced:
+    """Traces are off."""
+
+    def step(self, step: int) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+
+class Traces:
+    """The spans of one process, and where they go."""
+
+    def __init__(self, endpoint: str, role: str, run: str) -> None:
+        """``endpoint``: base address that takes OTLP over HTTP; nothing is sent yet, so it need not be there."""
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        # Of a collector that is gone one line is enough, and that is ours.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        endpoint = endpoint.rstrip("/")
+        exporter = OTLPSpanExporter(endpoint.removesuffix(PATH) + PATH, timeout=EXPORT_SECONDS)
+        resource = Resource.create(
+            {"service.namespace": "quartet", "service.name": role, "service.version": __version__, "quartet.run": run}
+        )
+        self._api = trace
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                _said_once(exporter, endpoint),
+                schedule_delay_millis=DELAY_MS,
+                export_timeout_millis=EXPORT_SECONDS * 1000,
+            )
+        )
+        self._tracer = self._provider.get_tracer("quartet", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._run = run
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around a whole step: the root of a trace of its own."""
+        from opentelemetry.context import Context
+
+        attributes = {"quartet.run": self._run, "quartet.step": step}
+        with self._span(f"step {step}", self._api.SpanKind.INTERNAL, attributes, Context()):
+            yield
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Around a part of a step; outside of a step it is nothing."""
+        if not self._api.get_current_span().get_span_context().is_valid:
+            yield
+            return
+        with self._span(name, self._api.SpanKind.INTERNAL, {}, None):
+            yield
+
+    def outgoing(self, peer: str, method: str) -> _Outgoing | None:
+        """A call begins that this thread's step makes; None outside of a step."""
+        if not self._api.get_current_span().get_span_context().is_valid:
+            return None
+        span = self._tracer.start_span(
+            f"{peer} {method}",
+            kind=self._api.SpanKind.CLIENT,
+            attributes={"rpc.system": "grpc", "rpc.method": method, "peer.service": str(peer)},
+        )
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, self._api.set_span_in_context(span))
+        return _Outgoing(span, tuple(carrier.items()), self._finish)
+
+    @contextmanager
+    def incoming(self, service: str, method: str, metadata: Metadata, code: Callable[[], str]) -> Iterator[None]:
+        """Around the work on a call whose caller sent what it belongs to."""
+        context = self._propagator.extract({key: value for key, value in metadata if isinstance(value, str)})
+        span = self._tracer.start_span(
+            f"{service}/{method}",
+            context,
+            kind=self._api.SpanKind.SERVER,
+            attributes={"rpc.system": "grpc", "rpc.service": service, "rpc.method": method},
+        )
+        try:
+            with self._api.use_span(span, record_exception=False, set_status_on_exception=False):
+                yield
+        finally:
+            self._finish(span, code())
+
+    def close(self) -> None:
+        """Sends what is left, for a short while. May be called once."""
+        closing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        closing.start()
+        closing.join(CLOSING_SECONDS)
+
+    @contextmanager
+    def _span(self, name: str, kind: Any, attributes: dict[str, Any], context: Any) -> Iterator[None]:
+        # An error's text may quote a response, which is no matter for a trace.
+        with self._tracer.start_as_current_span(
+            name, context, kind, attributes, record_exception=False, set_status_on_exception=False
+        ) as span:
+            try:
+                yield
+            except BaseException as error:
+                span.set_status(self._api.Status(self._api.StatusCode.ERROR, type(error).__name__))
+                raise
+
+    def _finish(self, span: Span, code: str) -> None:
+        span.set_attribute("rpc.grpc.status_code", code)
+        if code != "OK":
+            span.set_status(self._api.Status(self._api.StatusCode.ERROR, code))
+        span.end()
+
+
+class _Outgoing:
+    """The client's end of a call."""
+
+    def __init__(self, span: Span, metadata: Metadata, finish: Callable[[Span, str], None]) -> None:
+        self._span, self.metadata, self._finish = span, metadata, finish
+
+    def end(self, code: str) -> None:
+        """The answer is there."""
+        self._finish(self._span, code)
+
+
+def _said_once(exporter: SpanExporter, endpoint: str) -> SpanExporter:
+    """The exporter, which says in the log when it fails first, and when it works again."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class SaidOnce(SpanExporter):
+        failing = False
+
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            try:
+                result = exporter.export(spans)
+            except Exception as error:  # Whatever it is, it is not the run's trouble.
+                result, cause = SpanExportResult.FAILURE, type(error).__name__
+            else:
+                cause = "not taken"
+            failed = result is not SpanExportResult.SUCCESS
+            if failed and not self.failing:
+                log.warning("traces are lost", endpoint=endpoint, cause=cause)
+            elif self.failing and not failed:
+                log.info("traces arrive again", endpoint=endpoint)
+            self.failing = failed
+            return result
+
+        def shutdown(self) -> None:
+            exporter.shutdown()
+
+        def force_flush(self, timeout_millis: int = 30000) -> bool:
+            return exporter.force_flush(timeout_millis)
+
+    return SaidOnce()

@@ -1,0 +1,133 @@
+"""The timeline of a step: what was done when, joined where it is much."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from services.orchestrator.timeline import MOST, Span, Timeline, joined
+from tests.orchestrator.fakes import Answer
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Call(Answer):
+    """A call whose end is told of by the test."""
+
+    def when_done(self, heard: object) -> None:
+        self.heard = heard
+
+    def end(self) -> None:
+        self.answer()
+        self.heard()  # type: ignore[operator]
+
+
+def watch(timeline: Timeline, service: str, phase: str) -> Call:
+    call = Call()
+    timeline.watch(service, phase, call)  # type: ignore[arg-type]
+    return call
+
+
+def test_calls_and_parts_are_told_from_the_start_of_the_step() -> None:
+    clock = Clock()
+    timeline = Timeline(clock)
+    clock.now = 101.0
+    generation = watch(timeline, "actor", "generate")
+    clock.now = 102.0
+    scores = watch(timeline, "reward", "score")
+    clock.now = 102.5
+    scores.end()
+    clock.now = 103.0
+    generation.end()
+    with timeline.part("orchestrator", "prepare"):
+        clock.now = 103.25
+    assert timeline.lap(100.0) == [
+        Span("actor", "generate", 1.0, 3.0),
+        Span("orchestrator", "prepare", 3.0, 3.25),
+        Span("reward", "score", 2.0, 2.5),
+    ]
+    assert timeline.lap(100.0) == []
+
+
+def test_what_goes_on_at_the_end_of_a_step_is_told_of_both() -> None:
+    clock = Clock()
+    timeline = Timeline(clock)
+    saving = watch(timeline, "actor", "checkpoint")
+    clock.now = 110.0
+    assert timeline.lap(104.0) == [Span("actor", "checkpoint", 0.0, 6.0)]
+    clock.now = 113.0
+    saving.end()
+    clock.now = 120.0
+    assert timeline.lap(111.0) == [Span("actor", "checkpoint", 0.0, 2.0)]
+    assert timeline.lap(111.0) == []
+
+
+def test_what_ended_before_the_step_is_no_part_of_it() -> None:
+    clock = Clock()
+    timeline = Timeline(clock)
+
+    def breaks_off() -> None:
+        clock.now = 101.0
+        raise ValueError("broke off")
+
+    with pytest.raises(ValueError, match="broke off"), timeline.part("redis", "seal"):
+        breaks_off()
+    clock.now = 105.0
+    assert timeline.lap(103.0) == []
+
+
+def test_an_answer_that_is_there_ends_its_span_although_nobody_has_said_so_yet() -> None:
+    clock = Clock()
+    timeline = Timeline(clock)
+    call = watch(timeline, "actor", "update")
+    call.answer()
+    clock.now = 101.0
+    assert timeline.lap(100.0) == [Span("actor", "update", 0.0, 1.0)]
+    clock.now = 102.0
+    call.end()
+    assert timeline.lap(100.0) == []
+
+
+def test_neighbours_of_one_kind_are_joined_over_the_smallest_gaps() -> None:
+    spans = [Span("reward", "score", start, start + 1.0) for start in (0.0, 1.1, 5.0, 6.5)]
+    spans.append(Span("critic", "values", 1.05, 1.06))
+    assert joined(spans, 5) == sorted(spans, key=lambda span: (span.service, span.start))
+    assert joined(spans, 3) == [
+        Span("critic", "values", 1.05, 1.06),
+        Span("reward", "score", 0.0, 2.1, 2),
+        Span("reward", "score", 5.0, 7.5, 2),
+    ]
+    # Of each kind one stays, whatever is asked for.
+    assert joined(spans, 0) == [Span("critic", "values", 1.05, 1.06), Span("reward", "score", 0.0, 7.5, 4)]
+
+
+def test_overlapping_calls_are_joined_first() -> None:
+    spans = [Span("reward", "score", 0.0, 9.0), Span("reward", "score", 1.0, 2.0), Span("reward", "score", 9.5, 10.0)]
+    assert joined(spans, 2) == [Span("reward", "score", 0.0, 9.0, 2), Span("reward", "score", 9.5, 10.0)]
+
+
+def test_a_step_of_very_many_calls_has_few_spans_and_loses_no_call() -> None:
+    timeline = Timeline()
+    started = time.perf_counter()
+
+    def work(service: str) -> None:
+        for _ in range(1000):
+            watch(timeline, service, "score").end()
+
+    threads = [threading.Thread(target=work, args=(service,)) for service in ("reward", "reference")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spans = timeline.lap(started)
+    assert len(spans) == MOST
+    assert sum(span.count for span in spans) == 2000
+    assert {span.service for span in spans} == {"reward", "reference"}

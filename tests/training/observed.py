@@ -1,0 +1,133 @@
+"""A whole run in one process whose parts let themselves be looked at as in processes of their own, and a collector of traces."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quartet.config import Config, load_config
+from quartet.rpc.compute import ComputeThread
+from quartet.rpc.server import Server
+from quartet.telemetry.run_files import RunFiles
+from quartet.topology import roles_of
+from quartet.types import Role
+from services.observation import Observation
+from services.orchestrator.control import Control
+from services.orchestrator.figures import Depth, RunFigures
+from services.orchestrator.progress import ProgressBoard
+from services.orchestrator.training import Training, train
+from services.roles import build_model_role
+from tests.training.runs import Run
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@dataclass
+class Collector:
+    """Takes spans over HTTP, as OpenTelemetry's collector does; ``status`` is what it answers."""
+
+    status: int = 200
+    spans: list[tuple[str, Any]] = field(default_factory=list)
+    """(service.name, span) of all that arrived."""
+    requests: int = 0
+    url: str = ""
+
+    @contextmanager
+    def listening(self) -> Iterator[Collector]:
+        collector = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                collector.requests += 1
+                if self.path == "/v1/traces" and collector.status == 200:
+                    for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                        names = {item.key: item.value.string_value for item in resource.resource.attributes}
+                        collector.spans += [
+                            (names["service.name"], span) for scope in resource.scope_spans for span in scope.spans
+                        ]
+                self.send_response(collector.status)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        self.url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield self
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+@dataclass
+class Observed:
+    """A run that has ended, what each of its parts told, and where it told it."""
+
+    run: Run
+    figures: dict[str, Samples]
+    observations: dict[str, Observation]
+
+
+def read(address: str) -> Samples:
+    """Every sample at HOST:PORT, by name and labels, read as Prometheus does."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    """One sample."""
+    return samples[name, frozenset(labels.items())]
+
+
+def run_observed(config: Config) -> Observed:
+    """The run from start to end; figures are read when it has ended and everything still stands."""
+    with ExitStack() as stack:
+        RunFiles(config.run_directory).write_config(config.to_yaml())
+        observations: dict[str, Observation] = {}
+
+        def observe(role: Role) -> Observation:
+            observations[role] = Observation([role], config)
+            return observations[role]
+
+        overrides = []
+        for role in roles_of(config):
+            observation, built = observe(role), build_model_role(role, config, ComputeThread(), threads=1)
+            observation.of_services([built])
+            observation.begin()
+            server = Server([built], "127.0.0.1:0", False, observation.observers, observation.address)
+            stack.callback(server.stop, 5.0)
+            overrides.append(f"services.{role}.address={server.address}")
+        addressed = load_config(RunFiles(config.run_directory).config, overrides)
+        board, ended = ProgressBoard(config.run.name, config.run.steps), list[int]()
+        assert config.buffer.url is not None
+        observation = observe(Role.ORCHESTRATOR)
+        training = Training(addressed, config.buffer.url, board, Control(), traces=observation.traces)
+        observation.registry.register(RunFigures(addressed, board, Depth(config.buffer.url, config.run.name)))
+        observation.begin()
+        train(training, board, ended.append)
+        found = {name: read(one.address) for name, one in observations.items()}
+    closing = [threading.Thread(target=one.close) for one in observations.values()]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
+    return Observed(Run(RunFiles(config.run_directory), board.current(), ended[0]), found, observations)

@@ -1,0 +1,225 @@
+"""What users ask of a run while it goes on: other settings, a checkpoint, a way back; all of it part of what the run is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from quartet.config import Config
+from quartet.errors import FailedPrecondition, InvalidRequest
+from services.orchestrator import training
+from services.orchestrator.changes import Changes
+from services.orchestrator.progress import RunState
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, Underway, figures, orchestrator, run_to_the_end, services, underway, weights
+from tests.training.test_resume import KINDS, break_off
+from tests.training.test_stability import wait_for
+
+STEPS = 6
+PPO: dict[str, Any] = {"run": {"steps": STEPS}, "checkpoint": {"every": 2, "keep": 9}, "recovery": {"backoff": 0.01}}
+Ask = Callable[[Underway, int], None]
+
+
+@contextmanager
+def asked(config: Config, ask: dict[int, Callable[[Any], None]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Underway]:
+    """A run that is asked once for something in the middle of each of these steps, by its number."""
+    real, left = training.Training._prepare, dict(ask)
+
+    def prepare(self: Any, step: int, order: Any) -> Any:
+        left.pop(step, lambda _: None)(self)
+        return real(self, step, order)
+
+    monkeypatch.setattr(training.Training, "_prepare", prepare)
+    start = orchestrator if config.services.actor.address else underway
+    with start(config) as going:
+        yield going
+
+
+def changed(values: dict[str, float], who: str = "operator 127.0.0.1") -> Callable[[Any], None]:
+    return lambda running: running.commands.change(values, who) and None
+
+
+def test_a_change_is_for_the_first_step_that_has_not_begun(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run_to_the_end(make(**PPO))
+    values = {"kl_coefficient": 0.2, "actor.learning_rate": 5e-4}
+    with asked(make(**PPO), {3: changed(values)}, monkeypatch) as going:
+        run = going.finish()
+    assert run.code == 0, run.progress.error
+    assert figures(run)[:3] == figures(plain)[:3]
+    assert [step["kl_coefficient"] for step in run.metrics] == [0.05, 0.05, 0.05, 0.2, 0.2, 0.2]
+    before = [step["learning_rate_actor"] for step in plain.metrics]
+    assert [step["learning_rate_actor"] for step in run.metrics] == before[:3] + [rate * 0.5 for rate in before[3:]]
+    assert [step["learning_rate_critic"] for step in run.metrics] == [
+        step["learning_rate_critic"] for step in plain.metrics
+    ]
+    assert weights(run) != weights(plain)
+    lines = [json.loads(line) for line in run.files.changes.read_text().splitlines()]
+    assert [(line["setting"], line["before"], line["after"], line["step"]) for line in lines] == [
+        ("kl_coefficient", 0.05, 0.2, 4),
+        ("actor.learning_rate", 1e-3, 5e-4, 4),
+    ]
+    assert {line["who"] for line in lines} == {"operator 127.0.0.1"}
+
+
+@pytest.mark.parametrize("kind", ["ppo", "lora"])
+@pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
+@pytest.mark.parametrize("step", [4, 5])
+def test_a_run_with_changes_that_crashed_goes_on_to_the_same_bits(
+    step: int, where: str, kind: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: dict[str, Any] = {**PPO, **KINDS[kind], "checkpoint": {"every": 4}}
+    values = {"kl_coefficient": 0.4, "actor.learning_rate": 2e-3}
+    with monkeypatch.context() as patch, asked(make(**config), {3: changed(values)}, patch) as going:
+        expected = going.finish()
+    assert expected.code == 0, expected.progress.error
+    broken = make(**config)
+    with monkeypatch.context() as patch:
+        real = training.Training._prepare
+
+        def prepare(self: Any, now: int, order: Any) -> Any:
+            if now == 3 and self.commands._changes.settings()[0].value != 0.4:
+                changed(values)(self)
+            return real(self, now, order)
+
+        patch.setattr(training.Training, "_prepare", prepare)
+        break_off(broken, where, step, patch)
+    run = run_to_the_end(broken)
+    assert figures(run) == figures(expected)
+    assert weights(run) == weights(expected)
+
+
+def test_a_steered_coefficient_goes_on_from_the_value_that_was_set(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steered = {**PPO, "algorithm": {"kl_controller": {"kind": "adaptive", "target": 0.001, "horizon": 100}}}
+    with asked(make(**steered), {2: changed({"kl_coefficient": 0.3})}, monkeypatch) as going:
+        run = going.finish()
+    found = [step["kl_coefficient"] for step in run.metrics]
+    assert found[2] == 0.3
+    assert found[3] != 0.3
+    assert abs(found[3] / 0.3 - 1) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"kl_coefficient": -0.1}, "kl_coefficient -0.1: expected 0 to 1"),
+        ({"kl_coefficient": float("nan")}, "kl_coefficient nan: expected 0 to 1"),
+        ({"actor.learning_rate": 0.011}, "actor.learning_rate 0.011: expected 0 to 0.01"),
+        ({"kl_coefficient": 0.1, "reward.learning_rate": 1.0}, "reward.learning_rate: no setting that can be changed"),
+        ({}, "none given"),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused_and_nothing_changes(
+    values: dict[str, float], said: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[str] = []
+
+    def ask(running: Any) -> None:
+        with pytest.raises(InvalidRequest) as caught:
+            running.commands.change(values, "somebody")
+        refused.append(str(caught.value))
+
+    with asked(make(**{**PPO, "run": {"steps": 2}}), {1: ask}, monkeypatch) as going:
+        run = going.finish()
+    assert said in refused[0]
+    assert not run.files.changes.exists()
+    assert {step["kl_coefficient"] for step in run.metrics} == {0.05}
+
+
+def test_nothing_can_be_changed_before_the_run_has_begun_or_in_its_last_step(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**{**PPO, "run": {"steps": 1}})
+    early = Changes(config, training.RunFiles(config.run_directory))
+    assert early.settings() == []
+    with pytest.raises(FailedPrecondition, match="has not begun yet"):
+        early.change({"kl_coefficient": 0.1}, "somebody")
+    late: list[str] = []
+
+    def ask(running: Any) -> None:
+        with pytest.raises(FailedPrecondition) as caught:
+            running.commands.change({"kl_coefficient": 0.1}, "somebody")
+        late.append(str(caught.value))
+
+    with asked(config, {1: ask}, monkeypatch) as going:
+        going.finish()
+    assert "the last step has begun" in late[0]
+
+
+def steps_kept(run: Run) -> list[str]:
+    return sorted(path.name for path in run.files.checkpoints.iterdir())
+
+
+def test_a_checkpoint_is_saved_when_a_user_asks(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make(**{**PPO, "run": {"steps": 4}, "checkpoint": {"every": 0}})
+    with asked(config, {2: lambda running: running.commands.checkpoint()}, monkeypatch) as going:
+        run = going.finish()
+    assert run.code == 0, run.progress.error
+    assert steps_kept(run) == ["step-000002"]
+
+
+def test_a_paused_run_saves_a_checkpoint_and_goes_back(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run_to_the_end(make(**PPO))
+
+    def pause(running: Any) -> None:
+        running.commands.pause()
+
+    with asked(make(**{**PPO, "checkpoint": {"every": 2, "keep": 9}}), {3: pause}, monkeypatch) as going:
+        wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
+        going.commands.checkpoint()
+        folder = training.RunFiles(going.config.run_directory).checkpoints / "step-000003" / "manifest.json"
+        wait_for(going, folder.exists)
+        going.commands.roll_back(2)
+        wait_for(going, lambda: (going.board.current().state, going.board.current().step) == (RunState.PAUSED, 2))
+        assert len(training.RunFiles(going.config.run_directory).committed()) == 2
+        going.commands.resume()
+        run = going.finish()
+    assert run.code == 0, run.progress.error
+    assert steps_kept(run) == ["step-000002", "step-000004", "step-000006"]
+    assert figures(run) == figures(plain)
+    assert weights(run) == weights(plain)
+    assert "rolled back to step 2, as asked" in run.progress.notes
+
+
+def test_a_run_that_goes_back_forgets_the_changes_that_came_after(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run_to_the_end(make(**PPO))
+
+    def back(running: Any) -> None:
+        running.commands.roll_back(4)
+
+    ask = {4: changed({"kl_coefficient": 0.5, "critic.learning_rate": 3e-3}), 6: back}
+    with services(make(**PPO)) as config, asked(config, ask, monkeypatch) as going:
+        run = going.finish()
+    assert run.code == 0, run.progress.error
+    # Step 6 was the last: the run went back after it, and took 5 and 6 again as if nothing had been changed.
+    assert figures(run) == figures(plain)
+    assert weights(run) == weights(plain)
+    assert run.files.changes.read_text() == ""
+
+
+def test_going_back_to_where_no_checkpoint_is_or_past_a_named_one_is_refused(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[str] = []
+
+    def ask(running: Any) -> None:
+        with pytest.raises(InvalidRequest) as missing:
+            running.commands.roll_back(3)
+        (running._files.checkpoints / "best").symlink_to("step-000004")
+        with pytest.raises(FailedPrecondition) as named:
+            running.commands.roll_back(2)
+        refused.extend([str(missing.value), str(named.value)])
+
+    with asked(make(**PPO), {6: ask}, monkeypatch) as going:
+        run = going.finish()
+    assert run.code == 0, run.progress.error
+    assert refused[0] == "step 3: has no checkpoint; there are: 2, 4"
+    assert "step-000004 is named best, to be kept" in refused[1]
+    assert len(run.metrics) == STEPS

@@ -1,0 +1,178 @@
+"""What a run tells Prometheus and OpenTelemetry while it goes on, held against what it leaves in its files."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+
+from quartet.types import MODEL_ROLES
+from services.orchestrator import training
+from services.orchestrator.figures import GUARDS
+from tests.training.conftest import MakeConfig
+from tests.training.observed import Collector, Observed, run_observed, value
+from tests.training.runs import figures, run_to_the_end
+from tests.unit.test_monitoring import names_in_expressions
+
+STEPS = 3
+CONFIG: dict[str, Any] = {
+    "run": {"steps": STEPS},
+    "algorithm": {"kl_controller": {"kind": "adaptive", "target": 2.5}},
+    "checkpoint": {"every": 2},
+    "guards": {"window": 2, "critic_lost": {"below": 1.0}},
+}
+
+
+@pytest.fixture(scope="module")
+def collector() -> Any:
+    with Collector().listening() as listening:
+        yield listening
+
+
+@pytest.fixture(scope="module")
+def observed(make: MakeConfig, collector: Collector) -> Observed:
+    return run_observed(make(**CONFIG, telemetry={"traces": collector.url}))
+
+
+def test_the_run_ends_well_with_the_bits_of_one_that_nobody_looks_at(observed: Observed, make: MakeConfig) -> None:
+    assert observed.run.code == 0, observed.run.progress.error
+    assert figures(observed.run) == figures(run_to_the_end(make(**CONFIG)))
+
+
+def test_every_metric_of_the_last_step_is_a_gauge_of_its_name(observed: Observed) -> None:
+    found, run = observed.figures["orchestrator"], observed.run.progress.run
+    last = observed.run.metrics[-1]
+    for name, number in last.items():
+        assert value(found, f"quartet_{name}", run=run) == pytest.approx(number, nan_ok=True), name
+    assert value(found, "quartet_kl_target", run=run) == 2.5
+
+
+def test_the_orchestrator_tells_where_the_run_stands_and_what_has_come_together(observed: Observed) -> None:
+    found, run = observed.figures["orchestrator"], observed.run.progress.run
+    assert value(found, "quartet_step", run=run) == value(found, "quartet_total_steps", run=run) == STEPS
+    states = {dict(labels)["state"]: number for (name, labels), number in found.items() if name == "quartet_run_state"}
+    assert [state for state, number in states.items() if number] == ["finished"]
+    assert len(states) == 7
+    assert value(found, "quartet_steps_total", run=run) == STEPS
+    assert value(found, "quartet_trajectories_total", run=run) == STEPS * 4
+    assert value(found, "quartet_trajectories_set_aside_total", run=run) == 0
+    assert value(found, "quartet_recoveries_total", run=run) == 0
+    assert value(found, "quartet_buffer_depth", run=run) == 0
+    for phase in ("generate", "score", "update"):
+        spent = sum(metrics[f"seconds_{phase}"] for metrics in observed.run.metrics)
+        assert value(found, "quartet_phase_seconds_total", run=run, phase=phase) == pytest.approx(spent)
+    alerts = Counter(alert.guard for alert in observed.run.progress.alerts)
+    assert alerts["critic_lost"] > 0
+    for guard in GUARDS:
+        assert value(found, "quartet_alerts_total", run=run, guard=guard) == alerts[guard], guard
+
+
+def test_services_tell_what_they_have_done(observed: Observed) -> None:
+    tokens = sum(metrics["response_tokens"] for metrics in observed.run.metrics)
+    kinds = {"actor": {"generate", "update", "save"}, "critic": {"values", "update", "save"}}
+    kinds |= {"reward": {"score"}, "reference": {"log_probs"}}
+    for role in MODEL_ROLES:
+        found = observed.figures[role]
+        busy = {
+            dict(labels)["kind"]: number
+            for (name, labels), number in found.items()
+            if name == "quartet_busy_seconds_total"
+        }
+        assert set(busy) == kinds[role]
+        assert min(busy.values()) > 0
+        assert value(found, "quartet_work_pending") == 0
+        assert value(found, "quartet_model_parameters", role=role) > 0
+        assert value(found, "quartet_build_info", role=role, version=_version()) == 1
+        assert value(found, "process_resident_memory_bytes") > 1e7
+    for role in ("actor", "critic"):
+        assert value(observed.figures[role], "quartet_policy_version", role=role) == STEPS
+        assert value(observed.figures[role], "quartet_tokens_total", role=role, kind="trained") == tokens
+    assert value(observed.figures["actor"], "quartet_tokens_total", role="actor", kind="generated") == tokens
+
+
+def test_services_count_their_calls(observed: Observed) -> None:
+    found, service = observed.figures["actor"], "quartet.v1.ActorService"
+    for method in ("Generate", "Update"):
+        assert value(found, "quartet_rpc_requests_total", service=service, method=method, code="OK") == STEPS
+        assert value(found, "quartet_rpc_seconds_count", service=service, method=method) == STEPS
+    assert value(found, "quartet_rpc_in_flight") == 0
+
+
+def test_what_the_dashboard_and_the_alerts_ask_for_is_there(observed: Observed) -> None:
+    there = {name for samples in observed.figures.values() for name, _ in samples}
+    assert names_in_expressions() - there - {"up", "quartet_gpu_memory_bytes"} == set()
+
+
+def traces(spans: list[tuple[str, Any]]) -> dict[bytes, list[tuple[str, Any]]]:
+    found: dict[bytes, list[tuple[str, Any]]] = defaultdict(list)
+    for service, span in spans:
+        found[span.trace_id].append((service, span))
+    return dict(found)
+
+
+def test_each_step_is_one_trace_across_all_services(observed: Observed, collector: Collector) -> None:
+    found = traces(collector.spans)
+    roots = {
+        service_span[1].name for spans in found.values() for service_span in spans if not service_span[1].parent_span_id
+    }
+    assert roots == {f"step {step}" for step in range(1, STEPS + 1)}
+    assert len(found) == STEPS
+    for spans in found.values():
+        by_id = {span.span_id: (service, span) for service, span in spans}
+        assert {service for service, _ in spans} == {"orchestrator", *MODEL_ROLES}
+        names = {span.name for _, span in spans}
+        assert {"prepare", "update", "seal", "commit", "acknowledge", "actor Generate", "critic Values"} <= names
+        for service, span in spans:
+            assert span.end_time_unix_nano >= span.start_time_unix_nano > 0
+            assert span.status.code == 0, span
+            if service != "orchestrator":
+                caller, parent = by_id[span.parent_span_id]
+                assert caller == "orchestrator"
+                assert parent.name == f"{service} {span.name.rpartition('/')[2]}"
+                assert by_id[parent.parent_span_id][1].name in ("prepare", "update")
+
+
+def test_a_step_that_breaks_off_is_a_trace_that_says_so(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    update, left = training.Training._update, ["a secret text"]
+
+    def broken(self: training.Training, step: int) -> Any:
+        if step == 2 and left:
+            raise training.ComputationFailed(left.pop())
+        return update(self, step)
+
+    monkeypatch.setattr(training.Training, "_update", broken)
+    with Collector().listening() as collector:
+        ended = run_observed(make(run={"steps": 2}, telemetry={"traces": collector.url}))
+    assert ended.run.code == 1
+    marked = {span.name: span.status for _, span in collector.spans if span.status.code}
+    assert set(marked) == {"step 2", "update"}
+    assert {status.message for status in marked.values()} == {"ComputationFailed"}
+    assert "secret" not in str(collector.spans), "an error's text may quote a response"
+
+
+@pytest.mark.parametrize("status", [500, None], ids=["refuses", "is not there"])
+def test_a_collector_that_takes_nothing_does_not_touch_the_run(make: MakeConfig, status: int | None) -> None:
+    with Collector(status=status or 200).listening() as collector:
+        url = collector.url
+        if status:
+            ended = run_observed(make(run={"steps": 2}, telemetry={"traces": url}))
+    if status is None:
+        ended = run_observed(make(run={"steps": 2}, telemetry={"traces": url}))
+    assert ended.run.code == 0, ended.run.progress.error
+    assert not collector.spans
+    assert collector.requests >= (1 if status else 0)
+
+
+def test_without_traces_nothing_of_them_is_there(make: MakeConfig) -> None:
+    from services.observation import Observation
+
+    config = make()
+    observation = Observation([MODEL_ROLES[0]], config)
+    assert observation.traces is None
+    assert len(observation.observers) == 1
+
+
+def _version() -> str:
+    return str(sys.modules["quartet"].__version__)

@@ -1,0 +1,261 @@
+"""What a run tells of itself besides the files that it needs: tokens, timeline, tokenizer, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+from quartet.checkpoints import roll_back
+from quartet.cli.checkpoints import branch
+from quartet.demo.world import World
+from quartet.errors import ConfigError
+from quartet.telemetry.run_files import RunFiles
+from services.orchestrator.control import Control
+from services.orchestrator.progress import ProgressBoard
+from services.orchestrator.training import Training
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, figures, json_lines, orchestrator, run_to_the_end, services, underway
+from tests.unit.telemetry.test_sinks import events, scalars, wandb_history
+
+STEPS = 3
+SEQUENCES = 8
+FULL = Path("/dev/full")
+
+
+@pytest.fixture(scope="module")
+def run(make: MakeConfig, world: World) -> Run:
+    """A run with a critic, a checkpoint after each step, and evaluations."""
+    return run_to_the_end(
+        make(
+            run={"steps": STEPS},
+            rollout={"samples_per_prompt": 2},
+            checkpoint={"every": 1},
+            data={"validation": str(world.prompts)},
+            evaluation={"every": 2, "prompts": 2},
+        )
+    )
+
+
+def tokens(files: RunFiles) -> dict[str, bytes]:
+    found = files.tokens.iterdir() if files.tokens.exists() else []
+    return {path.name: path.read_bytes() for path in sorted(found)}
+
+
+def test_tokens_agree_with_the_trajectories_of_their_step(run: Run) -> None:
+    tokenizer = Tokenizer.from_file(str(run.files.tokenizer / "tokenizer.json"))
+    for step in range(1, STEPS + 1):
+        lines = run.trajectories(step)
+        assert len(lines) == SEQUENCES
+        for index, line in enumerate(lines):
+            found = run.files.read_tokens(step, index)
+            assert found is not None
+            assert len(found.response_ids) == line["response_tokens"]
+            assert tokenizer.decode(found.response_ids.tolist(), skip_special_tokens=True) == line["response"]
+            assert tokenizer.decode(found.prompt_ids.tolist(), skip_special_tokens=False) == line["prompt"]
+            np.testing.assert_array_equal(found.kl, found.log_probs - found.reference_log_probs)
+            assert found.kl.sum() == pytest.approx(line["kl"], abs=1e-5)
+            assert (found.log_probs <= 0).all()
+            assert found.values is not None
+            assert len(found.values) == len(found.advantages) == len(found.returns) == line["response_tokens"]
+        whole = load_file(run.files.tokens / f"step-{step:06d}.safetensors")
+        metrics = run.metrics[step - 1]
+        assert len(whole["response_ids"]) == metrics["response_tokens"]
+        assert len(whole["prompt_ids"]) == metrics["prompt_tokens"]
+        # As trained on: whitened. Before, the variance of the values' errors is what the critic leaves unexplained.
+        assert whole["advantages"].mean() == pytest.approx(0, abs=1e-5)
+        errors = np.var(whole["returns"] - whole["values"]) / np.var(whole["returns"])
+        assert 1 - errors == pytest.approx(metrics["explained_variance"], abs=1e-3)
+        assert {str(array.dtype) for array in whole.values()} == {"int32", "float32"}
+
+
+def test_the_timeline_tells_what_every_service_did_in_every_step(run: Run) -> None:
+    lines = json_lines(run.files.timeline)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        spans = line["spans"]
+        assert {(span["service"], span["phase"]) for span in spans} - {
+            ("actor", "checkpoint"),
+            ("critic", "checkpoint"),
+            ("orchestrator", "checkpoint"),
+            ("orchestrator", "wait"),
+        } == {
+            ("actor", "generate"),
+            ("reward", "score"),
+            ("reference", "log_probs"),
+            ("critic", "values"),
+            ("orchestrator", "prepare"),
+            ("redis", "seal"),
+            ("actor", "update"),
+            ("critic", "update"),
+            ("orchestrator", "commit"),
+            ("redis", "acknowledge"),
+        }
+        assert all(0 <= span["start"] <= span["end"] <= line["seconds"] + 1e-3 for span in spans)
+        # Batches of 4: none of an evaluation's is among them.
+        for service in ("reward", "reference"):
+            assert sum(span["count"] for span in spans if span["service"] == service) == SEQUENCES // 4
+        at = {(span["service"], span["phase"]): span for span in spans}
+        order = [
+            ("actor", "generate"),
+            ("orchestrator", "prepare"),
+            ("redis", "seal"),
+            ("actor", "update"),
+            ("orchestrator", "commit"),
+            ("redis", "acknowledge"),
+        ]
+        starts = [at[kind]["start"] for kind in order]
+        assert starts == sorted(starts)
+        assert at["actor", "generate"]["end"] <= at["orchestrator", "prepare"]["start"]
+        assert list(spans) == sorted(spans, key=lambda span: (span["service"], span["start"]))
+    # The checkpoint of a step is written during the next one.
+    for line in lines[1:]:
+        assert {"wait", "checkpoint"} & {span["phase"] for span in line["spans"] if span["service"] == "orchestrator"}
+    assert lines[0]["started"] < lines[1]["started"] < lines[2]["started"] < run.files.timeline.stat().st_mtime
+
+
+def test_tensorboard_has_every_figure_of_every_step(run: Run) -> None:
+    found = {(step, name): value for step, name, value in scalars(run.files.tensorboard)}
+    expected = {
+        (int(metrics["step"]), f"train/{name}"): value
+        for metrics in run.metrics
+        for name, value in metrics.items()
+        if name != "step"
+    } | {
+        (int(summary["step"]), f"evaluation/{name}"): value
+        for summary in json_lines(run.files.evaluation_summaries)
+        for name, value in summary.items()
+        if name != "step"
+    }
+    assert found.keys() == expected.keys()
+    assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
+    assert not [note for note in run.progress.notes if "TensorBoard" in note]
+
+
+def test_what_was_rolled_back_is_dropped_and_comes_again(make: MakeConfig) -> None:
+    config = make(run={"steps": 4}, checkpoint={"every": 2})
+    first = run_to_the_end(config)
+    files, before = first.files, tokens(first.files)
+    assert len(before) == 4
+    roll_back(files, 2)
+    assert list(tokens(files)) == ["step-000001.safetensors", "step-000002.safetensors"]
+    assert [line["step"] for line in json_lines(files.timeline)] == [1, 2]
+    second = run_to_the_end(config)
+    assert figures(second) == figures(first)
+    assert tokens(files) == before
+    assert [line["step"] for line in json_lines(files.timeline)] == [1, 2, 3, 4]
+    # What TensorBoard is told to forget, and from which step on.
+    marks = [event.step for event in events(files.tensorboard) if event.session_log.status]
+    assert marks == [1, 3]
+
+
+def test_a_branch_takes_the_timeline_along_and_no_tokens(run: Run) -> None:
+    branch(run.files.root, "2", f"{run.files.root.name}-branch", [])
+    new = RunFiles(run.files.root.with_name(f"{run.files.root.name}-branch"))
+    assert json_lines(new.timeline) == json_lines(run.files.timeline)[:2]
+    assert tokens(new) == {}
+
+
+def test_tokens_are_kept_of_some_steps_only(make: MakeConfig) -> None:
+    telemetry = {"tokens_every": 2, "tokens_keep": 1}
+    assert list(tokens(run_to_the_end(make(run={"steps": 5}, telemetry=telemetry)).files)) == [
+        "step-000004.safetensors"
+    ]
+
+
+def test_a_run_without_critic_has_no_values_and_an_adapter_is_its_own_reference(make: MakeConfig) -> None:
+    run = run_to_the_end(
+        make(
+            run={"steps": 1},
+            algorithm={"estimator": "rloo"},
+            rollout={"samples_per_prompt": 2},
+            actor={"lora": {"rank": 2}},
+        )
+    )
+    found = run.files.read_tokens(1, 0)
+    assert found is not None
+    assert found.values is None
+    (line,) = json_lines(run.files.timeline)
+    kinds = {(span["service"], span["phase"]) for span in line["spans"]}
+    assert ("actor", "log_probs") in kinds
+    assert not {service for service, _ in kinds} & {"critic", "reference"}
+
+
+def test_what_is_switched_off_leaves_nothing(make: MakeConfig) -> None:
+    telemetry = {"tokens_every": 0, "timeline": False, "tensorboard": False}
+    files = run_to_the_end(make(run={"steps": 1}, telemetry=telemetry)).files
+    assert not files.tokens.exists()
+    assert not files.timeline.exists()
+    assert not files.tensorboard.exists()
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
+def test_a_full_disk_costs_the_tokens_and_the_timeline_and_not_the_run(make: MakeConfig) -> None:
+    config = make(run={"steps": 2})
+    with services(config) as addressed:
+        files = RunFiles(config.run_directory)
+        files.tokens.mkdir()
+        for step in (1, 2):
+            (files.tokens / f".step-{step:06d}.safetensors.partial").symlink_to(FULL)
+        files.timeline.symlink_to(FULL)
+        files.tensorboard.write_text("a file in the place of the folder")
+        (files.root / ".tokenizer.writing").write_text("a file in the place of the folder")
+        with orchestrator(addressed) as going:
+            run = going.finish()
+    assert run.code == 0, run.progress.error
+    assert len(run.metrics) == 2
+    assert tokens(files) == {}
+    for what in (
+        "tokens: cannot be written",
+        "timeline: cannot be written",
+        "tokenizer: cannot be written",
+        "TensorBoard: ",
+    ):
+        assert len([note for note in run.progress.notes if note.startswith(what)]) == 1, run.progress.notes
+
+
+@pytest.mark.parametrize(("package", "settings"), [("wandb", {"project": "p"}), ("mlflow", {"uri": "u"})])
+def test_a_sink_whose_package_is_missing_ends_the_run_before_its_first_step(
+    make: MakeConfig, package: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    config = make(telemetry={package: settings})
+    with services(config) as addressed, pytest.raises(ConfigError, match=rf"pip install 'quartet-rlhf\[{package}\]'"):
+        Training(addressed, addressed.buffer.url or "", ProgressBoard("run", 2), Control())
+    assert not RunFiles(config.run_directory).metrics.exists()
+
+
+def test_the_tokenizer_stays_as_the_run_began_with_it(make: MakeConfig) -> None:
+    config = make(run={"steps": 1})
+    files = RunFiles(config.run_directory)
+    with underway(config) as going:
+        going.finish()
+    kept = files.tokenizer / "tokenizer.json"
+    kept.write_text(json.dumps({**json.loads(kept.read_text()), "version": "1.0"}))
+    before = kept.stat().st_mtime_ns
+    run_to_the_end(config)
+    assert kept.stat().st_mtime_ns == before
+
+
+def test_a_run_tells_wandb_and_mlflow(make: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    uri = str(tmp_path / "mlruns")
+    run = run_to_the_end(make(telemetry={"wandb": {"project": "tests"}, "mlflow": {"uri": uri}}))
+    assert not [note for note in run.progress.notes if "sends it nothing more" in note]
+    (history,) = (run.files.logs / "wandb").glob("offline-run-*/*.wandb")
+    assert [row["step"] for row in wandb_history(history)] == ["1", "2"]
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (told,) = client.search_runs([client.get_experiment_by_name("quartet").experiment_id])
+    assert told.data.params["run.name"] == run.files.root.name
+    found = client.get_metric_history(told.info.run_id, "train/reward_mean")
+    assert [(metric.step, metric.value) for metric in found] == [
+        (metrics["step"], metrics["reward_mean"]) for metrics in run.metrics
+    ]

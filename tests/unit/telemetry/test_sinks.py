@@ -1,0 +1,253 @@
+"""Where figures go besides the run's files: whatever happens there, the run goes on."""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import MLflowConfig, WandbConfig
+from quartet.telemetry.sinks.background import Sinks
+from quartet.telemetry.sinks.sink import Sink
+from quartet.telemetry.sinks.tensorboard import TensorBoard
+from quartet.types import Alert
+
+ALERT = Alert(step=3, guard="entropy", action="note", evidence="entropy is 0.01", remedy="Raise the temperature")
+
+
+class Recorder:
+    """A sink that remembers, and fails where the test says so."""
+
+    def __init__(self, fails_at: str = "", held: threading.Event | None = None) -> None:
+        self.heard: list[Any] = []
+        self._fails_at, self._held = fails_at, held
+
+    def _hear(self, what: str, *rest: Any) -> None:
+        if self._held is not None:
+            assert self._held.wait(20)
+        if what == self._fails_at:
+            raise RuntimeError(f"{what} is refused")
+        self.heard.append((what, *rest))
+
+    def goes_on(self, step: int) -> None:
+        self._hear("goes_on", step)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._hear("step", step, dict(metrics))
+
+    def evaluation(self, step: int, summary: Mapping[str, float]) -> None:
+        self._hear("evaluation", step, dict(summary))
+
+    def alert(self, alert: Alert) -> None:
+        self._hear("alert", alert)
+
+    def close(self) -> None:
+        self._hear("close")
+
+
+def tell_all(sinks: Sinks) -> None:
+    sinks.goes_on(2)
+    sinks.step(3, {"reward_mean": 0.5})
+    sinks.alert(ALERT)
+    sinks.evaluation(3, {"eval_kl": 0.1})
+    sinks.close()
+
+
+HEARD = [
+    ("goes_on", 2),
+    ("step", 3, {"reward_mean": 0.5}),
+    ("alert", ALERT),
+    ("evaluation", 3, {"eval_kl": 0.1}),
+    ("close",),
+]
+
+
+def test_every_sink_hears_everything_in_order() -> None:
+    first, second, notes = Recorder(), Recorder(), list[str]()
+    sinks = Sinks({"first": lambda: first, "second": lambda: second}, notes.append)
+    tell_all(sinks)
+    sinks.close()
+    sinks.step(4, {})
+    assert first.heard == second.heard == HEARD
+    assert notes == []
+
+
+@pytest.mark.parametrize("fails_at", ["goes_on", "step", "alert", "evaluation", "close"])
+def test_a_sink_that_fails_is_noted_once_and_let_go(fails_at: str) -> None:
+    broken, whole, notes = Recorder(fails_at), Recorder(), list[str]()
+    tell_all(Sinks({"broken": lambda: broken, "whole": lambda: whole}, notes.append))
+    names = [heard[0] for heard in HEARD]
+    assert [heard[0] for heard in broken.heard] == names[: names.index(fails_at)]
+    assert whole.heard == HEARD
+    assert notes == [f"broken: RuntimeError: {fails_at} is refused; the run goes on and sends it nothing more"]
+
+
+def test_a_sink_that_cannot_be_reached_is_noted_and_let_go() -> None:
+    whole, notes = Recorder(), list[str]()
+
+    def unreachable() -> Sink:
+        raise ConnectionError("no such host")
+
+    tell_all(Sinks({"away": unreachable, "whole": lambda: whole}, notes.append))
+    assert whole.heard == HEARD
+    assert notes == ["away: ConnectionError: no such host; the run goes on and sends it nothing more"]
+
+
+def test_a_slow_sink_loses_figures_and_never_holds_up_the_run() -> None:
+    held, notes = threading.Event(), list[str]()
+    slow = Recorder(held=held)
+    sinks = Sinks({"slow": lambda: slow}, notes.append, waiting=4)
+    for step in range(1, 51):
+        sinks.step(step, {})
+    assert notes == ["slow: slower than the run; some figures are missing there"]
+    sinks.close(0.05)
+    assert notes[1:] == ["slow: not done after 0.05 s; the last figures may be missing there"]
+    held.set()
+    sinks._thread.join(20)
+    assert not sinks._thread.is_alive()
+    assert slow.heard[0] == ("step", 1, {})
+    assert slow.heard[-1] == ("close",)
+
+
+def test_without_sinks_there_is_no_thread() -> None:
+    sinks = Sinks({}, lambda text: None)
+    tell_all(sinks)
+    assert not sinks._thread.is_alive()
+
+
+def events(folder: Path) -> Iterator[Any]:
+    """Every event below a folder, by the format's own rules and another checksum than the writer's."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            record, data = data[: length + 16], data[length + 16 :]
+            assert struct.unpack("<I", record[8:12]) == (masked_crc(record[:8]),)
+            assert struct.unpack("<I", record[-4:]) == (masked_crc(record[12:-4]),)
+            yield Event.FromString(record[12:-4])
+
+
+def masked_crc(data: bytes) -> int:
+    """CRC-32C (Castagnoli) bit by bit, masked as TFRecord files have it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def scalars(folder: Path) -> list[tuple[int, str, float]]:
+    return [
+        (event.step, value.tag, value.simple_value)
+        for event in events(folder)
+        for value in event.summary.value
+        if value.HasField("simple_value")
+    ]
+
+
+def test_tensorboard_files_hold_what_was_told(tmp_path: Path) -> None:
+    folder = tmp_path / "tensorboard"
+    tell_all(Sinks({"TensorBoard": lambda: TensorBoard(folder)}, pytest.fail))
+    assert scalars(folder) == [
+        (3, "train/reward_mean", 0.5),
+        (3, "evaluation/eval_kl", pytest.approx(0.1)),
+    ]
+    first, second, _, alert, _ = events(folder)
+    assert first.file_version == "brain.Event:2"
+    assert (second.step, second.session_log.status) == (3, second.session_log.START)
+    assert alert.summary.value[0].tag.startswith("alerts/entropy")
+    assert alert.summary.value[0].tensor.string_val == [b"entropy is 0.01. Raise the temperature (note)"]
+
+
+def test_tensorboard_goes_on_in_a_file_of_its_own(tmp_path: Path) -> None:
+    for step in (1, 2):
+        board = TensorBoard(tmp_path)
+        board.goes_on(step - 1)
+        board.step(step, {"loss": float(step), "nothing": math.nan})
+        board.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    found = scalars(tmp_path)
+    assert [(step, tag) for step, tag, _ in found] == [
+        (step, f"train/{name}") for step in (1, 2) for name in ("loss", "nothing")
+    ]
+    assert math.isnan(found[1][2])
+
+
+CONFIG = {"run": {"name": "name", "steps": 3}, "actor": {"model": "m"}}
+
+
+def taken_up_again(open_sink: Callable[[], Sink]) -> None:
+    """A run that broke off after step 2 and went on to step 3."""
+    for steps in ((1, 2), (2, 3)):
+        sink = open_sink()
+        sink.goes_on(steps[0] - 1)
+        for step in steps:
+            sink.step(step, {"step": step, "reward_mean": step / 2, "approx_kl": math.nan})
+        sink.alert(ALERT)
+        sink.evaluation(steps[1], {"eval_kl": 0.25})
+        sink.close()
+
+
+def test_mlflow_has_one_run_of_a_run_that_was_taken_up_again(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    from quartet.telemetry.sinks.mlflow_tracking import MLflow
+
+    settings = MLflowConfig(uri=str(tmp_path / "mlruns"), experiment="tests")
+    taken_up_again(lambda: MLflow(settings, "name", "0123abc", CONFIG))
+    client = mlflow.MlflowClient(tracking_uri=settings.uri)
+    experiment = client.get_experiment_by_name("tests")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "name"
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"run.name": "name", "run.steps": "3", "actor.model": "m"}
+    assert run.data.tags["alert.3.entropy"] == "entropy is 0.01. Raise the temperature"
+    rewards = client.get_metric_history(run.info.run_id, "train/reward_mean")
+    assert {(metric.step, metric.value) for metric in rewards} == {(1, 0.5), (2, 1.0), (3, 1.5)}
+    (evaluation, _) = client.get_metric_history(run.info.run_id, "evaluation/eval_kl")
+    assert evaluation.value == 0.25
+
+
+def test_wandb_takes_a_run_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from quartet.telemetry.sinks.weights_and_biases import WeightsAndBiases
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sink = WeightsAndBiases(WandbConfig(project="tests"), "name", "0123abc", CONFIG, tmp_path)
+    sink.goes_on(0)
+    for step in (1, 2, 3):
+        sink.step(step, {"step": step, "reward_mean": step / 2, "approx_kl": math.nan})
+    sink.alert(ALERT)
+    sink.evaluation(3, {"eval_kl": 0.25})
+    sink.close()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*-0123abc/*.wandb")
+    rows = wandb_history(file)
+    assert [(row["step"], row["train/reward_mean"]) for row in rows[:3]] == [("1", "0.5"), ("2", "1"), ("3", "1.5")]
+    assert (rows[3]["step"], rows[3]["evaluation/eval_kl"]) == ("3", "0.25")
+
+
+def wandb_history(path: Path) -> list[dict[str, str]]:
+    """What was logged, as JSON by name, of the library's own file: records in the format of LevelDB's log."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, record, rows = path.read_bytes(), 7, b"", []
+    while place < len(data):
+        if 32768 - place % 32768 < 7:  # No header fits into what is left of a block.
+            place += 32768 - place % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # The whole of a record, or its last part.
+            history = wandb_internal_pb2.Record.FromString(record).history
+            rows.append({item.key or item.nested_key[0]: item.value_json for item in history.item})
+            record = b""
+    return [row for row in rows if row]

@@ -1,0 +1,51 @@
+"""timeline.jsonl: lines are added whole, and later steps are dropped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quartet.telemetry.run_files import RunFiles
+
+
+def steps(files: RunFiles) -> list[int]:
+    return [json.loads(line)["step"] for line in files.timeline.read_text().splitlines()]
+
+
+def test_later_steps_are_dropped(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    for step in range(1, 13):
+        files.append_timeline({"step": step, "spans": []})
+    before = files.timeline.stat()
+    files.forget_after(12)
+    assert files.timeline.stat().st_ino == before.st_ino
+    files.forget_after(9)
+    assert steps(files) == list(range(1, 10))
+    # Whoever reads on from where it was sees another file.
+    assert files.timeline.stat().st_ino != before.st_ino
+    files.append_timeline({"step": 10})
+    assert steps(files) == list(range(1, 11))
+    files.forget_after(0)
+    assert files.timeline.read_text() == ""
+
+
+def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    files.append_timeline({"step": 1})
+    with files.timeline.open("a") as file:
+        file.write('{"step": 2, "spa')
+    files.append_timeline({"step": 3})
+    assert files.timeline.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "spa', '{"step": 3}']
+    files.forget_after(2)
+    assert files.timeline.read_text().startswith('{"step": 1}\n')
+    assert '"step": 3' not in files.timeline.read_text()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    files.timeline.symlink_to("/dev/full")
+    with pytest.raises(OSError):  # noqa: PT011 - which one depends on how far the writing came
+        files.append_timeline({"step": 1})

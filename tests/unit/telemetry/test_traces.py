@@ -1,0 +1,90 @@
+"""Traces by themselves: what begins one, what goes with a call, and what becomes of spans that nobody takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from quartet.telemetry.traces import Traces, Untraced
+from tests.training.observed import Collector
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_nothing_of_opentelemetry_is_imported_while_traces_are_off() -> None:
+    code = (
+        "import sys\n"
+        "from quartet.config import parse_config\n"
+        "from services.observation import Observation\n"
+        "from quartet.types import Role\n"
+        "tree = {'data': {'prompts': 'p'}, 'actor': {'model': 'a'}, 'reward': {'model': 'r'}}\n"
+        "observation = Observation([Role.ACTOR], parse_config(tree, 'test'))\n"
+        "assert observation.traces is None\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_off_is_nothing() -> None:
+    with Untraced().step(1), Untraced().part("update"):
+        pass
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1/traces"])
+def test_a_call_carries_what_it_belongs_to_and_what_is_outside_of_a_step_is_no_trace(path: str) -> None:
+    with Collector().listening() as collector:
+        client, server = Traces(collector.url + path, "orchestrator", "run"), Traces(collector.url, "actor", "run")
+        assert client.outgoing("actor", "GetStatus") is None
+        with client.part("checkpoint"):
+            pass
+        with client.step(7):
+            call = client.outgoing("actor", "Update")
+            assert call is not None
+            assert [key for key, _ in call.metadata] == ["traceparent"]
+            with server.incoming("quartet.v1.ActorService", "Update", call.metadata, lambda: "UNAVAILABLE"):
+                pass
+            call.end("OK")
+        for traces in (client, server):
+            traces.close()
+        spans = {span.name: (service, span) for service, span in collector.spans}
+    assert set(spans) == {"step 7", "actor Update", "quartet.v1.ActorService/Update"}
+    answered = spans["quartet.v1.ActorService/Update"]
+    assert answered[0] == "actor"
+    assert answered[1].parent_span_id == spans["actor Update"][1].span_id
+    assert answered[1].status.message == "UNAVAILABLE"
+    assert len({span.trace_id for _, span in spans.values()}) == 1
+
+
+def test_what_is_lost_is_said_once_and_so_is_that_it_arrives_again() -> None:
+    with Collector(status=400).listening() as collector, capture_logs() as logs:
+        traces = Traces(collector.url, "orchestrator", "run")
+        for step in (1, 2):
+            with traces.step(step):
+                pass
+            traces._provider.force_flush()
+        collector.status = 200
+        with traces.step(3):
+            pass
+        traces._provider.force_flush()
+        traces.close()
+    assert [line["event"] for line in logs] == ["traces are lost", "traces arrive again"]
+    assert logs[0]["endpoint"] == collector.url
+    assert [span.name for _, span in collector.spans] == ["step 3"]
+
+
+def test_a_step_is_not_held_up_by_a_collector_that_is_gone() -> None:
+    traces = Traces("http://127.0.0.1:9", "orchestrator", "run")
+    start = time.monotonic()
+    for step in range(100):
+        with traces.step(step), traces.part("update"):
+            pass
+    assert time.monotonic() - start < 1.0
+    traces.close()
+    assert time.monotonic() - start < 4.0
