@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -25,6 +25,9 @@ from quartet.failpoints import arm
 from quartet.telemetry.logs import configure_logs
 from quartet.topology import listen_address, threads_of
 from quartet.types import Role
+
+if TYPE_CHECKING:
+    from services.observation import Observation
 
 log = structlog.get_logger()
 
@@ -92,20 +95,26 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    from services.observation import Observation
+
+    observation = Observation(roles, config)
     if roles == [Role.ORCHESTRATOR]:
-        hosted, background = _orchestrator(config, endings, status, announcer)
+        hosted, background = _orchestrator(config, endings, status, announcer, observation)
     else:
         hosted, background = _models(roles, config, threads), None
+        observation.of_services(hosted)
 
     from quartet.rpc.server import Server
 
-    server = Server(hosted, listen, config.security.allow_plaintext)
-    log.info("ready", address=server.address, threads=threads)
-    announcer.say(address=server.address)
+    observation.begin()
+    server = Server(hosted, listen, config.security.allow_plaintext, observation.observers, observation.address)
+    log.info("ready", address=server.address, metrics=observation.address, threads=threads)
+    announcer.say(address=server.address, metrics_address=observation.address)
     if background is not None:
         background.start()
     log.info("stopping", cause=_wait_for_the_end(endings, hosted, config.recovery.stall))
     server.stop(config.timeouts.drain)
+    observation.close()
     log.info("stopped")
     return status[0]
 
@@ -147,10 +156,11 @@ def _settle() -> None:
 
 
 def _orchestrator(
-    config: Config, endings: queue.SimpleQueue[str], status: list[int], announcer: Announcer
+    config: Config, endings: queue.SimpleQueue[str], status: list[int], announcer: Announcer, observation: Observation
 ) -> tuple[list[Any], threading.Thread]:
     from quartet.telemetry.run_files import RunFiles
     from services.orchestrator.control import Control
+    from services.orchestrator.figures import Depth, RunFigures
     from services.orchestrator.progress import ProgressBoard
     from services.orchestrator.servicer import OrchestratorServicer
     from services.orchestrator.training import Training, train
@@ -159,7 +169,9 @@ def _orchestrator(
     set_up_torch(1)
     board = ProgressBoard(config.run.name, config.run.steps)
     control = Control(RunFiles(config.run_directory).asked)
-    training = Training(config, buffer_url(config), board, control, prepared=_settle)
+    url = buffer_url(config)
+    training = Training(config, url, board, control, prepared=_settle, traces=observation.traces)
+    observation.registry.register(RunFigures(config, board, Depth(url, config.run.name)))
 
     def finished(code: int) -> None:
         status[0] = code
@@ -171,7 +183,7 @@ def _orchestrator(
         endings.put("end of the run")
 
     thread = threading.Thread(target=train, args=(training, board, finished), name="training", daemon=True)
-    return [OrchestratorServicer(board, control, training.close)], thread
+    return [OrchestratorServicer(board, training.commands, training.close)], thread
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import grpc
 
 from quartet.errors import Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
 from quartet.rpc.limits import CHANNEL_OPTIONS
+from quartet.rpc.observation import CallTracer
 from quartet.rpc.status_codes import error_of
 from quartet.v1 import status_pb2, status_pb2_grpc
 
@@ -28,6 +29,8 @@ class Peer:
         self.name = name
         self.address = address
         self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.tracer: CallTracer | None = None
+        """Takes notice of the calls that are begun with ``start``."""
 
     def call(self, method: Callable[..., Response], request: Any, timeout: float, title: str) -> Response:
         """Calls a stub's method. ``timeout`` is in seconds. Raises the domain exception of the answer's status code."""
@@ -38,7 +41,11 @@ class Peer:
 
     def start(self, method: Any, request: Any, timeout: float, title: str) -> PendingCall:
         """Begins a call without waiting for its answer."""
-        return PendingCall(self, method.future(request, timeout=timeout), title, timeout)
+        span = self.tracer.outgoing(self.name, title) if self.tracer is not None else None
+        future = method.future(request, timeout=timeout, metadata=span.metadata if span is not None else None)
+        if span is not None:
+            future.add_done_callback(lambda ended: span.end(ended.code().name))
+        return PendingCall(self, future, title, timeout)
 
     def _error(self, error: grpc.RpcError, title: str, timeout: float) -> QuartetError:
         where = f"{self.name} at {self.address}: {title}"
@@ -116,6 +123,10 @@ class PendingCall:
     def done(self) -> bool:
         """Whether the answer, or the failure, is there."""
         return bool(self._future.done())
+
+    def when_done(self, heard: Callable[[], None]) -> None:
+        """Has ``heard`` called, by another thread, when the answer or the failure is there; at once if it is."""
+        self._future.add_done_callback(lambda _: heard())
 
     def result(self) -> Any:
         """The answer. Raises the domain exception of its status code."""

@@ -52,6 +52,10 @@ class PendingResult(Generic[T]):
         """Whether the answer, or the failure, is there."""
         return self._pending.done()
 
+    def when_done(self, heard: Callable[[], None]) -> None:
+        """Has ``heard`` called, by another thread, when the answer or the failure is there; at once if it is."""
+        self._pending.when_done(heard)
+
     def result(self) -> T:
         """The answer. Raises the domain exception that the service answered with."""
         if self._found is None:

@@ -58,6 +58,7 @@ class ComputeThread:
         self._lock = threading.Lock()
         self._in_hand: tuple[str, Gone] | None = None
         self._places = threading.BoundedSemaphore(MAX_PENDING_WORK)
+        self._pending = 0
 
     def run(self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]) -> Result:
         """Runs ``work(cancelled)`` and waits for it.
@@ -68,10 +69,16 @@ class ComputeThread:
         """
         if not self._places.acquire(blocking=False):
             raise ServiceBusy(f"{kind}: {MAX_PENDING_WORK} calls wait already; send fewer at once")
+        self._count(1)
         try:
             return self._run(kind, caller, work)
         finally:
+            self._count(-1)
             self._places.release()
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._pending += change
 
     def _run(self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]) -> Result:
         gone = Gone(caller.time_remaining())
@@ -101,6 +108,11 @@ class ComputeThread:
         """Seconds spent on finished work, by kind."""
         with self._lock:
             return dict(self._busy)
+
+    def pending(self) -> int:
+        """Calls that wait, the one that is worked on included."""
+        with self._lock:
+            return self._pending
 
     def abandoned(self) -> tuple[str, float]:
         """What is being worked on although its caller is gone and its deadline has passed, and since how many seconds; or "", 0.

@@ -35,7 +35,12 @@ class ModelRole(Generic[AnyCore]):
 
     def status(self) -> ServiceStatus:
         """The core's status, with what the compute thread measured."""
-        return replace(self.core.status(), threads=self._threads, busy_seconds=self.compute.busy_seconds())
+        return replace(
+            self.core.status(),
+            threads=self._threads,
+            busy_seconds=self.compute.busy_seconds(),
+            work_pending=self.compute.pending(),
+        )
 
     def abandoned(self) -> tuple[str, float]:
         """As ``ComputeThread.abandoned``."""

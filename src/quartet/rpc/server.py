@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from quartet import __version__, codec
 from quartet.errors import ConfigError, InvalidRequest
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, SERVER_OPTIONS, WORKERS
+from quartet.rpc.observation import Observer
 from quartet.rpc.status_codes import code_of
 from quartet.types import Role, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
@@ -44,15 +45,15 @@ class HostedRole(Protocol):
 class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     """Answers for all roles of the process."""
 
-    def __init__(self, roles: Sequence[HostedRole]) -> None:
-        self._roles = roles
+    def __init__(self, roles: Sequence[HostedRole], metrics_address: str = "") -> None:
+        self._roles, self._metrics_address = roles, metrics_address
 
     def GetStatus(
         self, request: status_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> status_pb2.GetStatusResponse:
         """What this process is and has done."""
         statuses = [codec.status_to_proto(role.status()) for role in self._roles]
-        return status_pb2.GetStatusResponse(roles=statuses, version=__version__)
+        return status_pb2.GetStatusResponse(roles=statuses, version=__version__, metrics_address=self._metrics_address)
 
 
 class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
@@ -132,20 +133,30 @@ def _abort(error: Exception, method: str, context: grpc.ServicerContext) -> None
 class Server:
     """A listening gRPC server for the given roles. It answers health and status from its start to its end."""
 
-    def __init__(self, roles: Sequence[HostedRole], listen: str, allow_plaintext: bool = False) -> None:
-        """Binds and starts. Raises ConfigError when the address is taken, invalid, or not loopback without leave."""
+    def __init__(
+        self,
+        roles: Sequence[HostedRole],
+        listen: str,
+        allow_plaintext: bool = False,
+        observers: Sequence[Observer] = (),
+        metrics_address: str = "",
+    ) -> None:
+        """Binds and starts. ``observers`` see every call; ``metrics_address`` is told to whoever asks for the status.
+
+        Raises ConfigError when the address is taken, invalid, or not loopback without leave.
+        """
         check_listen_address(listen, allow_plaintext)
         self._roles = roles
         self._stopping = threading.Event()
         self._server = grpc.server(
             ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="rpc"),
-            interceptors=[ErrorInterceptor()],
+            interceptors=[*observers, ErrorInterceptor()],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        status_pb2_grpc.add_StatusServiceServicer_to_server(StatusServicer(roles), self._server)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(StatusServicer(roles, metrics_address), self._server)
         for role in roles:
             role.register(self._server)
         host = listen.rpartition(":")[0]

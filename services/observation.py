@@ -1,0 +1,67 @@
+"""How a process lets itself be looked at: figures for Prometheus, spans of its part in every step. None of it can fail a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+
+from quartet.config import Config
+from quartet.errors import ConfigError
+from quartet.rpc.observation import CallMetrics, CallTraces, Observer
+from quartet.rpc.server import HostedRole, check_listen_address
+from quartet.telemetry.metrics import MetricsServer, ServiceFigures, process_registry
+from quartet.telemetry.traces import Traces
+from quartet.types import Role
+
+log = structlog.get_logger()
+
+
+class Observation:
+    """One process's figures and spans."""
+
+    def __init__(self, roles: Sequence[Role], config: Config) -> None:
+        """Raises ConfigError for an address beyond loopback without leave. Nothing listens yet."""
+        self._listen = getattr(config.services, roles[0]).metrics or "127.0.0.1:0"
+        try:
+            check_listen_address(self._listen, config.security.allow_plaintext)
+        except ConfigError as error:
+            raise ConfigError(f"services.{roles[0]}.metrics: {error}") from None
+        name = "+".join(roles)
+        self.registry = process_registry(name)
+        self.traces = _traces(config, name)
+        self.observers: list[Observer] = [CallMetrics(self.registry)]
+        if self.traces is not None:
+            self.observers.append(CallTraces(self.traces))
+        self._server: MetricsServer | None = None
+
+    def of_services(self, hosted: Sequence[HostedRole]) -> None:
+        """Adds what the model services tell of themselves."""
+        self.registry.register(ServiceFigures(lambda: [role.status() for role in hosted]))
+
+    def begin(self) -> None:
+        """Serves the figures. Where that address is taken the process goes on without."""
+        try:
+            self._server = MetricsServer(self.registry, self._listen)
+        except ConfigError as error:
+            log.warning("figures are not served", error=str(error))
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the figures; empty where they are not served."""
+        return self._server.address if self._server is not None else ""
+
+    def close(self) -> None:
+        """Sends the last spans. The figures are served as long as the process lives."""
+        if self.traces is not None:
+            self.traces.close()
+
+
+def _traces(config: Config, role: str) -> Traces | None:
+    if config.telemetry.traces is None:
+        return None
+    try:
+        return Traces(config.telemetry.traces, role, config.run.name)
+    except Exception as error:  # OpenTelemetry's own settings come from the environment, and may be anything.
+        log.warning("no traces", error=str(error))
+        return None

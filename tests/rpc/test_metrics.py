@@ -1,0 +1,167 @@
+"""What a service process tells Prometheus, and where it may be read."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from structlog.testing import capture_logs
+
+from quartet.config import Config
+from quartet.errors import Cancelled, ConfigError, FailedPrecondition, ServiceFailed
+from quartet.rpc.clients import ReferenceClient
+from quartet.rpc.server import Server
+from quartet.types import Role
+from quartet.v1 import status_pb2, status_pb2_grpc
+from services.observation import Observation
+from tests.e2e.commands import wait_until
+from tests.rpc.conftest import Services
+from tests.rpc.test_server import BATCH, Gate, gated
+from tests.training.observed import read, value
+
+ROOT = Path(__file__).parents[2]
+SERVICE = "quartet.v1.ReferenceService"
+
+
+@pytest.fixture
+def observation(make_config: Callable[..., Config]) -> Observation:
+    return Observation([Role.REFERENCE], make_config())
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    found = Gate()
+    yield found
+    found.release.set()
+
+
+@pytest.fixture
+def reference(gate: Gate, observation: Observation, services: Services) -> Iterator[ReferenceClient]:
+    role = gated(gate)
+    observation.of_services([role])
+    observation.begin()
+    server = Server([role], "127.0.0.1:0", False, observation.observers, observation.address)
+    client: ReferenceClient = services.client(Role.REFERENCE, server)
+    yield client
+    gate.release.set()
+    server.stop(5.0)
+
+
+def calls(observation: Observation, code: str) -> float:
+    labels = {"service": SERVICE, "method": "LogProbs", "code": code}
+    return read(observation.address).get(("quartet_rpc_requests_total", frozenset(labels.items())), 0.0)
+
+
+def test_calls_in_hand_and_those_that_wait_are_seen(
+    reference: ReferenceClient, gate: Gate, observation: Observation
+) -> None:
+    pending = [reference.log_probs(BATCH, 1.0) for _ in range(3)]
+    wait_until(lambda: value(read(observation.address), "quartet_work_pending") == 3, 20)
+    assert value(read(observation.address), "quartet_rpc_in_flight") == 3
+    assert reference.wait_until_ready().work_pending == 3
+    gate.release.set()
+    for call in pending:
+        call.result()
+    wait_until(lambda: calls(observation, "OK") == 3, 20)
+    found = read(observation.address)
+    assert value(found, "quartet_work_pending") == value(found, "quartet_rpc_in_flight") == 0
+    assert value(found, "quartet_rpc_seconds_count", service=SERVICE, method="LogProbs") == 3
+    assert value(found, "quartet_rpc_seconds_sum", service=SERVICE, method="LogProbs") > 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [(FailedPrecondition("not now"), "FAILED_PRECONDITION"), (RuntimeError("a fault"), "INTERNAL")],
+)
+def test_failures_count_by_their_code(
+    reference: ReferenceClient, gate: Gate, observation: Observation, failure: Exception, code: str
+) -> None:
+    gate.failure = failure
+    gate.release.set()
+    with pytest.raises((FailedPrecondition, ServiceFailed)):
+        reference.log_probs(BATCH, 1.0).result()
+    wait_until(lambda: calls(observation, code) == 1, 20)
+    assert calls(observation, "OK") == 0
+
+
+def test_a_call_that_was_let_go_of_counts_as_cancelled(
+    reference: ReferenceClient, gate: Gate, observation: Observation
+) -> None:
+    call = reference.log_probs(BATCH, 1.0)
+    assert gate.begun.wait(20)
+    call.cancel()
+    with pytest.raises(Cancelled):
+        call.result()
+    gate.release.set()
+    wait_until(lambda: calls(observation, "CANCELLED") == 1, 20)
+
+
+def test_the_status_says_where_the_figures_are(reference: ReferenceClient, observation: Observation) -> None:
+    stub = status_pb2_grpc.StatusServiceStub(reference.peer.channel)
+    answer = stub.GetStatus(status_pb2.GetStatusRequest(), timeout=5)
+    assert answer.metrics_address == observation.address
+    assert answer.metrics_address.startswith("127.0.0.1:")
+    assert not answer.metrics_address.endswith(":0")
+
+
+def test_figures_are_served_in_plaintext_on_loopback_only_unless_told_so(make_config: Callable[..., Config]) -> None:
+    section = {"reference": {"metrics": "0.0.0.0:0"}}
+    with pytest.raises(ConfigError, match=r"services\.reference\.metrics: listen 0\.0\.0\.0:0: not a loopback address"):
+        Observation([Role.REFERENCE], make_config(services=section))
+    told = Observation([Role.REFERENCE], make_config(services=section, security={"allow_plaintext": True}))
+    told.begin()
+    assert value(read(told.address.replace("0.0.0.0", "127.0.0.1")), "process_resident_memory_bytes") > 0
+
+
+def test_an_address_that_is_taken_is_said_and_the_process_goes_on(make_config: Callable[..., Config]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        observation = Observation([Role.CRITIC], make_config(services={"critic": {"metrics": address}}))
+        with capture_logs() as logs:
+            observation.begin()
+    assert observation.address == ""
+    assert [(line["event"], line["log_level"]) for line in logs] == [("figures are not served", "warning")]
+    assert f"metrics {address}: cannot listen there" in logs[0]["error"]
+
+
+def test_a_process_announces_its_figures_and_serves_them(
+    make_config: Callable[..., Config], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    config = make_config(telemetry={"traces": "http://127.0.0.1:9"})
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services", "reference", "--config", str(path), "--ready-fd", str(writer)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        pass_fds=(writer,),
+        stderr=subprocess.PIPE,
+    )
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as pipe:
+            said: dict[str, Any] = yaml.safe_load(pipe.readline())
+        with grpc.insecure_channel(said["address"]) as channel:
+            answer = status_pb2_grpc.StatusServiceStub(channel).GetStatus(status_pb2.GetStatusRequest(), timeout=10)
+        assert answer.metrics_address == said["metrics_address"]
+        found = read(said["metrics_address"])
+        assert value(found, "quartet_model_parameters", role="reference") == answer.roles[0].parameters > 0
+        labels = {"service": "quartet.v1.StatusService", "method": "GetStatus", "code": "OK"}
+        assert value(found, "quartet_rpc_requests_total", **labels) == 1
+    finally:
+        process.terminate()
+        start = time.monotonic()
+        assert process.wait(20) == 0, process.stderr.read() if process.stderr else ""
+        assert time.monotonic() - start < 5

@@ -1,0 +1,143 @@
+"""The files of docker/monitoring, held against one another, the config and docs/monitoring.md.
+
+Whether a process has what they ask for is tested where there is one: tests/training/test_observed.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quartet.config import GuardsConfig
+from quartet.types import Role
+from services.orchestrator.progress import RunState
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docker/monitoring"
+DASHBOARD: dict[str, Any] = json.loads((FOLDER / "grafana/dashboards/quartet.json").read_text(encoding="utf-8"))
+RULES = [
+    rule
+    for group in yaml.safe_load((FOLDER / "rules.yml").read_text(encoding="utf-8"))["groups"]
+    for rule in group["rules"]
+]
+PROMETHEUS: dict[str, Any] = yaml.safe_load((FOLDER / "prometheus.yml").read_text(encoding="utf-8"))
+PAIRS = {")": "(", "]": "[", "}": "{"}
+
+
+def dashboard_targets() -> Iterator[tuple[str, str]]:
+    """(panel, expression)."""
+    for panel in DASHBOARD["panels"]:
+        for target in panel.get("targets", []):
+            yield panel["title"], target["expr"]
+
+
+def expressions() -> list[tuple[str, str]]:
+    """(where, PromQL) of every rule and every panel."""
+    return [*((rule["alert"], rule["expr"]) for rule in RULES), *dashboard_targets()]
+
+
+@cache
+def names_in_expressions() -> frozenset[str]:
+    """Every metric that a rule or a panel asks for."""
+    found: set[str] = set()
+    for _, expression in expressions():
+        plain = re.sub(r'"[^"]*"', '""', expression)
+        found |= set(re.findall(r"\b(?:quartet|process|python)_\w+|\bup\b", plain))
+    return frozenset(found)
+
+
+def problem_of(expression: str) -> str:
+    """What is wrong with the brackets and quotes of a PromQL expression, or nothing."""
+    open_brackets: list[str] = []
+    plain = re.sub(r'"[^"]*"', "", expression)
+    if '"' in plain:
+        return "a quote is not closed"
+    for character in plain:
+        if character in PAIRS.values():
+            open_brackets.append(character)
+        elif character in PAIRS and (not open_brackets or open_brackets.pop() != PAIRS[character]):
+            return f"{character} closes nothing"
+    return f"{open_brackets[-1]} is not closed" if open_brackets else ""
+
+
+@pytest.mark.parametrize(("where", "expression"), expressions())
+def test_expressions_are_whole(where: str, expression: str) -> None:
+    assert problem_of(expression) == ""
+    assert re.search(r"\b(quartet|process)_\w+|\bup\b", expression), "asks for nothing"
+
+
+@pytest.mark.parametrize(("broken", "problem"), [("a(b[5m)", ") closes"), ("(a", "( is"), ('a{b="c}', "a quote")])
+def test_what_is_not_whole_is_seen(broken: str, problem: str) -> None:
+    assert problem_of(broken).startswith(problem)
+
+
+def test_rules_have_what_whoever_is_woken_needs() -> None:
+    assert len({rule["alert"] for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert all(problem_of(text) == "" for text in rule["annotations"].values())
+
+
+def test_the_states_that_rules_look_for_exist() -> None:
+    looked_for = [
+        state
+        for _, expression in expressions()
+        for matched in re.findall(r'state=~?"([^"]*)"', expression)
+        for state in matched.split("|")
+    ]
+    assert looked_for
+    assert set(looked_for) <= {state.value for state in RunState}
+
+
+def test_prometheus_reads_every_process() -> None:
+    assert PROMETHEUS["rule_files"] == ["rules.yml"]
+    services, gateway = PROMETHEUS["scrape_configs"]
+    assert {target["labels"]["role"] for target in services["static_configs"]} == {role.value for role in Role}
+    assert all(target["targets"] == [f"{target['labels']['role']}:9100"] for target in services["static_configs"])
+    assert gateway["authorization"]["credentials_file"], "a token has no place in a config"
+
+
+def test_the_dashboard_is_whole() -> None:
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert place["x"] + place["w"] <= 24
+        assert not cells & places, f"{panel['title']}: lies on another panel"
+        places |= cells
+        if panel["type"] != "row":
+            assert panel["description"]
+            assert panel["datasource"]["uid"] == "${datasource}"
+    known = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) - {"__all"} <= known
+
+
+def test_grafana_finds_the_dashboard_and_prometheus() -> None:
+    folder = FOLDER / "grafana/provisioning"
+    [source] = yaml.safe_load((folder / "datasources/prometheus.yml").read_text())["datasources"]
+    [provider] = yaml.safe_load((folder / "dashboards/quartet.yml").read_text())["providers"]
+    assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
+    assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
+
+
+def test_every_metric_that_is_asked_for_is_documented() -> None:
+    documented = set(re.findall(r"`(\w+?)(?:\{[^`]*\})?`", (ROOT / "docs/monitoring.md").read_text(encoding="utf-8")))
+    from_the_step = {f"quartet_{name}" for name in documented}
+    families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in names_in_expressions()}
+    assert families - documented - from_the_step == {"up"}
+
+
+def test_guards_are_those_of_the_config() -> None:
+    from services.orchestrator.figures import GUARDS
+
+    assert set(GUARDS) == set(GuardsConfig.model_fields) - {"window"}
