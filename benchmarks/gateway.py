@@ -1,0 +1,296 @@
+"""The gateway under load while a run trains on the same cores: 100 event streams and 50 requests a second.
+
+`make gateway-load`, or python -m benchmarks.gateway. The run goes on all the time; the load is switched on and off in turns, so
+that both are measured in one run. Counts events that a stream lost, the requests' latency, by how much the run slows down, and
+the gateway's and the load's own shares of the processors. Exits 1 when an event is lost, a request fails, p99 is 500 ms or more,
+or the run slows down by more than those shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import yaml
+
+from benchmarks import page
+from quartet.demo.world import make_world
+from quartet.processes import with_parent
+from quartet.types import MODEL_ROLES
+
+RUN = "loaded"
+STREAMS = 100
+REQUESTS = 50
+"""A second."""
+LIMIT = 0.5
+"""Seconds that 99 of 100 requests have to be answered in."""
+STEPS = 100_000
+"""More than the measurement lasts; the run is stopped at its end."""
+STEPS_TO_ASK_FOR = 5
+"""The newest so many steps' trajectories are asked for."""
+
+
+@dataclass
+class Turn:
+    """Some time with the load on or off: seconds of the steps that lie in it, and CPU seconds by whose they are."""
+
+    loaded: bool
+    seconds: float
+    steps: list[float]
+    cpu: dict[str, float]
+
+
+@dataclass
+class Load:
+    """What the load saw."""
+
+    latencies: list[float] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    streams: list[list[int]] = field(default_factory=list)
+    """The steps that each stream was sent, in order."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gateway", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=6, help="how often the load goes on and off")
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of a turn")
+    parser.add_argument("--folder", type=Path, default=Path("build/gateway-load"), help="where the run is kept")
+    parser.add_argument("--page", type=Path, default=Path("docs/gateway.md"), help="where the table goes")
+    options = parser.parse_args(arguments)
+    shutil.rmtree(options.folder, ignore_errors=True)
+    options.folder.mkdir(parents=True)
+    turns, load = _run(options.folder.absolute(), options.turns, options.seconds)
+    report = _report(turns, load)
+    (options.folder / "gateway.json").write_text(json.dumps(report, indent=1) + "\n")
+    text = _table(report)
+    print(text)
+    page.write(options.page, "gateway-load", text)
+    problems = _problems(report)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _config(folder: Path) -> Path:
+    world = make_world(folder / "world")
+    tree = {
+        "run": {"name": RUN, "steps": STEPS, "directory": str(folder / "runs")},
+        "data": {"prompts": str(world.prompts), "max_prompt_tokens": 24},
+        "rollout": {"prompts_per_step": 32, "max_response_tokens": 24},
+        "actor": {"model": str(world.policy), "learning_rate": 1e-6},
+        "critic": {"learning_rate": 1e-6},
+        "reward": {"model": str(world.reward)},
+        "services": {role.value: {"threads": 1} for role in MODEL_ROLES},
+        "gateway": {"requests_per_second": 1000},
+    }
+    path = folder / "loaded.yaml"
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return path
+
+
+def _run(folder: Path, turns: int, seconds: float) -> tuple[list[Turn], Load]:
+    command = [str(Path(sys.executable).with_name("quartet")), "train", str(_config(folder))]
+    root = folder / "runs" / RUN
+    with (folder / "train.log").open("wb") as output:
+        process = subprocess.Popen(with_parent(command), stdout=output, stderr=subprocess.STDOUT)
+        try:
+            _wait_until((root / "metrics.jsonl").exists, process, folder / "train.log")
+            return asyncio.run(_measure(root, process.pid, turns, seconds))
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _wait_until(condition: Any, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the run did not begin: {log.read_text(errors='replace')[-2000:]}")
+        time.sleep(0.1)
+
+
+async def _measure(root: Path, pid: int, turns: int, seconds: float) -> tuple[list[Turn], Load]:
+    gateway = json.loads((root / "gateway.json").read_text())
+    headers = {"Authorization": f"Bearer {gateway['token']}"}
+    limits = httpx2.Limits(max_connections=STREAMS + 64)
+    found, load = [], Load()
+    async with httpx2.AsyncClient(base_url=gateway["url"], headers=headers, limits=limits, timeout=60) as client:
+        await asyncio.sleep(5)
+        for number in range(turns):
+            loaded = number % 2 == 1
+            found.append(await _turn(root, pid, loaded, seconds, client, load))
+    return found, load
+
+
+async def _turn(root: Path, pid: int, loaded: bool, seconds: float, client: Any, load: Load) -> Turn:
+    streams: list[asyncio.Task[None]] = []
+    if loaded:
+        first = len(load.streams)
+        for _ in range(STREAMS):
+            seen: list[int] = []
+            load.streams.append(seen)
+            streams.append(asyncio.create_task(_stream(client, seen)))
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(1)
+    cpu, began, steps = _cpu(pid), time.monotonic(), len(_steps(root))
+    if loaded:
+        await _requests(client, seconds, load)
+    else:
+        await asyncio.sleep(seconds)
+    took, after = time.monotonic() - began, _cpu(pid)
+    done = _steps(root)[steps:]
+    if loaded:
+        last = steps + len(done)
+        await asyncio.sleep(2)  # What is on its way arrives.
+        for task in streams:
+            task.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        for seen in load.streams[first:]:
+            expected = list(range(seen[0] if seen else 1, last + 1))
+            if seen[: len(expected)] != expected:
+                load.failures["a stream lost an event"] += 1
+    return Turn(loaded, took, done[1:], {name: after[name] - cpu.get(name, 0.0) for name in after})
+
+
+async def _stream(client: Any, seen: list[int]) -> None:
+    async with client.stream("GET", f"/api/v1/runs/{RUN}/events", timeout=None) as response:
+        response.raise_for_status()
+        event = ""
+        async for line in response.aiter_lines():
+            if line.startswith("event:"):
+                event = line.removeprefix("event:").strip()
+            elif line.startswith("data:") and event == "step":
+                seen.append(int(json.loads(line.removeprefix("data:"))["step"]))
+
+
+async def _requests(client: Any, seconds: float, load: Load) -> None:
+    began, tasks, number = time.monotonic(), [], 0
+    paths = [
+        "",
+        "/metrics?names=reward_mean,kl_mean,entropy&points=600",
+        "/steps?limit=20",
+        f"/trajectories?limit=20&sort=-score&last={STEPS_TO_ASK_FOR}",
+        "/services",
+        "/guards",
+    ]
+    while (now := time.monotonic() - began) < seconds:
+        if number / REQUESTS > now:
+            await asyncio.sleep(number / REQUESTS - now)
+        tasks.append(asyncio.create_task(_request(client, f"/api/v1/runs/{RUN}{paths[number % len(paths)]}", load)))
+        number += 1
+    await asyncio.gather(*tasks)
+
+
+async def _request(client: Any, path: str, load: Load) -> None:
+    began = time.monotonic()
+    try:
+        response = await client.get(path)
+    except httpx2.HTTPError as error:
+        load.failures[type(error).__name__] += 1
+        return
+    load.latencies.append(time.monotonic() - began)
+    if response.status_code != 200:
+        load.failures[f"{path.partition('?')[0]}: status {response.status_code}"] += 1
+
+
+def _steps(root: Path) -> list[float]:
+    return [json.loads(line)["seconds"] for line in (root / "metrics.jsonl").read_bytes().split(b"\n")[:-1]]
+
+
+def _cpu(pid: int) -> dict[str, float]:
+    """CPU seconds so far: of the gateway, of all else that the run consists of, and of this load."""
+    found = {"gateway": 0.0, "run": 0.0}
+    parent = psutil.Process(pid)
+    for process in [parent, *parent.children(recursive=True)]:
+        try:
+            times, command = process.cpu_times(), process.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        name = "gateway" if "gateway" in command else "run"
+        found[name] += times.user + times.system
+    own = os.times()
+    return {**found, "load": own.user + own.system}
+
+
+def _report(turns: list[Turn], load: Load) -> dict[str, Any]:
+    def of(loaded: bool) -> list[Turn]:
+        return [turn for turn in turns if turn.loaded is loaded]
+
+    def rate(part: list[Turn]) -> float:
+        """Steps a second, over whole turns: what is lost between steps counts too."""
+        return sum(len(turn.steps) + 1 for turn in part) / sum(turn.seconds for turn in part)
+
+    def share(name: str, part: list[Turn]) -> float:
+        return sum(turn.cpu[name] for turn in part) / sum(turn.seconds for turn in part) / (os.cpu_count() or 1)
+
+    ordered = sorted(load.latencies)
+    return {
+        "cores": os.cpu_count(),
+        "streams": STREAMS,
+        "requests": len(ordered),
+        "events": sum(len(seen) for seen in load.streams),
+        "failures": dict(load.failures),
+        "p50": statistics.median(ordered),
+        "p99": ordered[int(len(ordered) * 0.99)],
+        "slowest": ordered[-1],
+        "slowdown": 1 - rate(of(True)) / rate(of(False)),
+        "gateway_share": share("gateway", of(True)),
+        "gateway_share_idle": share("gateway", of(False)),
+        "load_share": share("load", of(True)),
+    }
+
+
+def _table(report: dict[str, Any]) -> str:
+    rows = [
+        ("event streams, requests a second", f"{report['streams']}, {REQUESTS}"),
+        (
+            "events delivered, lost by a stream",
+            f"{report['events']}, {report['failures'].get('a stream lost an event', 0)}",
+        ),
+        ("requests, failed", f"{report['requests']}, {sum(report['failures'].values())}"),
+        (
+            "latency: median, 99 of 100, slowest",
+            f"{report['p50'] * 1000:.0f}, {report['p99'] * 1000:.0f}, {report['slowest'] * 1000:.0f} ms",
+        ),
+        ("steps a second fall by", f"{report['slowdown']:.1%}"),
+        (
+            "the gateway's share of the cores",
+            f"{report['gateway_share']:.1%} (without the load {report['gateway_share_idle']:.1%})",
+        ),
+        ("the load's own share", f"{report['load_share']:.1%}"),
+    ]
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]) + (
+        f"\n\nOn {report['cores']} cores, which run, gateway and load share; the load on and off in turns."
+    )
+
+
+def _problems(report: dict[str, Any]) -> list[str]:
+    found = [f"{what}, {count} times" for what, count in report["failures"].items()]
+    if report["p99"] >= LIMIT:
+        found.append(f"99 of 100 requests took up to {report['p99']:.3f} s; expected less than {LIMIT} s")
+    if report["slowdown"] > report["gateway_share"] + report["load_share"] + 0.02:
+        found.append(
+            f"the run slowed by {report['slowdown']:.1%}, more than gateway ({report['gateway_share']:.1%}) and load "
+            f"({report['load_share']:.1%}) take of the processors"
+        )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

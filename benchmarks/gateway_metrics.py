@@ -1,0 +1,127 @@
+"""How long the gateway takes to answer for the metrics of a long run: whole requests over HTTP, on files as a run writes them.
+
+`make gateway-metrics`, or python -m benchmarks.gateway_metrics. Prints the figures as JSON, milliseconds. Exits 1 when the median
+of the dashboard's question, warm, is `LIMIT` or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import page
+from quartet.config import parse_config
+from quartet.telemetry.run_files import RunFiles
+
+LIMIT = 100.0
+"""Milliseconds."""
+TOKEN = "a token of this benchmark".replace(" ", "-")
+NAMES = [f"metric_{number:02d}" for number in range(30)]
+QUESTIONS = {
+    "12 metrics, 600 points": f"/runs/long/metrics?names={','.join(NAMES[:12])}&points=600",
+    "30 metrics, 1000 points": "/runs/long/metrics?points=1000",
+    "1 metric, the last 1000 steps": f"/runs/long/metrics?names={NAMES[0]}&first=99001",
+    "the newest 50 steps": "/runs/long/steps",
+    "the run itself": "/runs/long",
+}
+DASHBOARD = "12 metrics, 600 points"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--page", type=Path, default=Path("docs/gateway.md"), help="where the table goes")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        megabytes = write_run(Path(folder), options.steps)
+        figures = measure(Path(folder), options.repeats)
+    found = {"steps": options.steps, "metrics": len(NAMES), "file_megabytes": round(megabytes, 1), **figures}
+    print(json.dumps(found, indent=2))
+    page.write(options.page, "gateway-metrics", table(found))
+    median = figures[DASHBOARD]["median"]
+    print(f"{DASHBOARD}: median {median} ms, limit {LIMIT:g} ms", file=sys.stderr)
+    return 0 if median < LIMIT else 1
+
+
+def table(found: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    rows = [
+        f"| {name} | {figures['median']} | {figures['p95']} |" for name, figures in found.items() if name in QUESTIONS
+    ]
+    cold = found["first answer, which reads the file"]["once"]
+    return "\n".join(["| question | median, ms | 95 of 100, ms |", "|---|---|---|", *rows]) + (
+        f"\n\n{found['steps']:,} steps of {found['metrics']} metrics, {found['file_megabytes']} MB. The first "
+        f"answer, which reads the file, took {cold / 1000:.1f} s."
+    )
+
+
+def write_run(folder: Path, steps: int) -> float:
+    """A run that took so many steps; gives the size of its metrics, megabytes."""
+    tree = {"data": {"prompts": "prompts.jsonl"}, "actor": {"model": "actor"}, "reward": {"model": "reward"}}
+    config = parse_config({**tree, "run": {"name": "long", "steps": steps, "directory": str(folder)}}, "benchmark")
+    files = RunFiles(config.run_directory)
+    files.write_config(config.to_yaml())
+    generator = random.Random(0)
+    with files.metrics.open("w", encoding="utf-8") as file:
+        for step in range(1, steps + 1):
+            values = {name: math.log(step) + generator.random() for name in NAMES}
+            file.write(json.dumps({"step": step, **values}) + "\n")
+    return files.metrics.stat().st_size / 1e6
+
+
+def measure(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of each question: the first answer to any is `cold`, as it reads the file."""
+    reader, writer = os.pipe()
+    gateway = subprocess.Popen(
+        [sys.executable, "-m", "gateway", "--runs", str(folder), "--ready-fd", str(writer)],
+        env={**os.environ, "QUARTET_GATEWAY_TOKEN": TOKEN},
+        pass_fds=(writer,),
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as pipe:
+            address = json.loads(pipe.readline())["address"]
+        connection = http.client.HTTPConnection(address, timeout=60)
+        cold = ask(connection, QUESTIONS[DASHBOARD])
+        found = {}
+        for name, path in QUESTIONS.items():
+            times = sorted(ask(connection, path) for _ in range(repeats))
+            found[name] = {
+                "median": round(statistics.median(times), 2),
+                "p95": round(times[min(len(times) - 1, math.ceil(0.95 * len(times)) - 1)], 2),
+            }
+        return {"first answer, which reads the file": {"once": round(cold, 1)}, **found}
+    finally:
+        gateway.terminate()
+        gateway.wait()
+
+
+def ask(connection: http.client.HTTPConnection, path: str) -> float:
+    """Milliseconds until the whole answer is there. Raises RuntimeError unless it is one."""
+    begun = time.perf_counter()
+    connection.request("GET", f"/api/v1{path}", headers={"authorization": f"Bearer {TOKEN}"})
+    response = connection.getresponse()
+    content = response.read()
+    milliseconds = 1000 * (time.perf_counter() - begun)
+    if response.status != 200:
+        raise RuntimeError(f"{path}: {response.status} {content[:300]!r}")
+    return milliseconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Checkpoints, by their manifests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gateway.access import Viewer
+from gateway.models import CheckpointInfo, Page
+from gateway.paging import cursor_after, read_cursor
+from gateway.routing import Cursor, Limit, TheRun, api_router
+from quartet.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    DamagedCheckpoint,
+    checkpoint_folders,
+    named_checkpoints,
+    read_checkpoint,
+    step_of,
+)
+
+router = api_router("checkpoints")
+
+
+@router.get("/runs/{run}/checkpoints")
+def list_checkpoints(_: Viewer, files: TheRun, limit: Limit = 50, cursor: Cursor = None) -> Page[CheckpointInfo]:
+    """Checkpoints, the newest first. Whether every byte of one is as it was, `quartet checkpoints --verify` finds out."""
+    question = ["checkpoints", files.root.name]
+    folders = checkpoint_folders(files)[::-1]
+    left = folders
+    if cursor is not None:
+        before = int(read_cursor(cursor, question, (int,))[0])
+        left = [folder for folder in folders if step_of(folder) < before]
+    names = {folder: name for name, folder in named_checkpoints(files).items()}
+    items = [_info(folder, names.get(folder.name)) for folder in left[:limit]]
+    return Page(
+        items=items, total=len(folders), next=cursor_after([items[-1].step], question) if len(left) > limit else None
+    )
+
+
+def _info(folder: Path, name: str | None) -> CheckpointInfo:
+    size, problem = 0, None
+    try:
+        checkpoint = read_checkpoint(folder)
+        size = checkpoint.bytes
+        missing = (role for role in checkpoint.roles if not checkpoint.holds(role))
+        problem = next((f"{MANIFEST} names no file of the {role}" for role in missing), None) or _wrong_size(checkpoint)
+    except DamagedCheckpoint as error:
+        problem = str(error)
+    try:
+        created = (folder / MANIFEST).stat().st_mtime
+    except OSError:
+        created = 0.0
+    return CheckpointInfo(step=step_of(folder), name=name, created=created, bytes=size, problem=problem)
+
+
+def _wrong_size(checkpoint: Checkpoint) -> str | None:
+    for name, (size, _) in checkpoint.files.items():
+        try:
+            found = (checkpoint.path / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found} bytes, expected {size}"
+    return None

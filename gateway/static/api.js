@@ -1,0 +1,129 @@
+// Asks the REST API: one function for each thing that a page needs. Nothing else in the dashboard knows its paths.
+
+const BASE = "/api/v1";
+const KEY = "quartet.token";
+
+/** An answer that is an error, as problem+json has it. `status` is 0 where there was no answer at all. */
+export class Problem extends Error {
+  constructor(status, detail, fields = []) {
+    super(detail);
+    this.status = status;
+    this.fields = fields;
+  }
+}
+
+/** Takes the token out of the link, so that it does not stay in the address bar or the history. */
+export function takeTokenFromLink() {
+  const match = /[#&]token=([^&]*)/.exec(location.hash);
+  if (!match) return;
+  sessionStorage.setItem(KEY, decodeURIComponent(match[1]));
+  const rest = location.hash.replace(match[0], "");
+  history.replaceState(null, "", location.pathname + location.search + (rest.startsWith("#/") ? rest : ""));
+}
+
+export const token = () => sessionStorage.getItem(KEY);
+export const setToken = (value) => sessionStorage.setItem(KEY, value);
+export const forgetToken = () => sessionStorage.removeItem(KEY);
+
+/** Opens a path of the API. Raises Problem; a refused token also tells the app, which asks for another. */
+export async function open(path, { method = "GET", query = {}, body, signal, headers = {} } = {}) {
+  const parameters = new URLSearchParams();
+  for (const [name, value] of Object.entries(query)) {
+    if (value !== null && value !== undefined && value !== "") parameters.set(name, String(value));
+  }
+  const text = parameters.toString();
+  let response;
+  try {
+    response = await fetch(BASE + path + (text ? `?${text}` : ""), {
+      method,
+      signal,
+      cache: "no-store",
+      headers: {
+        Authorization: `Bearer ${token() ?? ""}`,
+        ...(body === undefined ? {} : { "Content-Type": "application/json" }),
+        ...headers,
+      },
+      body: body === undefined ? undefined : JSON.stringify(body),
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Problem(0, "The gateway does not answer. Is it running, and can this machine reach it?");
+  }
+  if (response.ok) return response;
+  const problem = await problemOf(response);
+  if (problem.status === 401) window.dispatchEvent(new CustomEvent("quartet:signin", { detail: problem.message }));
+  throw problem;
+}
+
+async function problemOf(response) {
+  try {
+    const found = await response.json();
+    return new Problem(response.status, found.detail || found.title || `status ${response.status}`, found.fields || []);
+  } catch {
+    return new Problem(response.status, `The gateway answered with status ${response.status}.`);
+  }
+}
+
+async function ask(path, options) {
+  return (await open(path, options)).json();
+}
+
+const enc = encodeURIComponent;
+const of = (run) => `/runs/${enc(run)}`;
+const get = (path, query, signal) => ask(path, { query, signal });
+const post = (path, body) => ask(path, { method: "POST", body });
+
+export const session = (signal) => get("/session", {}, signal);
+export const runs = (query, signal) => get("/runs", query, signal);
+export const run = (name, signal) => get(of(name), {}, signal);
+export const startRun = (config, resume) => post("/runs", { config, resume });
+export const config = (name, signal) => get(`${of(name)}/config`, {}, signal);
+export const steps = (name, query, signal) => get(`${of(name)}/steps`, query, signal);
+export const step = (name, number, signal) => get(`${of(name)}/steps/${number}`, {}, signal);
+export const trajectories = (name, query, signal) => get(`${of(name)}/trajectories`, query, signal);
+export const evaluations = (name, signal) => everything(`${of(name)}/evaluations`, signal);
+export const evaluationRows = (name, number, signal) => everything(`${of(name)}/evaluations/${number}`, signal);
+export const checkpoints = (name, signal) => everything(`${of(name)}/checkpoints`, signal);
+export const services = (name, signal) => get(`${of(name)}/services`, {}, signal);
+export const buffer = (name, signal) => get(`${of(name)}/buffer`, {}, signal);
+export const guards = (name, signal) => get(`${of(name)}/guards`, {}, signal);
+export const setAside = (name, query, signal) => get(`${of(name)}/set-aside`, query, signal);
+export const logs = (name, signal) => get(`${of(name)}/logs`, {}, signal);
+export const logTail = (name, log, lines, signal) => get(`${of(name)}/logs/${enc(log)}`, { lines }, signal);
+export const audit = (name, query, signal) => get(`${of(name)}/audit`, query, signal);
+export const settings = (name, signal) => get(`${of(name)}/settings`, {}, signal);
+export const changeSettings = (name, values) => ask(`${of(name)}/settings`, { method: "PATCH", body: values });
+/** `pause`, `resume`, `stop` or `checkpoint`. */
+export const command = (name, verb) => post(`${of(name)}/${verb}`);
+export const rollBack = (name, number) => post(`${of(name)}/rollback`, { step: number });
+
+/** One response with its tokens, by its id RUN/STEP/PROMPT/SAMPLE or the last three parts of it. */
+export function trajectory(name, id, signal) {
+  return get(`${of(name)}/trajectories/${id.split("/").slice(-3).map(enc).join("/")}`, {}, signal);
+}
+
+/** Curves of one run; `range` is {first, last}, where either may be missing. At most `points` points each. */
+export function metrics(name, names, range, points, signal) {
+  return get(`${of(name)}/metrics`, { names: names.join(","), ...range, points }, signal);
+}
+
+/** Curves of several runs. */
+export function metricsOfRuns(runNames, names, range, points, signal) {
+  return get("/metrics", { runs: runNames.join(","), names: names.join(","), ...range, points }, signal);
+}
+
+/** The items of a list that may be an array or pages; all pages are read, up to 5,000 items. */
+async function everything(path, signal) {
+  const found = [];
+  let cursor = null;
+  do {
+    const answer = await get(path, { limit: 500, cursor }, signal);
+    if (Array.isArray(answer)) return answer;
+    found.push(...answer.items);
+    cursor = answer.next;
+  } while (cursor && found.length < 5000);
+  return found;
+}
+
+/** The items of an answer that is a page, or a plain list. */
+export const itemsOf = (answer) => (Array.isArray(answer) ? answer : answer.items);

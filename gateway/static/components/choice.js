@@ -1,0 +1,23 @@
+// One of a few: a row of buttons of which one is pressed.
+
+import { h } from "../dom.js";
+
+/** `options`: [value, label] each. Calls `onchange(value)`; `set(value)` of the element presses another, silently. */
+export function choice(label, options, value, onchange) {
+  const buttons = new Map();
+  const element = h("div", { class: "choice", role: "group", "aria-label": label });
+  element.set = (chosen) => {
+    for (const [name, button] of buttons) button.setAttribute("aria-pressed", String(name === chosen));
+  };
+  for (const [name, text] of options) {
+    const onclick = () => {
+      element.set(name);
+      onchange(name);
+    };
+    const button = h("button", { type: "button", onclick }, text);
+    buttons.set(name, button);
+    element.append(button);
+  }
+  element.set(value);
+  return element;
+}

@@ -1,0 +1,229 @@
+// Charts of metrics over steps that belong together: one crosshair, one zoom, redrawn at most twice a second and only in view.
+
+import * as charts from "../charts.js";
+import { h, replace, speak, write } from "../dom.js";
+import { number, whole } from "../format.js";
+
+const PAUSE = 500;
+/** Of the page's time, drawing takes one part in so many at most: the rest is the reader's. */
+const REST = 5;
+
+/** A set of charts over the same steps. `onzoom(start, end)` is asked for another range; null for all. */
+export class Curves {
+  constructor(signal, onzoom) {
+    this.onzoom = onzoom;
+    this.cards = [];
+    this.dirty = new Set();
+    this.timer = null;
+    this.last = -PAUSE;
+    this.cost = 0;
+    this.element = h("div", { class: "curves" });
+    const options = { rootMargin: "120px" };
+    this.seen = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) {
+        target.card.inView = isIntersecting;
+        if (isIntersecting) this.schedule();
+      }
+    }, options);
+    this.sized = new ResizeObserver((entries) => {
+      for (const { target } of entries) this.touch(target.card);
+    });
+    const all = () => this.cards.forEach((card) => this.touch(card));
+    window.addEventListener("quartet:theme", all, { signal });
+    document.addEventListener("visibilitychange", () => this.schedule(), { signal });
+    signal.addEventListener("abort", () => this.end());
+  }
+
+  /** Adds a chart. See Curve for `spec`. */
+  add(spec) {
+    const card = new Curve(spec, this);
+    this.cards.push(card);
+    this.element.append(card.element);
+    this.seen.observe(card.element);
+    this.sized.observe(card.element);
+    return card;
+  }
+
+  touch(card) {
+    this.dirty.add(card);
+    this.schedule();
+  }
+
+  schedule() {
+    if (this.timer !== null || this.ended) return;
+    if (document.hidden) return;
+    const wait = Math.max(0, this.last + Math.max(PAUSE, REST * this.cost) - performance.now());
+    this.timer = setTimeout(() => this.redraw(), wait);
+  }
+
+  async redraw() {
+    this.last = performance.now();
+    this.cost = 0;
+    for (const card of [...this.dirty]) {
+      if (!card.inView || !card.data) continue;
+      this.dirty.delete(card);
+      const begun = performance.now();
+      await card.draw().catch((error) => card.say(error.message));
+      this.cost += performance.now() - begun;
+      // Each chart in a task of its own: typing and scrolling come between them.
+      await new Promise((resolve) => setTimeout(resolve));
+      if (this.ended) return;
+    }
+    this.timer = null;
+    if ([...this.dirty].some((card) => card.inView && card.data)) this.schedule();
+  }
+
+  /** Shows one step in all charts; null for none. */
+  point(step) {
+    this.pointed = step;
+    if (this.pointing) return;
+    this.pointing = requestAnimationFrame(() => {
+      this.pointing = null;
+      for (const card of this.cards) card.point(this.pointed);
+    });
+  }
+
+  end() {
+    this.ended = true;
+    clearTimeout(this.timer);
+    this.seen.disconnect();
+    this.sized.disconnect();
+    for (const card of this.cards) charts.forget(card.plot);
+  }
+}
+
+/**
+ * One chart. `spec`: {title, unit, series: [{label, colour, dashed, area, always}], main, zero, ticks, format}: `main` is the series whose
+ * value stands in the head, `ticks` a format of the axis, `always` keeps a series in the legend without data. Its data:
+ * {series: [{x, y, low, high}], range, marks}, the series in the spec's order; one without points is left out.
+ */
+class Curve {
+  constructor(spec, group) {
+    this.spec = spec;
+    this.group = group;
+    this.format = spec.format ?? number;
+    this.plot = h("div", { class: spec.series.length > 1 ? "plot" : "plot alone" });
+    this.line = h("div", { class: "crosshair" });
+    this.nothing = h("div", { class: "plot-empty", hidden: true });
+    this.now = h("span", { class: "curve-now" });
+    this.key = h("div", { class: "curve-key", "aria-hidden": "true" });
+    const frame = h("div", { style: { position: "relative" } }, this.plot, this.line, this.nothing);
+    this.title = h("h3", {}, spec.title, spec.unit ? h("small", {}, ` ${spec.unit}`) : null);
+    this.element = h(
+      "figure",
+      { class: "curve panel", tabindex: 0, role: "group", "aria-label": spec.title, onkeydown: (event) => this.keyed(event) },
+      h("div", { class: "curve-head" }, this.title, this.now),
+      spec.series.length > 1 ? this.key : null,
+      frame,
+    );
+    this.element.card = this;
+    frame.addEventListener("pointermove", (event) => this.moved(event, frame));
+    frame.addEventListener("pointerleave", () => group.point(null));
+    this.element.addEventListener("blur", () => group.point(null));
+    this.element.addEventListener("dblclick", () => group.onzoom?.(null));
+  }
+
+  /** Takes data; it is drawn when there is time. */
+  set(data) {
+    this.data = data;
+    this.steps = [...new Set(data.series.flatMap((series) => series?.x ?? []))].sort((a, b) => a - b);
+    this.say(this.steps.length ? "" : "not in this run");
+    this.write(null);
+    this.group.touch(this);
+  }
+
+  /** Says something in the place of the curves; nothing lets them be seen. */
+  say(text) {
+    write(this.nothing, text);
+    this.nothing.hidden = !text;
+  }
+
+  async draw() {
+    const { series, range, marks } = this.data;
+    const traces = series.flatMap((line, at) => (line?.x.length ? charts.lineTraces({ ...this.spec.series[at], ...line }) : []));
+    const { zero, ticks } = this.spec;
+    const zoom = Boolean(this.group.onzoom);
+    await charts.draw(this.plot, traces, charts.lineLayout({ range, marks, zero, ticks, zoom }));
+    if (!this.listening && this.plot.on) {
+      this.listening = true;
+      this.plot.on("plotly_relayout", (change) => {
+        const [start, end] = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+        if (start !== undefined) this.group.onzoom?.(Math.max(1, Math.ceil(start)), Math.floor(end));
+      });
+    }
+  }
+
+  moved(event, frame) {
+    const step = charts.stepAt(this.plot, event.clientX - frame.getBoundingClientRect().left);
+    this.group.point(step === null ? null : this.nearest(step));
+  }
+
+  nearest(step) {
+    let best = null;
+    for (const known of this.steps ?? []) if (best === null || Math.abs(known - step) < Math.abs(best - step)) best = known;
+    return best;
+  }
+
+  keyed(event) {
+    if (event.key === "Escape") return this.group.onzoom?.(null);
+    const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (move === undefined || !this.steps?.length || event.ctrlKey || event.altKey || event.metaKey) return;
+    event.preventDefault();
+    const at = this.steps.indexOf(this.group.pointed ?? this.steps.at(-1));
+    const to = Math.min(this.steps.length - 1, Math.max(0, (at < 0 ? this.steps.length - 1 : at) + move));
+    this.group.point(this.steps[to]);
+    speak(this.told(this.steps[to]));
+  }
+
+  point(step) {
+    const pixels = step === null ? null : charts.pixelOf(this.plot, step);
+    this.line.style.visibility = pixels === null ? "hidden" : "visible";
+    if (pixels !== null) this.line.style.transform = `translateX(${pixels}px)`;
+    this.write(pixels === null ? null : step);
+  }
+
+  /** The numbers at a step, or the last ones. */
+  write(step) {
+    const values = (this.data?.series ?? []).map((line) => valueAt(line, step));
+    const single = this.spec.series.length === 1 || this.spec.main !== undefined;
+    const main = values[this.spec.main ?? 0];
+    const at = step === null ? "" : `step ${whole(step)}`;
+    if (single) {
+      replace(this.now, at ? h("small", { class: "muted small" }, `${at} `) : null, main === undefined ? "" : this.format(main));
+    } else replace(this.now, at ? h("small", { class: "muted small" }, at) : null);
+    const entries = this.spec.series.map((series, index) => {
+      if (values[index] === undefined && !series.always) return null;
+      const classes = [series.dashed ? "dashed" : "", series.area ? "area" : ""].join(" ").trim() || null;
+      return h(
+        "span",
+        { class: classes, style: { "--key": `var(--${series.colour})` } },
+        series.label,
+        single ? null : [" ", h("b", {}, this.format(values[index]))],
+      );
+    });
+    replace(this.key, entries);
+    this.element.setAttribute("aria-label", `${this.spec.title}: ${this.told(step)}`);
+  }
+
+  told(step) {
+    const parts = (this.data?.series ?? []).map((line, index) => {
+      const value = valueAt(line, step);
+      return value === undefined ? null : `${this.spec.series[index].label} ${this.format(value)}`;
+    });
+    const said = parts.filter(Boolean).join(", ");
+    return said ? `${step === null ? "now" : `step ${step}`}: ${said}` : "not in this run";
+  }
+}
+
+function valueAt(line, step) {
+  if (!line?.x.length) return undefined;
+  if (step === null || line.constant) return line.y.at(-1);
+  let low = 0;
+  let high = line.x.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (line.x[middle] < step) low = middle + 1;
+    else high = middle;
+  }
+  return line.y[low];
+}

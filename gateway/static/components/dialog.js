@@ -1,0 +1,45 @@
+// Dialogs: the browser's own, which keep the focus inside and close with Escape.
+
+import { freshId, h } from "../dom.js";
+
+/** Opens a dialog around `content`; `close(value)` ends it. Gives what it was closed with, null for Escape. */
+export function openDialog(title, content, { wide = false } = {}) {
+  return new Promise((resolve) => {
+    const label = freshId("dialog");
+    const before = document.activeElement;
+    let answer = null;
+    const close = (value = null) => {
+      answer = value;
+      dialog.close();
+    };
+    const dialog = h(
+      "dialog",
+      { class: wide ? "wide" : null, "aria-labelledby": label },
+      h("div", { class: "dialog-body" }, h("h2", { id: label }, title), content(close)),
+    );
+    dialog.addEventListener("close", () => {
+      dialog.remove();
+      if (before?.isConnected) before.focus();
+      resolve(answer);
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}
+
+/** Asks before something is done. `danger` is for what cannot be undone. */
+export function confirm(title, explanation, { verb, danger = false }) {
+  return openDialog(title, (close) => [
+    h("div", { class: "stack" }, explanation),
+    h(
+      "div",
+      { class: "dialog-end" },
+      h("button", { class: "button", type: "button", onclick: () => close(false) }, "Cancel"),
+      h(
+        "button",
+        { class: `button ${danger ? "danger" : "primary"}`, type: "button", autofocus: !danger, onclick: () => close(true) },
+        verb,
+      ),
+    ),
+  ]);
+}

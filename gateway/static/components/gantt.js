@@ -1,0 +1,139 @@
+// The timeline of a step: a row for each service, its work in colour, its idle time hatched, the chain outlined.
+
+import { h, s, write } from "../dom.js";
+import { percent, seconds } from "../format.js";
+import { chain, gaps, isWork, lengthOf, servicesOf, union } from "../timeline.js";
+
+const COLOURS = {
+  generate: "blue",
+  score: "green",
+  log_probs: "yellow",
+  values: "pink",
+  update: "orange",
+  checkpoint: "pink",
+};
+const ROW = 34;
+const BAR = 20;
+const TOP = 6;
+
+/** The custom property that holds the colour of a phase. */
+export const colourOf = (phase) => `var(--${COLOURS[phase] ?? "grey"})`;
+
+/** Draws into a width in pixels; gives an element that ends with a line of text about the span under the pointer. */
+export function gantt(spans, width) {
+  const names = servicesOf(spans);
+  const length = lengthOf(spans);
+  const left = width < 500 ? 78 : 96;
+  const height = TOP + names.length * ROW + 24;
+  const x = (time) => left + (time / length) * (width - left - 12);
+  const linked = new Set(chain(spans).map((link) => link.span).filter(Boolean));
+  const readout = h("p", { class: "readout", "aria-live": "polite" });
+  const rest = "Point at a span, or reach it with Tab and the arrow keys, to read it here.";
+  write(readout, rest);
+  const drawing = s(
+    "svg",
+    { class: "gantt", viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `Timeline of the step: ${seconds(length)} in all` },
+    s("defs", {}, idlePattern()),
+    axis(length, x, height),
+  );
+  const places = [];
+  names.forEach((name, row) => {
+    const y = TOP + row * ROW;
+    const own = spans.filter((span) => span.service === name);
+    drawing.append(s("text", { x: 0, y: y + ROW / 2 + 4 }, name));
+    for (const [start, end] of gaps(union(own.filter(isWork)), length)) {
+      drawing.append(s("rect", { class: "idle", x: x(start), y: y + 7, width: Math.max(0.5, x(end) - x(start)), height: BAR }));
+    }
+    for (const span of own.filter(isWork)) places.push(bar(span, linked.has(span), x, y, length, readout, rest));
+  });
+  drawing.append(...places);
+  rove(places);
+  return h("div", {}, h("div", { class: "scroll" }, drawing), readout);
+}
+
+function bar(span, linked, x, y, length, readout, rest) {
+  const calls = span.count > 1 ? `, ${span.count} calls` : "";
+  const text =
+    `${span.service}: ${span.phase}, ${seconds(span.end - span.start)} (${percent((span.end - span.start) / length)} of the step), ` +
+    `from ${seconds(span.start)} to ${seconds(span.end)}${calls}${linked ? ", on the chain" : ""}`;
+  const tell = () => write(readout, text);
+  const quiet = () => write(readout, rest);
+  const width = Math.max(1.2, x(span.end) - x(span.start));
+  const rect = s("rect", {
+    class: `span${linked ? " chain-span" : ""}`,
+    x: x(span.start),
+    y: y + 7,
+    width,
+    height: BAR,
+    rx: Math.min(3, width / 3),
+    tabindex: -1,
+    role: "img",
+    "aria-label": text,
+    onpointerenter: tell,
+    onpointerleave: quiet,
+    onfocus: tell,
+    onblur: quiet,
+  });
+  rect.style.fill = colourOf(span.phase);
+  if (linked) {
+    rect.style.stroke = "var(--text)";
+    rect.style.strokeWidth = "1.6px";
+  }
+  return rect;
+}
+
+/** One span at a time can be reached with Tab; the arrow keys move among them. */
+function rove(places) {
+  if (!places.length) return;
+  places[0].setAttribute("tabindex", "0");
+  places.forEach((place, at) =>
+    place.addEventListener("keydown", (event) => {
+      const move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+      const next = places[at + (move ?? 0)];
+      if (!move || !next) return;
+      event.preventDefault();
+      place.setAttribute("tabindex", "-1");
+      next.setAttribute("tabindex", "0");
+      next.focus();
+    }),
+  );
+}
+
+function idlePattern() {
+  return s(
+    "pattern",
+    { id: "idle-pattern", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+    s("line", { class: "idle-line", x1: 0, y1: 0, x2: 0, y2: 6 }),
+  );
+}
+
+function axis(length, x, height) {
+  const step = niceStep(length / 5);
+  const group = s("g", { class: "axis", "aria-hidden": "true" });
+  for (let time = 0; time <= length * 1.0001; time += step) {
+    group.append(s("line", { class: "grid", x1: x(time), x2: x(time), y1: TOP, y2: height - 20 }));
+    const anchor = time === 0 ? "start" : x(time) > x(length) - 20 ? "end" : "middle";
+    group.append(s("text", { x: x(time), y: height - 5, "text-anchor": anchor }, time === 0 ? "0" : seconds(time)));
+  }
+  return group;
+}
+
+function niceStep(rough) {
+  const power = 10 ** Math.floor(Math.log10(rough || 1));
+  return [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
+}
+
+/** What the colours mean, of the phases that there are. */
+export function ganttKeys(spans) {
+  const phases = [...new Set(spans.filter(isWork).map((span) => span.phase))];
+  const own = phases.filter((phase) => COLOURS[phase]);
+  const rest = phases.filter((phase) => !COLOURS[phase]);
+  return h(
+    "div",
+    { class: "keys" },
+    own.map((phase) => h("span", {}, h("i", { style: { "--key": colourOf(phase) } }), phase.replaceAll("_", "-"))),
+    rest.length ? h("span", {}, h("i", { style: { "--key": "var(--grey)" } }), rest.join(", ")) : null,
+    h("span", {}, h("i", { class: "idle" }), "idle"),
+    h("span", {}, h("i", { class: "chain" }), "on the chain"),
+  );
+}

@@ -1,0 +1,93 @@
+// Which charts there are of a run's metrics: shared by the overview and the comparison.
+
+import { exact, percent, seconds } from "../format.js";
+
+
+/** A chart of metrics: `names` are what it needs; `lines(data)` gives its series in order. */
+const plain = (title, unit, names, rest = {}) => ({
+  title,
+  unit,
+  names: names.map(([name]) => name),
+  series: names.map(([, label, colour]) => ({ label, colour })),
+  lines: (data) => names.map(([name]) => data.line(name)),
+  ...rest,
+});
+
+/** `detail` is the run's: its KL target and whether it has a critic decide what there is. */
+export function chartsOf(detail) {
+  return [
+    {
+      title: "Reward",
+      names: ["reward_mean", "reward_std"],
+      main: 0,
+      series: [
+        { label: "mean of a step's responses", colour: "blue" },
+        { label: "± their standard deviation", colour: "blue", area: true, always: true, unlisted: true },
+      ],
+      lines: (data) => [withBand(data)],
+    },
+    {
+      title: "KL to the reference",
+      unit: "nats per response",
+      names: ["kl_mean"],
+      main: 0,
+      zero: true,
+      series: [
+        { label: "mean", colour: "orange" },
+        ...(detail.kl_target ? [{ label: `target ${exact(detail.kl_target)}`, colour: "green", dashed: true, always: true }] : []),
+      ],
+      lines: (data) => [data.line("kl_mean"), ...(detail.kl_target ? [level(data, "kl_mean", detail.kl_target)] : [])],
+    },
+    plain("Response length", "tokens", [["response_tokens_mean", "mean", "green"]], { zero: true }),
+    plain("Entropy", "nats per token", [["entropy", "entropy", "pink"]], { zero: true }),
+    plain("Policy loss", "", [["policy_loss", "policy loss", "blue"]]),
+    ...(detail.has_critic ? [plain("Value loss", "", [["value_loss", "value loss", "orange"]], { zero: true })] : []),
+    {
+      title: "Throughput",
+      unit: "response tokens/s",
+      names: ["response_tokens", "seconds"],
+      zero: true,
+      series: [{ label: "tokens/s", colour: "green" }],
+      lines: (data) => [data.joined("response_tokens", "seconds", (tokens, time) => (time > 0 ? tokens / time : null))],
+    },
+    plain("Seconds of a step", "", [
+      ["seconds", "all", "grey"],
+      ["seconds_generate", "generate", "blue"],
+      ["seconds_score", "score", "green"],
+      ["seconds_update", "update", "orange"],
+    ], { zero: true, format: seconds }),
+    plain("Responses that end", "share with an end token", [["eos_rate", "ended", "blue"]], { zero: true, format: percent, ticks: ".0%" }),
+    plain("Gradient norms", "before clipping", [
+      ["grad_norm_actor", "actor", "blue"],
+      ...(detail.has_critic ? [["grad_norm_critic", "critic", "orange"]] : []),
+    ], { zero: true }),
+    plain("Clipped ratios", "share of tokens", [["clip_fraction", "clip fraction", "pink"]], { zero: true, format: percent, ticks: ".0%" }),
+    plain("Approximate KL", "old to new policy, nats per token", [["approx_kl", "approximate KL", "orange"]]),
+    ...(detail.has_critic ? [plain("Explained variance", "of the returns, by the critic", [["explained_variance", "explained variance", "green"]])] : []),
+    plain("KL coefficient", "β", [["kl_coefficient", "β", "grey"]]),
+    plain("Learning rate", "", [
+      ["learning_rate_actor", "actor", "blue"],
+      ...(detail.has_critic ? [["learning_rate_critic", "critic", "orange"]] : []),
+    ]),
+    plain("Repetition", "share of 3-grams", [["repetition", "repetition", "yellow"]], { zero: true, format: percent, ticks: ".0%" }),
+  ];
+}
+
+/** The metrics that these charts need, each once. */
+export const namesOf = (charts) => [...new Set(charts.flatMap((chart) => chart.names))];
+
+function withBand(data) {
+  const line = data.line("reward_mean");
+  if (!line) return null;
+  const below = data.joined("reward_mean", "reward_std", (mean, spread) => mean - spread);
+  const above = data.joined("reward_mean", "reward_std", (mean, spread) => mean + spread);
+  const whole = below && below.x.length === line.x.length;
+  return whole ? { ...line, low: below.y, high: above.y } : line;
+}
+
+function level(data, name, value) {
+  const line = data.line(name);
+  if (!line) return null;
+  const ends = [line.x[0], line.x.at(-1)];
+  return { x: ends, y: [value, value], low: null, high: null, constant: true };
+}

@@ -1,0 +1,122 @@
+// The head of a run's pages: state, step of total, time left, and what the step in hand does.
+
+import * as api from "../api.js";
+import { h, replace, write } from "../dom.js";
+import { ago, duration, number, plural, whole } from "../format.js";
+import { icon } from "../icons.js";
+import { statePill } from "./state_pill.js";
+
+/** Steps from which the pace is told. */
+const WINDOW = 30;
+
+export class RunHead {
+  constructor(frame) {
+    this.frame = frame;
+    this.pace = [];
+    this.state = h("span", {});
+    this.facts = h("span", { class: "muted small" });
+    this.steps = h("span", {});
+    this.left = h("span", { class: "muted" });
+    this.phase = h("span", {});
+    this.scored = h("span", { class: "muted" });
+    this.whole = meter("Steps of the run");
+    this.hand = meter("Responses of the step in hand that are scored", "good");
+    this.note = h("p", { class: "run-note" });
+    this.element = h(
+      "header",
+      { class: "run-head" },
+      h("div", { class: "run-title" }, h("h1", {}, frame.run), this.state, this.facts),
+      frame.controls.element,
+      h(
+        "div",
+        { class: "run-progress" },
+        h("div", {}, h("div", { class: "meter-line" }, this.steps, this.left), this.whole),
+        h("div", {}, h("div", { class: "meter-line" }, this.phase, this.scored), this.hand),
+      ),
+      this.note,
+    );
+    this.draw();
+  }
+
+  /** Seconds and tokens of the newest steps, for the time left and the throughput. */
+  async readPace(signal) {
+    const last = this.frame.detail.step;
+    if (!last) return;
+    try {
+      const names = ["seconds", "response_tokens"];
+      const answer = await api.metrics(this.frame.run, names, { first: Math.max(1, last - WINDOW + 1) }, WINDOW, signal);
+      const { seconds, response_tokens: tokens } = answer.curves;
+      this.pace = seconds ? seconds.steps.map((_, at) => [seconds.mean[at], tokens?.mean[at] ?? null]) : [];
+      this.draw();
+      this.frame.events.dispatchEvent(new CustomEvent("pace"));
+    } catch (problem) {
+      if (!(problem.status >= 0) && problem.name !== "AbortError") throw problem;
+    }
+  }
+
+  stepped(step, metrics) {
+    if (Number.isFinite(metrics.seconds)) this.pace.push([metrics.seconds, metrics.response_tokens ?? null]);
+    this.pace = this.pace.slice(-WINDOW);
+  }
+
+  /** Seconds of a step, lately; null before the first. */
+  get secondsPerStep() {
+    const known = this.pace.map(([seconds]) => seconds).filter((value) => value > 0);
+    return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+  }
+
+  /** Response tokens generated a second, lately; null before the first step. */
+  get tokensPerSecond() {
+    const known = this.pace.filter(([seconds, tokens]) => seconds > 0 && tokens !== null);
+    const spent = known.reduce((sum, [seconds]) => sum + seconds, 0);
+    return spent ? known.reduce((sum, [, tokens]) => sum + tokens, 0) / spent : null;
+  }
+
+  /** Seconds until the last step at the pace of late; null where there is nothing to wait for. */
+  get secondsLeft() {
+    const { detail } = this.frame;
+    const pace = this.secondsPerStep;
+    return detail.live && detail.state !== "paused" && pace !== null ? (detail.total_steps - detail.step) * pace : null;
+  }
+
+  draw() {
+    const { detail } = this.frame;
+    const { progress } = detail;
+    if (this.shown !== detail.state) {
+      this.shown = detail.state;
+      replace(this.state, statePill(detail.state));
+    }
+    const recoveries = progress?.recoveries ? ` · ${plural(progress.recoveries, "recovery", "recoveries")}` : "";
+    write(this.facts, `${detail.estimator} · seed ${detail.seed}${recoveries}`);
+    write(this.steps, `step ${whole(detail.step)} of ${whole(detail.total_steps)}`);
+    const left = this.secondsLeft;
+    const rate = this.tokensPerSecond;
+    const said = [rate === null ? "" : `${number(rate)} tokens/s`, left === null ? "" : `${duration(left)} left`];
+    write(this.left, said.filter(Boolean).join(" · "));
+    setMeter(this.whole, detail.step, detail.total_steps);
+    write(this.phase, progress && detail.live ? `now: ${progress.phase}` : "nothing runs it now");
+    write(this.scored, progress && detail.live && progress.wanted ? `${whole(progress.scored)} of ${whole(progress.wanted)} scored` : "");
+    setMeter(this.hand, detail.live ? progress?.scored ?? 0 : 0, progress?.wanted ?? 0);
+    this.drawNote(progress);
+  }
+
+  drawNote(progress) {
+    const text = progress?.error || progress?.notes?.at(-1) || `last step ${ago(this.frame.detail.changed)}`;
+    if (text === this.noted) return;
+    this.noted = text;
+    this.note.className = progress?.error ? "run-note notice bad" : "run-note";
+    this.note.title = text;
+    replace(this.note, progress?.error ? icon("cross") : null, h("span", {}, text));
+  }
+}
+
+function meter(label, tone) {
+  const bar = h("div", {});
+  return h("div", { class: "meter", role: "progressbar", "aria-label": label, "aria-valuemin": 0, "data-tone": tone }, bar);
+}
+
+function setMeter(element, value, most) {
+  element.setAttribute("aria-valuemax", String(most || 1));
+  element.setAttribute("aria-valuenow", String(value));
+  element.firstElementChild.style.transform = `scaleX(${most ? Math.min(1, value / most) : 0})`;
+}

@@ -1,0 +1,129 @@
+// A response token by token: the text in colour, the same as bars, and one token's numbers.
+
+import { h, replace, s } from "../dom.js";
+import { number, whole } from "../format.js";
+import { MEASURES, scaleOf } from "../token_scale.js";
+
+const NUMBERS = [
+  ["Log-prob", (token) => token.log_prob],
+  ["Reference", (token) => token.reference_log_prob],
+  ["KL", (token) => token.kl],
+  ["Value", (token) => token.value],
+  ["Advantage", (token) => token.advantage],
+  ["Return", (token) => token.return],
+];
+
+/** A token's text where white space must be seen. */
+export function visible(text) {
+  return text === "" ? "∅" : text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+}
+
+/** `tokens` of the response; `measure` a name of MEASURES. */
+export class TokenView {
+  constructor(tokens, measure) {
+    this.tokens = tokens;
+    this.at = null;
+    this.facts = h("div", { class: "token-facts" });
+    this.legend = h("div", { class: "legend" });
+    this.strip = s("svg", { class: "strip", preserveAspectRatio: "none", "aria-hidden": "true" });
+    this.text = h("div", { class: "tokens", role: "group", "aria-label": "The response, token by token; the arrow keys move among tokens" });
+    this.spans = tokens.map((token, at) => this.span(token, at));
+    replace(this.text, this.spans);
+    this.spans[0]?.setAttribute("tabindex", "0");
+    this.strip.addEventListener("pointermove", (event) => {
+      const box = this.strip.getBoundingClientRect();
+      this.pick(Math.min(tokens.length - 1, Math.max(0, Math.floor(((event.clientX - box.left) / box.width) * tokens.length))));
+    });
+    this.strip.addEventListener("pointerleave", () => this.pick(null));
+    this.colourBy(measure);
+    this.pick(null);
+  }
+
+  span(token, at) {
+    // A line break is shown, and breaks the line.
+    const text = token.text === "" ? "∅" : token.text.replace(/\n/g, "↵\n");
+    return h(
+      "span",
+      {
+        class: "token",
+        tabindex: -1,
+        role: "img",
+        onpointerenter: () => this.pick(at),
+        onpointerleave: () => this.pick(null),
+        onfocus: () => this.pick(at),
+        onkeydown: (event) => this.keyed(event, at),
+      },
+      text,
+    );
+  }
+
+  keyed(event, at) {
+    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: this.tokens.length - 1 }[event.key];
+    if (to === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const next = this.spans[Math.max(0, Math.min(this.tokens.length - 1, to))];
+    this.spans[at].setAttribute("tabindex", "-1");
+    next.setAttribute("tabindex", "0");
+    next.focus();
+  }
+
+  colourBy(measure) {
+    this.measure = measure;
+    const { of, label, meaning } = MEASURES[measure];
+    const scale = scaleOf(this.tokens, measure);
+    this.spans.forEach((span, at) => {
+      const value = of(this.tokens[at]);
+      span.style.backgroundColor = Number.isFinite(value) ? scale.colour(value) : "";
+      span.setAttribute("aria-label", `${visible(this.tokens[at].text)}: ${label} ${number(value)}`);
+    });
+    replace(
+      this.legend,
+      h("span", {}, scale.low),
+      h("div", { style: { background: scale.gradient }, role: "img", "aria-label": `Colours from ${scale.low} to ${scale.high}` }),
+      h("span", {}, `${scale.high} · ${label}, ${meaning}`),
+    );
+    this.drawStrip(scale, of);
+  }
+
+  drawStrip(scale, of) {
+    const count = this.tokens.length;
+    const middle = scale.signed ? 40 : 4;
+    const reach = scale.signed ? 36 : 76;
+    this.strip.setAttribute("viewBox", `0 0 ${count} 80`);
+    this.bars = this.tokens.map((token, at) => {
+      const value = of(token);
+      const size = Number.isFinite(value) ? scale.place(value) * reach : 0;
+      const height = Math.max(0.8, Math.abs(size));
+      const bar = s("rect", { x: at + 0.1, width: 0.8, y: scale.signed ? (size > 0 ? middle - height : middle) : middle, height });
+      bar.style.fill = scale.signed && value < 0 ? "var(--blue)" : "var(--orange)";
+      return bar;
+    });
+    const zero = s("line", { class: "zero", x1: 0, x2: count, y1: middle, y2: middle, "vector-effect": "non-scaling-stroke" });
+    replace(this.strip, this.bars, zero);
+  }
+
+  /** Shows the numbers of a token; null for none. */
+  pick(at) {
+    for (const list of [this.spans, this.bars]) {
+      list[this.at]?.classList.remove("picked");
+      if (at !== null) list[at]?.classList.add("picked");
+    }
+    this.at = at;
+    if (at === null) return replace(this.facts, h("span", { class: "muted" }, "Point at a token to read its numbers; they are all in the table below, too."));
+    const token = this.tokens[at];
+    replace(
+      this.facts,
+      h("span", {}, h("span", { class: "muted" }, `Token ${whole(at + 1)} of ${whole(this.tokens.length)} `), h("b", { class: "mono" }, visible(token.text)), h("span", { class: "muted" }, ` id ${token.id}`)),
+      NUMBERS.map(([label, of]) => h("span", {}, h("span", { class: "muted" }, `${label} `), h("b", {}, number(of(token))))),
+    );
+  }
+}
+
+/** Columns of the table of tokens. */
+export const tokenColumns = [
+  { label: "#", number: true, cell: ({ at }) => String(at + 1) },
+  { label: "Token", head: true, cell: ({ token }) => h("code", {}, visible(token.text)) },
+  { label: "Id", number: true, cell: ({ token }) => String(token.id) },
+  ...NUMBERS.map(([label, of]) => ({ label, number: true, cell: ({ token }) => number(of(token)) })),
+];

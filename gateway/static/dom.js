@@ -1,0 +1,58 @@
+// Makes elements. Text only ever becomes text: nothing here, nor anywhere else, parses data as HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** An HTML element. `on...` attributes are listeners, `style` is an object; null, undefined and false are left out. */
+export function h(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+/** An SVG element, by the same rules. */
+export function s(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, text] of Object.entries(value)) element.style.setProperty(key, text);
+    else if (name === "value" && "value" in element) element.value = value;
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+  add(element, children);
+  return element;
+}
+
+/** Appends nodes, texts and lists of them; null, undefined and false are left out. */
+export function add(element, ...children) {
+  for (const child of children.flat(Infinity)) {
+    if (child === null || child === undefined || child === false) continue;
+    element.append(child instanceof Node ? child : document.createTextNode(String(child)));
+  }
+  return element;
+}
+
+/** Puts these children in the place of whatever is there. */
+export function replace(element, ...children) {
+  element.replaceChildren();
+  return add(element, ...children);
+}
+
+/** Writes a text only where it differs, so that a screen reader or the layout is not bothered for nothing. */
+export function write(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+let counted = 0;
+
+/** An id that no other element has. */
+export function freshId(prefix) {
+  counted += 1;
+  return `${prefix}-${counted}`;
+}
+
+/** Says something to screen readers alone. */
+export function speak(text) {
+  document.getElementById("spoken").textContent = text;
+}

@@ -1,0 +1,74 @@
+// Checkpoints: what can be gone back to.
+
+import * as api from "../api.js";
+import { confirm } from "../components/dialog.js";
+import { empty, fillWith } from "../components/states.js";
+import { table } from "../components/table.js";
+import { toast, toastProblem } from "../components/toast.js";
+import { h, replace } from "../dom.js";
+import { ago, bytes, moment, plural, whole } from "../format.js";
+import { icon } from "../icons.js";
+
+/** Draws the page; `signal` ends it. */
+export async function checkpointsPage({ frame, run, element, signal }) {
+  const list = h("div", { class: "panel" });
+  const read = (keep) =>
+    fillWith(
+      list,
+      async () => drawn(frame, await api.checkpoints(run, signal)),
+      signal,
+      keep,
+    );
+  const command = frame.mayCommand && frame.detail.live;
+  replace(
+    element,
+    h(
+      "div",
+      { class: "page-head" },
+      h("h2", {}, "Checkpoints"),
+      h(
+        "div",
+        { class: "end" },
+        command ? h("button", { class: "button", type: "button", onclick: () => frame.controls.give("checkpoint") }, icon("save"), "Checkpoint now") : null,
+      ),
+    ),
+    list,
+    command || !frame.mayCommand ? null : h("p", { class: "muted small", style: { "margin-top": "10px" } }, `Nothing runs this run. Go back with quartet rollback ${run} STEP, then quartet train --resume.`),
+  );
+  frame.events.on("checkpoint", () => read(true), signal);
+  await read(false);
+}
+
+function drawn(frame, rows) {
+  if (!rows.length) return empty("No checkpoints", "One is saved every ", h("code", {}, "checkpoint.every"), " steps, and whenever you ask for one.");
+  return table({
+    caption: "Checkpoints, the newest first",
+    rows: [...rows].sort((a, b) => b.step - a.step),
+    columns: [
+      { label: "Step", head: true, cell: (row) => whole(row.step) },
+      { label: "Name", cell: (row) => row.name ?? h("span", { class: "muted" }, "–") },
+      { label: "Saved", cell: (row) => h("time", { title: moment(row.created) }, ago(row.created)) },
+      { label: "Size", number: true, cell: (row) => bytes(row.bytes) },
+      { label: "State", cell: (row) => (row.problem ? h("span", { class: "bad" }, row.problem) : h("span", { class: "good" }, "whole")) },
+      { label: h("span", { class: "unseen" }, "Actions"), number: true, cell: (row) => rollBackButton(frame, row) },
+    ],
+  });
+}
+
+function rollBackButton(frame, { step, problem }) {
+  if (!frame.mayCommand || !frame.detail.live || problem) return null;
+  const later = () => Math.max(0, frame.detail.step - step);
+  const onclick = async () => {
+    const text = [
+      h("p", {}, `The run forgets its last ${plural(later(), "step")} and goes on from step ${whole(step)}.`),
+      h("p", { class: "muted" }, "Metrics, trajectories and later checkpoints of those steps are removed. This cannot be undone."),
+    ];
+    if (!(await confirm(`Go back to step ${whole(step)}?`, text, { verb: "Roll back", danger: true }))) return;
+    try {
+      toast((await api.rollBack(frame.run, step)).detail);
+    } catch (error) {
+      toastProblem(error);
+    }
+  };
+  return h("button", { class: "button", type: "button", onclick, "aria-label": `Roll back to step ${step}` }, "Roll back");
+}

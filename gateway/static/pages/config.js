@@ -1,0 +1,114 @@
+// The settings of a run: what can be changed now, what was, who commanded what, and the whole tree.
+
+import * as api from "../api.js";
+import { settingsForm } from "../components/settings_form.js";
+import { empty, fillWith } from "../components/states.js";
+import { table } from "../components/table.js";
+import { shown, tree } from "../components/tree.js";
+import { h, replace } from "../dom.js";
+import { exact, moment, whole } from "../format.js";
+
+/** Draws the page; `signal` ends it. */
+export async function configPage({ frame, run, element, signal }) {
+  const [live, audit, resolved] = [h("div", { class: "stack" }), h("div", {}), h("div", { class: "panel" })];
+  replace(element, h("div", { class: "page-head" }, h("h2", {}, "Config")), h("div", { class: "stack" }, live, audit, resolved));
+  const readAudit = () => fillWith(audit, async () => audits(await api.audit(run, { limit: 100 }, signal)), signal, true);
+  const readSettings = (keep) =>
+    fillWith(
+      live,
+      async () => {
+        const answer = await api.settings(run, signal);
+        return settings(frame, run, answer, () => (readSettings(true), readAudit()));
+      },
+      signal,
+      keep,
+    );
+  frame.events.on(
+    "change",
+    () => {
+      // Somebody else's change must not take away what one is typing.
+      if (!live.contains(document.activeElement)) readSettings(true);
+      readAudit();
+    },
+    signal,
+  );
+  await Promise.all([
+    readSettings(false),
+    readAudit(),
+    fillWith(resolved, async () => browser(await api.config(run, signal)), signal),
+  ]);
+}
+
+function settings(frame, run, answer, done) {
+  return [
+    h(
+      "section",
+      { class: "panel padded" },
+      h("h3", { style: { padding: "0 0 6px" } }, "While it goes on"),
+      answer.settings.length
+        ? settingsForm(run, answer.settings, frame.mayCommand, done)
+        : h("p", { class: "muted" }, "Nothing can be changed now: the run is not going on."),
+    ),
+    answer.changes.length ? h("section", { class: "panel" }, h("h3", {}, "Changes of settings"), changes(answer.changes)) : null,
+  ];
+}
+
+function changes(rows) {
+  return table({
+    caption: "Changes of settings, the newest first",
+    rows: [...rows].reverse(),
+    columns: [
+      { label: "From step", number: true, cell: (row) => whole(row.step) },
+      { label: "Setting", head: true, cell: (row) => row.setting },
+      { label: "Before", number: true, cell: (row) => exact(row.before) },
+      { label: "After", number: true, cell: (row) => exact(row.after) },
+      { label: "Who", cell: (row) => row.who },
+      { label: "When", cell: (row) => moment(row.at) },
+    ],
+  });
+}
+
+function audits(answer) {
+  const rows = api.itemsOf(answer);
+  if (!rows.length) return null;
+  return h(
+    "section",
+    { class: "panel" },
+    h("h3", {}, "Commands that were given"),
+    table({
+      caption: "Commands, the newest first",
+      rows,
+      columns: [
+        { label: "When", cell: (row) => moment(row.at) },
+        { label: "Command", head: true, cell: (row) => row.command },
+        { label: "With", cell: (row) => Object.entries(row.details).map(([name, value]) => `${name} ${shown(value)}`).join(", ") || "–" },
+        { label: "Who", cell: (row) => row.who },
+        { label: "Outcome", cell: (row) => h("span", { class: row.outcome === "accepted" ? "good" : "bad" }, row.outcome) },
+      ],
+    }),
+  );
+}
+
+function browser({ config, yaml }) {
+  const body = h("div", {});
+  const search = h("input", { type: "search", placeholder: "Filter settings", "aria-label": "Filter settings", "data-filter": true, oninput: () => draw() });
+  const draw = () => {
+    const wanted = search.value.trim().toLowerCase();
+    const drawn = tree(config, wanted ? (path, value) => `${path}: ${shown(value)}`.toLowerCase().includes(wanted) : null);
+    replace(body, drawn.hasChildNodes() ? drawn : empty("No setting has this"));
+  };
+  const copy = h("button", { class: "button", type: "button", onclick: () => copyText(yaml, copy) }, "Copy as YAML");
+  draw();
+  return [h("div", { class: "page-head", style: { padding: "12px 16px 0", margin: "0" } }, h("h3", {}, "As resolved"), h("div", { class: "end" }, search, copy)), body];
+}
+
+async function copyText(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "The browser does not allow it";
+  }
+  setTimeout(() => (button.textContent = "Copy as YAML"), 2000);
+}
+

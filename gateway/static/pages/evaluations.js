@@ -1,0 +1,192 @@
+// Evaluations: how their means move, and two of them side by side, prompt by prompt.
+
+import { note } from "../address.js";
+import * as api from "../api.js";
+import { choice } from "../components/choice.js";
+import { Curves } from "../components/curves.js";
+import { empty, failure, fillWith, loading } from "../components/states.js";
+import { table } from "../components/table.js";
+import { freshId, h, replace } from "../dom.js";
+import { number, percent, signed, whole, words } from "../format.js";
+
+const CHARTS = [
+  ["Reward on validation prompts", ["eval_reward_greedy", "eval_reward_sampled"]],
+  ["Win rate against the initial policy", ["eval_win_rate_greedy", "eval_win_rate_sampled", "eval_judge_win_rate"], percent, ".0%"],
+  ["KL of sampled responses", ["eval_kl"]],
+  ["Response length", ["eval_tokens_greedy", "eval_tokens_sampled"]],
+];
+const COLOURS = ["blue", "orange", "green"];
+const ROWS = 40;
+const SHARES = /rate/;
+
+/** Draws the page; `signal` ends it. */
+export async function evaluationsPage({ frame, run, element, query, signal }) {
+  const page = new EvaluationsPage(frame, run, signal, query);
+  replace(element, page.element);
+  await page.read();
+}
+
+class EvaluationsPage {
+  constructor(frame, run, signal, query) {
+    Object.assign(this, { frame, run, signal });
+    this.wanted = { left: query.get("left"), right: query.get("right"), kind: query.get("kind") ?? "greedy", show: query.get("show") ?? "all" };
+    this.body = h("div", { class: "stack" }, loading());
+    this.element = h("div", {}, h("div", { class: "page-head" }, h("h2", {}, "Evaluations")), this.body);
+    frame.events.on("evaluation", () => this.read(), signal);
+  }
+
+  async read() {
+    await fillWith(
+      this.body,
+      async () => {
+        this.evaluations = await api.evaluations(this.run, this.signal);
+        return this.evaluations.length ? this.drawn() : h("div", { class: "panel" }, nothing());
+      },
+      this.signal,
+      true,
+    );
+    if (this.evaluations?.length) await this.readPair();
+  }
+
+  drawn() {
+    this.pair = h("div", { class: "panel" });
+    return [this.charts(), this.summaries(), this.chooser(), this.pair];
+  }
+
+  charts() {
+    const curves = new Curves(this.signal, null);
+    curves.element.classList.add("small");
+    const steps = this.evaluations.map((item) => item.step);
+    const range = [Math.min(...steps), Math.max(...steps, Math.min(...steps) + 1)];
+    for (const [title, names, format, ticks] of CHARTS) {
+      const known = names.filter((name) => this.evaluations.some((item) => Number.isFinite(item.metrics[name])));
+      if (!known.length) continue;
+      const card = curves.add({ title, format, ticks, series: known.map((name, at) => ({ label: shortName(name), colour: COLOURS[at] })) });
+      card.set({ range, marks: [], series: known.map((name) => ({ x: steps, y: this.evaluations.map((item) => item.metrics[name] ?? null) })) });
+    }
+    return curves.element;
+  }
+
+  summaries() {
+    const names = [...new Set(this.evaluations.flatMap((item) => Object.keys(item.metrics)))].filter((name) => name !== "step");
+    return h(
+      "section",
+      { class: "panel" },
+      table({
+        caption: "Evaluations over the steps, the newest first",
+        short: true,
+        rows: [...this.evaluations].reverse(),
+        columns: [
+          { label: "Step", head: true, cell: (row) => (row.step ? whole(row.step) : "0, the initial policy") },
+          ...names.map((name) => ({ label: words(name.replace("eval_", "")), number: true, cell: (row) => shown(name, row.metrics[name]) })),
+        ],
+      }),
+    );
+  }
+
+  chooser() {
+    const steps = this.evaluations.map((item) => item.step);
+    const newest = steps.at(-1);
+    this.left = known(steps, this.wanted.left, steps[0]);
+    this.right = known(steps, this.wanted.right, newest);
+    const pick = (label, side) => {
+      const id = freshId(side);
+      const list = h(
+        "select",
+        { id, onchange: () => this.choose(side, Number(list.value)) },
+        steps.map((step) => h("option", { value: step, selected: step === this[side] }, step ? `step ${whole(step)}` : "step 0, the initial policy")),
+      );
+      return h("div", { class: "field" }, h("label", { for: id }, label), list);
+    };
+    const kinds = choice("Which responses", [["greedy", "greedy"], ["sampled", "sampled"]], this.wanted.kind, (kind) => this.filter({ kind }));
+    const filters = [["all", "all"], ["better", "right better"], ["worse", "right worse"], ["different", "texts differ"]];
+    const which = choice("Which prompts", filters, this.wanted.show, (show) => this.filter({ show }));
+    this.search = h("input", { type: "search", placeholder: "Text in prompt or answer", "aria-label": "Text in prompt or answer", "data-filter": true, oninput: () => this.drawPair() });
+    return h("section", { class: "panel filters", "aria-label": "Two evaluations side by side" }, pick("Left", "left"), pick("Right", "right"), kinds, which, this.search);
+  }
+
+  choose(side, step) {
+    this[side] = step;
+    this.wanted[side] = String(step);
+    note({ [side]: step });
+    this.readPair();
+  }
+
+  filter(changed) {
+    Object.assign(this.wanted, changed);
+    note(changed);
+    this.drawPair();
+  }
+
+  async readPair() {
+    try {
+      const [left, right] = await Promise.all([this.left, this.right].map((step) => api.evaluationRows(this.run, step, this.signal)));
+      if (this.signal.aborted) return;
+      this.rows = { left: left.map((row) => row.values), right: new Map(right.map((row) => [row.values.index, row.values])) };
+      this.most = ROWS;
+      this.drawPair();
+    } catch (problem) {
+      if (problem.name === "AbortError") return;
+      if (!(problem.status >= 0)) throw problem;
+      replace(this.pair, failure(problem, () => this.readPair()));
+    }
+  }
+
+  drawPair() {
+    if (!this.rows) return;
+    const { kind, show } = this.wanted;
+    const text = this.search.value.trim().toLowerCase();
+    const pairs = this.rows.left
+      .map((left) => [left, this.rows.right.get(left.index)])
+      .filter(([left, right]) => right && fits(left, right, kind, show))
+      .filter(([left, right]) => !text || [left.prompt, left[kind], right[kind]].some((part) => String(part ?? "").toLowerCase().includes(text)));
+    const more = pairs.length > this.most;
+    replace(
+      this.pair,
+      h("h3", {}, `${whole(pairs.length)} of ${whole(this.rows.left.length)} prompts`, h("span", { class: "muted small" }, ` · the better answer is framed`)),
+      pairs.length ? pairs.slice(0, this.most).map(([left, right]) => this.pairRow(left, right, kind)) : empty("No prompt fits", "Choose other filters."),
+      more
+        ? h("p", { class: "state" }, h("button", { class: "button", type: "button", onclick: () => ((this.most += ROWS), this.drawPair()) }, "More"))
+        : null,
+    );
+  }
+
+  pairRow(left, right, kind) {
+    const scores = [left, right].map((row) => row[`score_${kind}`]);
+    const answer = (row, at, step) => {
+      const better = Number.isFinite(scores[0]) && scores[at] > scores[1 - at];
+      const facts = [`${whole(row[`tokens_${kind}`])} tokens`, row[`finished_${kind}`] === false ? "at the limit" : "", kind === "sampled" && row.kl !== null ? `KL ${number(row.kl)}` : ""];
+      return h(
+        "article",
+        { class: `answer${better ? " better" : ""}` },
+        h("header", {}, h("span", {}, `step ${whole(step)}${better ? " · better" : ""}`), h("span", {}, h("b", {}, number(scores[at])), ` · ${facts.filter(Boolean).join(" · ")}`)),
+        h("div", { class: "prose" }, row[kind] ?? "–"),
+      );
+    };
+    return h(
+      "div",
+      { class: "pair-row" },
+      h("div", { class: "prose" }, h("b", {}, `${left.index + 1} `), h("span", { class: "muted" }, left.prompt), h("span", { class: "muted small" }, `  ${signed(scores[1] - scores[0])}`)),
+      h("div", { class: "pair" }, answer(left, 0, this.left), answer(right, 1, this.right)),
+    );
+  }
+}
+
+function fits(left, right, kind, show) {
+  if (show === "better") return right[`score_${kind}`] > left[`score_${kind}`];
+  if (show === "worse") return right[`score_${kind}`] < left[`score_${kind}`];
+  return show === "all" || left[kind] !== right[kind];
+}
+
+function known(steps, wanted, otherwise) {
+  return wanted !== null && steps.includes(Number(wanted)) ? Number(wanted) : otherwise;
+}
+
+/** Beside a chart's title it is enough to say which responses. */
+const shortName = (name) => /greedy|sampled|judge/.exec(name)?.[0] ?? words(name.replace("eval_", ""));
+
+const shown = (name, value) => (SHARES.test(name) ? percent(value) : number(value));
+
+function nothing() {
+  return empty("No evaluations", "Set ", h("code", {}, "evaluation.every"), " and ", h("code", {}, "data.validation"), " to have the policy evaluated as it learns.");
+}

@@ -1,0 +1,140 @@
+// The processes of a live run: whether each is well, what it does with its time, and what waits in the buffer.
+
+import * as api from "../api.js";
+import { healthPill, toneOf } from "../components/state_pill.js";
+import { empty, fillWith } from "../components/states.js";
+import { facts } from "../components/table.js";
+import { h, replace } from "../dom.js";
+import { bytes, duration, percent, plural, whole, words } from "../format.js";
+import { icon } from "../icons.js";
+
+const LOOK_EVERY = 2500;
+const ORDER = ["orchestrator", "actor", "critic", "reward", "reference", "redis"];
+const BUSY = ["blue", "orange", "green", "pink", "yellow", "grey"];
+
+/** Draws the page; `signal` ends it. */
+export async function servicesPage({ frame, run, element, signal }) {
+  const page = new ServicesPage(frame, run, signal);
+  replace(element, page.element);
+  await page.read();
+}
+
+class ServicesPage {
+  constructor(frame, run, signal) {
+    Object.assign(this, { frame, run, signal });
+    this.said = h("span", { class: "muted small", role: "status" });
+    this.body = h("div", {});
+    this.element = h("div", {}, h("div", { class: "page-head" }, h("h2", {}, "Services"), this.said), this.body);
+    frame.events.on("services", (news) => this.take(Array.isArray(news) ? news : news.services), signal);
+    const timer = setInterval(() => document.visibilityState === "visible" && frame.detail.live && this.look(), LOOK_EVERY);
+    signal.addEventListener("abort", () => clearInterval(timer));
+  }
+
+  async read() {
+    await fillWith(
+      this.body,
+      async () => {
+        await this.ask();
+        return this.drawn();
+      },
+      this.signal,
+    );
+  }
+
+  async ask() {
+    [this.services, this.buffer] = await Promise.all([
+      api.services(this.run, this.signal),
+      this.frame.detail.live ? api.buffer(this.run, this.signal) : null,
+    ]);
+  }
+
+  /** Looks again; what cannot be had just now leaves what is on show. */
+  async look() {
+    try {
+      await this.ask();
+    } catch (problem) {
+      if (problem.status >= 0 || problem.name === "AbortError") return;
+      throw problem;
+    }
+    this.redraw();
+  }
+
+  take(services) {
+    if (!services || !this.services) return;
+    this.services = services;
+    this.redraw();
+  }
+
+  redraw() {
+    if (!this.signal.aborted) replace(this.body, this.drawn());
+  }
+
+  drawn() {
+    const { services } = this;
+    if (!services.length) return h("div", { class: "panel" }, empty("Nothing runs this run now", "While it trains, its processes are here, with their health and load."));
+    const ill = services.filter((service) => service.health !== "serving");
+    const said = ill.length ? `${ill.map((service) => service.role).join(", ")}: not well` : `all ${plural(services.length, "process", "processes")} serving`;
+    if (this.said.textContent !== said) this.said.textContent = said;
+    return h("div", { class: "cards" }, [...services].sort((a, b) => ORDER.indexOf(a.role) - ORDER.indexOf(b.role)).map(card), this.buffer ? bufferCard(this.buffer) : null);
+  }
+}
+
+function card(service) {
+  return h(
+    "section",
+    { class: "card", "data-tone": toneOf(service.health), "aria-label": service.role, "data-role": service.role, "data-health": service.health },
+    h("div", { class: "card-head" }, h("h3", {}, service.role), healthPill(service.health)),
+    service.detail ? h("p", { class: `notice ${service.health === "serving" ? "plain" : "bad"}` }, icon("warn"), service.detail) : null,
+    load(service),
+    facts([
+      ["Address", h("code", {}, service.address)],
+      ["Model", service.model],
+      ["Device", [service.device, service.dtype].filter(Boolean).join(", ") || null],
+      ["Parameters", service.parameters === null ? null : whole(service.parameters)],
+      ["Policy version", service.policy_version === null ? null : whole(service.policy_version)],
+      ["Step", service.step === null ? null : whole(service.step)],
+    ]),
+    busy(service.busy_seconds),
+  );
+}
+
+function load({ load: share }) {
+  if (share === null) return null;
+  return h(
+    "div",
+    {},
+    h("div", { class: "meter-line" }, h("span", { class: "muted" }, "Load"), h("b", {}, percent(share))),
+    h("div", { class: "meter", role: "meter", "aria-label": "Load", "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(share * 100) }, h("div", { style: { transform: `scaleX(${Math.min(1, share)})` } })),
+  );
+}
+
+function busy(kinds) {
+  const all = Object.entries(kinds ?? {}).filter(([, time]) => time > 0).sort((a, b) => b[1] - a[1]);
+  const sum = all.reduce((total, [, seconds]) => total + seconds, 0);
+  if (!sum) return null;
+  return h(
+    "div",
+    {},
+    h("p", { class: "muted small" }, `Worked ${duration(sum)} since its start`),
+    h(
+      "div",
+      { style: { display: "flex", gap: "2px", height: "8px", margin: "5px 0" }, "aria-hidden": "true" },
+      all.map(([, seconds], at) => h("i", { style: { flex: String(seconds), background: `var(--${BUSY[at % BUSY.length]})`, "border-radius": "2px" } })),
+    ),
+    h("div", { class: "keys" }, all.map(([kind, seconds], at) => h("span", {}, h("i", { style: { "--key": `var(--${BUSY[at % BUSY.length]})` } }), `${words(kind)} ${percent(seconds / sum)}`))),
+  );
+}
+
+function bufferCard(buffer) {
+  const steps = buffer.experience_steps;
+  return h(
+    "section",
+    { class: "card", "data-tone": buffer.reachable ? "good" : "bad", "aria-label": "Buffer" },
+    h("div", { class: "card-head" }, h("h3", {}, "Buffer"), healthPill(buffer.reachable ? "serving" : "unreachable")),
+    facts([
+      ["Rollouts waiting", whole(buffer.rollouts)],
+      ["Sealed experience", steps.length ? `${plural(steps.length, "step")}: ${steps.length > 6 ? `${steps[0]} … ${steps.at(-1)}` : steps.join(", ")}` : "none"],
+      ["Memory", bytes(buffer.memory_bytes)],
+    ]),
+  );
+}

@@ -1,0 +1,64 @@
+"""What tests of the gateway share: the tiny world, a run on it that has ended, and a gateway that shows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quartet.demo.world import World
+from quartet.telemetry.run_files import RunFiles
+from quartet.types import Alert
+from tests.gateway.serving import Gateway, serving
+from tests.training.conftest import MakeConfig, _one_thread, make, world, world_tree
+from tests.training.runs import Run, run_to_the_end
+
+__all__ = ["_one_thread", "make", "world", "world_tree"]
+
+STEPS = 3
+
+
+@pytest.fixture(scope="session")
+def ended(make: MakeConfig, world: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A whole run with a critic, evaluations and checkpoints, alone in its folder, to which what rarely happens was added."""
+    folder = tmp_path_factory.mktemp("shown")
+    run = run_to_the_end(
+        make(
+            run={"name": "whole", "steps": STEPS, "directory": str(folder)},
+            rollout={"samples_per_prompt": 2},
+            checkpoint={"every": 2},
+            data={"validation": str(world.prompts)},
+            evaluation={"every": 2, "prompts": 3},
+        )
+    )
+    run.files.append_alert(Alert(1, "kl_runaway", "warn", "kl_mean 30", "lower the learning rate"))
+    run.files.append_alert(Alert(2, "repetition", "warn", "0.6", "look at the responses"))
+    for sample in (0, 1):
+        run.files.append_poison(
+            {"step": 2, "id": f"whole/2/0/{sample}", "prompt": "p", "response": "r", "attempts": 3, "error": "timeout"}
+        )
+    (run.files.logs / "actor.log").write_text("".join(f"line {number}\n" for number in range(1000)))
+    return run
+
+
+@pytest.fixture(scope="session")
+def shown(ended: Run) -> Iterator[Gateway]:
+    """A gateway over the run that has ended."""
+    with serving(ended.files.root.parent) as gateway:
+        yield gateway
+
+
+def write_metrics(files: RunFiles, steps: int, names: int = 3) -> list[dict[str, float]]:
+    """A ``metrics.jsonl`` of so many steps, without waiting for the disk at each."""
+    rows = [
+        {"step": step, **{f"metric_{n}": float((step * (n + 7)) % 101) for n in range(names)}}
+        for step in range(1, steps + 1)
+    ]
+    files.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

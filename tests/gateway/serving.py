@@ -1,0 +1,167 @@
+"""A gateway on a port of its own in a thread of these tests, and a client of its event stream."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import uvicorn
+
+from gateway.app import create_app
+from gateway.settings import GatewaySettings
+from quartet.config import Config, parse_config
+from quartet.rpc.server import Server
+from quartet.telemetry.run_files import RunFiles
+from quartet.types import Role
+from services.orchestrator.servicer import OrchestratorServicer
+from tests.training.runs import Underway
+
+TOKEN = "the operator's token".replace(" ", "-")
+PATIENCE = 10.0
+"""Seconds that an event, or an answer, may take before a test fails."""
+
+
+@dataclass(frozen=True)
+class Event:
+    kind: str
+    data: Any
+    identity: str | None
+
+
+class Stream:
+    """An open event stream."""
+
+    def __init__(
+        self, address: str, run: str, last: str | None = None, query: str = "", receive_buffer: int | None = None
+    ) -> None:
+        self._connection = http.client.HTTPConnection(address, timeout=PATIENCE)
+        if receive_buffer is not None:
+            self._connection.connect()
+            self._connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        headers = {"Authorization": f"Bearer {TOKEN}"} | ({"Last-Event-ID": last} if last else {})
+        self._connection.request("GET", f"/api/v1/runs/{run}/events{query}", headers=headers)
+        self.response = self._connection.getresponse()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.response.close()
+        self._connection.close()
+
+    def __iter__(self) -> Iterator[Event]:
+        fields: dict[str, str] = {}
+        while line := self.response.readline():
+            text = line.decode().rstrip("\n")
+            if text and not text.startswith(":"):
+                name, _, value = text.partition(": ")
+                fields[name] = value
+            elif not text and fields:
+                yield Event(fields["event"], json.loads(fields["data"]), fields.get("id"))
+                fields = {}
+
+    def until(self, kind: str, good: Callable[[Any], bool] = lambda _: True, **data: Any) -> list[Event]:
+        """Every event up to the first of this kind with this data that is good."""
+        found = []
+        for event in self:
+            found.append(event)
+            if event.kind == kind and data.items() <= event.data.items() and good(event.data):
+                return found
+        raise AssertionError(f"the stream ended before {kind} {data}: {found}")
+
+
+@dataclass
+class Gateway:
+    """One that serves: ``client`` speaks to it with the operator's token."""
+
+    address: str
+    client: httpx2.Client
+    app: Any
+    streams: list[Stream] = field(default_factory=list)
+
+    def stream(self, run: str, last: str | None = None, query: str = "") -> Stream:
+        self.streams.append(Stream(self.address, run, last, query))
+        return self.streams[-1]
+
+
+@contextmanager
+def serving(folder: Path, **changes: Any) -> Iterator[Gateway]:
+    """A gateway over the runs of a folder; its streams are closed with it."""
+    config = uvicorn.Config(lambda scope: None, port=0, log_config=None, timeout_graceful_shutdown=1)
+    bound = config.bind_socket()
+    bound.listen()
+    host, port = bound.getsockname()[:2]
+    settings = GatewaySettings(
+        runs=folder,
+        run=None,
+        listen=f"{host}:{port}",
+        operator_token=TOKEN,
+        **{"requests_per_second": 1000.0, **changes},
+    )
+    app = create_app(settings)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1, lifespan="on"))
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.serve(sockets=[bound])
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+    thread.start()
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with httpx2.Client(base_url=f"http://{host}:{port}/api/v1", headers=headers, timeout=PATIENCE) as client:
+        gateway = Gateway(f"{host}:{port}", client, app)
+        try:
+            # The socket listens already: this waits until the app serves.
+            client.get("/session").raise_for_status()
+            yield gateway
+        finally:
+            server.should_exit = True
+            loops[0].call_soon_threadsafe(app.state.stopping.set)
+            thread.join(PATIENCE)
+            bound.close()
+            for stream in gateway.streams:
+                stream.__exit__()
+            assert not thread.is_alive()
+
+
+def config_of(folder: Path, name: str, **changes: Any) -> Config:
+    """A config of a run that nothing is started for."""
+    tree = {"data": {"prompts": "prompts.jsonl"}, "actor": {"model": "actor"}, "reward": {"model": "reward"}, **changes}
+    return parse_config({**tree, "run": {"name": name, "steps": 4, "directory": str(folder)}}, "test")
+
+
+def a_run(folder: Path, name: str = "some", steps: int = 0) -> RunFiles:
+    """The files of a run of 4 steps that has taken ``steps``."""
+    config = config_of(folder, name)
+    files = RunFiles(config.run_directory)
+    files.write_config(config.to_yaml())
+    commit(files, *range(1, steps + 1))
+    return files
+
+
+def commit(files: RunFiles, *steps: int, **metrics: float) -> None:
+    for step in steps:
+        files.append_metrics({"step": step, "reward_mean": 0.5 * step, "kl_mean": 1.0, "seconds": 1.0, **metrics})
+
+
+@contextmanager
+def speaking(going: Underway, addresses: dict[Role, str] | None = None) -> Iterator[Server]:
+    """The orchestrator of a run under way behind its server, and the run's ``services.json``."""
+    server = Server([OrchestratorServicer(going.board, going.commands)], "127.0.0.1:0")
+    files = RunFiles(going.config.run_directory)
+    files.write_services({**(addresses or {}), Role.ORCHESTRATOR: server.address})
+    try:
+        yield server
+    finally:
+        files.services.unlink(missing_ok=True)
+        server.stop(0.0)

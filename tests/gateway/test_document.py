@@ -1,0 +1,25 @@
+"""docs/gateway.md, held against the API that is really there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gateway.app import create_app
+from gateway.settings import GatewaySettings
+
+PAGE = (Path(__file__).parents[2] / "docs/gateway.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_every_method_of_the_api_and_none_else(tmp_path: Path) -> None:
+    app = create_app(GatewaySettings(tmp_path, None, "127.0.0.1:1", "a-token-of-twenty-signs"))
+    there = {
+        f"{method.upper()} {path.removeprefix('/api/v1')}"
+        for path, methods in app.openapi()["paths"].items()
+        for method in methods
+        if path.startswith("/api/v1")
+    }
+    rows = [
+        line for line in PAGE.partition("## The API")[2].partition("## With curl")[0].splitlines() if line[:1] == "|"
+    ]
+    assert {name for row in rows for name in re.findall(r"`((?:GET|POST|PATCH) /[^`]*)`", row)} == there

@@ -1,0 +1,151 @@
+"""What goes on now: progress, processes and buffer of a real run, also when one of them is lost."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.telemetry.run_files import RunFiles
+from quartet.types import MODEL_ROLES, Role
+from tests.gateway.serving import PATIENCE, Gateway, a_run, serving, speaking
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Fleet, Underway, fleet, orchestrator
+
+
+@contextmanager
+def live(make: MakeConfig, folder: Path, name: str, steps: int = 400) -> Iterator[tuple[Underway, Fleet]]:
+    """A run under way whose orchestrator can be spoken to."""
+    config = make(run={"name": name, "steps": steps, "directory": str(folder)}, checkpoint={"every": 1000})
+    with fleet(config) as services, orchestrator(services.config) as going:
+        addresses = {role: getattr(services.config.services, role).address for role in MODEL_ROLES}
+        with speaking(going, addresses):
+            yield going, services
+
+
+@pytest.fixture(scope="module")
+def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Underway, Fleet]]:
+    with live(make, tmp_path_factory.mktemp("live"), "live") as found:
+        found[0].control.pause()
+        yield found
+
+
+@pytest.fixture(scope="module")
+def gateway(going: tuple[Underway, Fleet]) -> Iterator[Gateway]:
+    with serving(going[0].config.run.directory) as found:
+        yield found
+
+
+def eventually(ask: Callable[[], Any], good: Callable[[Any], bool]) -> Any:
+    """What is asked for, once it is good."""
+    deadline = time.monotonic() + PATIENCE
+    while not good(found := ask()):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return found
+
+
+def test_a_stream_tells_what_the_run_does_as_it_goes_on(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
+    run, _ = going
+    eventually(lambda: run.board.current().phase, lambda phase: phase == "paused")
+    with gateway.stream("live") as stream:
+        first = next(iter(stream))
+        assert (first.kind, first.data["state"], first.data["total_steps"]) == ("progress", "paused", 400)
+        run.control.resume()
+        step = first.data["step"]
+        heard = stream.until("step", step=step + 2)
+        stream.until("progress", state="training")
+        assert [event.data["step"] for event in heard if event.kind == "step"][-2:] == [step + 1, step + 2]
+        run.control.pause()
+        last = stream.until("progress", state="paused")[-1]
+        assert last.data["step"] >= step + 2
+        assert last.identity is None
+    detail = gateway.client.get("/runs/live").json()
+    assert detail["live"]
+    assert detail["progress"]["step"] == last.data["step"]
+
+
+def test_a_lost_service_is_unreachable_until_it_is_back(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
+    _, services = going
+
+    def health() -> dict[str, str]:
+        return {item["role"]: item["health"] for item in gateway.client.get("/runs/live/services").json()}
+
+    def unreachable(data: Any) -> list[str]:
+        return [item["role"] for item in data["services"] if item["health"] == "unreachable"]
+
+    everybody = {*MODEL_ROLES, "orchestrator", "redis"}
+    assert health() == dict.fromkeys(everybody, "serving")
+    with gateway.stream("live") as stream:
+        known = stream.until("services")[-1]
+        assert {item["role"]: item["health"] for item in known.data["services"]} == dict.fromkeys(everybody, "serving")
+        services.lose(Role.REWARD)
+        stream.until("services", lambda data: unreachable(data) == ["reward"])
+        services.start(Role.REWARD)
+        stream.until("services", lambda data: {item["health"] for item in data["services"]} == {"serving"})
+
+
+def test_services_say_what_they_are_and_how_busy(gateway: Gateway) -> None:
+    def actor() -> dict[str, Any]:
+        services = gateway.client.get("/runs/live/services").json()
+        return next(item for item in services if item["role"] == "actor")
+
+    found = eventually(actor, lambda info: info["load"] is not None)
+    assert (found["device"], found["dtype"], found["detail"]) == ("cpu", "float32", "")
+    assert found["parameters"] > 0
+    assert found["policy_version"] >= 1
+    assert found["step"] >= 1
+    assert found["busy_seconds"]["generate"] > 0
+    assert 0 <= found["load"] <= 1
+
+
+def test_the_buffer_shows_what_is_sealed(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
+    run, _ = going
+    eventually(lambda: run.board.current().phase, lambda phase: phase == "paused")
+    found = gateway.client.get("/runs/live/buffer").json()
+    assert found["reachable"]
+    assert found["rollouts"] == 0
+    assert found["memory_bytes"] > 0
+    # Until a checkpoint covers it, every committed step's experience is kept.
+    assert found["experience_steps"] == list(range(1, run.board.current().step + 1))
+
+
+def test_the_end_of_a_run_is_told(make: MakeConfig, tmp_path: Path) -> None:
+    with serving(tmp_path) as gateway, live(make, tmp_path, "short", steps=2) as (going, _):
+        with gateway.stream("short") as stream:
+            next(iter(stream))
+            going.finish()
+            RunFiles(going.config.run_directory).services.unlink()
+            last = stream.until("progress", state="finished", step=2)[-1]
+            assert last.data["error"] == ""
+        found = gateway.client.get("/runs/short").json()
+        assert (found["live"], found["state"], found["progress"]) == (False, "finished", None)
+        assert gateway.client.get("/runs/short/services").json() == []
+
+
+def test_a_run_whose_processes_were_killed_is_not_live(tmp_path: Path, unused_address: str) -> None:
+    files = a_run(tmp_path, steps=2)
+    files.services.write_text(json.dumps({"actor": unused_address, "orchestrator": unused_address}))
+    with serving(tmp_path) as gateway:
+        found = gateway.client.get("/runs/some").json()
+        assert (found["live"], found["state"], found["step"]) == (False, "idle", 2)
+        services = gateway.client.get("/runs/some/services").json()
+        assert {item["health"] for item in services} == {"unreachable"}
+        assert len(services) == 2
+        # The config names no Redis.
+        assert gateway.client.get("/runs/some/buffer").json()["reachable"] is False
+        assert gateway.client.get("/runs/other/services").status_code == 404
+
+
+@pytest.fixture
+def unused_address() -> Iterator[str]:
+    """An address at which connections are refused, for as long as it is used here."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"

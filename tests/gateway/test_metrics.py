@@ -1,0 +1,99 @@
+"""Metrics over the API: one run and several, all and few, quickly where steps are many."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from quartet.telemetry.run_files import RunFiles
+from tests.gateway.conftest import STEPS, write_metrics
+from tests.gateway.serving import Gateway, a_run, commit, serving
+from tests.training.runs import Run
+
+MANY = 100_000
+BOUND = 0.4
+"""Seconds, loosely: other tests run beside this one. `benchmarks.gateway_metrics` measures."""
+
+
+def test_every_metric_of_a_whole_run_is_what_its_file_says(shown: Gateway, ended: Run) -> None:
+    found = shown.client.get("/runs/whole/metrics").json()
+    assert (found["run"], found["first"], found["last"], found["bucket"]) == ("whole", 1, STEPS, 1)
+    assert set(found["curves"]) == {name for row in ended.metrics for name in row} - {"step"}
+    for name, curve in found["curves"].items():
+        assert curve["steps"] == [1, 2, 3]
+        assert curve["mean"] == curve["low"] == curve["high"] == [row.get(name) for row in ended.metrics]
+
+
+def test_names_and_steps_are_chosen_and_new_steps_come_at_once(tmp_path: Path) -> None:
+    files = a_run(tmp_path, steps=10)
+    with serving(tmp_path) as gateway:
+        for query in ("names=kl_mean,reward_mean", "names=kl_mean&names=reward_mean"):
+            found = gateway.client.get(f"/runs/some/metrics?{query}&first=3&last=6&points=2").json()
+            assert list(found["curves"]) == ["kl_mean", "reward_mean"]
+            assert (found["first"], found["last"], found["bucket"]) == (3, 6, 2)
+            assert found["curves"]["reward_mean"] == {
+                "steps": [4, 6],
+                "mean": [1.75, 2.75],
+                "low": [1.5, 2.5],
+                "high": [2.0, 3.0],
+            }
+        commit(files, 11)
+        assert gateway.client.get("/runs/some/metrics?first=11").json()["curves"]["reward_mean"]["mean"] == [5.5]
+
+
+def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+    files = a_run(tmp_path, steps=1)
+    commit(files, 2, kl_mean=float("nan"), value_loss=float("inf"))
+    with serving(tmp_path) as gateway:
+        curves = gateway.client.get("/runs/some/metrics").json()["curves"]
+        assert curves["kl_mean"]["mean"] == [1.0, None]
+        assert "value_loss" not in curves
+        assert gateway.client.get("/runs/some/metrics?names=value_loss").status_code == 422
+        assert gateway.client.get("/runs/some/steps/2").json()["metrics"]["kl_mean"] is None
+
+
+def test_several_runs_come_in_the_order_asked_for(tmp_path: Path) -> None:
+    commit(a_run(tmp_path, "one", steps=2), 3, entropy=1.5)
+    a_run(tmp_path, "two", steps=5)
+    a_run(tmp_path, "new")
+    with serving(tmp_path) as gateway:
+        found = gateway.client.get("/metrics?runs=two,one,new&names=reward_mean,entropy").json()
+        assert [item["run"] for item in found] == ["two", "one", "new"]
+        assert [item["last"] for item in found] == [5, 3, 0]
+        assert found[0]["curves"]["entropy"]["mean"] == [None] * 5
+        assert found[1]["curves"]["entropy"]["mean"] == [None, None, 1.5]
+        assert found[2]["curves"]["reward_mean"]["steps"] == []
+        too_much = gateway.client.get(
+            "/metrics", params={"runs": "one", "names": ",".join(f"m{n}" for n in range(100)), "points": 5000}
+        )
+        assert too_much.status_code == 422
+        assert too_much.json()["fields"][0]["field"] == "query.points"
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> RunFiles:
+    files = a_run(tmp_path)
+    write_metrics(files, MANY, names=10)
+    return files
+
+
+def test_a_run_of_many_steps_answers_quickly(tmp_path: Path, long_run: RunFiles) -> None:
+    with serving(tmp_path) as gateway:
+        seconds = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            response = gateway.client.get("/runs/some/metrics?points=1000")
+            seconds.append(time.perf_counter() - begun)
+            assert [len(curve["steps"]) for curve in response.json()["curves"].values()] == [1000] * 10
+        assert statistics.median(seconds[1:]) < BOUND
+        # What has come since is taken in without reading all of it again.
+        with long_run.metrics.open("a") as file:
+            file.write(f'{{"step": {MANY + 1}, "metric_0": 0.5}}\n')
+        begun = time.perf_counter()
+        found = gateway.client.get(f"/runs/some/metrics?first={MANY + 1}&names=metric_0,metric_1").json()
+        assert time.perf_counter() - begun < BOUND
+        assert found["curves"]["metric_0"]["mean"] == [0.5]
+        assert found["curves"]["metric_1"]["mean"] == [None]

@@ -1,0 +1,187 @@
+"""The gateway as a process: whom it refuses to start for, what it says when it is ready, how it ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from gateway.__main__ import OPERATOR, VIEWER, main
+from quartet import __version__
+from tests.gateway.serving import a_run
+
+TOKEN = "a-token-for-these-tests"
+PATIENCE = 30.0
+
+
+class Process:
+    """A gateway's process, told to say through a pipe when it is ready."""
+
+    def __init__(self, *arguments: str, pipe: bool = True, **environment: str) -> None:
+        reader, writer = os.pipe()
+        command = [sys.executable, "-m", "gateway", *arguments, *(["--ready-fd", str(writer)] if pipe else [])]
+        inherited = {name: value for name, value in os.environ.items() if name not in (OPERATOR, VIEWER)}
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**inherited, "OMP_NUM_THREADS": "1", **environment},
+            pass_fds=(writer,) if pipe else (),
+        )
+        os.close(writer)
+        self._pipe = os.fdopen(reader)
+
+    def says(self) -> dict[str, Any]:
+        """The next line of the pipe."""
+        found: dict[str, Any] = json.loads(self._pipe.readline())
+        return found
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, float, str]:
+        """Exit status, seconds from the signal to the end, standard error."""
+        begun = time.monotonic()
+        self.process.send_signal(number)
+        _, error = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, time.monotonic() - begun, error
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+        self._pipe.close()
+
+
+@pytest.fixture(autouse=True)
+def _own_logs() -> Iterator[None]:
+    """What a process does to its logs is not to last here."""
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def started() -> Iterator[Any]:
+    processes: list[Process] = []
+
+    def start(*arguments: str, **options: Any) -> Process:
+        processes.append(Process(*arguments, **options))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.close()
+
+
+def get(address: str, path: str, token: str = TOKEN) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(address, timeout=10)
+    connection.request("GET", path, headers={"authorization": f"Bearer {token}"})
+    return connection.getresponse()
+
+
+def test_it_tells_the_run_where_it_is_and_ends_at_once_though_streams_are_open(tmp_path: Path, started: Any) -> None:
+    files = a_run(tmp_path, steps=1)
+    process = started("--runs", str(tmp_path), "--run", "some", "--no-start-runs", **{OPERATOR: TOKEN})
+    address = process.says()["address"]
+    assert json.loads(files.gateway.read_text()) == {"url": f"http://{address}", "token": TOKEN}
+    assert files.gateway.stat().st_mode & 0o777 == 0o600
+    session = get(address, "/api/v1/session")
+    assert json.loads(session.read()) == {
+        "access": "operator",
+        "version": __version__,
+        "run": "some",
+        "may_start_runs": False,
+    }
+    assert session.headers["server"] is None
+    stream = get(address, "/api/v1/runs/some/events")
+    assert stream.readline()
+    status, seconds, error = process.end()
+    assert status == 0, error
+    assert seconds < 2.0
+    assert TOKEN not in error
+    assert "Traceback" not in error
+    assert not files.gateway.exists()
+
+
+def test_the_link_is_printed_where_nobody_else_asks_for_it(tmp_path: Path, started: Any) -> None:
+    process = started("--runs", str(tmp_path), pipe=False)
+    link = process.process.stdout.readline()
+    found = re.fullmatch(r"http://(127\.0\.0\.1:\d+)/#token=([\w-]{40,})\n", link)
+    assert found is not None, link
+    session = json.loads(get(found[1], "/api/v1/session", found[2]).read())
+    assert (session["run"], session["may_start_runs"]) == (None, True)
+    status, seconds, _ = process.end(signal.SIGINT)
+    assert status == 0
+    assert seconds < 2.0
+
+
+def test_it_comes_back_at_the_same_address_after_it_was_killed(tmp_path: Path, started: Any) -> None:
+    files = a_run(tmp_path, steps=1)
+    arguments = ("--runs", str(tmp_path), "--run", "some")
+    first = started(*arguments, **{OPERATOR: TOKEN})
+    address = first.says()["address"]
+    # A connection that is open when it dies keeps the port busy for a while.
+    connection = http.client.HTTPConnection(address, timeout=10)
+    connection.request("GET", "/healthz")
+    assert connection.getresponse().read()
+    first.process.kill()
+    first.process.wait()
+    assert files.gateway.exists()
+    second = started(*arguments, "--listen", address, **{OPERATOR: TOKEN})
+    assert second.says() == {"address": address}
+    assert get(address, "/api/v1/runs/some").status == 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "text"),
+    [
+        ([], {OPERATOR: ""}, f"{OPERATOR}: has 0 characters; expected at least 16"),
+        ([], {OPERATOR: "short"}, "has 5 characters"),
+        ([], {OPERATOR: "with spaces in it it is none"}, "without spaces"),
+        ([], {VIEWER: ""}, f"{VIEWER}: has 0 characters"),
+        ([], {OPERATOR: TOKEN, VIEWER: TOKEN}, "is the same as"),
+        (["--listen", "0.0.0.0:0"], {}, "not a loopback address"),
+        (["--listen", "127.0.0.1"], {}, "expected HOST:PORT"),
+        (["--listen", "127.0.0.1:TAKEN"], {}, "the port is taken"),
+        (["--run", "none"], {}, "run 'none': there is none"),
+        (["--run", "../some"], {}, "there is none"),
+        (["--requests-per-second", "0"], {}, "expected more than 0"),
+    ],
+)
+def test_what_it_refuses_to_start_with(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    environment: dict[str, str],
+    text: str,
+) -> None:
+    files = a_run(tmp_path)
+    for name in (OPERATOR, VIEWER):
+        monkeypatch.delenv(name, raising=False)
+    for name, token in environment.items():
+        monkeypatch.setenv(name, token)
+    reader, writer = os.pipe()
+    with socket.socket() as taken, os.fdopen(reader) as pipe:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        given = [argument.replace("TAKEN", port) for argument in arguments]
+        assert main(["--runs", str(tmp_path), *given, "--ready-fd", str(writer)]) == 2
+        said = json.loads(pipe.readline())
+    assert text in said["error"]
+    assert said["exit_code"] == 2
+    error = capsys.readouterr().err
+    assert f"error: {said['error']}" in error
+    assert "Traceback" not in error
+    assert not files.gateway.exists()
