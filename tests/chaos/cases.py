@@ -16,7 +16,9 @@ FLUSHES = 2
 """Times that the actor writes to the stream in a step: it does so for 8 trajectories, and at the end."""
 
 PROCESSES = ("orchestrator", "actor", "critic", "reward", "reference", "redis")
-"""Those that the launcher starts, watches and restarts."""
+"""Those that a run needs; the launcher starts, watches and restarts them."""
+GATEWAY = "gateway"
+"""The same of one that a run does not need."""
 EVERYTHING = "everything"
 """The launcher, and with it every process that it started; the run is resumed by hand."""
 KILL, STOP = "SIGKILL", "SIGSTOP"
@@ -97,10 +99,14 @@ class Case:
         return self.moment.setting(self.process, self.seed)
 
 
-PAIRS = [*((process, fault) for process in PROCESSES for fault in (KILL, STOP)), (EVERYTHING, KILL)]
-# The pairs are no multiple of the seeds in number, so every pair and every moment meets every seed.
+PAIRS = [
+    *((process, fault) for process in PROCESSES for fault in (KILL, STOP)),
+    (EVERYTHING, KILL),
+    *((GATEWAY, fault) for fault in (KILL, STOP)),
+]
+# Each row begins with another seed, so every pair and every moment meets every seed.
 CASES = tuple(
-    Case(process, fault, moment, (row * len(PAIRS) + column) % len(SEEDS))
+    Case(process, fault, moment, (row + column) % len(SEEDS))
     for row, moment in enumerate(MOMENTS)
     for column, (process, fault) in enumerate(PAIRS)
 )

@@ -125,9 +125,10 @@ class Command:
         return found
 
     def child(self, name: str) -> int:
-        """The process id of the service of this role, or of redis."""
+        """The process id of the service of this role, of the gateway, or of redis."""
         for pid, line in self.processes().items():
-            if line[1:4] == ["-m", "services", name] or (name == "redis" and "redis.sock" in line[0]):
+            module = ["-m", "gateway"] if name == "gateway" else ["-m", "services", name]
+            if line[1 : len(module) + 1] == module or (name == "redis" and "redis.sock" in line[0]):
                 return pid
         raise AssertionError(f"no {name} among {self.processes()}")
 

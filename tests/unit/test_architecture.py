@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOTS = {"quartet": ROOT / "src/quartet", "services": ROOT / "services"}
+ROOTS = {"quartet": ROOT / "src/quartet", "services": ROOT / "services", "gateway": ROOT / "gateway"}
 
 FOUNDATION = {"quartet", "quartet.errors", "quartet.types", "quartet.config", "quartet.failpoints"}
 FILES = {
@@ -35,7 +35,8 @@ LIBRARY = {
 }
 SERVICE = FOUNDATION | FILES | LIBRARY | {"quartet.v1"}
 
-# What a part may import of Quartet, besides itself. A part is a module or a package directly below `quartet` or `services`.
+# What a part may import of Quartet, besides itself. A part is a module or a package directly below `quartet` or `services`; the
+# gateway is one.
 ALLOWED: dict[str, set[str]] = {
     "quartet": set(),
     "quartet.errors": set(),
@@ -47,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.data": {"quartet.errors", "quartet.types", "quartet.random_streams"},
     "quartet.evaluation": FOUNDATION | {"quartet.data"},
     "quartet.files": {"quartet.errors", "quartet.types"},
-    "quartet.checkpoints": {"quartet.files", "quartet.telemetry"},
+    "quartet.checkpoints": {"quartet.errors", "quartet.files", "quartet.telemetry"},
     "quartet.identity": FOUNDATION | {"quartet.files"},
     "quartet.topology": {"quartet.config", "quartet.types"},
     "quartet.preflight": FOUNDATION | {"quartet.data", "quartet.topology"},
@@ -81,7 +82,11 @@ ALLOWED: dict[str, set[str]] = {
     "services.orchestrator": SERVICE,
     "services.roles": SERVICE
     | {f"services.{name}" for name in ("actor", "critic", "reward", "reference", "orchestrator")},
-    "services.__main__": SERVICE | {"services.roles", "services.orchestrator"},
+    "services.observation": SERVICE,
+    "gateway": FOUNDATION
+    | FILES
+    | {"quartet.codec", "quartet.rpc", "quartet.buffer", "quartet.telemetry", "quartet.v1"},
+    "services.__main__": SERVICE | {"services.roles", "services.orchestrator", "services.observation"},
 }
 
 WITHOUT_TORCH = [
@@ -107,6 +112,11 @@ WITHOUT_TORCH = [
     "quartet.telemetry.run_files",
     "quartet.cli.main",
     "quartet.cli.runs",
+    "quartet.cli.control",
+    "quartet.cli.watch",
+    "quartet.cli.view",
+    "quartet.cli.report",
+    "gateway.__main__",
     "services.__main__",
 ]
 
@@ -144,7 +154,8 @@ def find_imports(name: str) -> Iterator[tuple[str, int]]:
 
 
 def part(name: str) -> str:
-    return ".".join(name.split(".")[:2])
+    package, *rest = name.split(".")
+    return ".".join([package, *rest[:1]]) if package != "gateway" else package
 
 
 @pytest.mark.parametrize("name", sorted(modules()))
@@ -190,8 +201,12 @@ def test_only_the_buffer_knows_redis() -> None:
 def test_only_codec_rpc_servicers_and_the_command_line_know_protobuf() -> None:
     assert importers("google.protobuf") <= {"quartet.codec", "quartet.rpc"}
     users = {name for name in modules() for imported, _ in imports(name) if imported.startswith("quartet.v1.")}
-    edges = {name for name in users if part(name) in ("quartet.codec", "quartet.rpc", "quartet.cli")}
+    edges = {name for name in users if part(name) in ("quartet.codec", "quartet.rpc", "quartet.cli", "gateway")}
     assert users - edges == {f"{name}.servicer" for name in ALLOWED if f"{name}.servicer" in modules()}
+
+
+def test_only_the_gateway_knows_how_http_is_served() -> None:
+    assert importers("fastapi", "starlette", "uvicorn") == {"gateway"}
 
 
 def test_numerics_import_torch_types_and_errors_only() -> None:

@@ -1,51 +1,81 @@
-"""`quartet pause|resume|stop RUN`: what a user asks of a run that is going on."""
+"""`quartet pause|resume|stop|checkpoint|set RUN`: what a user asks of a run that is going on, through its gateway."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
-from quartet.errors import ConfigError, ServiceUnavailable
-from quartet.rpc.channels import Peer
-from quartet.telemetry.run_files import RunFiles
-from quartet.types import Role
-from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
-
-TIMEOUT = 10.0
-"""Seconds that the orchestrator has to answer; it does so at once, also during a step."""
+from quartet.cli.api import Target, asking
+from quartet.errors import ConfigError
 
 console = Console()
-Ask = Callable[[Peer, orchestrator_pb2_grpc.OrchestratorServiceStub], object]
 
 
-def pause(run: Path) -> None:
+def pause(target: Target) -> None:
     """The run waits after the step in hand."""
-    _ask(run, lambda peer, stub: peer.call(stub.Pause, orchestrator_pb2.PauseRequest(), TIMEOUT, "Pause"))
-    console.print(
-        f"{run}: pauses after the step in hand; quartet resume {run} goes on", highlight=False, soft_wrap=True
-    )
+    _ask(target, "/pause")
+    _say(f"{target.given}: pauses after the step in hand; quartet resume {target.given} goes on")
 
 
-def resume(run: Path) -> None:
+def resume(target: Target) -> None:
     """The run goes on."""
-    _ask(run, lambda peer, stub: peer.call(stub.Resume, orchestrator_pb2.ResumeRequest(), TIMEOUT, "Resume"))
-    console.print(f"{run}: goes on", highlight=False, soft_wrap=True)
+    _ask(target, "/resume")
+    _say(f"{target.given}: goes on")
 
 
-def stop(run: Path) -> None:
+def stop(target: Target) -> None:
     """The run ends after the step in hand, its policy saved."""
-    _ask(run, lambda peer, stub: peer.call(stub.Stop, orchestrator_pb2.StopRequest(), TIMEOUT, "Stop"))
-    console.print(f"{run}: stops after the step in hand and saves its policy", highlight=False, soft_wrap=True)
+    _ask(target, "/stop")
+    _say(f"{target.given}: stops after the step in hand and saves its policy")
 
 
-def _ask(run: Path, ask: Ask) -> None:
-    """Raises ConfigError when no run is going on there."""
-    peer = Peer(Role.ORCHESTRATOR, RunFiles(run).orchestrator_address())
+def checkpoint(target: Target) -> None:
+    """The run writes a checkpoint after the step in hand."""
+    _ask(target, "/checkpoint")
+    _say(f"{target.given}: writes a checkpoint after the step in hand")
+
+
+def change(target: Target, assignments: Sequence[str]) -> None:
+    """Changes settings of a run that goes on; without any, says which can be changed and how far."""
+    values = dict(map(_assignment, assignments))
+    if len(values) < len(assignments):
+        raise ConfigError(f"{' '.join(assignments)}: names a setting twice; give each once")
+    with asking(target) as api:
+        if not values:
+            _show(api.get("/settings")["settings"], target)
+            return
+        before = len(api.get("/settings")["changes"])
+        api.patch("/settings", values)
+        changes = api.get("/settings")["changes"][before:]
+    for item in changes:
+        _say(f"{target.given}: {item['setting']} {item['before']:g} -> {item['after']:g} from step {item['step']} on")
+
+
+def _assignment(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
     try:
-        ask(peer, orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel))
-    except ServiceUnavailable:
-        raise ConfigError(f"run {run}: its orchestrator does not answer; the run has ended") from None
-    finally:
-        peer.close()
+        if not name:
+            raise ValueError
+        return name, float(value)
+    except ValueError:
+        raise ConfigError(f"{text}: expected NAME=NUMBER, such as kl_coefficient=0.1") from None
+
+
+def _show(settings: Sequence[dict[str, Any]], target: Target) -> None:
+    if not settings:
+        raise ConfigError(
+            f"{target.given}: no run is going on there; settings of one that has ended are in its config.yaml"
+        )
+    for item in settings:
+        _say(f"{item['name']} = {item['value']:g} (from {item['low']:g} to {item['high']:g})")
+
+
+def _ask(target: Target, command: str) -> None:
+    with asking(target) as api:
+        api.post(command)
+
+
+def _say(line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -39,8 +39,8 @@ class View(Protocol):
     ) -> None: ...
 
 
-def make_view(console: Console, run: Path) -> View:
-    """A live view where there is a terminal, else lines. ``run`` is the run's directory."""
+def make_view(console: Console, run: Path | str) -> View:
+    """A live view where there is a terminal, else lines. ``run`` is what commands call it: its directory, or a URL."""
     return LiveView(console, run) if console.is_terminal else LineView(console, run)
 
 
@@ -67,9 +67,9 @@ class Pace:
 
 
 class News:
-    """What has not been said yet of a run's notes, alerts and pauses. ``run`` is its directory."""
+    """What has not been said yet of a run's notes, alerts and pauses. ``run`` is its directory, or a URL."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path | str) -> None:
         self._run = run
         self._notes: tuple[int, Sequence[object]] = (0, [])
         self._alerts: tuple[int, Sequence[object]] = (0, [])
@@ -107,7 +107,7 @@ def _known(before: tuple[int, Sequence[object]], now: tuple[int, Sequence[object
 class LineView:
     """One line for each step: for logs and pipes."""
 
-    def __init__(self, console: Console, run: Path) -> None:
+    def __init__(self, console: Console, run: Path | str) -> None:
         self._console = console
         self._pace = Pace()
         self._step = 0
@@ -145,7 +145,7 @@ class LineView:
 class LiveView:
     """A bar, the figures that matter with small curves, and what the step in hand is doing."""
 
-    def __init__(self, console: Console, run: Path) -> None:
+    def __init__(self, console: Console, run: Path | str) -> None:
         self._console = console
         self._pace = Pace()
         self._curves: dict[str, deque[float]] = {}

@@ -54,31 +54,109 @@ def up(config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = F
     run(config, overrides or [], overwrite, resume)
 
 
-RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is going on: runs/NAME.")]
+RunOrURL = Annotated[
+    str, typer.Argument(metavar="RUN|URL", help="A run that is going on: runs/NAME, or http://HOST:PORT/runs/NAME.")
+]
+RunName = Annotated[Optional[str], typer.Option("--run", metavar="NAME", help="The run, where the URL names none.")]  # noqa: UP045
+TokenFile = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(metavar="FILE", help="Holds the token that a URL needs; otherwise QUARTET_GATEWAY_TOKEN does."),
+]
 
 
 @app.command()
-def pause(run: RunDirectory) -> None:
+def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
+    """Show a run that is going on elsewhere."""
+    from quartet.cli.api import find
+    from quartet.cli.watch import watch as show
+
+    show(find(run, name, token_file))
+
+
+@app.command()
+def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Let a run wait after the step in hand."""
+    from quartet.cli.api import find
     from quartet.cli.control import pause as ask
 
-    ask(run)
+    ask(find(run, name, token_file))
 
 
 @app.command()
-def resume(run: RunDirectory) -> None:
+def resume(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Let a paused run go on."""
+    from quartet.cli.api import find
     from quartet.cli.control import resume as ask
 
-    ask(run)
+    ask(find(run, name, token_file))
 
 
 @app.command()
-def stop(run: RunDirectory) -> None:
+def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """End a run after the step in hand; its policy is saved."""
+    from quartet.cli.api import find
     from quartet.cli.control import stop as ask
 
-    ask(run)
+    ask(find(run, name, token_file))
+
+
+@app.command()
+def checkpoint(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
+    """Let a run write a checkpoint after the step in hand."""
+    from quartet.cli.api import find
+    from quartet.cli.control import checkpoint as ask
+
+    ask(find(run, name, token_file))
+
+
+@app.command("set")
+def change(
+    run: RunOrURL,
+    settings: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="[SETTING=NUMBER...]", help="Such as kl_coefficient=0.1; none: say which there are."),
+    ] = None,
+    name: RunName = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Change settings of a run while it goes on."""
+    from quartet.cli.api import find
+    from quartet.cli.control import change as ask
+
+    ask(find(run, name, token_file), settings or [])
+
+
+@app.command()
+def view(
+    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="A folder of runs, or one run in it.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,
+    allow_host: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="NAME", help="A further name by which it may be addressed. May be repeated."),
+    ] = None,
+    allow_plaintext: Annotated[
+        bool, typer.Option("--allow-plaintext", help="Listen without TLS on an address other than loopback.")
+    ] = False,
+) -> None:
+    """Open runs on the disk in the dashboard, until Ctrl-C."""
+    from quartet.cli.view import view as show
+
+    show(runs, host, port, allow_host or [], allow_plaintext)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")],
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="Where to write it; otherwise report.html in the run's directory."),
+    ] = None,
+) -> None:
+    """Write one HTML file of a run: curves, tables, texts, settings."""
+    from quartet.cli.report import report as write
+
+    write(run, output)
 
 
 checkpoints_app = typer.Typer(help="The checkpoints of a run.", no_args_is_help=True)

@@ -86,10 +86,13 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
                 _start(launcher)
                 _tell(launcher.check())
                 files.write_services(launcher.addresses)
+                if launcher.dashboard is not None:
+                    _tell([f"dashboard: {launcher.dashboard}"])
                 yield launcher, files
                 console.print("stopping the services", highlight=False)
         finally:
             files.services.unlink(missing_ok=True)
+            files.gateway.unlink(missing_ok=True)
             files.restore()
 
 

@@ -12,9 +12,10 @@ from types import TracebackType
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded import EmbeddedRedis
 from quartet.config import Config, ServiceConfig
-from quartet.errors import BufferFailed, ConfigError, ServiceUnavailable
+from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
+from quartet.launcher.gateway import TOKENS, Gateway
 from quartet.launcher.service import Service
-from quartet.launcher.supervision import Part, Supervised, failure_of
+from quartet.launcher.supervision import Part, Supervised, failure_of, in_one_line
 from quartet.telemetry.logs import file_log
 from quartet.telemetry.run_files import RunFiles
 from quartet.topology import roles_of
@@ -22,6 +23,8 @@ from quartet.types import Role
 
 FAILURE_PATIENCE = 1.0
 """Seconds that the other processes have to end after one has failed, before they are killed."""
+GATEWAY_PATIENCE = 60.0
+"""Seconds that the gateway may take to get ready after all else is; then the run goes on without it."""
 
 
 class Launcher:
@@ -47,6 +50,9 @@ class Launcher:
         Raises what the first process that fails says: ConfigError where the user can mend it, ServiceFailed otherwise.
         """
         self._start_buffer()
+        if self._config.gateway.enabled:
+            # It loads beside the models, and is waited for last.
+            self._services.append(Gateway.of_run(self._config, self.url, self._logs / "gateway.log"))
         for role in roles_of(self._config):
             service: ServiceConfig = getattr(self._config.services, role)
             if service.address is not None:
@@ -58,6 +64,7 @@ class Launcher:
             known = [f"services.{role}.address={address}" for role, address in self.addresses.items()]
             self._start_service(Role.ORCHESTRATOR, [part for item in known for part in ("--set", item)])
             self._wait_until_ready()
+        self._wait_for_the_gateway()
         log = file_log("launcher", self._logs / "launcher.log")
         recovery, load = self._config.recovery, self._config.timeouts.load
         self._supervised = [Supervised(part, recovery, load, log) for part in self._parts()]
@@ -79,10 +86,12 @@ class Launcher:
             raise ConfigError(str(error)) from None
 
     def _start_service(self, role: Role, arguments: list[str]) -> None:
-        # The url may hold a password: the environment is private to the user, the command line is not.
-        environment = {**os.environ, "QUARTET_BUFFER_URL": self.url, "PYTHONUNBUFFERED": "1"}
-        arguments = ["--config", str(self._config_path), *arguments]
-        self._services.append(Service(role, arguments, environment, self._logs / f"{role}.log"))
+        # The url may hold a password: the environment is private to the user, the command line is not. The gateway's tokens are
+        # nothing for services, which may run functions of the user's choice.
+        inherited = {name: value for name, value in os.environ.items() if name not in TOKENS}
+        environment = {**inherited, "QUARTET_BUFFER_URL": self.url, "PYTHONUNBUFFERED": "1"}
+        module = ["services", role.value, "--config", str(self._config_path), *arguments]
+        self._services.append(Service(role.value, module, environment, self._logs / f"{role}.log"))
 
     def _parts(self) -> list[Part]:
         return [*([self._redis] if self._redis is not None else []), *self._services]
@@ -90,7 +99,7 @@ class Launcher:
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._config.timeouts.load
         with selectors.DefaultSelector() as selector:
-            waiting = [service for service in self._services if not service.ready]
+            waiting = [service for service in self._services if service is not self._gateway and not service.ready]
             for service in waiting:
                 selector.register(service.pipe, selectors.EVENT_READ, service)
             while waiting:
@@ -98,7 +107,7 @@ class Launcher:
                     service = key.data
                     service.listen_to()
                     if service.ready:
-                        self.addresses[service.role] = service.address
+                        self.addresses[Role(service.name)] = service.address
                         selector.unregister(service.pipe)
                         waiting.remove(service)
                 self._raise_for_the_dead()
@@ -115,7 +124,35 @@ class Launcher:
                     part.listen_to()
                     if part.outcome is not None:
                         continue
-                raise failure_of(part)
+                error = failure_of(part)
+                if part is not self._gateway or isinstance(error, ConfigError):
+                    raise error
+
+    def _wait_for_the_gateway(self) -> None:
+        """Raises ConfigError for what the user can mend. Whatever else it is that keeps it, the run goes on."""
+        if self._gateway is not None:
+            try:
+                self._gateway.wait_until_ready(GATEWAY_PATIENCE)
+            except ServiceFailed as error:
+                self._do_without(self._gateway, error)
+
+    def _do_without(self, gateway: Gateway, error: QuartetError) -> None:
+        self._untold.append(f"{in_one_line(error)}; the run goes on without it, see {gateway.log}")
+        for supervised in self._supervised:
+            if supervised.part is gateway:
+                supervised.stop()
+        self._supervised = [supervised for supervised in self._supervised if supervised.part is not gateway]
+        self._services.remove(gateway)
+        gateway.reap(time.monotonic())
+
+    @property
+    def _gateway(self) -> Gateway | None:
+        return next((service for service in self._services if isinstance(service, Gateway)), None)
+
+    @property
+    def dashboard(self) -> str | None:
+        """The link that opens the dashboard; None where there is no gateway."""
+        return self._gateway.link() if self._gateway is not None else None
 
     def check(self, orchestrator: bool = True) -> list[str]:
         """Restarts what has ended and should run, kills what has stalled. Gives what has happened, a line each; never waits.
@@ -123,17 +160,21 @@ class Launcher:
         Raises ServiceFailed when a process is given up, and what the orchestrator said where it brought the run to its end.
         ``orchestrator`` False leaves the orchestrator out, whose news have not all been heard.
         """
-        for supervised in self._supervised:
+        for supervised in [*self._supervised]:
             if supervised.part is self._orchestrator and (not orchestrator or self.run_ended):
                 continue
-            self._untold += supervised.look()
+            try:
+                self._untold += supervised.look()
+            except QuartetError as error:
+                if not isinstance(supervised.part, Gateway):
+                    raise
+                self._do_without(supervised.part, error)
         told, self._untold = self._untold, []
         return told
 
     @property
     def _orchestrator(self) -> Service | None:
-        found = [service for service in self._services if service.role is Role.ORCHESTRATOR]
-        return found[0] if found else None
+        return next((service for service in self._services if service.name == Role.ORCHESTRATOR), None)
 
     @property
     def run_ended(self) -> bool:
@@ -158,18 +199,18 @@ class Launcher:
     def blame(self) -> None:
         """Raises ServiceFailed for a process other than the orchestrator that is down: it may be why the run failed."""
         for supervised in self._supervised:
-            if supervised.part is not self._orchestrator:
+            if supervised.part not in (self._orchestrator, self._gateway):
                 supervised.blame()
 
     def stop(self, patience: float) -> None:
-        """Stops what was started: orchestrator, model services, Redis. Each has ``patience`` seconds to drain."""
+        """Stops what was started: orchestrator, model services and gateway, Redis. Each has ``patience`` seconds to drain."""
         for supervised in self._supervised:
             supervised.stop()
         for service in self._services:
             service.close()
         for group in (
-            [service for service in self._services if service.role is Role.ORCHESTRATOR],
-            [service for service in self._services if service.role is not Role.ORCHESTRATOR],
+            [service for service in self._services if service.name == Role.ORCHESTRATOR],
+            [service for service in self._services if service.name != Role.ORCHESTRATOR],
         ):
             for service in group:
                 service.terminate()

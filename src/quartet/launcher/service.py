@@ -14,7 +14,6 @@ from typing import Any
 
 from quartet.processes import with_parent
 from quartet.rpc.channels import Peer
-from quartet.types import Role
 
 LAST_LINES = 20
 """Log lines of a dead process that are shown."""
@@ -23,11 +22,10 @@ LAST_LINES = 20
 class Service:
     """One service process. It says through a pipe when it is ready, why it ended, or how the run did."""
 
-    def __init__(self, role: Role, arguments: Sequence[str], environment: dict[str, str], log: Path) -> None:
-        """Starts the process and does not wait for it."""
-        self.role, self.log = role, log
-        self.name = role.value
-        self._arguments, self._environment = arguments, environment
+    def __init__(self, name: str, module: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        """Starts ``python -m MODULE...`` and does not wait for it; ``module`` is followed by its arguments."""
+        self.name, self.log = name, log
+        self._module, self._environment = module, environment
         self._pipe: Any = None
         self._peer: Peer | None = None
         self.address: str | None = None
@@ -46,7 +44,7 @@ class Service:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         self._pipe = os.fdopen(reader, "rb", buffering=0)
-        command = [sys.executable, "-m", "services", self.role, *self._arguments, "--ready-fd", str(writer)]
+        command = [sys.executable, "-m", *self._module, "--ready-fd", str(writer)]
         if self.address is not None:
             command += ["--listen", self.address]
         with self.log.open("ab") as output:

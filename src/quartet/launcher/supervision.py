@@ -168,5 +168,10 @@ def failure_of(part: Part, before: str = "") -> ConfigError | ServiceFailed:
     return ServiceFailed(f"{part.name}: {ended}; {last_lines(part.log)}")
 
 
+def in_one_line(error: Exception) -> str:
+    """What ``failure_of`` gives, without the lines of the log."""
+    return str(error).partition("; the last lines of ")[0].partition("\n")[0]
+
+
 def _times(number: int) -> str:
     return "1 restart" if number == 1 else f"{number} restarts"

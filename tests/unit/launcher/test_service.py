@@ -13,7 +13,6 @@ from quartet.config import RecoveryConfig
 from quartet.errors import ConfigError, ServiceFailed
 from quartet.launcher.service import Service
 from quartet.launcher.supervision import Supervised
-from quartet.types import Role
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,12 @@ def test_a_service_that_refuses_its_config_counts_as_crashed_and_its_words_are_k
     restarts: int, kind: type[Exception], said: str, tmp_path: Path
 ) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    service = Service(Role.REWARD, ["--config", str(tmp_path / "missing.yaml")], environment, tmp_path / "reward.log")
+    service = Service(
+        "reward",
+        ["services", "reward", "--config", str(tmp_path / "missing.yaml")],
+        environment,
+        tmp_path / "reward.log",
+    )
     recovery = RecoveryConfig(restarts=restarts, backoff=0.05)
     supervised = Supervised(service, recovery, 600.0, structlog.wrap_logger(structlog.ReturnLogger()))
     told: list[str] = []

@@ -1,0 +1,192 @@
+"""How the commands find a run's gateway, keep its token to themselves, and tell what it answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.cli.api import TOKEN, Api, Target, find
+from quartet.cli.control import change, pause
+from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
+
+SECRET = "a-token-of-twenty-signs"
+Answer = tuple[int, str, bytes]
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[Callable[[str], Answer]], tuple[str, list[str]]]]:
+    """Starts an HTTP server whose answers the test decides, by path; gives its URL and the Authorization headers that it saw."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answer: Callable[[str], Answer]) -> tuple[str, list[str]]:
+        seen: list[str] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                seen.append(self.headers["Authorization"])
+                status, kind, body = answer(self.path)
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}", seen
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def problem(status: int, detail: str, *fields: tuple[str, str]) -> Answer:
+    named = [{"field": field, "problem": text} for field, text in fields]
+    body = {"type": "about:blank", "title": "", "status": status, "detail": detail, "fields": named}
+    return status, "application/problem+json", json.dumps(body).encode()
+
+
+def answer(value: Any) -> Answer:
+    return 200, "application/json", json.dumps(value).encode()
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, SECRET)
+
+
+def test_a_directory_says_itself_where_its_gateway_is(tmp_path: Path) -> None:
+    run = tmp_path / "tiny"
+    run.mkdir()
+    (run / "gateway.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "token": SECRET}))
+    found = find(str(run))
+    assert (found.url, found.token, found.run) == ("http://127.0.0.1:9", SECRET, "tiny")
+
+
+@pytest.mark.parametrize(
+    ("services", "said"),
+    [(False, "no run is going on there"), (True, "goes on without a gateway of its own (gateway.enabled)")],
+)
+def test_without_a_gateway_it_is_said_why(services: bool, said: str, tmp_path: Path) -> None:
+    if services:
+        (tmp_path / "services.json").write_text("{}")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "run", "expected"),
+    [
+        ("http://h:1/runs/tiny", None, ("http://h:1", "tiny")),
+        ("http://h:1/runs/tiny/", None, ("http://h:1", "tiny")),
+        ("http://h:1", "tiny", ("http://h:1", "tiny")),
+        ("http://h:1/", None, ("http://h:1", None)),
+        ("https://h/behind/a/proxy/runs/tiny", None, ("https://h/behind/a/proxy", "tiny")),
+    ],
+)
+@pytest.mark.usefixtures("token")
+def test_a_url_names_the_gateway_and_the_run(given: str, run: str | None, expected: tuple[str, str | None]) -> None:
+    found = find(given, run)
+    assert ((found.url, found.run), found.token) == (expected, SECRET)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "said"),
+    [
+        (f"http://h:1/#token={SECRET}", {}, "the URL holds a token"),
+        (f"http://me:{SECRET}@h:1/runs/tiny", {}, "the URL holds a token"),
+        ("ftp://h/runs/tiny", {}, "expected http://HOST:PORT/runs/NAME"),
+        ("http://h:1/runs/tiny", {"run": "other"}, "names the run tiny"),
+        ("runs/tiny", {"run": "other"}, "go with a URL"),
+        ("http://h:1/runs/tiny", {"token_file": Path("/absent/file")}, "--token-file /absent/file: cannot be read"),
+        ("http://h:1/runs/tiny", {"token_file": Path("/dev/null")}, "--token-file /dev/null: holds no token"),
+    ],
+)
+@pytest.mark.usefixtures("token")
+def test_what_names_no_run_is_refused_and_no_token_repeated(given: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)) as raised:
+        find(given, **options)
+    assert SECRET not in str(raised.value)
+
+
+def test_a_url_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("", "  "):
+        monkeypatch.setenv(TOKEN, value)
+        with pytest.raises(ConfigError, match="holds no token"):
+            find("http://h:1/runs/tiny")
+    monkeypatch.setenv(TOKEN, "two\nlines")
+    with pytest.raises(ConfigError, match="holds something that is no token"):
+        find("http://h:1/runs/tiny")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said"),
+    [
+        (problem(401, "wrong"), ConfigError, "does not know this token"),
+        (problem(404, "run 'tiny': there is none of this name"), ConfigError, "has no run tiny"),
+        (problem(409, "run 'tiny': does not go on now"), ConfigError, "does not go on now"),
+        (
+            problem(422, "body.x: too high", ("body.x", "too high"), ("body.y", "no")),
+            ConfigError,
+            ": x: too high; y: no$",
+        ),
+        (problem(429, "too many requests"), ServiceUnavailable, "too many requests"),
+        (problem(503, "does not answer"), ServiceUnavailable, "does not answer"),
+        (problem(500, "the gateway failed"), ServiceFailed, "the gateway failed"),
+        ((404, "text/html", b"<h1>nginx</h1>"), ConfigError, "not as a gateway of Quartet's does"),
+        ((200, "text/html", b"<h1>hello</h1>"), ConfigError, "is no gateway of Quartet's"),
+    ],
+)
+def test_each_answer_means_what_it_says(given: Answer, kind: type[QuartetError], said: str, answering: Any) -> None:
+    url, seen = answering(lambda _: given)
+    with Api(Target(url, url, SECRET, "tiny")) as api, pytest.raises(kind, match=said) as raised:
+        api.get()
+    assert type(raised.value) is kind
+    assert seen == [f"Bearer {SECRET}"]
+
+
+def test_a_proxy_never_sees_the_token_of_a_gateway_on_this_machine(
+    answering: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy, seen_by_proxy = answering(lambda _: problem(502, "proxy"))
+    url, _ = answering(lambda _: answer({"step": 1}))
+    monkeypatch.setenv("HTTP_PROXY", proxy)
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with Api(Target(url, url, SECRET, "tiny")) as api:
+        assert api.get() == {"step": 1}
+    assert seen_by_proxy == []
+
+
+def test_a_url_without_a_run_means_the_gateway_s_own(answering: Any) -> None:
+    url, _ = answering(lambda path: answer({"run": "tiny"} if path.endswith("/session") else {"path": path}))
+    with Api(Target(url, url, SECRET, None)) as api:
+        assert api.get("/settings") == {"path": "/api/v1/runs/tiny/settings"}
+
+
+def test_of_several_runs_one_has_to_be_named(answering: Any) -> None:
+    runs = {"items": [{"name": "one"}, {"name": "two"}]}
+    url, _ = answering(lambda path: answer({"run": None} if path.endswith("/session") else runs))
+    with Api(Target(url, url, SECRET, None)) as api, pytest.raises(ConfigError, match="--run: one, two"):
+        api.get()
+
+
+def test_a_gateway_that_is_gone_is_for_the_user_to_look_at() -> None:
+    with pytest.raises(ConfigError, match=r"the gateway at http://127\.0\.0\.1:1 does not answer"):
+        pause(Target("runs/tiny", "http://127.0.0.1:1", SECRET, "tiny"))
+
+
+@pytest.mark.parametrize("wrong", ["kl_coefficient", "=1", "kl_coefficient=much"])
+def test_a_change_is_a_name_and_a_number(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{wrong}: expected NAME=NUMBER"):
+        change(Target("runs/tiny", "http://127.0.0.1:1", SECRET, "tiny"), [wrong])

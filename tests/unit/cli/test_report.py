@@ -1,0 +1,162 @@
+"""A report: everything of the run in one file, nothing of it taken for markup, and nothing fetched from anywhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from playwright.sync_api import sync_playwright
+
+from quartet.cli.report import report
+from quartet.cli.report_curves import POINTS, figures
+from quartet.config import parse_config
+from quartet.errors import ConfigError
+from quartet.telemetry.run_files import MARK, RunFiles
+from quartet.types import Alert
+
+HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
+STEPS = 4
+
+
+def metrics(step: int) -> dict[str, float]:
+    return {
+        "step": step,
+        "reward_mean": 0.5 * step,
+        "reward_std": 1.0,
+        "kl_mean": 0.1 * step,
+        "entropy": math.nan if step == 2 else 3.0,
+        "response_tokens": 100,
+        "seconds": 2.0,
+        "seconds_generate": 0.5,
+        "seconds_update": 1.0,
+        "odd_one": 7.0,
+    }
+
+
+def trajectory(step: int, sample: int) -> dict[str, Any]:
+    return {
+        "id": f"tiny/{step}/0/{sample}",
+        "prompt": f"prompt {sample}",
+        "response": f"response {sample} of {step} {HOSTILE}",
+        "score": float(sample),
+        "parts": {"length": 0.25},
+        "kl": 0.5,
+        "response_tokens": 9,
+        "finished": sample != 0,
+    }
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> RunFiles:
+    tree = {
+        "run": {"name": "tiny", "steps": STEPS},
+        "data": {"prompts": "p"},
+        "actor": {"model": HOSTILE},
+        "reward": {"model": "r"},
+        "algorithm": {"kl_controller": {"kind": "adaptive", "target": 4.25}},
+    }
+    files = RunFiles(tmp_path / "tiny")
+    files.write_config(parse_config(tree, "here").to_yaml())
+    for step in range(1, STEPS + 1):
+        files.append_metrics(metrics(step))
+        files.write_trajectories(step, [trajectory(step, sample) for sample in range(5)])
+    files.append_alert(Alert(3, "kl_runaway", "warn", HOSTILE, "lower it"))
+    files.write_evaluation(0, {"eval_reward_greedy": 1.25, "eval_win_rate_greedy": 0.5}, [])
+    files.write_evaluation(4, {"eval_reward_greedy": 2.75, "eval_win_rate_greedy": 0.75}, [])
+    files.timeline.write_text(
+        json.dumps({"step": 1, "started": 0.0, "seconds": 2.0, "spans": [span("actor", "generate", 0.0, 0.5)]}) + "\n"
+    )
+    return files
+
+
+def span(service: str, phase: str, start: float, end: float) -> dict[str, Any]:
+    return {"service": service, "phase": phase, "start": start, "end": end, "count": 1}
+
+
+def test_a_report_opens_without_a_network_draws_its_curves_and_takes_no_text_for_markup(files: RunFiles) -> None:
+    report(files.root, None)
+    told: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        page = browser.new_page()
+        page.on("console", lambda message: told.append(message.text))
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("request", lambda request: told.append(request.url))
+        page.on("dialog", lambda dialog: told.append(dialog.message))
+        page.goto(files.report.as_uri())
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        drawn = page.locator(".plot:has(.main-svg)").count()
+        title, text = page.title(), page.locator("main").inner_text()
+        charts = page.evaluate("places.map(place => place.data.map(trace => trace.name))")
+        shapes = page.evaluate("places.flatMap(place => place.layout.shapes.map(shape => shape.y0))")
+        browser.close()
+    assert told == [files.report.as_uri()]
+    assert title == "Run tiny"
+    assert drawn == len(charts) == 8
+    assert ["reward_mean"] in [[name for name in names if name] for names in charts]
+    assert ["odd_one"] in charts
+    assert shapes == [4.25], "the KL's target"
+    for shown in ("best: score 4", "median: score 2", "worst: score 0", "response 4 of 1", "response 4 of 4", HOSTILE):
+        assert shown in text
+    for shown in ("cut off at the token limit", "length 0.25", "kl_runaway", "2.75", "kl_coefficient: ", "25.0 %"):
+        assert shown in text
+
+
+def test_a_report_says_how_far_a_run_has_come(files: RunFiles) -> None:
+    report(files.root, None)
+    assert "At step 4 of 4" in files.report.read_text()
+    files.services.write_text("{}")
+    report(files.root, None)
+    assert "Going on: step 4 of 4" in files.report.read_text()
+    files.services.unlink()
+    files.policy.mkdir()
+    report(files.root, None)
+    assert "Finished after 4 steps" in files.report.read_text()
+
+
+def test_a_report_of_an_earlier_version_s_run_and_of_one_without_a_step_is_written(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(MARK + yaml.safe_dump({"run": {"name": "old", "steps": 9}, "gone": 1}))
+    report(tmp_path, tmp_path / "other.html")
+    text = (tmp_path / "other.html").read_text()
+    assert "Run old" in text
+    assert "At step 0 of 9" in text
+    assert "No step has been committed yet." in text
+
+
+def test_a_report_takes_the_place_of_a_report_only(files: RunFiles, tmp_path: Path) -> None:
+    mine = tmp_path / "notes.html"
+    mine.write_text("<p>mine</p>")
+    with pytest.raises(ConfigError, match=re.escape(f"{mine}: is there already and is no report")):
+        report(files.root, mine)
+    with pytest.raises(ConfigError, match="there is no directory"):
+        report(files.root, tmp_path / "absent" / "report.html")
+    with pytest.raises(ConfigError, match="is not a run's directory"):
+        report(tmp_path, None)
+    assert mine.read_text() == "<p>mine</p>"
+
+
+def test_a_damaged_file_is_named(files: RunFiles) -> None:
+    path = files.trajectories / "step-000004.jsonl"
+    path.write_text('{"score": 1.0}\n')
+    with pytest.raises(ConfigError, match=f"trajectories {re.escape(str(path))}: cannot be read"):
+        report(files.root, None)
+    assert not files.report.exists()
+
+
+def test_a_long_run_s_curves_are_short_and_keep_their_means() -> None:
+    steps = [{"step": step, "reward_mean": float(step), "reward_std": 2.0} for step in range(1, 10 * POINTS + 1)]
+    line = figures(steps, None)[0]["lines"][0]
+    assert len(line["x"]) == len(line["y"]) == POINTS
+    assert (line["x"][0], line["y"][0], line["low"][0], line["high"][0]) == (10, 5.5, 3.5, 7.5)
+    assert line["x"][-1] == 10 * POINTS
+
+
+def test_what_is_no_number_is_a_gap() -> None:
+    found = {item["title"]: item["lines"][0]["y"] for item in figures([metrics(1), metrics(2)], None)}
+    assert found["Entropy"] == [3.0, None]
+    assert found["Throughput"] == [50.0, 50.0]

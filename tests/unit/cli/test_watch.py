@@ -1,0 +1,176 @@
+"""A run that goes on elsewhere: what is shown of its events, each once, over connections that break."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from quartet.cli import watch as module
+from quartet.cli.api import Event, Target
+from quartet.cli.live import LineView
+from quartet.cli.watch import Shown, watch
+from quartet.errors import ConfigError, ServiceFailed
+
+FIGURES = {
+    "reward_mean": 0.5,
+    "kl_mean": 0.1,
+    "entropy": None,
+    "eos_rate": 1.0,
+    "response_tokens": 64,
+    "seconds": 2.0,
+}
+
+
+def progress(state: str = "training", step: int = 0, *notes: str, error: str = "") -> dict[str, Any]:
+    return {
+        "state": state,
+        "step": step,
+        "total_steps": 9,
+        "phase": "generate",
+        "scored": 0,
+        "wanted": 8,
+        "error": error,
+        "recoveries": 0,
+        "notes": list(notes),
+    }
+
+
+def step(number: int) -> dict[str, Any]:
+    return {"step": number, "metrics": {"step": number, **FIGURES}}
+
+
+def shown(*events: tuple[str, dict[str, Any]]) -> list[str]:
+    """The lines that are printed."""
+    output = io.StringIO()
+    with LineView(Console(file=output, width=200), "runs/tiny") as view:
+        shown = Shown("tiny", view)
+        for kind, data in events:
+            shown.take(Event(kind, data, ""))
+    return output.getvalue().splitlines()
+
+
+def test_steps_are_lines_and_notes_are_said_once_also_when_old_ones_are_dropped() -> None:
+    lines = shown(
+        ("progress", progress("training", 0, "a", "b")),
+        ("step", step(1)),
+        ("progress", progress("training", 1, "b", "c")),
+        ("step", step(2)),
+        ("progress", progress("training", 2, "c", "d")),
+    )
+    assert [line.split("  ")[0] for line in lines] == [
+        "note: a",
+        "note: b",
+        "step 1/9",
+        "note: c",
+        "step 2/9",
+        "note: d",
+    ]
+
+
+def test_what_happens_besides_is_a_line_each() -> None:
+    lines = shown(
+        ("alert", {"step": 3, "guard": "kl", "action": "warn", "evidence": "it rises", "remedy": "lower it"}),
+        (
+            "change",
+            {"setting": "kl_coefficient", "before": 0.05, "after": 0.2, "step": 4, "who": "operator x", "at": 1.0},
+        ),
+        ("evaluation", {"step": 3, "metrics": {"step": 3, "eval_reward_greedy": 1.25, "eval_kl": None}}),
+        ("checkpoint", {"step": 3, "bytes": 1, "created": 1.0}),
+        ("rewind", {"step": 2}),
+        ("something-new", {}),
+        ("progress", progress("paused", 3)),
+    )
+    assert lines == [
+        "guard kl (warn) after step 3: it rises; lower it",
+        "kl_coefficient 0.05 -> 0.2 from step 4 on, by operator x",
+        "evaluation after step 3: reward_greedy 1.25",
+        "checkpoint of step 3",
+        "goes back to step 2",
+        "paused after step 3: quartet resume runs/tiny goes on, quartet stop runs/tiny saves the policy and ends",
+    ]
+
+
+class Stream:
+    """A gateway whose stream of events breaks after each of the given pieces."""
+
+    def __init__(self, *pieces: list[tuple[str, str, dict[str, Any]]], own: str | None = None) -> None:
+        self.asked: list[str | None] = []
+        left = list(pieces)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(handler) -> None:  # noqa: N805 - the stream's own self is needed
+                if handler.path.endswith("/session"):
+                    handler.send_response(200)
+                    handler.end_headers()
+                    handler.wfile.write(json.dumps({"run": own}).encode())
+                    return
+                self.asked.append(handler.headers["Last-Event-ID"])
+                events = left.pop(0)
+                body = "".join(
+                    (f"id: {id}\n" if id else "") + f"event: {kind}\ndata: {json.dumps(data)}\n\n"
+                    for id, kind, data in events
+                )
+                handler.send_response(200)
+                handler.send_header("Content-Type", "text/event-stream")
+                handler.end_headers()
+                handler.wfile.write(body.encode())
+
+            def log_message(handler, *_: object) -> None:  # noqa: N805
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+
+@pytest.fixture(autouse=True)
+def output(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    output = io.StringIO()
+    monkeypatch.setattr(module, "console", Console(file=output, width=200))
+    monkeypatch.setattr(module, "RECONNECT", 0.01)
+    return output
+
+
+def test_a_stream_that_breaks_is_taken_up_after_the_last_event_with_an_id(output: io.StringIO) -> None:
+    stream = Stream(
+        [("g0.s0", "progress", progress()), ("g1.s1", "step", step(1)), ("", "progress", progress("training", 1))],
+        [("g2.s2", "step", step(2))],
+        [("", "progress", progress("finished", 2))],
+    )
+    watch(Target("x", stream.url, "secret", "tiny"))
+    stream.server.shutdown()
+    assert stream.asked == [None, "g1.s1", "g2.s2"]
+    assert [line.split("  ")[0] for line in output.getvalue().splitlines()] == [
+        "step 1/9",
+        "step 2/9",
+        "tiny: finished",
+    ]
+
+
+@pytest.mark.parametrize(("own", "shown"), [(None, ["tiny: is not going on"]), ("tiny", ["tiny: finished"])])
+def test_a_run_that_does_not_go_on_is_waited_for_where_its_own_gateway_says_so(
+    own: str | None, shown: list[str], output: io.StringIO
+) -> None:
+    pieces = [[("g0.s0", "progress", progress("idle"))], [("", "progress", progress("finished"))]]
+    stream = Stream(*pieces, own=own)
+    watch(Target("x", stream.url, "secret", "tiny"))
+    stream.server.shutdown()
+    assert output.getvalue().splitlines() == shown
+
+
+def test_a_gateway_that_is_not_there_is_said_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"the gateway at http://127\.0\.0\.1:1 does not answer"):
+        watch(Target("x", "http://127.0.0.1:1", "secret", "tiny"))
+
+
+def test_a_run_that_fails_is_a_failure(output: io.StringIO) -> None:
+    stream = Stream([("g0.s0", "progress", progress("failed", 3, error="the disk is full"))])
+    with pytest.raises(ServiceFailed, match="the disk is full"):
+        watch(Target("x", stream.url, "secret", "tiny"))
+    stream.server.shutdown()
