@@ -7,10 +7,11 @@ PYTEST_ARGS ?=
 CHAOS_ARGS ?=
 SOAK_ARGS ?=
 DURABILITY_ARGS ?=
+GATEWAY_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test chaos faults soak durability-cost check format proto acceptance parity clean
+.PHONY: help demo test chaos faults soak durability-cost gateway-load gateway-metrics browser screenshots fuzz-api check format proto acceptance parity clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
@@ -48,6 +49,21 @@ soak: $(VENV)/.installed ## A thousand steps watched for leaks; write docs/durab
 durability-cost: $(VENV)/.installed ## What durability costs the review run; write docs/durability.md
 	$(BIN)/python -m benchmarks.durability $(DURABILITY_ARGS)
 
+gateway-load: $(VENV)/.installed ## 100 event streams and 50 requests/s while a run trains; write docs/gateway.md
+	$(BIN)/python -m benchmarks.gateway $(GATEWAY_ARGS)
+
+gateway-metrics: $(VENV)/.installed ## A metrics query over a 100,000-step run; write docs/gateway.md
+	$(BIN)/python -m benchmarks.gateway_metrics
+
+browser: $(VENV)/.installed-dev ## The dashboard in a real Chromium
+	$(BIN)/python -m pytest tests/browser -m 'slow or not slow' $(PYTEST_ARGS)
+
+screenshots: $(VENV)/.installed-dev ## Every page of the dashboard, light and dark, into docs/screenshots
+	$(BIN)/python -m tests.browser.screenshots
+
+fuzz-api: $(VENV)/.installed-dev ## Hundreds of requests to each method of the REST API
+	QUARTET_FUZZ_EXAMPLES=200 $(BIN)/python -m pytest tests/gateway/test_schema.py --timeout=3000 $(PYTEST_ARGS)
+
 check: $(VENV)/.installed-dev ## Lint, types, committed stubs, forbidden constructs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -57,7 +73,7 @@ check: $(VENV)/.installed-dev ## Lint, types, committed stubs, forbidden constru
 		diff -r -x __init__.py -x __pycache__ "$$scratch/quartet/v1" src/quartet/v1 || \
 		{ echo "error: src/quartet/v1 differs from proto/; run make proto and commit" >&2; exit 1; }
 	@! grep -rnE '(^|[^a-z_])(import pickle|from pickle|pickle\.loads?\()|torch\.load\(|trust_remote_code"?[=:] *True' \
-		--include='*.py' src services examples || { echo "error: unsafe deserialisation" >&2; exit 1; }
+		--include='*.py' src services gateway examples || { echo "error: unsafe deserialisation" >&2; exit 1; }
 	@echo "check: fine"
 
 format: $(VENV)/.installed-dev ## Format the code

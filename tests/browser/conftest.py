@@ -1,0 +1,57 @@
+"""A headless Chromium, and the runs that the dashboard's tests look at."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import pytest
+
+from tests.browser.window import Window
+from tests.gateway.conftest import ended, shown
+from tests.gateway.serving import Gateway
+from tests.training.conftest import _one_thread, make, world, world_tree
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="the dashboard's tests need playwright")
+
+__all__ = ["_one_thread", "ended", "make", "shown", "world", "world_tree"]
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+class Open(Protocol):
+    """Opens the dashboard of a gateway, signed in."""
+
+    def __call__(
+        self, gateway: Gateway, *, theme: str = "dark", phone: bool = False
+    ) -> AbstractContextManager[Window]: ...
+
+
+@pytest.fixture(scope="session")
+def open_dashboard() -> Iterator[Open]:
+    """Windows of a browser of this session's own; each asserts at its end that nothing went wrong in it."""
+    path = os.environ.get("QUARTET_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip("no Chromium here; install one, or name it in QUARTET_CHROMIUM")
+    with sync_api.sync_playwright() as playwright:
+        # Chromium refuses its sandbox to root.
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+
+        @contextmanager
+        def opened(gateway: Gateway, *, theme: str = "dark", phone: bool = False) -> Iterator[Window]:
+            size = {"width": 360, "height": 780} if phone else {"width": 1280, "height": 900}
+            context = browser.new_context(viewport=size, color_scheme=theme, is_mobile=phone, has_touch=phone)
+            window = Window(context.new_page(), f"http://{gateway.address}")
+            try:
+                window.sign_in()
+                yield window
+                assert window.complaints == []
+            finally:
+                context.close()
+
+        yield opened
+        browser.close()

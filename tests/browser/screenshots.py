@@ -1,0 +1,165 @@
+"""`make screenshots`: every page of the dashboard of a real run, light and dark, into docs/screenshots.
+
+Trains two short runs on the demo's world: one to its end, to compare with, and one that is paused late and looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from quartet.demo.world import make_world
+from quartet.processes import with_parent
+from tests.browser.conftest import NAMES
+
+STEPS, PAUSE_AT, EVERY = 90, 80, 20
+COLORS = 128
+"""Of a picture: enough for a page, and a third of the size."""
+PAGES = ("overview", "steps", "trajectories", "evaluations", "checkpoints", "services", "guards", "logs", "config")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.browser.screenshots", description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("build/screenshots"), help="where the runs are kept")
+    parser.add_argument("--pictures", type=Path, default=Path("docs/screenshots"), help="where the pictures go")
+    options = parser.parse_args(arguments)
+    shutil.rmtree(options.folder, ignore_errors=True)
+    folder = options.folder.absolute()
+    folder.mkdir(parents=True)
+    options.pictures.mkdir(parents=True, exist_ok=True)
+    with training(folder, "careful", kl_coefficient=0.2) as run:
+        wait_until(run, lambda state: state["state"] == "finished")
+    with training(folder, "demo", kl_coefficient=0.05) as run:
+        wait_until(run, lambda state: state["step"] >= PAUSE_AT)
+        run.ask("pause", {})
+        wait_until(run, lambda state: state["state"] == "paused")
+        run.ask("settings", {"kl_coefficient": 0.08}, "PATCH")
+        run.ask("checkpoint", {})
+        take(run, options.pictures)
+    return 0
+
+
+class Run:
+    """A run under way, by its gateway."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], gateway: dict[str, str]) -> None:
+        self.name, self.process = name, process
+        self.url, self.token = gateway["url"], gateway["token"]
+
+    def ask(self, path: str = "", body: object = None, method: str | None = None) -> Any:
+        """What the gateway answers."""
+        request = urllib.request.Request(
+            f"{self.url}/api/v1/runs/{self.name}/{path}".rstrip("/"),
+            data=None if body is None else json.dumps(body).encode(),
+            method=method,
+            headers={"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+
+@contextmanager
+def training(folder: Path, name: str, kl_coefficient: float) -> Iterator[Run]:
+    """`quartet train` on the demo's world, with evaluations, ended at the end."""
+    world = make_world(folder / "world")
+    tree = {
+        "run": {"name": name, "steps": STEPS, "directory": str(folder / "runs")},
+        "data": {"prompts": str(world.prompts), "validation": str(world.prompts), "max_prompt_tokens": 24},
+        "algorithm": {"kl_coefficient": kl_coefficient},
+        "rollout": {"prompts_per_step": 48, "max_response_tokens": 44, "score_batch": 12},
+        "actor": {"model": str(world.policy), "learning_rate": 1e-4},
+        "critic": {"learning_rate": 3e-4},
+        "reward": {"model": str(world.reward)},
+        "evaluation": {"every": EVERY, "prompts": 16},
+        "guards": {"kl_runaway": {"above": 6.0, "action": "warn"}},
+        "checkpoint": {"every": EVERY},
+    }
+    config = folder / f"{name}.yaml"
+    config.write_text(yaml.safe_dump(tree, sort_keys=False))
+    command = [str(Path(sys.executable).with_name("quartet")), "train", str(config)]
+    gateway = folder / "runs" / name / "gateway.json"
+    with (folder / f"{name}.log").open("wb") as output:
+        process = subprocess.Popen(with_parent(command), stdout=output, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + 300
+            while not gateway.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the run did not begin, see {folder / f'{name}.log'}")
+                time.sleep(0.2)
+            yield Run(name, process, json.loads(gateway.read_text()))
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def wait_until(run: Run, condition: Callable[[dict[str, Any]], bool]) -> None:
+    """Until what the gateway says of the run fulfils ``condition``, or the run has ended."""
+    while run.process.poll() is None:
+        try:
+            if condition(run.ask()):
+                return
+        except OSError:
+            pass  # It ends with its run.
+        time.sleep(0.2)
+
+
+def take(run: Run, pictures: Path) -> None:
+    """Every page in both themes, and the overview on a phone."""
+    path = os.environ.get("QUARTET_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        raise SystemExit("error: no Chromium here; install one, or name it in QUARTET_CHROMIUM")
+    best = run.ask("trajectories?sort=-score&limit=1")["items"][0]["id"].split("/", 1)[1]
+    pages = {name: f"runs/{run.name}/{name}" for name in PAGES}
+    pages |= {
+        "runs": "runs",
+        "inspector": f"runs/{run.name}/trajectories/{best}",
+        "compare": "compare?runs=demo,careful",
+    }
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        for theme in ("light", "dark"):
+            page = open_page(browser, run, theme, 1280, 900)
+            for name, address in pages.items():
+                picture(page, run, address, pictures / f"{name}-{theme}.png")
+            phone = open_page(browser, run, theme, 360, 780)
+            picture(phone, run, pages["overview"], pictures / f"phone-{theme}.png")
+        browser.close()
+
+
+def open_page(browser: Browser, run: Run, theme: Any, width: int, height: int) -> Page:
+    """A window that is signed in."""
+    page = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme).new_page()
+    page.goto(f"{run.url}/#token={run.token}")
+    page.get_by_role("heading", name="Runs", exact=True).first.wait_for()
+    return page
+
+
+def picture(page: Page, run: Run, address: str, path: Path) -> None:
+    """What a page shows once it has its data."""
+    page.goto(f"{run.url}/#/{address}")
+    page.wait_for_selector("main .page-head, main .state")
+    page.wait_for_selector("main .waiting", state="detached")
+    page.wait_for_load_state("networkidle") if "compare" in address else page.wait_for_timeout(1500)
+    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    image.quantize(COLORS).save(path, optimize=True)
+    print(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The dashboard beside a real run as it goes on: it moves with it, commands it, and shows when a part of it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from quartet.telemetry.run_files import RunFiles
+from quartet.types import Role
+from tests.browser.conftest import Open
+from tests.browser.window import Window
+from tests.gateway.serving import Gateway, serving
+from tests.gateway.test_live import eventually, live
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Fleet, Underway, json_lines
+
+
+@pytest.fixture(scope="module")
+def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Underway, Fleet]]:
+    with live(make, tmp_path_factory.mktemp("browser"), "watched", steps=5000) as found:
+        eventually(found[0].board.current, lambda progress: progress.step >= 3)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def gateway(going: tuple[Underway, Fleet]) -> Iterator[Gateway]:
+    with serving(going[0].config.run.directory) as found:
+        yield found
+
+
+@pytest.fixture
+def window(going: tuple[Underway, Fleet], gateway: Gateway, open_dashboard: Open) -> Iterator[Window]:
+    """The overview of the run, which is paused between tests: it would take the processor from the browser."""
+    run, _ = going
+    run.control.pause()
+    eventually(run.board.current, lambda progress: progress.state == "paused")
+    with open_dashboard(gateway) as found:
+        found.show("runs/watched/overview")
+        found.wait_for_state("paused")
+        yield found
+    run.control.pause()
+
+
+def test_charts_move_as_the_run_goes_on(window: Window, going: tuple[Underway, Fleet]) -> None:
+    window.page.wait_for_selector("figure.curve svg.main-svg", state="attached")
+    before = eventually(lambda: window.points("Reward"), bool)
+    going[0].control.resume()
+    # Drawn from the stream's events alone: the page asks for no curve again.
+    asked: list[str] = []
+    window.page.on("request", lambda request: asked.append(request.url) if "/metrics" in request.url else None)
+    window.wait_for_step(before[-1] + 2)
+    after = eventually(lambda: window.points("Reward"), lambda points: points[-1] >= before[-1] + 2)
+    assert after == list(range(1, after[-1] + 1))
+    assert asked == []
+
+
+def test_the_pause_button_stops_the_step_counter_and_resume_lets_it_go_on(
+    window: Window, going: tuple[Underway, Fleet]
+) -> None:
+    run, _ = going
+    run.control.resume()
+    window.wait_for_state("training")
+    window.press("Pause")
+    assert "finishes the step in hand" in window.confirm("Pause")
+    window.wait_for_state("paused")
+    stopped = run.board.current().step
+    assert eventually(window.step, lambda step: step == stopped) == stopped
+    window.press("Resume")
+    window.confirm("Resume")
+    window.wait_for_state("training")
+    assert window.wait_for_step(stopped) > stopped
+
+
+def test_a_changed_kl_coefficient_shows_in_the_next_step(window: Window, going: tuple[Underway, Fleet]) -> None:
+    run, _ = going
+    window.show("runs/watched/config")
+    window.page.get_by_label("KL coefficient β").fill("0.125")
+    window.press("Change …")
+    assert "→ 0.125" in window.confirm("Change")
+    row = window.page.get_by_role("region", name="Changes of settings").get_by_role("row").nth(1)
+    row.get_by_text("0.125").wait_for()
+    first = int(row.get_by_role("cell").first.inner_text().replace(",", ""))
+    assert first >= run.board.current().step
+    run.control.resume()
+    window.wait_for_step(first)
+    metrics = json_lines(RunFiles(run.config.run_directory).metrics)
+    assert metrics[first - 1]["kl_coefficient"] == 0.125 != metrics[first - 2]["kl_coefficient"]
+    window.show(f"runs/watched/steps?step={first}")
+    window.page.locator("dl.facts dt", has_text="kl coefficient").locator("xpath=following-sibling::dd[1]").get_by_text(
+        "0.125"
+    ).wait_for()
+
+
+def test_a_value_out_of_bounds_is_refused_beside_its_field(window: Window, going: tuple[Underway, Fleet]) -> None:
+    changes = RunFiles(going[0].config.run_directory).changes
+    before = changes.read_bytes() if changes.exists() else b""
+    window.show("runs/watched/config")
+    field = window.page.get_by_label("Actor's learning rate")
+    field.fill("7")
+    window.press("Change …")
+    window.page.get_by_text("Expected a number from 0 to").wait_for()
+    assert field.get_attribute("aria-invalid") == "true"
+    assert (changes.read_bytes() if changes.exists() else b"") == before
+
+
+def test_a_dead_service_turns_red_and_green_again(window: Window, going: tuple[Underway, Fleet]) -> None:
+    _, services = going
+    window.show("runs/watched/services")
+    window.page.wait_for_selector('[data-role="reward"][data-health="serving"]')
+    services.lose(Role.REWARD)
+    window.page.wait_for_selector('[data-role="reward"][data-health="unreachable"]')
+    assert window.page.locator('[data-role="reward"] .pill').inner_text() == "unreachable"
+    services.start(Role.REWARD)
+    window.page.wait_for_selector('[data-role="reward"][data-health="serving"]')
+    window.page.get_by_text("all").first.wait_for()
+
+
+def test_a_stream_that_broke_off_goes_on_without_a_gap(window: Window, going: tuple[Underway, Fleet]) -> None:
+    run, _ = going
+    window.page.evaluate(
+        """async () => {
+            const { Events } = await import("/static/events.js");
+            window.heard = [];
+            window.stream = new Events("watched");
+            window.stream.on("step", ({ step }) => window.heard.push(step));
+            window.stream.start();
+        }"""
+    )
+    window.page.wait_for_function("() => window.stream.last !== null")
+    run.control.resume()
+    window.page.wait_for_function("() => window.heard.length >= 2")
+    # Steps go on being committed in the half second or more after which it is opened again.
+    broke_off = window.page.evaluate("() => { window.stream.connection.abort(); return window.heard.at(-1); }")
+    window.page.wait_for_function("() => window.heard.at(-1) > window.heard[1] + 2 && window.stream.state === 'live'")
+    heard = window.page.evaluate("() => { window.stream.stop(); return window.heard; }")
+    assert heard == list(range(heard[0], heard[-1] + 1))
+    assert heard[-1] > broke_off

@@ -1,0 +1,144 @@
+"""Every page of the dashboard: it can be read by everyone, in both themes and on a phone, and fails in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import Open
+from tests.browser.window import Window
+from tests.gateway.serving import Gateway, serving
+from tests.training.runs import Run
+
+axe = pytest.importorskip("axe_playwright_python.base", reason="needs axe-playwright-python")
+
+PAGES = (
+    "runs",
+    "runs/whole/overview",
+    "runs/whole/steps",
+    "runs/whole/trajectories",
+    "runs/whole/evaluations",
+    "runs/whole/checkpoints",
+    "runs/whole/services",
+    "runs/whole/guards",
+    "runs/whole/logs?log=actor",
+    "runs/whole/config",
+    "compare?runs=whole,whole",
+)
+
+
+CONTRAST = {"runOnly": {"type": "rule", "values": ["color-contrast"]}}
+"""Only colours are different in the other theme."""
+
+
+def violations(window: Window, options: dict[str, Any]) -> list[str]:
+    if not window.page.evaluate("() => 'axe' in window"):
+        window.page.evaluate(axe.AXE_SCRIPT)
+    found = window.page.evaluate(
+        "async (options) => (await axe.run(document, { ...options, resultTypes: ['violations'] })).violations", options
+    )
+    return [f"{item['id']}: {item['nodes'][0]['html'][:200]}" for item in found]
+
+
+@pytest.mark.parametrize(("theme", "options"), [("dark", {}), ("light", CONTRAST)])
+def test_axe_finds_nothing_on_any_page(
+    shown: Gateway, open_dashboard: Open, theme: str, options: dict[str, Any]
+) -> None:
+    with open_dashboard(shown, theme=theme) as window:
+        place = shown.client.get("/runs/whole/trajectories?step=1").json()["items"][0]["id"].split("/", 1)[1]
+        found = {}
+        for page in (*PAGES, f"runs/whole/trajectories/{place}"):
+            window.show(page)
+            found[page] = violations(window, options)
+        assert {page: items for page, items in found.items() if items} == {}
+
+
+def test_no_page_is_wider_than_a_phone(shown: Gateway, open_dashboard: Open) -> None:
+    with open_dashboard(shown, phone=True) as window:
+        place = shown.client.get("/runs/whole/trajectories?step=1").json()["items"][0]["id"].split("/", 1)[1]
+        wide = {}
+        for page in (*PAGES, f"runs/whole/trajectories/{place}"):
+            window.show(page)
+            beyond = window.page.evaluate("() => document.documentElement.scrollWidth - innerWidth")
+            if beyond > 0:
+                wide[page] = beyond
+        assert wide == {}
+
+
+def test_the_token_leaves_the_address_and_a_wrong_one_is_asked_for_again(shown: Gateway, open_dashboard: Open) -> None:
+    with open_dashboard(shown) as window:
+        assert "token" not in window.page.url
+        window.press("Sign out")
+        window.heading("Sign in to Quartet")
+        window.page.get_by_label("Token").fill("not-the-token-of-this-gateway")
+        window.press("Sign in")
+        window.page.get_by_role("alert").wait_for()
+        # The browser itself notes the refusal in its console; nothing else may be there.
+        assert all("401" in complaint for complaint in window.complaints)
+        window.complaints.clear()
+
+
+def test_a_run_that_is_not_there_is_said_so(shown: Gateway, open_dashboard: Open) -> None:
+    with open_dashboard(shown) as window:
+        window.page.goto(f"{window.url}/#/runs/nowhere/overview")
+        window.page.get_by_text("Not found").wait_for()
+        assert "nowhere" in window.page.get_by_role("alert").inner_text()
+        assert window.complaints
+        assert all("404" in complaint for complaint in window.complaints)
+        window.complaints.clear()
+
+
+def test_who_may_only_look_is_offered_no_commands(ended: Run, open_dashboard: Open) -> None:
+    viewer = "only-for-looking-at-runs"
+    with (
+        serving(ended.files.root.parent, viewer_token=viewer, start_runs=True) as gateway,
+        open_dashboard(gateway) as window,
+    ):
+        window.page.get_by_role("button", name="Start a run").wait_for()
+        window.sign_in(viewer)
+        window.page.get_by_text("read only").wait_for()
+        assert window.page.get_by_role("button", name="Start a run").count() == 0
+
+
+def test_the_theme_is_remembered(shown: Gateway, open_dashboard: Open) -> None:
+    with open_dashboard(shown, theme="light") as window:
+        window.page.keyboard.press("t")
+        window.page.reload()
+        assert window.page.locator("html").get_attribute("data-theme") == "dark"
+
+
+def test_keys_reach_every_section_and_can_be_switched_off(shown: Gateway, open_dashboard: Open) -> None:
+    with open_dashboard(shown) as window:
+        window.show("runs/whole/overview")
+        window.page.keyboard.press("7")
+        window.heading("Guards")
+        window.page.keyboard.press("?")
+        window.page.get_by_label("Keyboard shortcuts").uncheck()
+        window.page.keyboard.press("Escape")
+        window.page.keyboard.press("2")
+        assert window.page.url.endswith("/guards")
+
+
+def test_events_are_split_wherever_the_network_cuts_them(shown: Gateway, open_dashboard: Open) -> None:
+    text = (
+        "id: a\r\nevent: step\r\ndata: 1\r\n\r\n: heartbeat\n\ndata: x\ndata: ä\n\nid: b\nevent: progress\ndata:{}\n\n"
+    )
+    wanted = [
+        {"id": "a", "type": "step", "data": "1"},
+        {"id": None, "type": "message", "data": "x\nä"},
+        {"id": "b", "type": "progress", "data": "{}"},
+    ]
+    with open_dashboard(shown) as window:
+        for size in (1, 2, 3, 7, len(text)):
+            found = window.page.evaluate(
+                """async ([text, size]) => {
+                    const { Parser } = await import("/static/events.js");
+                    const found = [];
+                    const parser = new Parser((event) => found.push(event));
+                    for (let at = 0; at < text.length; at += size) parser.feed(text.slice(at, at + size));
+                    return found;
+                }""",
+                [text, size],
+            )
+            assert found == wanted

@@ -1,0 +1,77 @@
+"""Trajectories in the dashboard: from the list to every token's numbers, by mouse and by keyboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.browser.conftest import Open
+from tests.browser.window import Window
+from tests.gateway.serving import Gateway
+from tests.training.runs import Run
+
+
+@pytest.fixture
+def window(shown: Gateway, open_dashboard: Open) -> Iterator[Window]:
+    with open_dashboard(shown) as found:
+        yield found
+
+
+def test_a_trajectory_opens_and_every_token_has_its_numbers(window: Window, shown: Gateway, ended: Run) -> None:
+    window.show("runs/whole/trajectories?step=2&sort=-score")
+    window.page.locator("tbody tr").first.get_by_role("link").click()
+    window.heading("Response")
+    place = window.page.url.split("/trajectories/")[1].split("?")[0]
+    told = shown.client.get(f"/runs/whole/trajectories/{place}").json()
+    assert told["score"] == max(line["score"] for line in ended.trajectories(2))
+    tokens = window.page.locator(".token")
+    assert tokens.count() == told["response_tokens"]
+    assert "".join(tokens.all_text_contents()).replace("↵", "").replace("∅", "") == "".join(
+        token["text"] for token in told["tokens"]
+    )
+    rows = window.page.get_by_role("region", name="Tokens of the response").get_by_role("row")
+    assert rows.count() == told["response_tokens"] + 1
+    tokens.nth(1).hover()
+    assert f"id {told['tokens'][1]['id']}" in window.page.locator(".token-facts").inner_text()
+
+
+def test_tokens_are_coloured_by_what_is_chosen(window: Window) -> None:
+    window.show("runs/whole/trajectories?step=1")
+    window.page.locator("tbody tr").first.get_by_role("link").click()
+    colours = {}
+    for name in ("Advantage", "Value", "Log-prob"):
+        window.press(name)
+        colours[name] = window.page.locator(".token").evaluate_all(
+            "(tokens) => tokens.map((token) => getComputedStyle(token).backgroundColor)"
+        )
+    assert all(len(set(found)) > 1 for found in colours.values())
+    assert colours["Advantage"] != colours["Value"] != colours["Log-prob"]
+
+
+def test_arrow_keys_go_to_the_neighbours_by_reward(window: Window, ended: Run) -> None:
+    window.show("runs/whole/trajectories?step=3&sort=score")
+    window.page.locator("tbody tr").first.get_by_role("link").click()
+    window.heading("Response")
+    scores = sorted(line["score"] for line in ended.trajectories(3))
+    # Number and sample of the prompt are in the heading: the next key is pressed when the next response is there.
+    ids = {line["score"]: line["id"].split("/")[-2:] for line in ended.trajectories(3)}
+    for score in scores[1:]:
+        window.page.keyboard.press("ArrowRight")
+        prompt, sample = ids[score]
+        window.heading(f"Step 3, prompt {prompt}" + (f", sample {sample}" if int(sample) else ""))
+        assert window.page.url.split("?")[0].endswith(f"/3/{prompt}/{sample}")
+    assert window.page.get_by_role("button", name="Higher reward").is_disabled()
+
+
+def test_filters_are_kept_in_the_address(window: Window, ended: Run) -> None:
+    window.show("runs/whole/trajectories")
+    least = sorted(line["score"] for step in (1, 2, 3) for line in ended.trajectories(step))[5]
+    window.page.get_by_label("Reward, at least").fill(str(least))
+    window.press("Apply")
+    window.page.wait_for_url("**min_score=*")
+    window.page.wait_for_selector("main .waiting", state="detached")
+    wanted = sum(line["score"] >= least for step in (1, 2, 3) for line in ended.trajectories(step))
+    window.page.get_by_text(f"{wanted} responses").wait_for()
+    window.page.reload()
+    window.page.get_by_text(f"{wanted} responses").wait_for()

@@ -1,0 +1,82 @@
+"""A window of the browser with the dashboard in it, which hears of everything that goes wrong there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tests.gateway.serving import TOKEN
+
+PATIENCE = 15_000
+"""Milliseconds that anything may take to appear."""
+
+
+class Window:
+    """``page`` is playwright's; ``complaints`` are console errors, exceptions and requests that left the gateway."""
+
+    def __init__(self, page: Any, url: str) -> None:
+        self.page, self.url = page, url
+        self.complaints: list[str] = []
+        page.set_default_timeout(PATIENCE)
+        page.on("console", lambda message: message.type == "error" and self.complaints.append(message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", self._requested)
+
+    def _requested(self, request: Any) -> None:
+        if not request.url.startswith((f"{self.url}/", "data:", "blob:")):
+            self.complaints.append(f"asked {request.url}")
+
+    def sign_in(self, token: str = TOKEN) -> None:
+        """By the link that the gateway prints."""
+        self.page.goto(f"{self.url}/#token={token}")
+        self.heading("Runs")
+
+    def show(self, address: str) -> None:
+        """Opens a page by its address within the dashboard and waits until it has its data."""
+        self.page.goto(f"{self.url}/#/{address}")
+        self.page.wait_for_selector("main .page-head, main .state")
+        self.page.wait_for_selector("main .waiting", state="detached")
+
+    def heading(self, text: str) -> Any:
+        """A heading, once it is there."""
+        found = self.page.get_by_role("heading", name=text, exact=True)
+        found.first.wait_for()
+        return found
+
+    def press(self, name: str) -> None:
+        """Presses a button by what it says."""
+        self.page.get_by_role("button", name=name, exact=True).first.click()
+
+    def confirm(self, name: str) -> str:
+        """Agrees in the dialog; gives what it asked."""
+        dialog = self.page.get_by_role("dialog")
+        text: str = dialog.inner_text()
+        dialog.get_by_role("button", name=name, exact=True).click()
+        dialog.wait_for(state="detached")
+        return text
+
+    def wait_for_state(self, state: str) -> None:
+        """Until the run's head says so."""
+        self.page.locator(".run-title .pill", has_text=state).wait_for()
+
+    def step(self) -> int:
+        """The step that the run's head says."""
+        text = self.page.locator(".run-progress").inner_text()
+        found = re.search(r"step ([\d,]+) of", text)
+        assert found, text
+        return int(found[1].replace(",", ""))
+
+    def wait_for_step(self, after: int) -> int:
+        """Until the run's head says a later step than ``after``; gives it."""
+        self.page.wait_for_function(
+            "(after) => Number(/step ([\\d,]+) of/.exec(document.querySelector('.run-progress').textContent)[1]"
+            ".replaceAll(',', '')) > after",
+            arg=after,
+        )
+        return self.step()
+
+    def points(self, title: str) -> list[int]:
+        """The steps that a chart has drawn."""
+        plot = self.page.locator("figure.curve", has=self.page.get_by_role("heading", name=title)).locator(".plot")
+        found: list[int] = plot.evaluate("(plot) => Array.from(plot.data?.at(-1)?.x ?? [])")
+        return found
