@@ -28,8 +28,10 @@ from quartet.processes import with_parent
 from tests.browser.conftest import NAMES
 
 STEPS, PAUSE_AT, EVERY = 90, 80, 20
-COLORS = 128
-"""Of a picture: enough for a page, and a third of the size."""
+DRAWN = """() => [...document.querySelectorAll("figure.curve")]
+    .filter((figure) => figure.getBoundingClientRect().top < innerHeight)
+    .every((figure) => figure.querySelector("svg.main-svg"))"""
+"""Whether every chart in sight has been drawn."""
 PAGES = ("overview", "steps", "trajectories", "evaluations", "checkpoints", "services", "guards", "logs", "config")
 
 
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pictures", type=Path, default=Path("docs/screenshots"), help="where the pictures go")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
-    folder = options.folder.absolute()
+    folder = options.folder
     folder.mkdir(parents=True)
     options.pictures.mkdir(parents=True, exist_ok=True)
     with training(folder, "careful", kl_coefficient=0.2) as run:
@@ -146,7 +148,7 @@ def open_page(browser: Browser, run: Run, theme: Any, width: int, height: int) -
     """A window that is signed in."""
     page = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme).new_page()
     page.goto(f"{run.url}/#token={run.token}")
-    page.get_by_role("heading", name="Runs", exact=True).first.wait_for()
+    page.wait_for_selector("main .page-head")
     return page
 
 
@@ -155,9 +157,9 @@ def picture(page: Page, run: Run, address: str, path: Path) -> None:
     page.goto(f"{run.url}/#/{address}")
     page.wait_for_selector("main .page-head, main .state")
     page.wait_for_selector("main .waiting", state="detached")
-    page.wait_for_load_state("networkidle") if "compare" in address else page.wait_for_timeout(1500)
+    page.wait_for_function(DRAWN)
     image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    image.quantize(COLORS).save(path, optimize=True)
+    image.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
     print(path)
 
 

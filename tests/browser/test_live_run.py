@@ -113,7 +113,7 @@ def test_a_dead_service_turns_red_and_green_again(window: Window, going: tuple[U
     assert window.page.locator('[data-role="reward"] .pill').inner_text() == "unreachable"
     services.start(Role.REWARD)
     window.page.wait_for_selector('[data-role="reward"][data-health="serving"]')
-    window.page.get_by_text("all").first.wait_for()
+    window.page.get_by_text("processes serving").wait_for()
 
 
 def test_a_stream_that_broke_off_goes_on_without_a_gap(window: Window, going: tuple[Underway, Fleet]) -> None:
