@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from quartet.config import Config, TrainedModelConfig
-from quartet.errors import FailedPrecondition, InvalidRequest
+from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import Role
 
@@ -63,9 +64,14 @@ class Changes:
     def resume(self, committed: int, kl_coefficient: float) -> None:
         """Goes on after ``committed`` steps, with the coefficient of the next one. What was changed before stays so."""
         with self._lock:
-            self._changes = [Change(**line) for line in self._files.read_changes()]
+            self._changes = [self._read(line, number) for number, line in enumerate(self._files.read_changes(), 1)]
             # The step after the last committed one may have begun before.
             self._begun, self._kl_coefficient = committed + 1, kl_coefficient
+
+    def close(self) -> None:
+        """Takes no change until ``resume``: the run goes another way, and no caller is in the middle of one."""
+        with self._lock:
+            self._begun = None
 
     def begin(self, step: int, kl_coefficient: float) -> float:
         """The KL coefficient of ``step``, which begins with what the controller says. Later changes are for later steps."""
@@ -94,7 +100,9 @@ class Changes:
         """
         with self._lock:
             if self._begun is None:
-                raise FailedPrecondition("settings: the run has not begun yet; wait until its state is training")
+                raise FailedPrecondition(
+                    "settings: the run has not begun yet, or is going back; wait until its state is training"
+                )
             first, at = self._begun + 1, time.time()
             if not values:
                 raise InvalidRequest(f"settings: none given; expected some of {', '.join(self._names())}")
@@ -106,6 +114,15 @@ class Changes:
             self._files.append_changes([asdict(change) for change in made])
             self._changes += made
             return made
+
+    def _read(self, line: dict[str, Any], number: int) -> Change:
+        try:
+            return Change(**line)
+        except TypeError:
+            raise ConfigError(
+                f"changes {self._files.changes}:{number}: is no change of a setting; mend the file, or go back to a checkpoint "
+                "before it with quartet rollback"
+            ) from None
 
     def _names(self) -> list[str]:
         roles = [Role.ACTOR, *([Role.CRITIC] if self._config.has_critic else [])]

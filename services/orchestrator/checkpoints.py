@@ -22,6 +22,8 @@ from quartet.checkpoints import (
     drop_checkpoint,
     named_checkpoints,
     read_checkpoint,
+    step_of,
+    step_to_go_back_to,
     whole_checkpoint,
 )
 from quartet.errors import ServiceFailed, StorageFailed
@@ -182,7 +184,8 @@ class PendingCheckpoint:
     def _drop_oldest(self) -> None:
         try:
             for path in checkpoint_folders(self._files)[: -self._keep]:
-                if path.name not in named_checkpoints(self._files).values():
+                wanted = step_of(path) == step_to_go_back_to(self._files)
+                if not wanted and path.name not in named_checkpoints(self._files).values():
                     drop_checkpoint(path)
         except OSError as error:
             log.warning("an old checkpoint stays", error=str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 from quartet.checkpoints import checkpoint_folders, checkpoints_after, step_of
@@ -16,6 +17,7 @@ class Commands:
 
     def __init__(self, control: Control, changes: Changes, files: RunFiles) -> None:
         self._control, self._changes, self._files = control, changes, files
+        self._lock = threading.Lock()
 
     def stop(self) -> None:
         """Stop after the step in hand."""
@@ -42,7 +44,8 @@ class Commands:
             checkpoints_after(self._files, step)
         except ConfigError as error:
             raise FailedPrecondition(str(error)) from None
-        self._control.roll_back(step)
+        with self._lock:
+            self._control.roll_back(step)
 
     def settings(self) -> list[Setting]:
         """What can be changed while the run goes on."""
@@ -50,4 +53,9 @@ class Commands:
 
     def change(self, values: Mapping[str, float], who: str) -> list[Change]:
         """Changes settings. Raises InvalidRequest, FailedPrecondition, StorageFailed."""
-        return self._changes.change(values, who)
+        with self._lock:
+            if step := self._control.going_back_to:
+                raise FailedPrecondition(
+                    f"settings: the run is going back to step {step}; change them when it is there"
+                )
+            return self._changes.change(values, who)

@@ -46,6 +46,10 @@ class Attempts:
         if step > self._furthest:
             self._furthest, self._failures = step, 0
 
+    def go_back(self, step: int) -> None:
+        """The run begins again after ``step``, as a user asked for: what it takes from there on is progress."""
+        self._furthest, self._failures = step, 0
+
     def pause_after(self, error: QuartetError) -> float:
         """Seconds to wait before the next attempt. Raises ``error``, with how often it was tried, when there is to be none."""
         if self._failures == self._config.attempts:

@@ -28,6 +28,7 @@ from quartet.errors import (
 )
 from quartet.evaluation import stream_name
 from quartet.failpoints import failpoint
+from quartet.files import storing
 from quartet.identity import Identity
 from quartet.models.loading import load_tokenizer
 from quartet.telemetry.run_files import RunFiles
@@ -59,7 +60,7 @@ log = structlog.get_logger()
 
 
 class WentBack(Exception):
-    """The run's files are at an earlier step, as a user asked for; the models are not yet."""
+    """A user asks for an earlier checkpoint: whoever leads next begins there."""
 
 
 class Training:
@@ -206,6 +207,8 @@ class Training:
         # A run that was stopped while it paused learns only now that this step is its last.
         self._evaluate(step)
         self._checkpoint(step)
+        while not self._control.close():
+            self._hear(step)
         self._finish_checkpoint()
         return step
 
@@ -279,8 +282,8 @@ class Training:
 
     def _hear(self, step: int) -> None:
         """Does what users ask for between two steps, and waits while the run is paused. Raises WentBack."""
+        self._turn_back()
         self._checkpoint(step)
-        self._roll_back()
         if step == self._config.run.steps or not self._control.paused:
             return
         log.info("paused")
@@ -288,29 +291,36 @@ class Training:
             self._finish_checkpoint()
             self._board.update(state=RunState.PAUSED, phase="paused")
             self._control.wait_while_paused()
+            self._turn_back()
             self._checkpoint(step)
-            self._roll_back()
         log.info("going on", stopping=self._control.stopping)
         self._board.update(state=RunState.TRAINING, phase="generate")
 
+    def _turn_back(self) -> None:
+        """Raises WentBack where a user asks for an earlier checkpoint. A checkpoint under way is let go."""
+        if self._control.going_back_to:
+            raise WentBack
+
     def _roll_back(self) -> None:
-        """Takes the run's files back to a checkpoint where a user asks for it. Raises WentBack then."""
-        step = self._control.take_roll_back()
+        """Takes the run's files back to a checkpoint where a user asks for it; also where a crash broke that off."""
+        step = self._control.going_back_to
         if not step:
             return
-        self._finish_checkpoint()
-        self._check_lease()
+        # What was changed meanwhile would be for steps of another course.
+        self._changes.close()
         try:
             whole_checkpoint(self._files.checkpoints / f"step-{step:06d}")
-            roll_back(self._files, step)
+            with storing(self._files.root):
+                roll_back(self._files, step)
         except (ConfigError, DamagedCheckpoint) as error:
             log.warning("not rolled back", step=step, error=str(error))
             self._board.note(f"not rolled back to step {step}: {error}")
-            return
-        log.info("rolled back", step=step)
-        self._board.note(f"rolled back to step {step}, as asked")
-        self._sealed = None
-        raise WentBack
+        else:
+            log.info("rolled back", step=step)
+            self._board.note(f"rolled back to step {step}, as asked")
+            self._sealed = None
+            self._attempts.go_back(step)
+        self._control.rolled_back()
 
     def _lead(self, statuses: Statuses) -> None:
         """Takes the lease, and brings the models and the algorithm's own state to the last committed step."""
@@ -324,6 +334,8 @@ class Training:
         # A new epoch also for who led before: what it asked for may still be under way.
         self._lease = Lease(self._redis, self._url, self._run, at_least=1 + max(seen), owner=self._name)
         log.info("leading", epoch=self._epoch)
+        self._control.open()
+        self._roll_back()
         self._board.update(phase="going to the last committed step")
         self._stream.reset(self._epoch)
         if self._evaluator is not None:

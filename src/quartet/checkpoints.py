@@ -94,6 +94,14 @@ def drop_checkpoint(folder: Path) -> None:
     shutil.rmtree(dropped)
 
 
+def step_to_go_back_to(files: RunFiles) -> int:
+    """The step of the checkpoint that a user has asked to go back to, 0 for none."""
+    try:
+        return int(files.rolling_back.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0
+
+
 def checkpoints_after(files: RunFiles, step: int) -> list[Path]:
     """Where the checkpoints lie that going back to ``step`` drops. Raises ConfigError when one of them is named, to be kept."""
     later = [path for path in checkpoint_folders(files) if step_of(path) > step]
@@ -107,16 +115,18 @@ def checkpoints_after(files: RunFiles, step: int) -> list[Path]:
 
 
 def roll_back(files: RunFiles, step: int) -> None:
-    """Forgets what came after a checkpoint's step: later checkpoints, metrics, trajectories, changes, the saved policy.
+    """Forgets what came after a checkpoint's step: later checkpoints, changes, metrics, trajectories, the saved policy.
 
-    Raises ConfigError when a later checkpoint is named.
+    Whoever is asked for it by ``rolling_back`` ends what a crash broke off. Raises ConfigError when a later checkpoint is named.
     """
     for path in checkpoints_after(files, step):
         drop_checkpoint(path)
     for result in (files.policy, files.adapter):
         shutil.rmtree(result, ignore_errors=True)
-    files.forget_after(step)
+    # Before the steps that they are for: otherwise a crash between the two would leave them to other steps.
     files.forget_changes_after(step)
+    files.forget_after(step)
+    files.rolling_back.unlink(missing_ok=True)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

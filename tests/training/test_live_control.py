@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quartet.config import Config
-from quartet.errors import FailedPrecondition, InvalidRequest
+from quartet.config import Config, RecoveryConfig
+from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, ServiceUnavailable
 from services.orchestrator import training
 from services.orchestrator.changes import Changes
+from services.orchestrator.control import Control
 from services.orchestrator.progress import RunState
+from services.orchestrator.recovery import Attempts
+from services.orchestrator.saving import Saving
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, Underway, figures, orchestrator, run_to_the_end, services, underway, weights
 from tests.training.test_resume import KINDS, break_off
@@ -25,7 +29,12 @@ Ask = Callable[[Underway, int], None]
 
 
 @contextmanager
-def asked(config: Config, ask: dict[int, Callable[[Any], None]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Underway]:
+def asked(
+    config: Config,
+    ask: dict[int, Callable[[Any], None]],
+    monkeypatch: pytest.MonkeyPatch,
+    control: Control | None = None,
+) -> Iterator[Underway]:
     """A run that is asked once for something in the middle of each of these steps, by its number."""
     real, left = training.Training._prepare, dict(ask)
 
@@ -34,9 +43,12 @@ def asked(config: Config, ask: dict[int, Callable[[Any], None]], monkeypatch: py
         return real(self, step, order)
 
     monkeypatch.setattr(training.Training, "_prepare", prepare)
-    start = orchestrator if config.services.actor.address else underway
-    with start(config) as going:
-        yield going
+    if config.services.actor.address:
+        with orchestrator(config, control) as going:
+            yield going
+    else:
+        with underway(config) as going:
+            yield going
 
 
 def changed(values: dict[str, float], who: str = "operator 127.0.0.1") -> Callable[[Any], None]:
@@ -223,3 +235,143 @@ def test_going_back_to_where_no_checkpoint_is_or_past_a_named_one_is_refused(
     assert refused[0] == "step 3: has no checkpoint; there are: 2, 4"
     assert "step-000004 is named best, to be kept" in refused[1]
     assert len(run.metrics) == STEPS
+
+
+def test_going_back_keeps_the_checkpoint_that_is_asked_for_though_newer_ones_would_have_it_dropped(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**PPO, "checkpoint": {"every": 2, "keep": 2}}
+    plain = run_to_the_end(make(**settings))
+    config = make(**settings)
+    mark = training.RunFiles(config.run_directory).asked
+    left = [6]
+    real = training.Training._prepare
+
+    def prepare(self: Any, step: int, order: Any) -> Any:
+        if step in left:
+            left.clear()
+            self.commands.roll_back(2)
+        return real(self, step, order)
+
+    monkeypatch.setattr(training.Training, "_prepare", prepare)
+    with services(config) as addressed, orchestrator(addressed, Control(mark)) as going:
+        run = going.finish()
+    assert run.code == 0, run.progress.error
+    assert "rolled back to step 2, as asked" in run.progress.notes
+    assert steps_kept(run) == ["step-000004", "step-000006"]
+    assert figures(run) == figures(plain)
+    assert weights(run) == weights(plain)
+
+
+@pytest.mark.parametrize("where", ["forget_changes_after", "forget_after"])
+def test_going_back_that_a_crash_broke_off_is_brought_to_its_end(
+    where: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run_to_the_end(make(**PPO))
+    config = make(**PPO)
+    mark = training.RunFiles(config.run_directory).asked
+    ask = {4: changed({"kl_coefficient": 0.5}), 5: lambda running: running.commands.roll_back(2)}
+    real = getattr(training.RunFiles, where)
+
+    def crash(self: Any, step: int) -> None:
+        # Recovery forgets what came after its step, too: nothing, at the run's start.
+        if step == 2:
+            raise RuntimeError("a crash")
+        real(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.RunFiles, where, crash)
+        with services(config) as addressed, asked(addressed, ask, patch, Control(mark)) as going:
+            assert going.finish().code == 1
+    # As whoever starts a run does it: what is left is the way back.
+    mark.unlink(missing_ok=True)
+    with services(config) as addressed, orchestrator(addressed, Control(mark)) as going:
+        run = going.finish()
+    assert run.code == 0, run.progress.error
+    assert figures(run) == figures(plain)
+    assert weights(run) == weights(plain)
+    assert not run.files.rolling_back.exists()
+
+
+def test_settings_are_left_alone_while_a_run_is_going_back(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run_to_the_end(make(**PPO))
+    refused: list[str] = []
+    real = training.Training._meet_back
+
+    def ask(running: Any) -> None:
+        with pytest.raises(FailedPrecondition) as caught:
+            running.commands.change({"kl_coefficient": 0.5}, "somebody")
+        refused.append(str(caught.value))
+
+    def meet(self: Any, before: Any) -> Any:
+        ask(self)
+        return real(self, before)
+
+    monkeypatch.setattr(training.Training, "_meet_back", meet)
+
+    def back(running: Any) -> None:
+        running.commands.roll_back(2)
+        ask(running)
+
+    with asked(make(**PPO), {5: back}, monkeypatch) as going:
+        run = going.finish()
+    assert len(refused) == 2
+    assert "going back to step 2" in refused[0]
+    assert figures(run) == figures(plain)
+
+
+def test_nothing_is_accepted_that_a_run_at_its_end_would_not_do(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[str] = []
+    real = Saving.save_policy
+
+    def save(self: Any, step: int, epoch: int) -> None:
+        for ask in (commands[0].pause, commands[0].checkpoint, lambda: commands[0].roll_back(2)):
+            with pytest.raises(FailedPrecondition, match="at its end"):
+                ask()
+            refused.append("refused")
+        commands[0].resume()
+        commands[0].stop()
+        real(self, step, epoch)
+
+    commands: list[Any] = []
+    monkeypatch.setattr(Saving, "save_policy", save)
+    with asked(make(**PPO), {1: lambda running: commands.append(running.commands)}, monkeypatch) as going:
+        run = going.finish()
+    assert run.code == 0, run.progress.error
+    assert len(refused) == 3
+    assert run.progress.state is RunState.FINISHED
+
+
+def test_an_orchestrator_that_is_restarted_hears_what_the_one_before_was_asked(tmp_path: Path) -> None:
+    mark = tmp_path / "asked"
+    before = Control(mark)
+    before.pause()
+    before.checkpoint()
+    before.roll_back(4)
+    again = Control(mark)
+    assert (again.paused, again.going_back_to, again.take_checkpoint()) == (True, 4, True)
+    again.rolled_back()
+    again.resume()
+    last = Control(mark)
+    assert (last.paused, last.going_back_to, last.take_checkpoint()) == (False, 0, False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failures_before_a_run_went_back_do_not_count_against_what_comes_after() -> None:
+    attempts = Attempts(RecoveryConfig(attempts=1, backoff=0.01))
+    attempts.progressed(50)
+    attempts.go_back(20)
+    for step in (21, 22, 23):
+        attempts.pause_after(ServiceUnavailable("gone"))
+        attempts.progressed(step)
+
+
+def test_a_line_that_is_no_change_is_named(make: MakeConfig) -> None:
+    config = make(**PPO)
+    files = training.RunFiles(config.run_directory)
+    files.root.mkdir(parents=True)
+    files.changes.write_text('{"step": 2, "setting": "kl_coefficient"}\n')
+    with pytest.raises(ConfigError, match=r"changes .*changes\.jsonl:1: is no change of a setting"):
+        Changes(config, files).resume(1, 0.05)

@@ -53,6 +53,7 @@ class RunFiles:
         self.services = root / "services.json"
         self.identity = root / "run.json"
         self.asked = root / "asked"
+        self.rolling_back = root / "rolling_back"
         self.logs = root / "logs"
         self.redis = root / "redis"
         self._aside = root / ".earlier"
@@ -134,6 +135,7 @@ class RunFiles:
             self.services,
             self.identity,
             self.asked,
+            self.rolling_back,
             self.logs,
             self.redis,
             self.redis.with_name(f"{self.redis.name}.damaged"),
@@ -252,7 +254,10 @@ class RunFiles:
                 append_durably(self.poison, _lines([row]))
 
     def append_changes(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Adds changes of settings to ``changes.jsonl``, an object with a ``step`` for each: all of them or none."""
+        """Adds changes of settings to ``changes.jsonl``, an object with a ``step`` for each.
+
+        All of them or, where the disk refuses, none; a crash before this returns may leave the first of them.
+        """
         with storing(self.changes):
             append_durably(self.changes, _lines(rows))
 
