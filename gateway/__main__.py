@@ -33,7 +33,6 @@ log = structlog.get_logger()
 OPERATOR = "QUARTET_GATEWAY_TOKEN"
 VIEWER = "QUARTET_GATEWAY_VIEWER_TOKEN"
 """Environment variables: what stands among a process's arguments, everyone on the machine can read."""
-MOST_CONNECTIONS = 512
 LARGEST_HEADERS = 32 * 1024
 """Bytes."""
 KEEP_ALIVE = 30
@@ -88,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(options: argparse.Namespace, announce: Any) -> None:
+    drawn = OPERATOR not in os.environ
     token, viewer_token = _tokens()
     host, _, port = options.listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -114,7 +114,8 @@ def _serve(options: argparse.Namespace, announce: Any) -> None:
                 log.info("ready", address=address)
                 announce(address=address)
                 if options.ready_fd is None:
-                    print(f"{url}/#token={token}", flush=True)
+                    # One that was given is its giver's to tell: standard output may go anywhere.
+                    print(f"{url}/#token={token}" if drawn else url, flush=True)
 
             _run(settings, bound, ready)
     log.info("stopped")
@@ -126,6 +127,7 @@ def _run(settings: GatewaySettings, bound: socket.socket, ready: Any) -> None:
     import uvicorn
 
     from gateway.app import create_app
+    from gateway.connections import Connection
 
     app = create_app(settings)
 
@@ -145,7 +147,7 @@ def _run(settings: GatewaySettings, bound: socket.socket, ready: Any) -> None:
         uvicorn.Config(
             app,
             loop="asyncio",
-            http="h11",
+            http=Connection,
             ws="none",
             lifespan="on",
             log_config=None,
@@ -153,7 +155,6 @@ def _run(settings: GatewaySettings, bound: socket.socket, ready: Any) -> None:
             server_header=False,
             # Whom a proxy names is not believed: anybody could name anybody.
             proxy_headers=False,
-            limit_concurrency=MOST_CONNECTIONS,
             h11_max_incomplete_event_size=LARGEST_HEADERS,
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=GRACE,

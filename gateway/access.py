@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
+import structlog
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPBearer
 from limits import RateLimitItemPerSecond
@@ -23,13 +24,19 @@ from gateway.models import Access
 from gateway.problems import ProblemError, problem_response
 from gateway.settings import GatewaySettings
 
+log = structlog.get_logger()
+
 MOST_BYTES = 1024 * 1024
 """Of a request's body."""
 WINDOW = 10
 """Seconds over which requests are counted."""
 FAILURES = 30
-"""Wrong tokens of one client within a minute that are answered; those above are refused unread."""
+"""Wrong tokens of one client within a minute that are told so; those above are told to wait. A right one always gets in: others
+may share its address, and no token is short enough to be guessed."""
+CALLER = "quartet.caller"
+"""Where a request's scope has who sent it, once that is known."""
 READING = ("GET", "HEAD")
+"""HEAD is answered as GET is, without the body."""
 PUBLIC = ("/", "/healthz")
 PUBLIC_BELOW = "/static/"
 
@@ -99,6 +106,10 @@ class AccessControl:
             refusal = problem_response(error.status, error.detail, error.fields, error.headers)
             await refusal(scope, receive, guarded)
             return
+        if api and scope["method"] == "HEAD":
+            # The routes know GET alone. No body is asked for: a stream ends with its headers.
+            await self._app({**scope, "method": "GET"}, _limited(receive), _without_body(guarded))
+            return
         await self._app(scope, _limited(receive), guarded)
 
     async def _check(self, scope: Scope) -> None:
@@ -114,9 +125,11 @@ class AccessControl:
         access = await self._access(headers, address)
         await self._check_rate(self._per_client, access, address)
         if access is Access.VIEWER and scope["method"] not in READING:
+            # In the gateway's log alone: who may not command does not write in a run's audit either.
+            log.warning("refused a viewer's command", address=address, method=scope["method"], path=scope["path"][:200])
             raise ProblemError(403, "this token may only read; commands take the operator's token")
         _check_length(headers)
-        scope["quartet.caller"] = Caller(access, address)
+        scope[CALLER] = Caller(access, address)
 
     def _check_host(self, host: str) -> None:
         """Another site's name that leads here is DNS rebinding: its scripts would be of the same origin."""
@@ -132,6 +145,7 @@ class AccessControl:
     async def _access(self, headers: Headers, address: str) -> Access:
         kind, _, token = headers.get("authorization", "").partition(" ")
         if not token:
+            await self._check_rate(self._per_client, "public", address)
             raise _unauthorized(
                 "Authorization: missing; expected 'Bearer TOKEN' with the token of the link that was printed"
             )
@@ -197,6 +211,21 @@ def _too_large() -> str:
     return f"body: larger than {MOST_BYTES} bytes; expected less"
 
 
+def _without_body(send: Send) -> Send:
+    """Passes on the head of an answer, and ends it there."""
+    ended = False
+
+    async def heading(message: Message) -> None:
+        nonlocal ended
+        if not ended:
+            await send(message)
+        if message["type"] == "http.response.start":
+            ended = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return heading
+
+
 def _limited(receive: Receive) -> Receive:
     """Counts the body's bytes: a client need not have said how many there are."""
     seen = 0
@@ -217,7 +246,7 @@ _bearer = HTTPBearer(auto_error=False, description="The token that the gateway p
 
 async def viewer(request: Request, _: Annotated[object, Security(_bearer)]) -> Caller:
     """Who sent the request; whoever comes so far may read."""
-    found: Caller | None = request.scope.get("quartet.caller")
+    found: Caller | None = request.scope.get(CALLER)
     if found is None:
         # Only if a path were public by mistake.
         raise _unauthorized("Authorization: missing")

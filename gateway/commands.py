@@ -19,26 +19,29 @@ class Commands:
     def __init__(self, runs: Runs, live: Live) -> None:
         self._runs, self._live = runs, live
 
-    def pause(self, run: str, who: str) -> None:
-        """The run waits after the step in hand. Raises ProblemError, as all of these, and QuartetError."""
-        self._command(run, who, "pause", {}, "Pause", orchestrator_pb2.PauseRequest())
+    def pause(self, run: str, who: str) -> str:
+        """The run waits after the step in hand. Raises ProblemError, as all of these, and QuartetError.
 
-    def resume(self, run: str, who: str) -> None:
+        Returns, as these do, why the command is not in the audit, or nothing.
+        """
+        return self._command(run, who, "pause", {}, "Pause", orchestrator_pb2.PauseRequest())[1]
+
+    def resume(self, run: str, who: str) -> str:
         """The run goes on."""
-        self._command(run, who, "resume", {}, "Resume", orchestrator_pb2.ResumeRequest())
+        return self._command(run, who, "resume", {}, "Resume", orchestrator_pb2.ResumeRequest())[1]
 
-    def stop(self, run: str, who: str) -> None:
+    def stop(self, run: str, who: str) -> str:
         """The run ends after the step in hand, its policy saved."""
-        self._command(run, who, "stop", {}, "Stop", orchestrator_pb2.StopRequest())
+        return self._command(run, who, "stop", {}, "Stop", orchestrator_pb2.StopRequest())[1]
 
-    def checkpoint(self, run: str, who: str) -> None:
+    def checkpoint(self, run: str, who: str) -> str:
         """A checkpoint is saved after the step in hand."""
-        self._command(run, who, "checkpoint", {}, "Checkpoint", orchestrator_pb2.CheckpointRequest())
+        return self._command(run, who, "checkpoint", {}, "Checkpoint", orchestrator_pb2.CheckpointRequest())[1]
 
-    def roll_back(self, run: str, who: str, step: int) -> None:
+    def roll_back(self, run: str, who: str, step: int) -> str:
         """The run goes back to the checkpoint of ``step``."""
         request = orchestrator_pb2.RollBackRequest(step=step)
-        self._command(run, who, "rollback", {"step": step}, "RollBack", request)
+        return self._command(run, who, "rollback", {"step": step}, "RollBack", request)[1]
 
     def settings(self, run: str) -> list[SettingInfo]:
         """What can be changed now; nothing unless the run goes on."""
@@ -59,7 +62,7 @@ class Commands:
                 "body", "names no setting; give kl_coefficient, actor.learning_rate or critic.learning_rate"
             )
         request = orchestrator_pb2.ChangeSettingsRequest(values=values, who=who)
-        answer = self._command(run, who, "set", dict(values), "ChangeSettings", request)
+        answer, _ = self._command(run, who, "set", dict(values), "ChangeSettings", request)
         return [
             Change(setting=item.setting, before=item.before, after=item.after, step=item.step, who=item.who, at=item.at)
             for item in answer.changes
@@ -73,12 +76,15 @@ class Commands:
         details: dict[str, Any],
         title: str,
         request: Any,
-    ) -> Any:
-        """The orchestrator's answer. Where it refuses a value, its text begins with the one of ``details`` that is to blame."""
-        with audited(self._runs.find(run), who, command, details):
+    ) -> tuple[Any, str]:
+        """The orchestrator's answer, and why the command is not in the audit.
+
+        Where it refuses a value, its text begins with the one of ``details`` that is to blame.
+        """
+        with audited(self._runs.find(run), who, command, details) as noted:
             orchestrator = self._of(run)
             try:
-                return orchestrator.call(title, request)
+                answer = orchestrator.call(title, request)
             except InvalidRequest as error:
                 text = _what_it_said(error, orchestrator, title)
                 named = [f"body.{name}" for name in details if text.startswith(name)]
@@ -93,6 +99,7 @@ class Commands:
                 if isinstance(error, Unanswered):
                     raise ProblemError(503, f"run {run!r}: its orchestrator does not answer; try again") from None
                 raise type(error)(_what_it_said(error, orchestrator, title)) from None
+        return answer, noted.problem
 
     def _of(self, run: str) -> Orchestrator:
         orchestrator = self._live.orchestrator(run)

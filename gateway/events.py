@@ -1,6 +1,7 @@
 """The live news of runs, as server-sent events.
 
-What a run has on the disk is told from there, to each listener from its own place: a slow one hears it later and misses nothing.
+What a run has on the disk is told from there, to each listener from its own place: a slow one hears it later and misses nothing
+but checkpoints that were dropped meanwhile.
 What nobody writes down, the progress of the step in hand and the health of the processes, is told as it is when a listener has
 time for it.
 """

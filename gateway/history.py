@@ -7,13 +7,15 @@ import itertools
 import json
 import math
 import threading
+import zlib
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 
-from gateway.tail import Lines, Place
+from gateway.tail import BEGINNING, Lines, Place
 from quartet.checkpoints import DamagedCheckpoint, checkpoint_folders, read_checkpoint, step_of
 from quartet.telemetry.run_files import RunFiles
 
@@ -23,8 +25,6 @@ CHUNK = 500
 """Most events that are read at once."""
 _SHARED = 16
 """Chunks that are kept for others at the same place."""
-FILES = ("steps", "alerts", "evaluations", "changes")
-"""What a place counts the lines of."""
 
 
 @dataclass(slots=True)
@@ -80,13 +80,13 @@ class History:
         """A reader at a place, or at the present. What it must hear first, if the place is none of this run's any more."""
         with self._lock:
             self._refresh()
-            present, steps = self._present, self._lines["steps"]
             if after is None:
-                return Reader(present, len(self._returns)), b""
-            if after.steps > len(steps) or steps.generation(after.steps) != after.generation:
-                return Reader(present, len(self._returns)), _rewind(present)
-            counts = {name: min(getattr(after, name), getattr(present, name)) for name in (*FILES, "checkpoint")}
-            return Reader(replace(after, **counts), len(self._returns)), b""
+                return Reader(self._present, len(self._returns)), b""
+            if not self._knows(after):
+                # What they have in common is not known either: all of it is told anew.
+                return Reader(Place(), len(self._returns)), _rewind(Place())
+            newest = min(after.checkpoint, self._present.checkpoint)
+            return Reader(replace(after, checkpoint=newest), len(self._returns)), b""
 
     def glance(self, reader: Reader) -> bytes | None:
         """What comes next, where that needs no waiting: nothing has come, or somebody else has read it just now."""
@@ -119,9 +119,9 @@ class History:
         self._look_for_checkpoints()
         kept = {name: lines.refresh() for name, lines in self._lines.items()}
         lost = {name: count for name, count in kept.items() if count is not None}
-        counts = {name: len(lines) for name, lines in self._lines.items()}
-        generation = self._lines["steps"].generation(counts["steps"])
-        present = Place(generation, checkpoint=self._checkpoints[-1] if self._checkpoints else 0, **counts)
+        counts: dict[str, Any] = {name: len(lines) for name, lines in self._lines.items()}
+        newest = self._checkpoints[-1] if self._checkpoints else 0
+        present = self._known(Place(checkpoint=newest, **counts))
         if not lost and present == self._present:
             return False
         if lost:
@@ -142,15 +142,27 @@ class History:
 
     def _turn_back(self, reader: Reader) -> bytes:
         """Takes a reader back to what is still so; what it must hear of that."""
-        before = reader.place.steps
+        before = reader.place
         for lost in self._returns[reader.returns :]:
             counts = {name: min(getattr(reader.place, name), count) for name, count in lost.items()}
             reader.place = replace(reader.place, **counts)
         reader.returns = len(self._returns)
+        gone = reader.place != before
         newest = min(reader.place.checkpoint, self._present.checkpoint)
-        generation = self._lines["steps"].generation(reader.place.steps)
-        reader.place = replace(reader.place, checkpoint=newest, generation=generation)
-        return b"" if reader.place.steps == before else _rewind(reader.place)
+        reader.place = self._known(replace(reader.place, checkpoint=newest))
+        return _rewind(reader.place) if gone else b""
+
+    def _knows(self, place: Place) -> bool:
+        """Whether the place is one of the run as it is."""
+        whole = all(getattr(place, name) <= len(lines) for name, lines in self._lines.items())
+        return whole and self._known(place).generation == place.generation
+
+    def _known(self, place: Place) -> Place:
+        """The place with the generation that its counts have."""
+        last = [lines.checksum(getattr(place, name)) for name, lines in self._lines.items()]
+        if not any(last):
+            return replace(place, generation=BEGINNING)
+        return replace(place, generation=f"{zlib.crc32(array('I', last).tobytes()):x}")
 
     def _read(self, place: Place) -> tuple[bytes, Place]:
         sources = (
@@ -182,11 +194,8 @@ class History:
                 yield _Event((step, 4), "checkpoint", self._checkpoint(step), self._counted("checkpoint", step))
 
     def _counted(self, name: str, count: int) -> Callable[[Place], Place]:
-        if name == "steps":
-            generation = self._lines["steps"].generation(count)
-            return lambda place: replace(place, steps=count, generation=generation)
         counts: dict[str, Any] = {name: count}
-        return lambda place: replace(place, **counts)
+        return lambda place: self._known(replace(place, **counts))
 
     def _checkpoint(self, step: int) -> dict[str, Any] | None:
         path = self._files.checkpoints / f"step-{step:06d}"
@@ -197,21 +206,22 @@ class History:
 
 
 def _rewind(place: Place) -> bytes:
-    """What came after the step counts no more, what comes now follows on it."""
+    """What came after the step counts no more, what comes now follows on it; after step 0 that is everything."""
     return to_bytes("rewind", {"step": place.steps}, place)
 
 
 def _parsed(line: bytes, lines: Lines, number: int) -> dict[str, Any] | None:
     try:
-        data = json.loads(line, parse_constant=lambda _: None)
+        data: dict[str, Any] = json.loads(line, parse_constant=lambda _: None, parse_float=_finite)
         if not isinstance(data["step"], int):
             raise ValueError("its step is no whole number")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         log.warning("a damaged line is no event", path=str(lines.path), line=number, error=str(error))
         return None
-    return {name: _finite(value) for name, value in data.items()}
+    return data
 
 
-def _finite(value: Any) -> Any:
+def _finite(text: str) -> float | None:
     """JSON knows no NaN and no infinity; whoever reads curves takes null for a gap."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    value = float(text)
+    return value if math.isfinite(value) else None

@@ -6,11 +6,12 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 from gateway.buffer import Buffers
 from gateway.events import Feeds
-from gateway.models import Progress, State
+from gateway.models import Access, Progress, State
 from gateway.runs import Runs, Signature, signature
 from gateway.services import Services
 from gateway.starting import Starter
@@ -75,8 +76,11 @@ class _Known:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.asking = threading.Lock()
+        """Held by whoever waits for an answer."""
         self.orchestrator: Orchestrator | None = None
         self.asked_at = self.answered_at = NEVER
+        """When the last question was settled, with or without an answer; when there was one."""
         self.progress: Progress | None = None
         self.last: Progress | None = None
         """What it said last, also when it has ended since."""
@@ -110,30 +114,25 @@ class Live:
         self.buffers = Buffers(runs, own)
         self.services = Services(runs, self.buffers)
         self.starter = Starter(runs)
+        self.streams: Counter[Access] = Counter()
+        """Event streams that are open, by what the bearer of their token may do."""
         self.feeds = Feeds(runs, self.latest, self.services.look)
 
     def progress(self, name: str) -> Progress | None:
         """What the run is doing; None unless it goes on. Raises NotFound."""
-        files = self._runs.find(name)
         known = self._of(name)
-        with known.lock:
-            orchestrator = known.use(_address(files))
-            if orchestrator is None:
-                return None
-            now = time.monotonic()
-            if now - known.asked_at < known.rests_for():
-                return known.progress
-            known.asked_at = now
-            try:
-                answer = orchestrator.call("GetProgress", orchestrator_pb2.GetProgressRequest())
-                known.progress = known.last = _progress(answer.progress)
-                known.answered_at = time.monotonic()
-            except QuartetError:
-                # A connection that was lost comes back the later the longer it was: a new one is made for the next who asks.
-                orchestrator.close()
-                known.orchestrator = Orchestrator(orchestrator.address)
-                known.progress = _silent(known.progress) if now - known.answered_at < PATIENCE else None
+        orchestrator = self.orchestrator(name)
+        if orchestrator is None:
+            return None
+        # One asks; who comes meanwhile takes what is known, and waits only where that is nothing.
+        if not known.asking.acquire(blocking=known.asked_at == NEVER):
             return known.progress
+        try:
+            if time.monotonic() - known.asked_at >= known.rests_for():
+                _ask(known, orchestrator)
+            return known.progress
+        finally:
+            known.asking.release()
 
     def latest(self, name: str) -> Progress:
         """What the run is doing or, where it does not go on, how it has come to rest. Raises NotFound."""
@@ -198,6 +197,26 @@ def _address(files: RunFiles) -> str | None:
         return files.orchestrator_address()
     except ConfigError:
         return None
+
+
+def _ask(known: _Known, orchestrator: Orchestrator) -> None:
+    """Takes in what the orchestrator says, or that it says nothing."""
+    try:
+        answer = orchestrator.call("GetProgress", orchestrator_pb2.GetProgressRequest())
+    except QuartetError:
+        answer = None
+    with known.lock:
+        if known.orchestrator is not orchestrator:  # The run has another one since, or none.
+            return
+        known.asked_at = time.monotonic()
+        if answer is not None:
+            known.progress = known.last = _progress(answer.progress)
+            known.answered_at = known.asked_at
+            return
+        # A connection that was lost comes back the later the longer it was: a new one is made for the next who asks.
+        orchestrator.close()
+        known.orchestrator = Orchestrator(orchestrator.address)
+        known.progress = _silent(known.progress) if known.asked_at - known.answered_at < PATIENCE else None
 
 
 def _progress(message: orchestrator_pb2.Progress) -> Progress:

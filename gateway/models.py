@@ -16,6 +16,12 @@ class Model(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
+class Request(Model):
+    """What every request's body is made of: true is no number, and neither is "0.2"."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, strict=True, allow_inf_nan=False)
+
+
 class Access(StrEnum):
     """What the bearer of a token may do."""
 
@@ -143,7 +149,7 @@ class RunDetail(RunSummary):
     """Trajectories that could not be scored, over the whole run."""
 
 
-class StartRun(Model):
+class StartRun(Request):
     """A run to start."""
 
     config: dict[str, Any]
@@ -413,20 +419,18 @@ class Settings(Model):
     settings: list[SettingInfo]
     """Empty unless the run is live."""
     changes: list[Change]
-    """Oldest first."""
+    """Oldest first; of more than 200 the newest."""
 
 
-class ChangeSettings(Model):
+class ChangeSettings(Request):
     """Settings to change; all of them or, where one is refused, none."""
 
     kl_coefficient: float | None = None
     actor_learning_rate: Annotated[float | None, Field(alias="actor.learning_rate")] = None
     critic_learning_rate: Annotated[float | None, Field(alias="critic.learning_rate")] = None
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, populate_by_name=True, allow_inf_nan=False)
 
-
-class RollBack(Model):
+class RollBack(Request):
     """Where to go back to."""
 
     step: Annotated[int, Field(ge=1, le=1_000_000_000)]
@@ -441,7 +445,7 @@ class Accepted(Model):
 
 
 class AuditEntry(Model):
-    """A command that somebody gave."""
+    """A command that somebody gave, and that got as far as the run."""
 
     at: float
     """Seconds since 1970."""

@@ -86,9 +86,13 @@ PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
         404: "There is no such run, step or thing.",
         409: "The run's state does not allow it now, or a file of the run cannot be read.",
         413: "The request's body is too large.",
+        421: "The name by which the gateway is addressed is none of its own.",
         422: "Fields of the request are wrong; `fields` names them.",
         429: "Too many requests; `Retry-After` says when to come back.",
+        500: "The gateway failed; its log says why.",
         503: "A process of the run, or the gateway itself, cannot answer now.",
+        504: "A process of the run broke off its answer.",
+        507: "A file of the run cannot be written.",
     }.items()
 }
 """For the routes' documentation."""

@@ -19,6 +19,7 @@ from gateway.problems import ProblemError
 from gateway.runs import Runs
 from quartet.config import Config, parse_config, wrong_keys
 from quartet.errors import ConfigError
+from quartet.files import write_durably
 from quartet.telemetry.run_files import RunFiles
 
 log = structlog.get_logger()
@@ -107,10 +108,18 @@ def _make_room(files: RunFiles, resume: bool) -> None:
             if not resume:
                 files.check_unused()
                 # Before the log is begun, which would go with it otherwise.
-                files.clear()
+                _clear(files)
             files.logs.mkdir(exist_ok=True)
     except ConfigError as error:
         raise ProblemError(409, str(error)) from None
+
+
+def _clear(files: RunFiles) -> None:
+    """Removes a run that took no step, and leaves its audit: who stopped it, and who starts it anew, belong in one list."""
+    audit = files.audit.read_bytes() if files.audit.is_file() else None
+    files.clear()
+    if audit is not None:
+        write_durably(files.audit, audit.decode(errors="replace"))
 
 
 def _train(tree: dict[str, Any], output: Path, resume: bool) -> subprocess.Popen[bytes]:

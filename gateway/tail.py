@@ -20,14 +20,14 @@ BLOCK = 1 << 20
 PLACE = r"^g[0-9a-f]{1,8}(\.[saeck]\d{1,15}){5}$"
 _PLACE = re.compile(r"g([0-9a-f]{1,8})\.s(\d{1,15})\.a(\d{1,15})\.e(\d{1,15})\.c(\d{1,15})\.k(\d{1,15})", re.ASCII)
 BEGINNING = "0"
-"""Generation of a place before the first step, which all courses of a run have in common."""
+"""Generation of a place before the first line, which all courses of a run have in common."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """How far somebody has read: lines of each file, and the newest checkpoint's step. Its text is the id of an event.
 
-    ``generation`` is the checksum of the last step's line: a run that goes back takes its steps again, in other times.
+    ``generation`` is a checksum of the last line of each: a run that goes back takes its steps again, in other times.
     """
 
     generation: str = BEGINNING
@@ -64,9 +64,9 @@ class Lines:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def generation(self, count: int) -> str:
-        """By which the first ``count`` lines are known."""
-        return f"{self._checksums[count - 1]:x}" if count else BEGINNING
+    def checksum(self, count: int) -> int:
+        """Of the last of the first ``count`` lines, 0 where there is none."""
+        return self._checksums[count - 1] if count else 0
 
     def refresh(self) -> int | None:
         """Takes in what has changed. Where lines are gone or others, how many at the beginning are as they were."""

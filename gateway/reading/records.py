@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from gateway.runs import Signature, signature
 from quartet.errors import ConfigError
@@ -17,6 +20,7 @@ MOST_BYTES = 64 * 1024 * 1024
 """Of one file."""
 
 Record = dict[str, Any]
+Shape = TypeVar("Shape", bound=BaseModel)
 
 
 class Records:
@@ -49,6 +53,19 @@ class Records:
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return records
+
+
+def shaped(model: type[Shape], path: Path, records: Sequence[Record], first: int) -> list[Shape]:
+    """Records as messages of the API, the first being line ``first``. Raises ConfigError naming the line that is none."""
+    found = []
+    for number, record in enumerate(records, first):
+        try:
+            found.append(model.model_validate(record))
+        except ValueError:
+            raise ConfigError(
+                f"{path}:{number}: not a line that Quartet writes there; mend the file, or put it back from a copy"
+            ) from None
+    return found
 
 
 def parse_lines(path: Path, content: bytes, first: int = 1) -> list[Record]:

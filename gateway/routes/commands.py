@@ -1,4 +1,4 @@
-"""What operators may do: command live runs, and start one. Every command is in the run's audit, also one that is refused."""
+"""What operators may do: command live runs, and start one. What gets as far as a run is in its audit, also if refused there."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from gateway.models import (
 from gateway.paging import cursor_after, read_cursor
 from gateway.problems import ProblemError
 from gateway.reading import Reading
+from gateway.reading.records import shaped
 from gateway.routes.runs import TheSummaries
 from gateway.routing import Cursor, Limit, RunName, TheLive, TheReading, TheRun, TheRuns, TheSettings, api_router
 from quartet.telemetry.run_files import RunFiles
 
 router = api_router("commands")
+
+MOST_CHANGES = 200
+"""Newest changes of settings that are told."""
 
 
 def _commands(runs: TheRuns, live: TheLive) -> Commands:
@@ -55,36 +59,40 @@ def start_run(
 @router.post("/runs/{run}/pause", status_code=202)
 def pause(caller: Operator, run: RunName, commands: TheCommands) -> Accepted:
     """The run waits after the step in hand."""
-    commands.pause(run, caller.who)
-    return Accepted(detail=f"run {run} pauses after the step in hand")
+    unnoted = commands.pause(run, caller.who)
+    return _accepted(f"run {run} pauses after the step in hand", unnoted)
 
 
 @router.post("/runs/{run}/resume", status_code=202)
 def resume(caller: Operator, run: RunName, commands: TheCommands) -> Accepted:
     """A paused run goes on."""
-    commands.resume(run, caller.who)
-    return Accepted(detail=f"run {run} goes on")
+    unnoted = commands.resume(run, caller.who)
+    return _accepted(f"run {run} goes on", unnoted)
 
 
 @router.post("/runs/{run}/stop", status_code=202)
 def stop(caller: Operator, run: RunName, commands: TheCommands) -> Accepted:
     """The run ends after the step in hand; its policy is saved."""
-    commands.stop(run, caller.who)
-    return Accepted(detail=f"run {run} stops after the step in hand and saves its policy")
+    unnoted = commands.stop(run, caller.who)
+    return _accepted(f"run {run} stops after the step in hand and saves its policy", unnoted)
 
 
 @router.post("/runs/{run}/checkpoint", status_code=202)
 def checkpoint(caller: Operator, run: RunName, commands: TheCommands) -> Accepted:
     """A checkpoint is saved after the step in hand, beside those that are due anyway."""
-    commands.checkpoint(run, caller.who)
-    return Accepted(detail=f"run {run} saves a checkpoint after the step in hand")
+    unnoted = commands.checkpoint(run, caller.who)
+    return _accepted(f"run {run} saves a checkpoint after the step in hand", unnoted)
 
 
 @router.post("/runs/{run}/rollback", status_code=202)
 def roll_back(caller: Operator, run: RunName, commands: TheCommands, wanted: RollBack) -> Accepted:
     """The run goes back to a checkpoint after the step in hand; what came after it is forgotten."""
-    commands.roll_back(run, caller.who, wanted.step)
-    return Accepted(detail=f"run {run} goes back to step {wanted.step} after the step in hand, and on from there")
+    unnoted = commands.roll_back(run, caller.who, wanted.step)
+    return _accepted(f"run {run} goes back to step {wanted.step} after the step in hand, and on from there", unnoted)
+
+
+def _accepted(detail: str, unnoted: str) -> Accepted:
+    return Accepted(detail=f"{detail}; {unnoted}" if unnoted else detail)
 
 
 @router.get("/runs/{run}/audit")
@@ -94,7 +102,7 @@ def list_commands(
     """The commands that were given to the run, the newest first, those that were refused among them."""
     records, question = reading.records.of(files.audit), ["audit", run]
     before = int(read_cursor(cursor, question, (int,))[0]) if cursor is not None else None
-    items, rest = newest_first(records, before, limit)
+    items, rest = newest_first(files.audit, records, before, limit)
     return Page(items=items, total=len(records), next=cursor_after([rest], question) if rest else None)
 
 
@@ -114,5 +122,7 @@ def change_settings(
 
 
 def _settings(run: str, files: RunFiles, commands: Commands, reading: Reading) -> Settings:
-    changes = [Change.model_validate(record) for record in reading.records.of(files.changes)]
+    records = reading.records.of(files.changes)
+    first = max(0, len(records) - MOST_CHANGES)
+    changes = shaped(Change, files.changes, records[first:], first + 1)
     return Settings(settings=commands.settings(run), changes=changes)

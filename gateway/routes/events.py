@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import Header, Query, Request
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from gateway.access import Viewer
-from gateway.problems import WrongField
+from gateway.models import Access
+from gateway.problems import ProblemError, WrongField
 from gateway.routing import RunName, TheLive, api_router
 from gateway.tail import Place
 
 router = api_router("live")
 
+MOST_STREAMS = 128
+"""Of each token: commands always find room beside them."""
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 """For proxies: each event is to be passed on when it comes."""
 
@@ -24,13 +30,25 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
+    def __init__(self, events: AsyncIterator[bytes], access: Access, open_ones: Counter[Access]) -> None:
+        super().__init__(events, headers=HEADERS)
+        self._access, self._open_ones = access, open_ones
 
-@router.get("/runs/{run}/events", response_class=EventStream)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Of ASGI."""
+        self._open_ones[self._access] += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._open_ones[self._access] -= 1
+
+
+@router.get("/runs/{run}/events", response_class=EventStream, status_code=200)
 async def events(
     run: RunName,
     request: Request,
     live: TheLive,
-    _: Viewer,
+    caller: Viewer,
     after: Annotated[
         str | None,
         Query(max_length=128, description="The same as the header Last-Event-ID, which counts where both are given."),
@@ -44,13 +62,19 @@ async def events(
 
     With an id, and told again from any id on, by any gateway: `step` {step, metrics}, `alert`, `evaluation` {step, metrics},
     `checkpoint` {step, bytes, created}, `change`, each as its list has them; `rewind` {step} when the run went back: what came
-    after that step counts no more, and what follows comes after it. Without an id, as they are now: `progress`, a `Progress`, at
-    first and on every change, also once the run has ended; `services` {services}, at first and when the health of one changes.
+    after that step counts no more, and what follows comes after it; with step 0 everything is told anew, which is also what
+    an id gets that is none of this run's any more. A checkpoint that was dropped before it could be told is not. Without an
+    id, as they are now: `progress`, a `Progress`, at first and on every change, also once the run has ended; `services`
+    {services}, at first and when the health of one changes.
     The very first event has an id, too: that of the place where the stream begins.
     """
     stopping: asyncio.Event = request.app.state.stopping
-    feed = live.feeds.of(run)
-    return EventStream(feed.listen(_place(last_event_id, after), stopping), headers=HEADERS)
+    feed, place = live.feeds.of(run), _place(last_event_id, after)
+    if live.streams[caller.access] >= MOST_STREAMS:
+        raise ProblemError(
+            429, f"{MOST_STREAMS} event streams are open with this token; close some", headers={"retry-after": "10"}
+        )
+    return EventStream(feed.listen(place, stopping), caller.access, live.streams)
 
 
 def _place(header: str | None, query: str | None) -> Place | None:

@@ -116,10 +116,17 @@ export class Events extends EventTarget {
   }
 
   take({ id, type, data }) {
+    if (this.connection.signal.aborted) return;
     let content;
     try {
       content = JSON.parse(data);
     } catch {
+      return;
+    }
+    if (type === "rewind" && content.step === 0) {
+      // Everything would be told anew: the pages read it instead, once the stream is taken up at the present.
+      this.forget();
+      this.connection.abort();
       return;
     }
     if (id !== undefined) this.last = id;

@@ -144,10 +144,10 @@ class Changes:
             ]
             low = 0.0 if algorithm.kl_controller.kind == "fixed" else SMALLEST_STEERED
             value = pending[-1] if pending else self._kl_coefficient
-            return Setting(name, value, low, max(1.0, HIGHEST * algorithm.kl_coefficient))
+            return Setting(name, value, low, max(1.0, _highest(algorithm.kl_coefficient)))
         role = Role(name.partition(".")[0])
         value = self._learning_rate(role, (self._begun or 0) + 1)
-        return Setting(name, value, 0.0, HIGHEST * self._trained(role).learning_rate)
+        return Setting(name, value, 0.0, _highest(self._trained(role).learning_rate))
 
     def _learning_rate(self, role: Role, step: int) -> float:
         name = learning_rate_of(role)
@@ -156,3 +156,8 @@ class Changes:
 
     def _trained(self, role: Role) -> TrainedModelConfig:
         return self._config.actor if role is Role.ACTOR else self._config.critic
+
+
+def _highest(configured: float) -> float:
+    """Rounded as it is shown: what is shown may be asked for."""
+    return float(f"{HIGHEST * configured:.6g}")

@@ -88,8 +88,9 @@ class Telemetry:
         """Around the writing of what the run can do without: the first failure is said, the next ones only logged."""
         try:
             yield
-        except OSError as error:
-            log.warning("not kept", what=what, error=str(error))
+        except Exception as error:  # Libraries raise errors of their own where the disk is full.
+            log.warning("not kept", what=what, error=str(error), kind=type(error).__name__)
             if what not in self._failed:
                 self._failed.add(what)
-                self._board.note(f"{what}: cannot be written ({error.strerror}); the run goes on without")
+                why = getattr(error, "strerror", None) or error
+                self._board.note(f"{what}: cannot be written ({why}); the run goes on without")

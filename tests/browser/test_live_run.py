@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from quartet.telemetry.run_files import RunFiles
-from quartet.types import Role
+from quartet.types import Alert, Role
 from tests.browser.conftest import Open
 from tests.browser.window import Window
 from tests.gateway.serving import Gateway, serving
@@ -52,6 +53,8 @@ def test_charts_move_as_the_run_goes_on(window: Window, going: tuple[Underway, F
     window.wait_for_step(before[-1] + 2)
     after = eventually(lambda: window.points("Reward"), lambda points: points[-1] >= before[-1] + 2)
     assert after == list(range(1, after[-1] + 1))
+    for title in ("KL to the reference", "Entropy", "Value loss"):
+        assert eventually(lambda title=title: window.points(title), lambda points: points[-1] >= after[-1])[0] == 1
     assert asked == []
 
 
@@ -114,6 +117,45 @@ def test_a_dead_service_turns_red_and_green_again(window: Window, going: tuple[U
     services.start(Role.REWARD)
     window.page.wait_for_selector('[data-role="reward"][data-health="serving"]')
     window.page.get_by_text("processes serving").wait_for()
+
+
+def test_an_alert_that_comes_while_the_run_is_read_is_counted(
+    window: Window, going: tuple[Underway, Fleet], gateway: Gateway
+) -> None:
+    files = RunFiles(going[0].config.run_directory)
+    before = len(json_lines(files.alerts)) if files.alerts.exists() else 0
+    held: list[Any] = []
+    window.page.goto("about:blank")
+    window.page.route("**/api/v1/runs/watched", lambda route: held.append((route, route.fetch())), times=1)
+    with gateway.stream("watched") as stream:
+        next(iter(stream))
+        window.page.goto(f"{window.url}/#/runs/watched/overview")
+        while not held:
+            window.page.wait_for_timeout(20)
+        files.append_alert(Alert(3, "kl_runaway", "warn", "kl_mean 30", "lower it"))
+        stream.until("alert")
+    route, answer = held[0]
+    window.page.wait_for_timeout(200)
+    route.fulfill(response=answer)
+    window.page.wait_for_function(
+        "many => document.querySelector('[data-section=guards] .count')?.textContent.startsWith(String(many))",
+        arg=before + 1,
+    )
+
+
+def test_a_rewind_to_the_beginning_is_read_and_not_heard(window: Window) -> None:
+    window.page.evaluate(
+        """async () => {
+            const { Events } = await import("/static/events.js");
+            window.heard = [];
+            window.stream = new Events("watched");
+            for (const kind of ["rewind", "step"]) window.stream.on(kind, ({ step }) => window.heard.push([kind, step]));
+            window.stream.last = "g1.s1.a0.e0.c0.k0";
+            window.stream.start();
+        }"""
+    )
+    window.page.wait_for_function("() => window.heard.length && window.stream.last !== null")
+    assert window.page.evaluate("() => { window.stream.stop(); return window.heard; }") == [["rewind", None]]
 
 
 def test_a_stream_that_broke_off_goes_on_without_a_gap(window: Window, going: tuple[Underway, Fleet]) -> None:

@@ -76,7 +76,7 @@ class Window:
         return self.step()
 
     def points(self, title: str) -> list[int]:
-        """The steps that a chart has drawn."""
+        """The steps that a chart has drawn: not what it was given to draw."""
         plot = self.page.locator("figure.curve", has=self.page.get_by_role("heading", name=title)).locator(".plot")
-        found: list[int] = plot.evaluate("(plot) => Array.from(plot.data?.at(-1)?.x ?? [])")
+        found: list[int] = plot.evaluate("(plot) => (plot.calcdata?.at(-1) ?? []).map((point) => point.x)")
         return found

@@ -118,7 +118,7 @@ def test_a_run_goes_on_without_a_gateway_that_is_given_up_and_ctrl_c_ends_it(
     (run / "gateway.json").unlink()
     refused = start("stop", "runs/tiny").ended()
     assert refused.code == 2
-    assert refused.err.startswith("error: run runs/tiny: goes on without a gateway of its own (gateway.enabled)")
+    assert refused.err.startswith("error: run runs/tiny: goes on without a gateway of its own")
     command.process.send_signal(signal.SIGINT)
     asked = time.monotonic()
     ended = command.ended(30)

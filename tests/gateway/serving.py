@@ -17,6 +17,7 @@ import httpx2
 import uvicorn
 
 from gateway.app import create_app
+from gateway.connections import Connection
 from gateway.settings import GatewaySettings
 from quartet.config import Config, parse_config
 from quartet.rpc.server import Server
@@ -108,7 +109,9 @@ def serving(folder: Path, **changes: Any) -> Iterator[Gateway]:
         **{"requests_per_second": 1000.0, **changes},
     )
     app = create_app(settings)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1, lifespan="on"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=Connection, log_config=None, timeout_graceful_shutdown=1, lifespan="on")
+    )
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:

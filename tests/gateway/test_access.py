@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from gateway.access import FAILURES, MOST_BYTES, SECURITY_HEADERS
 from tests.gateway.serving import TOKEN, Gateway, a_run, serving
@@ -174,6 +175,33 @@ def test_who_guesses_tokens_is_refused_and_who_has_one_is_not(tmp_path: Path) ->
         assert answers == {401}
         assert ask(gateway, "/api/v1/session", token="another").status == 429
         assert ask(gateway, "/api/v1/session").status == 200
+
+
+def test_who_brings_no_token_has_a_limit_too(tmp_path: Path) -> None:
+    with serving(tmp_path, requests_per_second=1.0) as gateway:
+        answers = [ask(gateway, "/api/v1/session", token=None).status for _ in range(11)]
+        assert answers == [401] * 10 + [429]
+        assert ask(gateway, "/api/v1/session").status == 200
+
+
+@pytest.mark.parametrize("token", [TOKEN, VIEWER])
+@pytest.mark.parametrize("path", ["/api/v1/session", "/api/v1/runs/some/events"])
+def test_head_is_answered_as_get_without_the_body(gateway: Gateway, path: str, token: str) -> None:
+    connection = http.client.HTTPConnection(gateway.address, timeout=10)
+    # On one connection: the second is answered only if the first has ended, also where GET would have opened a stream.
+    for _ in range(2):
+        connection.request("HEAD", path, headers={"authorization": f"Bearer {token}"})
+        response = connection.getresponse()
+        assert (response.status, response.read()) == (200, b"")
+        assert response.headers["content-type"].split(";")[0] in ("application/json", "text/event-stream")
+    connection.close()
+    assert ask(gateway, "/api/v1/runs/some/pause", method="HEAD").status == 405
+
+
+def test_a_viewers_command_is_in_the_log(gateway: Gateway) -> None:
+    with capture_logs() as logs:
+        ask(gateway, "/api/v1/runs/some/pause", method="POST", token=VIEWER)
+    assert [entry["path"] for entry in logs if "viewer" in entry["event"]] == ["/api/v1/runs/some/pause"]
 
 
 def test_the_figures_tell_of_requests_by_their_patterns(gateway: Gateway) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,9 @@ def test_a_changed_setting_shows_in_the_next_step(going: Underway, gateway: Gate
         ({"kl_coefficient": 1e9}, "body.kl_coefficient"),
         ({"kl_coefficient": 0.1, "actor.learning_rate": -1.0}, "body.actor.learning_rate"),
         ({"kl_coefficient": "much"}, "body.kl_coefficient"),
+        ({"kl_coefficient": True}, "body.kl_coefficient"),
+        ({"kl_coefficient": "0.2"}, "body.kl_coefficient"),
+        ({"actor_learning_rate": 1e-3}, "body.actor_learning_rate"),
         ({"temperature": 2.0}, "body.temperature"),
         ({}, "body"),
     ],
@@ -94,6 +98,38 @@ def test_a_wrong_value_is_refused_by_its_field_and_changes_nothing(
     assert answer.headers["content-type"] == "application/problem+json"
     assert [item["field"] for item in answer.json()["fields"]] == [field]
     assert gateway.client.get("/runs/commanded/settings").json()["changes"] == before
+
+
+def test_true_is_no_step(gateway: Gateway) -> None:
+    answer = gateway.client.post("/runs/commanded/rollback", json={"step": True})
+    assert answer.status_code == 422
+    assert answer.json()["fields"][0]["field"] == "body.step"
+
+
+def test_a_command_does_not_fail_for_its_audit(going: Underway, gateway: Gateway, tmp_path: Path) -> None:
+    idle = a_run(tmp_path)
+    running = RunFiles(going.config.run_directory).audit
+    running.rename(running.with_suffix(".kept"))
+    for path in (running, idle.audit):
+        path.mkdir()
+    try:
+        answer = gateway.client.post("/runs/commanded/resume")
+    finally:
+        running.rmdir()
+        running.with_suffix(".kept").rename(running)
+    assert answer.status_code == 202
+    assert "goes on; audit.jsonl lacks it: Is a directory" in answer.json()["detail"]
+    with serving(tmp_path) as other:
+        assert other.client.post("/runs/some/pause").status_code == 409
+
+
+def test_of_very_many_changes_the_newest_are_told(tmp_path: Path) -> None:
+    files = a_run(tmp_path)
+    change = {"setting": "kl_coefficient", "before": 0.1, "after": 0.2, "who": "operator 127.0.0.1", "at": 1.0}
+    files.append_changes({**change, "step": step} for step in range(1, 251))
+    with serving(tmp_path) as gateway:
+        told = gateway.client.get("/runs/some/settings").json()["changes"]
+    assert [item["step"] for item in told] == list(range(51, 251))
 
 
 def test_a_checkpoint_is_saved_and_gone_back_to(going: Underway, gateway: Gateway) -> None:

@@ -64,8 +64,12 @@ def test_a_run_that_goes_back_is_told_and_so_is_whoever_comes_back_later(tmp_pat
                 ("step", 2),
             ]
         with gateway.stream("some", place) as stream:
-            first = next(iter(stream))
-            assert (first.kind, first.data) == ("rewind", {"step": 2})
+            heard = stream.until("step", step=2)
+            assert [(event.kind, event.data["step"]) for event in heard if event.kind != "progress"] == [
+                ("rewind", 0),
+                ("step", 1),
+                ("step", 2),
+            ]
 
 
 def test_every_listener_hears_every_step_also_a_slow_one(tmp_path: Path, files: RunFiles) -> None:

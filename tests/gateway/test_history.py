@@ -133,7 +133,8 @@ def test_a_run_that_goes_back_says_so_and_its_steps_come_anew(files: RunFiles) -
     files.append_alert(alert(4))
     history = History(files)
     reader, _ = history.begin(None)
-    behind, _ = history.begin(Place.parse(str(Place(history._lines["steps"].generation(1), 1))))
+    of_the_first = events(history.read(history.begin(Place())[0]))[0][2]
+    behind, _ = history.begin(Place.parse(of_the_first))
     files.forget_after(2)
     commit(files, 3, seconds=2.0)
     files.append_alert(alert(3))
@@ -144,19 +145,46 @@ def test_a_run_that_goes_back_says_so_and_its_steps_come_anew(files: RunFiles) -
     assert outline(everything(history, behind)) == [("step", 2), ("alert", 2), ("step", 3), ("alert", 3)]
 
 
-def test_an_id_of_steps_that_were_taken_back_is_told_to_read_anew(files: RunFiles) -> None:
+def test_an_id_of_steps_that_were_taken_back_is_told_everything_anew(files: RunFiles) -> None:
     commit(files, 1, 2, 3)
     history = History(files)
     place = history.begin(None)[0].place
     files.forget_after(1)
     later = History(files)
-    _, said = later.begin(place)
-    assert outline(events(said)) == [("rewind", 1)]
+    reader, said = later.begin(place)
+    assert outline(events(said) + everything(later, reader)) == [("rewind", 0), ("step", 1)]
     # The same number of steps, but others.
     commit(files, 2, 3, seconds=2.0)
     reader, said = later.begin(place)
-    assert outline(events(said)) == [("rewind", 3)]
-    assert everything(later, reader) == []
+    assert outline(events(said) + everything(later, reader)) == [("rewind", 0), ("step", 1), ("step", 2), ("step", 3)]
+
+
+def change(step: int, at: float) -> dict[str, Any]:
+    return {"setting": "kl_coefficient", "before": 0.1, "after": 0.2, "step": step, "who": "operator", "at": at}
+
+
+@pytest.mark.parametrize("committed", [0, 3])
+def test_a_change_that_was_taken_back_hides_none_that_comes_in_its_place(files: RunFiles, committed: int) -> None:
+    commit(files, *range(1, committed + 1))
+    first = History(files)
+    live, _ = first.begin(None)
+    files.append_changes([change(committed + 1, 1.0)])
+    first.refresh()
+    place = Place.parse(everything(first, live)[-1][2])
+
+    files.forget_changes_after(committed)
+    first.refresh()
+    files.append_changes([change(committed + 2, 2.0)])
+    first.refresh()
+    # Who listens hears that the first counts no more; who comes back later, all of it.
+    assert outline(everything(first, live)) == [("rewind", committed), ("change", committed + 2)]
+    for history in (first, History(files)):
+        reader, said = history.begin(place)
+        assert outline(events(said) + everything(history, reader)) == [
+            ("rewind", 0),
+            *(("step", step) for step in range(1, committed + 1)),
+            ("change", committed + 2),
+        ]
 
 
 def test_files_that_are_written_anew_with_the_same_lines_are_no_way_back(files: RunFiles) -> None:
@@ -189,6 +217,14 @@ def test_a_damaged_line_is_no_event_and_hides_none_after_it(files: RunFiles) -> 
     history = History(files)
     reader, _ = history.begin(Place())
     assert outline(everything(history, reader)) == [("step", 1), ("step", 2)]
+
+
+def test_what_json_does_not_know_is_a_gap_wherever_it_stands(files: RunFiles) -> None:
+    files.alerts.write_text('{"step": 1, "evidence": {"values": [1e999, NaN, 0.5]}}\n')
+    history = History(files)
+    reader, _ = history.begin(Place())
+    (_, data, _) = everything(history, reader)[0]
+    assert data["evidence"] == {"values": [None, None, 0.5]}
 
 
 def test_a_long_history_is_told_in_parts_and_whole(files: RunFiles) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.live import Live
+from gateway.runs import Runs
+from quartet.rpc.server import Server
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import MODEL_ROLES, Role
+from services.orchestrator.progress import ProgressBoard, RunState
+from services.orchestrator.servicer import OrchestratorServicer
 from tests.gateway.serving import PATIENCE, Gateway, a_run, serving, speaking
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Fleet, Underway, fleet, orchestrator
@@ -127,6 +134,55 @@ def test_the_end_of_a_run_is_told(make: MakeConfig, tmp_path: Path) -> None:
         found = gateway.client.get("/runs/short").json()
         assert (found["live"], found["state"], found["progress"]) == (False, "finished", None)
         assert gateway.client.get("/runs/short/services").json() == []
+
+
+def test_a_stalled_orchestrator_keeps_one_caller_waiting_and_not_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.live.DEADLINE", 1.0)
+    files, orchestrator = a_run(tmp_path, steps=1), Stalling()
+    server = Server([orchestrator], "127.0.0.1:0")
+    files.write_services({Role.ORCHESTRATOR: server.address})
+    known = Live(Runs(tmp_path))
+    try:
+        assert known.progress("some") is not None
+        monkeypatch.setattr("gateway.live.FRESH", 0.0)
+        orchestrator.asked = 0
+        orchestrator.goes_on.clear()
+        with ThreadPoolExecutor(6) as callers:
+            first = callers.submit(known.progress, "some")
+            assert orchestrator.stalls.wait(PATIENCE)
+            # All that come meanwhile: they hear what was known before.
+            found = list(callers.map(lambda _: known.progress("some"), range(5)))
+            assert {progress.state for progress in found if progress is not None} == {"training"}
+            assert first.result() is not None
+        # And who comes soon after does not ask again.
+        assert known.progress("some").state == "recovering"  # type: ignore[union-attr]
+        assert orchestrator.asked == 1
+    finally:
+        orchestrator.goes_on.set()
+        known.close()
+        server.stop(0.0)
+
+
+class Stalling(OrchestratorServicer):
+    """An orchestrator that answers only while it may."""
+
+    def __init__(self) -> None:
+        board = ProgressBoard("some", 4)
+        board.update(state=RunState.TRAINING, step=1)
+        super().__init__(board, None)  # type: ignore[arg-type]  # Nothing is commanded.
+        self.asked = 0
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.stalls = threading.Event()
+
+    def GetProgress(self, request: Any, context: Any) -> Any:
+        self.asked += 1
+        if not self.goes_on.is_set():
+            self.stalls.set()
+        self.goes_on.wait(PATIENCE)
+        return super().GetProgress(request, context)
 
 
 def test_a_run_whose_processes_were_killed_is_not_live(tmp_path: Path, unused_address: str) -> None:

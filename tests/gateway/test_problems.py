@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +121,25 @@ def test_damaged_files_are_conflicts_that_name_the_line(tmp_path: Path) -> None:
         assert set(listed) == {"damaged", "torn"}
         assert "is not step 3" in listed["damaged"]
         assert "nonsense" in listed["torn"]
+
+
+@pytest.mark.parametrize(("name", "path"), [("changes.jsonl", "settings"), ("audit.jsonl", "audit")])
+def test_a_line_of_another_shape_is_a_conflict_that_names_it(tmp_path: Path, name: str, path: str) -> None:
+    files = a_run(tmp_path)
+    good = {
+        "changes.jsonl": {"setting": "kl_coefficient", "before": 1, "after": 2, "step": 1, "who": "me", "at": 1},
+        "audit.jsonl": {"at": 1, "who": "me", "command": "stop", "details": {}, "outcome": "accepted"},
+    }[name]
+    (files.root / name).write_text(json.dumps(good) + '\n{"step": 1}\n')
+    with serving(tmp_path) as gateway:
+        response = gateway.client.get(f"/runs/some/{path}")
+    assert response.status_code == 409
+    assert f"{name}:2: " in response.json()["detail"]
+
+
+def test_every_status_of_an_error_is_in_the_document() -> None:
+    answered = {*problems.STATUS_OF.values(), 400, 401, 403, 404, 413, 421, 429, 500}
+    assert answered <= problems.PROBLEM_RESPONSES.keys()
 
 
 def test_what_nobody_foresaw_is_a_generic_error_outside(tmp_path: Path) -> None:

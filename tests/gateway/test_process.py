@@ -125,6 +125,14 @@ def test_the_link_is_printed_where_nobody_else_asks_for_it(tmp_path: Path, start
     assert seconds < 2.0
 
 
+def test_a_token_that_was_given_is_not_printed(tmp_path: Path, started: Any) -> None:
+    process = started("--runs", str(tmp_path), pipe=False, **{OPERATOR: TOKEN})
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+\n", process.process.stdout.readline())
+    status, _, error = process.end()
+    assert status == 0
+    assert TOKEN not in error
+
+
 def test_it_comes_back_at_the_same_address_after_it_was_killed(tmp_path: Path, started: Any) -> None:
     files = a_run(tmp_path, steps=1)
     arguments = ("--runs", str(tmp_path), "--run", "some")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quartet.telemetry.run_files import RunFiles
+from gateway.audit import note
 from tests.gateway.serving import Gateway, a_run, serving
 from tests.training.runs import json_lines
 
@@ -51,7 +51,9 @@ def test_a_run_is_started_in_a_process_of_its_own(
 ) -> None:
     # A Redis that is the gateway's own run's is not the new run's.
     monkeypatch.setenv("QUARTET_BUFFER_URL", "redis://127.0.0.1:1/0")
-    files = RunFiles(tmp_path / "started")
+    # One that took no step lies there: what was commanded of it stays known.
+    files = a_run(tmp_path, "started")
+    note(files, "operator 127.0.0.1", "stop", {"name": "started"}, "accepted")
     answer = start(gateway, tree)
     process = gateway.app.state.live.starter.processes()["started"]
     try:
@@ -72,9 +74,13 @@ def test_a_run_is_started_in_a_process_of_its_own(
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130, (files.logs / "quartet.log").read_text()
     audit = json_lines(files.audit)
-    assert [(line["command"], line["details"]["name"]) for line in audit] == [("start", "started")] * 2
-    assert audit[0]["outcome"] == "accepted"
-    assert "goes on already" in audit[1]["outcome"]
+    assert [(line["command"], line["details"]["name"]) for line in audit] == [
+        ("stop", "started"),
+        ("start", "started"),
+        ("start", "started"),
+    ]
+    assert audit[1]["outcome"] == "accepted"
+    assert "goes on already" in audit[2]["outcome"]
     # It has taken no step, so the name is free again.
     assert gateway.client.get("/runs/started").json()["live"] is False
 

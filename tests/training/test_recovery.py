@@ -261,8 +261,9 @@ def test_a_stop_that_is_asked_for_while_the_run_recovers_saves_the_policy_of_the
         lost.append(started)
 
     with disturbed(make(**SHORT), "generate", lose, monkeypatch) as going:
-        wait_for(going, lambda: going.board.current().phase == "waiting for reward")
-        assert going.board.current().state is RunState.RECOVERING
+        # At its start the run waits for the reward, too.
+        awaited = (RunState.RECOVERING, "waiting for reward")
+        wait_for(going, lambda: (going.board.current().state, going.board.current().phase) == awaited)
         going.control.stop()
         lost[0].start(Role.REWARD)
         run = going.finish()

@@ -411,3 +411,17 @@ def test_advantages_are_normalised_as_the_estimator_does_unless_told(
     tree = {**REQUIRED, "algorithm": {"estimator": estimator, "normalize_advantages": chosen}}
     config = parse_config({**tree, "rollout": {"samples_per_prompt": 2}}, "test")
     assert config.algorithm.normalizes_advantages is normalized
+
+
+@pytest.mark.parametrize(
+    "telemetry",
+    [{"traces": "http://bob:secret@collector:4318"}, {"mlflow": {"uri": "https://bob:secret@tracking"}}],
+)
+def test_passwords_of_telemetry_have_no_place_in_a_config(telemetry: dict[str, Any]) -> None:
+    tree = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}, "telemetry": telemetry}
+    with pytest.raises(
+        ConfigError, match="expected no user and password in it; give them in the environment"
+    ) as caught:
+        parse_config(tree, "test")
+    # What is refused is shown to whoever wrote it, and nowhere else.
+    assert "telemetry." in str(caught.value)

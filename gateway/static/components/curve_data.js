@@ -53,7 +53,9 @@ export class CurveData {
     const curve = this.curves[name];
     if (!curve || !curve.mean.some((value) => value !== null)) return null;
     const wide = this.bucket > 1;
-    return { x: curve.steps, y: curve.mean, low: wide ? curve.low : null, high: wide ? curve.high : null };
+    // Copies: plotly takes an array that it has drawn for unchanged, whatever was appended to it.
+    const copy = (column) => (wide ? [...column] : null);
+    return { x: [...curve.steps], y: [...curve.mean], low: copy(curve.low), high: copy(curve.high) };
   }
 
   /** Two metrics put together step by step by `join`; null where either is missing. */

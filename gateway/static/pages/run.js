@@ -32,6 +32,10 @@ const SECTIONS = [
   ["config", "Config", "sliders", configPage],
 ];
 
+/** Milliseconds after which it is counted what there is: more may come at once. */
+const COUNT_AFTER = 500;
+/** Milliseconds that a run's page waits for its stream to begin. */
+const PATIENCE = 1000;
 /** States in which nothing runs a run. */
 const OVER = ["finished", "stopped", "failed", "idle"];
 
@@ -53,33 +57,50 @@ export class RunFrame {
     const { signal } = this.life;
     replace(this.main, loading("60vh"));
     this.drawSections();
-    // The stream first: what happens while the run is read is then not missed.
+    // The stream first: what happens while the run is read is then not missed, but taken in after that.
     this.events.on("state", showConnection, signal);
     showConnection("waiting");
+    this.early = [];
+    this.listen(signal);
+    const begun = new Promise((resolve) => this.events.addEventListener("progress", resolve, { once: true, signal }));
     this.events.start();
+    await Promise.race([begun, new Promise((resolve) => setTimeout(resolve, PATIENCE))]);
+    const inTime = this.early.length > 0;
     this.detail = await api.run(this.run, signal);
     this.controls = new Controls(this);
     this.head = new RunHead(this);
-    this.listen(signal);
     this.drawSections();
     this.drawWhere();
     replace(this.main, this.head.element, this.content);
     this.head.readPace(signal);
+    for (const take of this.early) take();
+    // Where the run was read before the stream began, what came in between was in neither.
+    if (!inTime) begun.then(() => this.again());
   }
 
   listen(signal) {
-    this.events.on("progress", (progress) => this.progressed(progress), signal);
-    this.events.on("step", ({ step, metrics }) => this.stepped(step, metrics), signal);
-    this.events.on("rewind", () => this.again(), signal);
-    this.events.on("checkpoint", () => (this.detail.checkpoints += 1), signal);
-    this.events.on(
-      "alert",
-      () => {
-        this.detail.alerts += 1;
-        this.drawSections();
-      },
-      signal,
-    );
+    const on = (type, take) =>
+      this.events.on(type, (news) => (this.head ? take(news) : this.early.push(() => take(news))), signal);
+    on("progress", (progress) => this.progressed(progress));
+    on("step", ({ step, metrics }) => this.stepped(step, metrics));
+    on("rewind", () => this.again());
+    on("checkpoint", () => this.recount());
+    on("alert", () => this.recount());
+  }
+
+  /** Reads how many there are of what is only counted: some of it may have been told before. */
+  recount() {
+    this.counting ??= setTimeout(async () => {
+      this.counting = null;
+      try {
+        const { alerts, checkpoints } = await api.run(this.run, this.life.signal);
+        Object.assign(this.detail, { alerts, checkpoints });
+      } catch (problem) {
+        if (problem.name === "AbortError" || problem.status >= 0) return;
+        throw problem;
+      }
+      this.drawSections();
+    }, COUNT_AFTER);
   }
 
   progressed(progress) {
@@ -209,6 +230,7 @@ export class RunFrame {
   /** Closes the stream and clears what belongs to the run alone. */
   end() {
     this.life.abort();
+    clearTimeout(this.counting);
     this.events.stop();
     showConnection(null);
     this.sections.hidden = true;

@@ -107,8 +107,8 @@ def _of_directory(directory: Path) -> Target:
     except FileNotFoundError:
         if files.services.exists():
             raise ConfigError(
-                f"run {directory}: goes on without a gateway of its own (gateway.enabled); give the URL of one that shows it, "
-                "such as http://HOST:PORT/runs/NAME"
+                f"run {directory}: goes on without a gateway of its own; open one with quartet view {directory.parent} and give "
+                f"its URL, http://HOST:PORT/runs/{directory.name}, with the token of its link in QUARTET_GATEWAY_TOKEN"
             ) from None
         raise ConfigError(
             f"run {directory}: no run is going on there; give the directory of one, such as runs/NAME"

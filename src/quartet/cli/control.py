@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,9 +57,10 @@ def change(target: Target, assignments: Sequence[str]) -> None:
 def _assignment(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     try:
-        if not name:
+        number = float(value)
+        if not name or not math.isfinite(number):
             raise ValueError
-        return name, float(value)
+        return name, number
     except ValueError:
         raise ConfigError(f"{text}: expected NAME=NUMBER, such as kl_coefficient=0.1") from None
 

@@ -32,6 +32,9 @@ class View(Protocol):
     def say(self, line: str) -> None:
         """What happened to the run's processes; one line."""
 
+    def back(self, step: int) -> None:
+        """The run went back: what comes after ``step`` is new."""
+
     def __enter__(self) -> View: ...
 
     def __exit__(
@@ -117,6 +120,8 @@ class LineView:
         """Prints notes, alerts and newly committed steps."""
         for line in self._news.of(progress):
             self._print(line)
+        # Lower after the run went back: the steps that come again are shown again.
+        self._step = min(self._step, progress.step)
         if progress.step <= self._step or not progress.metrics:
             return
         self._step = progress.step
@@ -127,6 +132,10 @@ class LineView:
             f"kl {metrics['kl_mean']:.3f}  entropy {metrics.get('entropy', math.nan):.2f}  eos {metrics['eos_rate']:.2f}  "
             f"{self._pace.tokens_per_second:.0f} tokens/s  left {self._pace.left(progress.total_steps - progress.step)}"
         )
+
+    def back(self, step: int) -> None:
+        """Steps after it are printed again."""
+        self._step = min(self._step, step)
 
     def say(self, line: str) -> None:
         """Prints it."""
@@ -169,6 +178,7 @@ class LiveView:
         """Redraws."""
         for line in self._news.of(progress):
             self._live.console.print(Text(line, style="yellow"))
+        self._step = min(self._step, progress.step)
         if progress.step > self._step and progress.metrics:
             self._step = progress.step
             self._pace.add(dict(progress.metrics))
@@ -184,6 +194,10 @@ class LiveView:
             left=self._pace.left(progress.total_steps - progress.step),
         )
         self._live.update(self._render())
+
+    def back(self, step: int) -> None:
+        """Steps after it are shown again."""
+        self._step = min(self._step, step)
 
     def say(self, line: str) -> None:
         """Prints it above the figures."""

@@ -152,7 +152,7 @@ class _News:
             try:
                 for response in stub.WatchProgress(orchestrator_pb2.WatchProgressRequest(after_step=step)):
                     self.queue.put(response.progress)
-                    step = max(step, response.progress.step)
+                    step = response.progress.step
                     if response.progress.state in ENDS:
                         return
             except (grpc.RpcError, ValueError):  # ValueError: the channel has been closed meanwhile.

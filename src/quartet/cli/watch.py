@@ -123,8 +123,9 @@ class Shown:
         elif event.kind == "step":
             self._step(data["metrics"])
         elif event.kind == "rewind":
-            self._committed = data["step"]
-            self._view.say(f"goes back to step {data['step']}")
+            self._committed = self._progress.step = data["step"]
+            self._view.back(data["step"])
+            self._view.say(f"goes back to step {data['step']}" if data["step"] else "its steps are told anew")
         elif event.kind in _LINES:
             self._view.say(_LINES[event.kind](data))
 

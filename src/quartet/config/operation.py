@@ -187,6 +187,18 @@ class GatewayConfig(Section):
     """Most requests of one client, on average; what is above gets status 429."""
 
 
+def _without_password(value: str) -> str:
+    if re.match(r"^[a-z+]+://[^/]*@", value, re.IGNORECASE):
+        raise ValueError(
+            "expected no user and password in it; give them in the environment, as OTEL_EXPORTER_OTLP_HEADERS, or as "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
+    return value
+
+
+WithoutPassword = Annotated[str, AfterValidator(_without_password)]
+
+
 class WandbConfig(Section):
     """Weights & Biases; needs quartet-rlhf[wandb]."""
 
@@ -199,7 +211,7 @@ class WandbConfig(Section):
 class MLflowConfig(Section):
     """MLflow; needs quartet-rlhf[mlflow]."""
 
-    uri: str
+    uri: WithoutPassword
     """Tracking server, or a folder."""
     experiment: str = "quartet"
     """Experiment that runs are filed under."""
@@ -220,5 +232,5 @@ class TelemetryConfig(Section):
     """Send figures to Weights & Biases."""
     mlflow: MLflowConfig | None = None
     """Send figures to MLflow."""
-    traces: Annotated[str, Field(pattern=r"^https?://.+")] | None = None
+    traces: Annotated[WithoutPassword, Field(pattern=r"^https?://.+")] | None = None
     """OTLP/HTTP endpoint that takes a trace for each step, such as http://127.0.0.1:4318; null: no traces."""

@@ -60,11 +60,12 @@ class Launcher:
             else:
                 self._start_service(role, [])
         self._wait_until_ready()
+        # Before the orchestrator begins: from then on all has to be watched.
+        self._wait_for_the_gateway()
         if orchestrator:
             known = [f"services.{role}.address={address}" for role, address in self.addresses.items()]
             self._start_service(Role.ORCHESTRATOR, [part for item in known for part in ("--set", item)])
             self._wait_until_ready()
-        self._wait_for_the_gateway()
         log = file_log("launcher", self._logs / "launcher.log")
         recovery, load = self._config.recovery, self._config.timeouts.load
         self._supervised = [Supervised(part, recovery, load, log) for part in self._parts()]

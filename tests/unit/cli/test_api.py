@@ -76,7 +76,7 @@ def test_a_directory_says_itself_where_its_gateway_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("services", "said"),
-    [(False, "no run is going on there"), (True, "goes on without a gateway of its own (gateway.enabled)")],
+    [(False, "no run is going on there"), (True, "goes on without a gateway of its own; open one with quartet view")],
 )
 def test_without_a_gateway_it_is_said_why(services: bool, said: str, tmp_path: Path) -> None:
     if services:

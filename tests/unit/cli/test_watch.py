@@ -96,6 +96,19 @@ def test_what_happens_besides_is_a_line_each() -> None:
     ]
 
 
+def test_steps_that_are_taken_again_are_lines_again() -> None:
+    lines = shown(("step", step(1)), ("step", step(2)), ("rewind", {"step": 1}), ("step", step(2)), ("step", step(3)))
+    assert [line.split("  ")[0] for line in lines] == [
+        "step 1/1",
+        "step 2/2",
+        "goes back to step 1",
+        "step 2/2",
+        "step 3/3",
+    ]
+    lines = shown(("step", step(1)), ("rewind", {"step": 0}), ("progress", progress("training", 1)), ("step", step(1)))
+    assert [line.split("  ")[0] for line in lines] == ["step 1/1", "its steps are told anew", "step 1/9"]
+
+
 class Stream:
     """A gateway whose stream of events breaks after each of the given pieces."""
 
