@@ -56,10 +56,11 @@ class Feed:
         self._readers, self._askers = readers, askers
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
+        self._newest: dict[str, bytes] = {}
         self._states: dict[str, bytes] = {}
-        """Of each kind of event that nobody writes down, the newest."""
+        """Of each kind of event that nobody writes down the newest that was seen, and the newest that may be told: what
+        the run had on the disk by then has been looked for since."""
         self._health: list[tuple[str, str, str, str]] = []
-        self._fresh = False
         self.listeners = 0
 
     async def listen(self, after: Place | None, stopping: asyncio.Event) -> AsyncIterator[bytes]:
@@ -71,17 +72,18 @@ class Feed:
             reader, rewound = await self._read(lambda: self._history.begin(after))
             if "progress" not in self._states:
                 await self._look_at_progress()
+                self._states = dict(self._newest)
             # The first event has an id: whoever loses the stream before the next one goes on from here, too.
             told = {"progress": self._states["progress"]}
             yield rewound + b"id: %s\n" % str(reader.place).encode() + told["progress"]
             while not stopping.is_set():
-                changed = self._changed
+                changed, states = self._changed, self._states
                 unsent = b""
                 async for events in self._unread(reader):
                     if unsent:
                         yield unsent
                     unsent = events
-                fresh = {kind: event for kind, event in self._states.items() if told.get(kind) != event}
+                fresh = {kind: event for kind, event in states.items() if told.get(kind) != event}
                 told |= fresh
                 # As few pieces as there can be: with many listeners it is their number that costs.
                 unsent += b"".join(fresh.values())
@@ -92,6 +94,10 @@ class Feed:
                         await changed.wait()
                 except TimeoutError:
                     yield _ALIVE
+            # A gateway ends with its run, of which the last steps may be untold.
+            await self._read(self._history.refresh)
+            async for events in self._unread(reader):
+                yield events
         finally:
             self.listeners -= 1
             if not self.listeners:
@@ -126,7 +132,7 @@ class Feed:
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
-        self._states.clear()
+        self._newest, self._states = {}, {}
         self._health = []
 
     async def _keep_looking(self, look: Callable[[], Awaitable[None]], pause: float) -> None:
@@ -147,8 +153,10 @@ class Feed:
         self._wake()
 
     async def _look_at_files(self) -> None:
-        if await self._read(self._history.refresh) or self._fresh:
-            self._fresh = False
+        # Before the look: that a run has ended is told after its last step.
+        newest = dict(self._newest)
+        if await self._read(self._history.refresh) or newest != self._states:
+            self._states = newest
             self._wake()
 
     async def _look_at_progress(self) -> None:
@@ -164,10 +172,8 @@ class Feed:
             self._show("services", to_bytes("services", {"services": services}))
 
     def _show(self, kind: str, event: bytes) -> None:
-        if self._states.get(kind) != event:
-            self._states[kind] = event
-            # Told at the next look at the files: so nobody is woken more often than that.
-            self._fresh = True
+        # Told at the next look at the files: so nobody is woken more often than that.
+        self._newest[kind] = event
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -94,3 +94,16 @@ def test_a_step_whose_figures_are_not_known_is_no_line() -> None:
     view.show(progress(2, **FIGURES))
     assert output.getvalue().startswith("step 3/9  reward +0.500")
     assert output.getvalue().count("step") == 1
+
+
+def test_steps_that_come_again_after_the_run_went_back_are_printed_again() -> None:
+    output = io.StringIO()
+    with LineView(Console(file=output, width=200), Path("runs/tiny")) as view:
+        for step in (1, 2, 3):
+            view.show(progress(step, **FIGURES))
+        # What is told late of an earlier step is no way back by itself.
+        view.show(progress(2, **FIGURES))
+        view.show(progress(3, **FIGURES))
+        view.back(1)
+        view.show(progress(2, **FIGURES))
+    assert [line.split()[1] for line in output.getvalue().splitlines()] == ["1/9", "2/9", "3/9", "2/9"]

@@ -120,8 +120,6 @@ class LineView:
         """Prints notes, alerts and newly committed steps."""
         for line in self._news.of(progress):
             self._print(line)
-        # Lower after the run went back: the steps that come again are shown again.
-        self._step = min(self._step, progress.step)
         if progress.step <= self._step or not progress.metrics:
             return
         self._step = progress.step
@@ -178,7 +176,6 @@ class LiveView:
         """Redraws."""
         for line in self._news.of(progress):
             self._live.console.print(Text(line, style="yellow"))
-        self._step = min(self._step, progress.step)
         if progress.step > self._step and progress.metrics:
             self._step = progress.step
             self._pace.add(dict(progress.metrics))

@@ -192,6 +192,8 @@ def _follow(
                 _explain_end(launcher)
                 return
             continue
+        # Lower than what was shown after the run went back: the steps that come again are shown again.
+        view.back(progress.step)
         view.show(progress)
         if progress.step:
             files.forget()

@@ -61,7 +61,7 @@ def _follow(api: Api, shown: Shown, ends: Sequence[str]) -> str:
             shown.take(event)
             if shown.state == "failed":
                 raise ServiceFailed(shown.error or "the run failed; see its logs")
-            if shown.state in ends:
+            if shown.state in ends and shown.complete:
                 return shown.state
     except ServiceUnavailable:
         # A gateway that goes with a run takes its file away when the run has ended.
@@ -109,6 +109,12 @@ class Shown:
         self._notes: list[str] = []
         self._committed = 0
         self.state, self.error = "", ""
+        self._reached: int | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every step that the run has taken since the first news is shown."""
+        return self._reached is not None and self._committed >= self._reached
 
     def catch_up(self, steps: list[dict[str, Any]]) -> None:
         """Steps that were committed before."""
@@ -130,7 +136,10 @@ class Shown:
             self._view.say(_LINES[event.kind](data))
 
     def _take_progress(self, data: Mapping[str, Any]) -> None:
-        self.state, self.error = data["state"], data["error"]
+        if self._reached is None:
+            # News begin with the present: what was before is not told.
+            self._committed = max(self._committed, data["step"])
+        self.state, self.error, self._reached = data["state"], data["error"], data["step"]
         for note in _new(self._notes, data["notes"]):
             self._view.say(f"note: {note}")
         self._notes = data["notes"]
