@@ -20,10 +20,19 @@ class Answer:
         self._done = threading.Event()
         self._error: Exception | None = None
         self.cancelled = False
+        self._heard: list[Callable[[], None]] = []
 
     def answer(self, error: Exception | None = None) -> None:
         self._error = error
         self._done.set()
+        for heard in self._heard:
+            heard()
+
+    def when_done(self, heard: Callable[[], None]) -> None:
+        if self._done.is_set():
+            heard()
+        else:
+            self._heard.append(heard)
 
     def done(self) -> bool:
         return self._done.is_set()
