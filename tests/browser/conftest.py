@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
@@ -31,8 +31,8 @@ class Open(Protocol):
 
 
 @pytest.fixture(scope="session")
-def open_dashboard() -> Iterator[Open]:
-    """Windows of a browser of this session's own; each asserts at its end that nothing went wrong in it."""
+def chromium() -> Iterator[Any]:
+    """The browser."""
     path = os.environ.get("QUARTET_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("no Chromium here; install one, or name it in QUARTET_CHROMIUM")
@@ -40,18 +40,24 @@ def open_dashboard() -> Iterator[Open]:
         # Chromium refuses its sandbox to root.
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=path, args=arguments)
-
-        @contextmanager
-        def opened(gateway: Gateway, *, theme: str = "dark", phone: bool = False) -> Iterator[Window]:
-            size = {"width": 360, "height": 780} if phone else {"width": 1280, "height": 900}
-            context = browser.new_context(viewport=size, color_scheme=theme, is_mobile=phone, has_touch=phone)
-            window = Window(context.new_page(), f"http://{gateway.address}")
-            try:
-                window.sign_in()
-                yield window
-                assert window.complaints == []
-            finally:
-                context.close()
-
-        yield opened
+        yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def open_dashboard(chromium: Any) -> Open:
+    """Windows of a browser of this session's own; each asserts at its end that nothing went wrong in it."""
+
+    @contextmanager
+    def opened(gateway: Gateway, *, theme: str = "dark", phone: bool = False) -> Iterator[Window]:
+        size = {"width": 360, "height": 780} if phone else {"width": 1280, "height": 900}
+        context = chromium.new_context(viewport=size, color_scheme=theme, is_mobile=phone, has_touch=phone)
+        window = Window(context.new_page(), f"http://{gateway.address}")
+        try:
+            window.sign_in()
+            yield window
+            assert window.complaints == []
+        finally:
+            context.close()
+
+    return opened

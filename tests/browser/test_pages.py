@@ -11,6 +11,9 @@ from tests.browser.window import Window
 from tests.gateway.serving import Gateway, serving
 from tests.training.runs import Run
 
+pytestmark = pytest.mark.slow
+"""make browser runs these; make test only those beside a live run."""
+
 axe = pytest.importorskip("axe_playwright_python.base", reason="needs axe-playwright-python")
 
 PAGES = (

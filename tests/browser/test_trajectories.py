@@ -11,6 +11,9 @@ from tests.browser.window import Window
 from tests.gateway.serving import Gateway
 from tests.training.runs import Run
 
+pytestmark = pytest.mark.slow
+"""make browser runs these; make test only those beside a live run."""
+
 
 @pytest.fixture
 def window(shown: Gateway, open_dashboard: Open) -> Iterator[Window]:

@@ -51,6 +51,8 @@ def test_a_run_is_started_in_a_process_of_its_own(
 ) -> None:
     # A Redis that is the gateway's own run's is not the new run's.
     monkeypatch.setenv("QUARTET_BUFFER_URL", "redis://127.0.0.1:1/0")
+    # So long that it has not ended by itself when it is interrupted.
+    tree["run"]["steps"] = 1_000_000
     # One that took no step lies there: what was commanded of it stays known.
     files = a_run(tmp_path, "started")
     note(files, "operator 127.0.0.1", "stop", {"name": "started"}, "accepted")
@@ -58,7 +60,7 @@ def test_a_run_is_started_in_a_process_of_its_own(
     process = gateway.app.state.live.starter.processes()["started"]
     try:
         assert answer.status_code == 201, answer.text
-        assert (answer.json()["name"], answer.json()["total_steps"]) == ("started", 1)
+        assert (answer.json()["name"], answer.json()["total_steps"]) == ("started", 1_000_000)
         assert answer.json()["state"] in ("starting", "training")
         # Another session, so no signal of the gateway's terminal reaches it.
         assert os.getsid(process.pid) == process.pid
@@ -81,7 +83,6 @@ def test_a_run_is_started_in_a_process_of_its_own(
     ]
     assert audit[1]["outcome"] == "accepted"
     assert "goes on already" in audit[2]["outcome"]
-    # It has taken no step, so the name is free again.
     assert gateway.client.get("/runs/started").json()["live"] is False
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from playwright.sync_api import sync_playwright
 
 from quartet.cli.report import report
 from quartet.cli.report_curves import POINTS, figures
@@ -76,35 +75,6 @@ def files(tmp_path: Path) -> RunFiles:
 
 def span(service: str, phase: str, start: float, end: float) -> dict[str, Any]:
     return {"service": service, "phase": phase, "start": start, "end": end, "count": 1}
-
-
-def test_a_report_opens_without_a_network_draws_its_curves_and_takes_no_text_for_markup(files: RunFiles) -> None:
-    report(files.root, None)
-    told: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        page = browser.new_page()
-        page.on("console", lambda message: told.append(message.text))
-        page.on("pageerror", lambda error: told.append(str(error)))
-        page.on("request", lambda request: told.append(request.url))
-        page.on("dialog", lambda dialog: told.append(dialog.message))
-        page.goto(files.report.as_uri())
-        page.evaluate("dispatchEvent(new Event('beforeprint'))")
-        drawn = page.locator(".plot:has(.main-svg)").count()
-        title, text = page.title(), page.locator("main").inner_text()
-        charts = page.evaluate("places.map(place => place.data.map(trace => trace.name))")
-        shapes = page.evaluate("places.flatMap(place => place.layout.shapes.map(shape => shape.y0))")
-        browser.close()
-    assert told == [files.report.as_uri()]
-    assert title == "Run tiny"
-    assert drawn == len(charts) == 8
-    assert ["reward_mean"] in [[name for name in names if name] for names in charts]
-    assert ["odd_one"] in charts
-    assert shapes == [4.25], "the KL's target"
-    for shown in ("best: score 4", "median: score 2", "worst: score 0", "response 4 of 1", "response 4 of 4", HOSTILE):
-        assert shown in text
-    for shown in ("cut off at the token limit", "length 0.25", "kl_runaway", "2.75", "kl_coefficient: ", "25.0 %"):
-        assert shown in text
 
 
 def test_a_report_says_how_far_a_run_has_come(files: RunFiles) -> None:
