@@ -40,8 +40,6 @@ LIMIT = 0.5
 """Seconds that 99 of 100 requests have to be answered in."""
 STEPS = 100_000
 """More than the measurement lasts; the run is stopped at its end."""
-STEPS_TO_ASK_FOR = 5
-"""The newest so many steps' trajectories are asked for."""
 
 
 @dataclass
@@ -185,7 +183,7 @@ async def _requests(client: Any, seconds: float, load: Load) -> None:
         "",
         "/metrics?names=reward_mean,kl_mean,entropy&points=600",
         "/steps?limit=20",
-        f"/trajectories?limit=20&sort=-score&last={STEPS_TO_ASK_FOR}",
+        "/trajectories?limit=20&sort=-score",
         "/services",
         "/guards",
     ]
