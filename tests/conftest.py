@@ -8,6 +8,13 @@ import pytest
 
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded import EmbeddedRedis
+from quartet.telemetry.logs import configure_logs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _logs() -> None:
+    """Logs go where the product's do: what a command prints, and a test reads, is on standard output."""
+    configure_logs("tests")
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from quartet.errors import ConfigError
 from quartet.telemetry.run_files import RunFiles
 from services.orchestrator.control import Control
 from services.orchestrator.progress import ProgressBoard
+from services.orchestrator.telemetry import Telemetry
 from services.orchestrator.training import Training
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, figures, json_lines, orchestrator, run_to_the_end, services, underway
@@ -218,6 +219,29 @@ def test_a_full_disk_costs_the_tokens_and_the_timeline_and_not_the_run(make: Mak
         "TensorBoard: ",
     ):
         assert len([note for note in run.progress.notes if note.startswith(what)]) == 1, run.progress.notes
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
+def test_a_library_s_own_error_on_a_full_disk_costs_the_tokenizer_and_not_the_run(run: Run, make: MakeConfig) -> None:
+    kept = Tokenizer.from_file(str(run.files.tokenizer / "tokenizer.json"))
+
+    class OnAFullDisk:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "tokenizer.json").symlink_to(FULL)
+            # Not an OSError: the library is written in another language.
+            kept.save(str(folder / "tokenizer.json"))
+
+    config = make()
+    files, board = RunFiles(config.run_directory), ProgressBoard("run", 2)
+    files.root.mkdir(parents=True)
+    telemetry = Telemetry(config, files, board)
+    for _ in range(2):
+        telemetry.begin(OnAFullDisk(), "an-id")
+    telemetry.close()
+    notes = [note for note in board.current().notes if note.startswith("tokenizer: cannot be written (")]
+    assert len(notes) == 1
+    assert "No space left on device" in notes[0]
+    assert not files.tokenizer.exists()
 
 
 @pytest.mark.parametrize(("package", "settings"), [("wandb", {"project": "p"}), ("mlflow", {"uri": "u"})])

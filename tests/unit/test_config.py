@@ -415,7 +415,13 @@ def test_advantages_are_normalised_as_the_estimator_does_unless_told(
 
 @pytest.mark.parametrize(
     "telemetry",
-    [{"traces": "http://bob:secret@collector:4318"}, {"mlflow": {"uri": "https://bob:secret@tracking"}}],
+    [
+        {"traces": "http://bob:secret@collector:4318"},
+        {"traces": "http://bob:sec/secret@collector:4318"},
+        {"traces": "http://collector:4318/v1/traces?password=secret"},
+        {"mlflow": {"uri": "https://bob:secret@tracking"}},
+        {"mlflow": {"uri": "postgresql+psycopg2://bob:secret@database/figures"}},
+    ],
 )
 def test_passwords_of_telemetry_have_no_place_in_a_config(telemetry: dict[str, Any]) -> None:
     tree = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}, "telemetry": telemetry}
@@ -423,5 +429,12 @@ def test_passwords_of_telemetry_have_no_place_in_a_config(telemetry: dict[str, A
         ConfigError, match="expected no user and password in it; give them in the environment"
     ) as caught:
         parse_config(tree, "test")
-    # What is refused is shown to whoever wrote it, and nowhere else.
     assert "telemetry." in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("uri", ["mlruns", "file:///home/a@b/mlruns", "http://[::1]:5000", "http://tracking:5000/a@b"])
+def test_addresses_of_telemetry_without_a_password_are_taken(uri: str) -> None:
+    config = parse_config({**REQUIRED, "telemetry": {"mlflow": {"uri": uri}}}, "test")
+    assert config.telemetry.mlflow is not None
+    assert config.telemetry.mlflow.uri == uri

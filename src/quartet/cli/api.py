@@ -107,8 +107,7 @@ def _of_directory(directory: Path) -> Target:
     except FileNotFoundError:
         if files.services.exists():
             raise ConfigError(
-                f"run {directory}: goes on without a gateway of its own; open one with quartet view {directory.parent} and give "
-                f"its URL, http://HOST:PORT/runs/{directory.name}, with the token of its link in QUARTET_GATEWAY_TOKEN"
+                f"run {directory}: goes on without a gateway of its own; {_open_another(directory)}"
             ) from None
         raise ConfigError(
             f"run {directory}: no run is going on there; give the directory of one, such as runs/NAME"
@@ -116,6 +115,14 @@ def _of_directory(directory: Path) -> Target:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not as a gateway writes it"
         raise ConfigError(f"run {directory}: its {files.gateway.name} cannot be read ({reason})") from None
+
+
+def _open_another(directory: Path) -> str:
+    """How a run is commanded whose own gateway is not there."""
+    return (
+        f"open one with quartet view {directory} and give its URL, http://HOST:PORT/runs/{directory.resolve().name}, with the "
+        f"token of its link in {TOKEN}"
+    )
 
 
 @contextmanager
@@ -221,7 +228,12 @@ class Api:
         if target.files is not None and not target.files.gateway.exists():
             return ServiceUnavailable(f"run {target.given}: has ended")
         why = str(error) or type(error).__name__
-        return ServiceUnavailable(f"the gateway at {target.url} does not answer ({why}); the run may have ended")
+        silent = f"the gateway at {target.url} does not answer ({why})"
+        if target.files is not None and target.files.services.exists():
+            # It left its file: it was killed, and is started again or given up.
+            another = _open_another(target.files.root)
+            return ServiceUnavailable(f"{silent}; try again. If the run goes on without it, {another}")
+        return ServiceUnavailable(f"{silent}; the run may have ended")
 
     def _refused(self, response: httpx2.Response) -> QuartetError:
         """What a problem of the gateway's means here."""

@@ -188,7 +188,8 @@ class GatewayConfig(Section):
 
 
 def _without_password(value: str) -> str:
-    if re.match(r"^[a-z+]+://[^/]*@", value, re.IGNORECASE):
+    # A password that nobody escaped may hold a "/"; what follows a colon up to the path may as well be a port.
+    if re.match(r"[a-z][a-z0-9+.-]*://([^/]*@|[^/:]*:(?!\d+/).*@)|.*[?&]password=", value, re.IGNORECASE):
         raise ValueError(
             "expected no user and password in it; give them in the environment, as OTEL_EXPORTER_OTLP_HEADERS, or as "
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Info, start_http_server
+from prometheus_client import CollectorRegistry, Info, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
@@ -15,6 +18,9 @@ from prometheus_client.registry import Collector
 from quartet import __version__
 from quartet.errors import ConfigError
 from quartet.types import ServiceStatus
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 
 def process_registry(role: str) -> CollectorRegistry:
@@ -113,6 +119,8 @@ class MetricsServer:
             raise ConfigError(
                 f"metrics {listen}: cannot listen there ({error.strerror or error}); choose another port, or null for a free one"
             ) from None
+        if _is_loopback(host):
+            self._server.set_app(_only_addressed_here(make_wsgi_app(registry), host))
         self.address = f"{host}:{self._server.server_port}"
 
     def stop(self) -> None:
@@ -120,3 +128,23 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _only_addressed_here(app: WSGIApplication, host: str) -> WSGIApplication:
+    """The app for who addresses this machine: a page whose name was made to mean 127.0.0.1 reads nothing."""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        wanted = re.sub(r":\d*$", "", environ.get("HTTP_HOST", host)).lower()
+        if wanted != host.lower() and not _is_loopback(wanted):
+            start_response("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
+            return [b"figures of this machine: ask for them at 127.0.0.1 or localhost\n"]
+        return app(environ, start_response)
+
+    return answer
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

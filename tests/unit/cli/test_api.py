@@ -186,6 +186,27 @@ def test_a_gateway_that_is_gone_is_for_the_user_to_look_at() -> None:
         pause(Target("runs/tiny", "http://127.0.0.1:1", SECRET, "tiny"))
 
 
+def test_of_a_gateway_that_was_given_up_the_way_through_another_is_said(tmp_path: Path) -> None:
+    run = tmp_path / "tiny"
+    run.mkdir()
+    (run / "gateway.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "token": SECRET}))
+    (run / "services.json").write_text("{}")
+    way = (
+        rf"try again\. If the run goes on without it, open one with quartet view {re.escape(str(run))} and give its URL"
+    )
+    with pytest.raises(ConfigError, match=way):
+        pause(find(str(run)))
+
+
+def test_a_run_is_named_whole_also_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "tiny"
+    run.mkdir()
+    (run / "services.json").write_text("{}")
+    monkeypatch.chdir(run)
+    with pytest.raises(ConfigError, match=r"quartet view \. and give its URL, http://HOST:PORT/runs/tiny,"):
+        find(".")
+
+
 @pytest.mark.parametrize("wrong", ["kl_coefficient", "=1", "kl_coefficient=much"])
 def test_a_change_is_a_name_and_a_number(wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"^{wrong}: expected NAME=NUMBER"):

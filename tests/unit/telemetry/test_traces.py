@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -88,3 +89,8 @@ def test_a_step_is_not_held_up_by_a_collector_that_is_gone() -> None:
     assert time.monotonic() - start < 1.0
     traces.close()
     assert time.monotonic() - start < 4.0
+    # What it says when it gives up is not for the next test's ears.
+    for thread in threading.enumerate():
+        if thread.name == "last spans":
+            thread.join(20)
+            assert not thread.is_alive()

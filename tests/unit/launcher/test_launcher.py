@@ -1,0 +1,58 @@
+"""The order in which a run's processes begin: nothing waits for the gateway once training has begun."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from quartet.config import parse_config
+from quartet.launcher import launcher as module
+from quartet.launcher.gateway import Gateway
+from quartet.launcher.launcher import Launcher
+from quartet.telemetry.run_files import RunFiles
+from quartet.types import Role
+
+
+def test_a_gateway_that_hangs_at_its_start_is_given_up_before_training_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_config(
+        {
+            "run": {"name": "tiny", "directory": str(tmp_path)},
+            "data": {"prompts": "p"},
+            "actor": {"model": "a"},
+            "reward": {"model": "r"},
+            "buffer": {"url": "redis://nowhere/0"},
+            "services": {role: {"address": "far:1"} for role in ("actor", "critic", "reward", "reference")},
+        },
+        "here",
+    )
+    files = RunFiles(config.run_directory)
+    files.write_config(config.to_yaml())
+    files.logs.mkdir(exist_ok=True)
+    real = Gateway.of_run
+    gateways: list[Gateway] = []
+
+    def hanging(*arguments: object) -> Gateway:
+        gateways.append(real(*arguments))  # type: ignore[arg-type]
+        os.kill(gateways[0].process.pid, signal.SIGSTOP)
+        return gateways[0]
+
+    begun: list[tuple[Role, int | None]] = []
+    monkeypatch.setattr(Gateway, "of_run", hanging)
+    monkeypatch.setattr(module, "GATEWAY_PATIENCE", 0.1)
+    monkeypatch.setattr(Launcher, "_start_buffer", lambda _: None)
+    # No process: only when it would begin matters, and how it stands with the gateway then.
+    monkeypatch.setattr(
+        Launcher, "_start_service", lambda _, role, __: begun.append((role, gateways[0].process.returncode))
+    )
+    with Launcher(config, files.config) as launcher:
+        launcher.start()
+        assert begun == [(Role.ORCHESTRATOR, -signal.SIGKILL)]
+        assert launcher.dashboard is None
+        assert launcher.check() == [
+            f"gateway: not ready within 0.1 s; the run goes on without it, see {files.logs / 'gateway.log'}"
+        ]

@@ -1,0 +1,42 @@
+"""Who may read a process's figures on loopback."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from quartet.telemetry.metrics import MetricsServer
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[MetricsServer]:
+    """Listens at the host of the test's parameter."""
+    found = MetricsServer(CollectorRegistry(), f"{request.param}:0")
+    yield found
+    found.stop()
+
+
+def status(server: MetricsServer, host: str) -> int:
+    """What it answers to a request that is addressed to ``host``."""
+    bound, _, port = server.address.rpartition(":")
+    # "localhost" may be bound as ::1.
+    connection = http.client.HTTPConnection(bound.replace("0.0.0.0", "127.0.0.1"), int(port), timeout=10)
+    try:
+        connection.request("GET", "/metrics", headers={"Host": host.replace("PORT", port)})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("server", ["127.0.0.1", "localhost"], indirect=True)
+def test_on_loopback_a_name_that_is_not_this_machine_s_reads_nothing(server: MetricsServer) -> None:
+    asked = ("127.0.0.1:PORT", "localhost:PORT", "LocalHost", "[::1]:PORT", "evil.example", "evil.example:PORT", "")
+    assert [status(server, host) for host in asked] == [200, 200, 200, 200, 421, 421, 421]
+
+
+@pytest.mark.parametrize("server", ["0.0.0.0"], indirect=True)
+def test_where_it_is_read_from_other_machines_it_goes_by_any_name(server: MetricsServer) -> None:
+    assert status(server, "actor.internal:PORT") == 200
