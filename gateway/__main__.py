@@ -1,4 +1,4 @@
-"""The gateway's process: ``python -m gateway --runs DIR``.
+"""The gateway's process: ``python -m gateway --runs DIR``, or with a run ``--config CONFIG``.
 
 Checks who may come in and where it listens before it imports the app, serves until SIGTERM or SIGINT, and ends at once then:
 it keeps nothing that could be lost.
@@ -13,18 +13,24 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from gateway.settings import SHORTEST_TOKEN, GatewaySettings
+from gateway.settings import GatewaySettings
+from quartet.buffer.address import buffer_url
+from quartet.config import Config, GatewayConfig, load_config
 from quartet.errors import ConfigError, QuartetError
+from quartet.rpc.access import GATEWAY
+from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.rpc.server import check_listen_address
+from quartet.secret_files import check_token, read_token
 from quartet.telemetry.logs import configure_logs
 from quartet.telemetry.run_files import RunFiles
 
@@ -69,53 +75,63 @@ def _parser() -> argparse.ArgumentParser:
         description="Serves the REST API and the dashboard of the runs in a folder.",
         epilog=f"Tokens are taken from {OPERATOR} and, for those who may only look, {VIEWER}; without the first, one is drawn.",
     )
-    parser.add_argument("--runs", required=True, type=Path, metavar="DIR", help="folder that holds the runs")
-    parser.add_argument("--run", metavar="NAME", help="the run that it is started with")
-    parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0 takes a free one")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--runs", type=Path, metavar="DIR", help="folder that holds the runs")
+    what.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        help="a run's config instead: its gateway and security sections say the rest; may be repeated",
+    )
+    parser.add_argument(
+        "--listen", metavar="HOST:PORT", help="port 0 takes a free one, on 127.0.0.1 unless told otherwise"
+    )
     parser.add_argument(
         "--allow-host", action="append", default=[], metavar="HOST", help="a further name by which it may be addressed"
     )
-    parser.add_argument(
-        "--start-runs",
-        action=argparse.BooleanOptionalAction,
-        help="whether operators may start runs; by default only where it listens on loopback",
-    )
-    parser.add_argument("--requests-per-second", type=float, default=100.0, help="of one client, on average, at most")
     parser.add_argument("--allow-plaintext", action="store_true", help="listen beyond loopback without TLS")
     parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
     return parser
 
 
 def _serve(options: argparse.Namespace, announce: Any) -> None:
-    drawn = OPERATOR not in os.environ
-    token, viewer_token = _tokens()
-    host, _, port = options.listen.rpartition(":")
+    config = _config(options)
+    section = GatewayConfig() if config is None else config.gateway
+    token, viewer_token = _tokens(section)
+    listen = options.listen or section.listen or "127.0.0.1:0"
+    host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"listen {options.listen!r}: expected HOST:PORT")
-    check_listen_address(options.listen, options.allow_plaintext)
-    if not options.requests_per_second > 0:
-        raise ConfigError(f"requests per second {options.requests_per_second}: expected more than 0")
-    with _listening(options.listen) as (bound, address):
+        raise ConfigError(f"listen {listen!r}: expected HOST:PORT")
+    if section.certificate is None:
+        _check_plaintext(listen, options.allow_plaintext or (config is not None and config.security.allow_plaintext))
+    else:
+        _check_certificate(section)
+    credentials = LOCAL if config is None else Credentials(GATEWAY, config.security)
+    with _listening(listen) as (bound, address):
         settings = GatewaySettings(
-            runs=options.runs,
-            run=options.run,
+            runs=options.runs if config is None else config.run.directory,
+            run=None if config is None else config.run.name,
             listen=address,
-            operator_token=token,
+            operator_token=token or secrets.token_urlsafe(32),
             viewer_token=viewer_token,
-            allowed_hosts=tuple(options.allow_host),
-            start_runs=_is_loopback(address) if options.start_runs is None else options.start_runs,
-            requests_per_second=options.requests_per_second,
-            allow_plaintext=options.allow_plaintext,
+            allowed_hosts=(*section.allowed_hosts, *options.allow_host),
+            start_runs=_is_loopback(address) if section.start_runs is None else section.start_runs,
+            requests_per_second=section.requests_per_second,
+            buffer_url=_buffer_url(config, credentials),
+            credentials=credentials,
+            certificate=section.certificate,
+            key=section.key,
         )
-        url = f"http://{_reachable(address)}"
-        with _told_to_the_run(settings, url):
+        url = f"{'http' if settings.certificate is None else 'https'}://{_reachable(address)}"
+        # Elsewhere than beside its run's files, whoever asks gives its URL and a token.
+        with _told_to_the_run(settings, url) if options.ready_fd is not None else nullcontext():
 
             def ready() -> None:
                 log.info("ready", address=address)
                 announce(address=address)
                 if options.ready_fd is None:
                     # One that was given is its giver's to tell: standard output may go anywhere.
-                    print(f"{url}/#token={token}" if drawn else url, flush=True)
+                    print(url if token else f"{url}/#token={settings.operator_token}", flush=True)
 
             _run(settings, bound, ready)
     log.info("stopped")
@@ -158,6 +174,8 @@ def _run(settings: GatewaySettings, bound: socket.socket, ready: Any) -> None:
             h11_max_incomplete_event_size=LARGEST_HEADERS,
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=GRACE,
+            ssl_certfile=settings.certificate,
+            ssl_keyfile=settings.key,
         )
     )
 
@@ -178,20 +196,55 @@ def _run(settings: GatewaySettings, bound: socket.socket, ready: Any) -> None:
         raise RuntimeError("the server did not start; its log says why")
 
 
-def _tokens() -> tuple[str, str | None]:
-    """The operator's token and the viewer's, if any; taken out of the environment, which processes started here inherit."""
+def _config(options: argparse.Namespace) -> Config | None:
+    """The config of the run that it is started with, if any."""
+    if options.config is None:
+        return None
+    first, *layers = options.config
+    return load_config(first, [], layers)
+
+
+def _check_plaintext(listen: str, allowed: bool) -> None:
+    try:
+        check_listen_address(listen, allowed)
+    except ConfigError:
+        raise ConfigError(
+            f"listen {listen}: not a loopback address, and requests are not encrypted; listen on 127.0.0.1, give "
+            "gateway.certificate and gateway.key, or, inside a network that you trust or behind a proxy that encrypts, "
+            "security.allow_plaintext true (--allow-plaintext)"
+        ) from None
+
+
+def _check_certificate(section: GatewayConfig) -> None:
+    assert section.certificate is not None
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(section.certificate, section.key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"gateway.certificate {section.certificate}, gateway.key {section.key}: cannot be used ({error.strerror or error}); "
+            "give two PEM files that belong together"
+        ) from None
+
+
+def _buffer_url(config: Config | None, credentials: Credentials) -> str | None:
+    """Of the run that it is started with. The launcher tells where a Redis is that it started."""
+    told = os.environ.get("QUARTET_BUFFER_URL")
+    return told or (None if config is None else buffer_url(config, credentials.folder))
+
+
+def _tokens(section: GatewayConfig) -> tuple[str | None, str | None]:
+    """The operators' token and the viewers', if any; taken out of the environment, which processes started here inherit."""
     given = {name: os.environ.pop(name, None) for name in (OPERATOR, VIEWER)}
-    for name, token in given.items():
-        if token is None:
-            continue
-        if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-            raise ConfigError(
-                f"{name}: has {len(token)} characters; expected at least {SHORTEST_TOKEN}, letters, digits and signs "
-                "without spaces; unset it to have a token drawn"
-            )
+    files = {OPERATOR: section.token_file, VIEWER: section.viewer_token_file}
+    for (name, token), key in zip(given.items(), ("token_file", "viewer_token_file"), strict=True):
+        path = files[name]
+        if path is not None:
+            given[name] = read_token(path, f"gateway.{key}")
+        elif token is not None:
+            check_token(token, name)
     if given[OPERATOR] is not None and given[OPERATOR] == given[VIEWER]:
-        raise ConfigError(f"{VIEWER}: is the same as {OPERATOR}; expected another one, or none")
-    return given[OPERATOR] or secrets.token_urlsafe(32), given[VIEWER]
+        raise ConfigError("the token of viewers is the same as that of operators; expected another one, or none")
+    return given[OPERATOR], given[VIEWER]
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.stopping = asyncio.Event()
-        app.state.live = Live(runs, settings.run)
+        app.state.live = Live(runs, settings.run, settings.buffer_url, settings.credentials)
         try:
             yield
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 from gateway.models import Buffer
@@ -20,16 +19,15 @@ PATIENCE = 1.0
 class Buffers:
     """The rollout buffers of runs, read only. Safe to use from several threads."""
 
-    def __init__(self, runs: Runs, own: str | None) -> None:
-        """``own``: the run that this gateway was started with, whose Redis the environment names."""
-        self._runs, self._own = runs, own
+    def __init__(self, runs: Runs, own: str | None, own_url: str | None = None) -> None:
+        """``own``: the run that this gateway was started with, and the address of its Redis, where that is known."""
+        self._runs, self._own, self._own_url = runs, own, own_url
         self._clients: dict[str, Redis] = {}
         self._lock = threading.Lock()
 
     def url(self, name: str) -> str | None:
         """Where the run's Redis is; None where the run started one of its own that only its own gateway is told of."""
-        told = os.environ.get("QUARTET_BUFFER_URL") if name == self._own else None
-        return told or self._runs.config(name).buffer.url
+        return (self._own_url if name == self._own else None) or self._runs.config(name).buffer.url
 
     def look(self, name: str) -> Buffer:
         """What waits there. Raises NotFound."""

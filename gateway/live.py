@@ -17,6 +17,7 @@ from gateway.services import Services
 from gateway.starting import Starter
 from quartet.errors import ConfigError, QuartetError
 from quartet.rpc.channels import Peer
+from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import Role
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
@@ -54,8 +55,8 @@ ENDS = (State.FINISHED, State.STOPPED, State.FAILED)
 class Orchestrator:
     """The orchestrator of one run, at one address."""
 
-    def __init__(self, address: str) -> None:
-        self._peer = Peer(Role.ORCHESTRATOR, address)
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self._peer = Peer(Role.ORCHESTRATOR, address, credentials)
         self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._peer.channel)
         self.address = address
 
@@ -74,7 +75,8 @@ class Orchestrator:
 class _Known:
     """What is known of one run's orchestrator."""
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
         self.lock = threading.Lock()
         self.asking = threading.Lock()
         """Held by whoever waits for an answer."""
@@ -99,20 +101,28 @@ class _Known:
             self.orchestrator, self.progress = None, None
             self.asked_at = self.answered_at = NEVER
         if self.orchestrator is None and address is not None:
-            self.orchestrator = Orchestrator(address)
+            self.orchestrator = Orchestrator(address, self._credentials)
         return self.orchestrator
+
+    def reconnect(self, orchestrator: Orchestrator) -> None:
+        """A connection that was lost comes back the later the longer it was: a new one is made for the next who asks."""
+        orchestrator.close()
+        self.orchestrator = Orchestrator(orchestrator.address, self._credentials)
 
 
 class Live:
     """Asks the orchestrators of runs that go on. Safe to use from several threads; no call waits longer than ``DEADLINE``."""
 
-    def __init__(self, runs: Runs, own: str | None = None) -> None:
-        """``own``: the run that this gateway was started with."""
+    def __init__(
+        self, runs: Runs, own: str | None = None, own_buffer: str | None = None, credentials: Credentials = LOCAL
+    ) -> None:
+        """``own``: the run that this gateway was started with, and its Redis's address. Processes are shown ``credentials``."""
+        self._credentials = credentials
         self._runs = runs
         self._known: dict[str, _Known] = {}
         self._lock = threading.Lock()
-        self.buffers = Buffers(runs, own)
-        self.services = Services(runs, self.buffers)
+        self.buffers = Buffers(runs, own, own_buffer)
+        self.services = Services(runs, self.buffers, credentials)
         self.starter = Starter(runs)
         self.streams: Counter[Access] = Counter()
         """Event streams that are open, by what the bearer of their token may do."""
@@ -189,7 +199,7 @@ class Live:
 
     def _of(self, name: str) -> _Known:
         with self._lock:
-            return self._known.setdefault(name, _Known())
+            return self._known.setdefault(name, _Known(self._credentials))
 
 
 def _address(files: RunFiles) -> str | None:
@@ -213,9 +223,7 @@ def _ask(known: _Known, orchestrator: Orchestrator) -> None:
             known.progress = known.last = _progress(answer.progress)
             known.answered_at = known.asked_at
             return
-        # A connection that was lost comes back the later the longer it was: a new one is made for the next who asks.
-        orchestrator.close()
-        known.orchestrator = Orchestrator(orchestrator.address)
+        known.reconnect(orchestrator)
         known.progress = _silent(known.progress) if known.asked_at - known.answered_at < PATIENCE else None
 
 

@@ -17,6 +17,7 @@ from quartet import codec
 from quartet.config import redact_url
 from quartet.errors import MismatchError, QuartetError, ServiceUnavailable, Unanswered
 from quartet.rpc.channels import Peer
+from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import Role, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
@@ -52,8 +53,8 @@ class _Run:
 class Services:
     """Looks at the processes of runs. Safe to use from several threads."""
 
-    def __init__(self, runs: Runs, buffers: Buffers) -> None:
-        self._runs, self._buffers = runs, buffers
+    def __init__(self, runs: Runs, buffers: Buffers, credentials: Credentials = LOCAL) -> None:
+        self._runs, self._buffers, self._credentials = runs, buffers, credentials
         self._known: dict[str, _Run] = {}
         self._lock = threading.Lock()
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="services")
@@ -84,7 +85,7 @@ class Services:
             run.seen.pop(place).peer.close()
         for role, address in addresses.items():
             if (role, address) not in run.seen:
-                run.seen[role, address] = _Seen(Peer(role, address))
+                run.seen[role, address] = _Seen(Peer(role, address, self._credentials))
         pending = [self._workers.submit(_ask, role, run.seen[role, address]) for role, address in addresses.items()]
         redis = self._workers.submit(self._ask_redis, name) if addresses else None
         return [answer.result() for answer in pending] + (redis.result() if redis else [])
@@ -125,7 +126,7 @@ def _ask(role: str, seen: _Seen) -> ServiceInfo:
         if silent:
             # A connection that was lost comes back the later the longer it was.
             seen.peer.close()
-            seen.peer = Peer(role, address)
+            seen.peer = seen.peer.again()
         detail = f"does not answer within {DEADLINE:g} s" if isinstance(error, Unanswered) else str(error)
         return ServiceInfo(
             role=role,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-SHORTEST_TOKEN = 16
-"""Characters that a token has at least."""
+from quartet.rpc.credentials import LOCAL, Credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,13 @@ class GatewaySettings:
     """Names by which it may be addressed, besides localhost and the host of ``listen``."""
     start_runs: bool = False
     requests_per_second: float = 100.0
-    allow_plaintext: bool = False
+    buffer_url: str | None = None
+    """Address of that run's Redis, with its password; None where nobody told."""
+    credentials: Credentials = LOCAL
+    """What the processes of runs are shown."""
+    certificate: Path | None = None
+    key: Path | None = None
+    """PEM files: with them it speaks HTTPS."""
 
     def __repr__(self) -> str:
         return f"GatewaySettings(runs={str(self.runs)!r}, run={self.run!r}, listen={self.listen!r})"

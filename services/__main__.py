@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from quartet.topology import listen_address, threads_of
 from quartet.types import Role
 
 if TYPE_CHECKING:
+    from quartet.rpc.credentials import Credentials
     from services.observation import Observation
 
 log = structlog.get_logger()
@@ -54,7 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 after a drain, 2 for input that the user can mend, 1 for anything else."""
     parser = argparse.ArgumentParser(prog="python -m services", description=__doc__)
     parser.add_argument("roles", nargs="+", metavar="ROLE", choices=[role.value for role in Role])
-    parser.add_argument("--config", required=True, type=Path)
+    parser.add_argument(
+        "--config",
+        required=True,
+        action="append",
+        type=Path,
+        help="may be repeated: a later file's settings take the place of an earlier one's",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     parser.add_argument("--listen", metavar="HOST:PORT", help="overrides services.ROLE.listen")
     parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
@@ -77,10 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer) -> int:
     overrides = list(options.overrides)
     url = os.environ.get("QUARTET_BUFFER_URL")
-    config = load_config(options.config, [*overrides, *([f"buffer.url={url}"] if url else [])])
+    first, *layers = options.config
+    config = load_config(first, [*overrides, *([f"buffer.url={url}"] if url else [])], layers)
     if Role.ORCHESTRATOR in roles and len(roles) > 1:
         raise ConfigError("roles: the orchestrator has a process of its own")
-    listen = options.listen or listen_address(getattr(config.services, roles[0]))
+    place = getattr(config.services, roles[0])
+    listen = options.listen or listen_address(place)
     threads = threads_of(config, roles[0])
     # Set before torch is imported: its pools are sized once.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
@@ -95,28 +105,38 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    from quartet.rpc.credentials import Credentials
     from services.observation import Observation
 
-    observation = Observation(roles, config)
-    if roles == [Role.ORCHESTRATOR]:
-        hosted, background = _orchestrator(config, endings, status, announcer, observation)
-    else:
-        hosted, background = _models(roles, config, threads), None
-        observation.of_services(hosted)
+    credentials = Credentials(roles[0], config.security)
+    observation = Observation(roles, config, credentials)
+    with ExitStack() as stack:
+        if roles == [Role.ORCHESTRATOR]:
+            if options.ready_fd is None:
+                # No launcher has prepared the run's directory.
+                from services.orchestrator.alone import taken_up
 
-    from quartet.rpc.server import Server
+                tell = stack.enter_context(taken_up(config))
+            hosted, background = _orchestrator(config, endings, status, announcer, observation, credentials)
+        else:
+            hosted, background = _models(roles, config, threads, credentials), None
+            observation.of_services(hosted)
 
-    observation.begin()
-    server = Server(hosted, listen, config.security.allow_plaintext, observation.observers, observation.address)
-    log.info("ready", address=server.address, metrics=observation.address, threads=threads)
-    announcer.say(address=server.address, metrics_address=observation.address)
-    if background is not None:
-        background.start()
-    log.info("stopping", cause=_wait_for_the_end(endings, hosted, config.recovery.stall))
-    server.stop(config.timeouts.drain)
-    observation.close()
-    log.info("stopped")
-    return status[0]
+        from quartet.rpc.server import Server
+
+        observation.begin()
+        server = Server(hosted, listen, credentials, observation.observers, observation.address, place.health)
+        log.info("ready", address=server.address, metrics=observation.address, threads=threads)
+        announcer.say(address=server.address, metrics_address=observation.address)
+        if background is not None:
+            if options.ready_fd is None:
+                tell(server.address)
+            background.start()
+        log.info("stopping", cause=_wait_for_the_end(endings, hosted, config.recovery.stall))
+        server.stop(config.timeouts.drain)
+        observation.close()
+        log.info("stopped")
+        return status[0]
 
 
 def _wait_for_the_end(endings: queue.SimpleQueue[str], hosted: list[Any], stall: float) -> str:
@@ -134,14 +154,14 @@ def _wait_for_the_end(endings: queue.SimpleQueue[str], hosted: list[Any], stall:
                     ) from None
 
 
-def _models(roles: list[Role], config: Config, threads: int) -> list[Any]:
+def _models(roles: list[Role], config: Config, threads: int, credentials: Credentials) -> list[Any]:
     from quartet.rpc.compute import ComputeThread
     from services.roles import build_model_role, set_up_torch
 
     set_up_torch(threads)
     # Roles that share a process share a GPU, so they share the thread that computes.
     compute = ComputeThread()
-    return [build_model_role(role, config, compute, threads) for role in roles]
+    return [build_model_role(role, config, compute, threads, credentials.folder) for role in roles]
 
 
 def _settle() -> None:
@@ -156,7 +176,12 @@ def _settle() -> None:
 
 
 def _orchestrator(
-    config: Config, endings: queue.SimpleQueue[str], status: list[int], announcer: Announcer, observation: Observation
+    config: Config,
+    endings: queue.SimpleQueue[str],
+    status: list[int],
+    announcer: Announcer,
+    observation: Observation,
+    credentials: Credentials,
 ) -> tuple[list[Any], threading.Thread]:
     from quartet.telemetry.run_files import RunFiles
     from services.orchestrator.control import Control
@@ -164,13 +189,13 @@ def _orchestrator(
     from services.orchestrator.progress import ProgressBoard
     from services.orchestrator.servicer import OrchestratorServicer
     from services.orchestrator.training import Training, train
-    from services.roles import buffer_url, set_up_torch
+    from services.roles import required_buffer_url, set_up_torch
 
     set_up_torch(1)
     board = ProgressBoard(config.run.name, config.run.steps)
     control = Control(RunFiles(config.run_directory).asked)
-    url = buffer_url(config)
-    training = Training(config, url, board, control, prepared=_settle, traces=observation.traces)
+    url = required_buffer_url(config, credentials.folder)
+    training = Training(config, url, board, control, _settle, observation.traces, credentials)
     observation.registry.register(RunFigures(config, board, Depth(url, config.run.name)))
 
     def finished(code: int) -> None:

@@ -8,6 +8,7 @@ import structlog
 
 from quartet.config import Config
 from quartet.errors import ConfigError
+from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.rpc.observation import CallMetrics, CallTraces, Observer
 from quartet.rpc.server import HostedRole, check_listen_address
 from quartet.telemetry.metrics import MetricsServer, ServiceFigures, process_registry
@@ -20,11 +21,13 @@ log = structlog.get_logger()
 class Observation:
     """One process's figures and spans."""
 
-    def __init__(self, roles: Sequence[Role], config: Config) -> None:
-        """Raises ConfigError for an address beyond loopback without leave. Nothing listens yet."""
+    def __init__(self, roles: Sequence[Role], config: Config, credentials: Credentials = LOCAL) -> None:
+        """Raises ConfigError for an address beyond loopback without certificates or leave. Nothing listens yet."""
         self._listen = getattr(config.services, roles[0]).metrics or "127.0.0.1:0"
+        self._certificates = credentials.folder
         try:
-            check_listen_address(self._listen, config.security.allow_plaintext)
+            if not credentials.encrypted:
+                check_listen_address(self._listen, config.security.allow_plaintext)
         except ConfigError as error:
             raise ConfigError(f"services.{roles[0]}.metrics: {error}") from None
         name = "+".join(roles)
@@ -42,7 +45,7 @@ class Observation:
     def begin(self) -> None:
         """Serves the figures. Where that address is taken the process goes on without."""
         try:
-            self._server = MetricsServer(self.registry, self._listen)
+            self._server = MetricsServer(self.registry, self._listen, self._certificates)
         except ConfigError as error:
             log.warning("figures are not served", error=str(error))
 

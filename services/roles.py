@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from quartet.buffer.address import buffer_url
 from quartet.buffer.connection import Link, connect
 from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
@@ -32,14 +32,20 @@ def set_up_torch(threads: int) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def build_model_role(role: Role, config: Config, compute: ComputeThread, threads: int) -> HostedRole:
-    """Loads one role's model. Raises ModelError, ConfigError or ServiceUnavailable."""
-    build = _BUILDERS[role]
-    return build(config, compute, threads)
+def build_model_role(
+    role: Role, config: Config, compute: ComputeThread, threads: int, certificates: Path | None = None
+) -> HostedRole:
+    """Loads one role's model. ``certificates``: the process's own. Raises ModelError, ConfigError or ServiceUnavailable."""
+    if role is Role.ACTOR:
+        return _build_actor(config, compute, threads, required_buffer_url(config, certificates))
+    if role is Role.CRITIC:
+        return _build_critic(config, compute, threads, required_buffer_url(config, certificates))
+    if role is Role.REWARD:
+        return _build_reward(config, compute, threads)
+    return _build_reference(config, compute, threads)
 
 
-def _build_actor(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
-    url = buffer_url(config)
+def _build_actor(config: Config, compute: ComputeThread, threads: int, url: str) -> HostedRole:
     client = connect(url)
     link = Link(client, url)
 
@@ -51,8 +57,7 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int) -> Hosted
     return ActorServicer(actor, compute, threads, link.is_lost)
 
 
-def _build_critic(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
-    url = buffer_url(config)
+def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str) -> HostedRole:
     client = connect(url)
     link = Link(client, url)
     critic = Critic(
@@ -82,22 +87,15 @@ def _build_reference(config: Config, compute: ComputeThread, threads: int) -> Ho
     return ReferenceServicer(reference, compute, threads)
 
 
-_BUILDERS: dict[Role, Callable[[Config, ComputeThread, int], HostedRole]] = {
-    Role.ACTOR: _build_actor,
-    Role.CRITIC: _build_critic,
-    Role.REWARD: _build_reward,
-    Role.REFERENCE: _build_reference,
-}
-
-
-def buffer_url(config: Config) -> str:
+def required_buffer_url(config: Config, certificates: Path | None = None) -> str:
     """The buffer's address. Raises ConfigError without one: only `quartet` starts an embedded server."""
-    if config.buffer.url is None:
+    url = buffer_url(config, certificates)
+    if url is None:
         raise ConfigError(
             "buffer.url: null; a service started by itself needs the Redis that the others use: set buffer.url, "
             "or the environment variable QUARTET_BUFFER_URL"
         )
-    return config.buffer.url
+    return url
 
 
 def device_of(service: ServiceConfig) -> str:

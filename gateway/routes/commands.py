@@ -48,9 +48,7 @@ def start_run(
 ) -> RunSummary:
     """Starts a run, or goes on with one; it outlives the gateway. Answers when its inputs have been looked at."""
     if not settings.start_runs:
-        raise ProblemError(
-            403, "this gateway starts no runs; set gateway.start_runs (--start-runs), or use quartet train CONFIG"
-        )
+        raise ProblemError(403, "this gateway starts no runs; set gateway.start_runs, or use quartet train CONFIG")
     config = live.starter.start(wanted, caller.who)
     summary = summaries.summary(config.run.name)
     return summary if summary.live else summary.model_copy(update={"state": State.STARTING})

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from quartet.config import Config
 from quartet.errors import ConfigError, MismatchError, ServiceUnavailable
 from quartet.rpc.clients import ActorClient, CriticClient, ReferenceClient, RewardClient, ServiceClient
+from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.rpc.observation import CallTracer
 from quartet.topology import roles_of
 from quartet.types import Role, ServiceStatus
@@ -23,20 +24,20 @@ POLL = 0.1
 class Peers:
     """Clients of the run's model services. ``critic`` is None for an estimator without one."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, credentials: Credentials = LOCAL) -> None:
         """Raises ConfigError when an address is missing."""
         self._config = config
         self._roles = roles_of(config)
-        self.actor = ActorClient(self._address(Role.ACTOR), config.timeouts)
+        self.actor = ActorClient(self._address(Role.ACTOR), config.timeouts, credentials)
         # Batches wait for one another at a function that is called once for each response.
         patience = MAX_IN_FLIGHT * config.reward.seconds_of_functions(config.rollout.score_batch)
-        self.reward = RewardClient(self._address(Role.REWARD), config.timeouts, patience)
+        self.reward = RewardClient(self._address(Role.REWARD), config.timeouts, credentials, patience)
         self.critic: CriticClient | None = None
         self._reference: ReferenceClient | None = None
         if Role.CRITIC in self._roles:
-            self.critic = CriticClient(self._address(Role.CRITIC), config.timeouts)
+            self.critic = CriticClient(self._address(Role.CRITIC), config.timeouts, credentials)
         if Role.REFERENCE in self._roles:
-            self._reference = ReferenceClient(self._address(Role.REFERENCE), config.timeouts)
+            self._reference = ReferenceClient(self._address(Role.REFERENCE), config.timeouts, credentials)
 
     def observe(self, tracer: CallTracer) -> None:
         """Lets ``tracer`` take notice of every call of theirs."""

@@ -31,6 +31,7 @@ from quartet.failpoints import failpoint
 from quartet.files import storing
 from quartet.identity import Identity
 from quartet.models.loading import load_tokenizer
+from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.telemetry.run_files import RunFiles
 from quartet.telemetry.traces import StepTraces, Traces, Untraced
 from quartet.types import (
@@ -74,10 +75,11 @@ class Training:
         control: Control,
         prepared: Callable[[], None] = lambda: None,
         traces: Traces | None = None,
+        credentials: Credentials = LOCAL,
     ) -> None:
         """Connects to the buffer at ``url``. ``prepared`` is called once, when everything is loaded and no step is taken.
 
-        ``traces`` take notice of every step and its calls.
+        ``traces`` take notice of every step and its calls; ``credentials`` are what the services are shown.
         Raises ConfigError or ServiceUnavailable.
         """
         self._config, self._board, self._control, self._prepared = config, board, control, prepared
@@ -86,7 +88,7 @@ class Training:
         self._url, self._redis = url, connect(url)
         self._stream = RolloutStream(self._redis, url, self._run)
         self._experience = ExperienceStore(self._redis, url, self._run)
-        self._peers = Peers(config)
+        self._peers = Peers(config, credentials)
         self._traces: StepTraces = traces or Untraced()
         if traces is not None:
             self._peers.observe(traces)

@@ -26,6 +26,10 @@ class MismatchError(ConfigError):
     """Two parts that must agree do not: role and address, vocabularies, tokenizers, policy versions."""
 
 
+class AccessRefused(ConfigError):
+    """A process does not let this one call it: the certificates or tokens of the two do not fit."""
+
+
 class InvalidRequest(QuartetError):
     """A request is malformed: wrong dtype, shape, length, range, or a token id outside the vocabulary."""
 

@@ -11,9 +11,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from quartet.config import Config, Section, ServiceConfig
+from quartet.config import Config, Section, ServiceConfig, load_config
 from quartet.data import iterate_prompt_lines
 from quartet.errors import ConfigError, DataError, ModelError
+from quartet.identity import Identity, check_settings, settings_of
+from quartet.telemetry.run_files import RunFiles
 from quartet.topology import listen_address, roles_of
 from quartet.types import Role
 
@@ -43,6 +45,17 @@ def check_inputs(config: Config) -> list[str]:
         if service.address is None:
             _check_port(role, listen_address(service))
     return notes + unused(config)
+
+
+def check_resumable(config: Config, files: RunFiles) -> None:
+    """Raises ConfigError unless there is a run to go on with, and the config is the one that it had."""
+    if not files.is_a_run():
+        raise ConfigError(f"--resume: {files.root} holds no run; leave --resume out to start one")
+    identity = Identity.read(files.identity)
+    if identity is not None:
+        identity.check(config, files.root)
+    else:
+        check_settings(settings_of(load_config(files.config)), settings_of(config), files.root)
 
 
 def _check_prompts(key: str, path: Path, model: str) -> tuple[int, str]:

@@ -91,7 +91,7 @@ def get(address: str, path: str, token: str = TOKEN) -> http.client.HTTPResponse
 
 def test_it_tells_the_run_where_it_is_and_ends_at_once_though_streams_are_open(tmp_path: Path, started: Any) -> None:
     files = a_run(tmp_path, steps=1)
-    process = started("--runs", str(tmp_path), "--run", "some", "--no-start-runs", **{OPERATOR: TOKEN})
+    process = started("--config", str(files.config), **{OPERATOR: TOKEN})
     address = process.says()["address"]
     assert json.loads(files.gateway.read_text()) == {"url": f"http://{address}", "token": TOKEN}
     assert files.gateway.stat().st_mode & 0o777 == 0o600
@@ -100,7 +100,7 @@ def test_it_tells_the_run_where_it_is_and_ends_at_once_though_streams_are_open(t
         "access": "operator",
         "version": __version__,
         "run": "some",
-        "may_start_runs": False,
+        "may_start_runs": True,
     }
     assert session.headers["server"] is None
     stream = get(address, "/api/v1/runs/some/events")
@@ -135,7 +135,7 @@ def test_a_token_that_was_given_is_not_printed(tmp_path: Path, started: Any) -> 
 
 def test_it_comes_back_at_the_same_address_after_it_was_killed(tmp_path: Path, started: Any) -> None:
     files = a_run(tmp_path, steps=1)
-    arguments = ("--runs", str(tmp_path), "--run", "some")
+    arguments = ("--config", str(files.config))
     first = started(*arguments, **{OPERATOR: TOKEN})
     address = first.says()["address"]
     # A connection that is open when it dies keeps the port busy for a while.
@@ -161,9 +161,6 @@ def test_it_comes_back_at_the_same_address_after_it_was_killed(tmp_path: Path, s
         (["--listen", "0.0.0.0:0"], {}, "not a loopback address"),
         (["--listen", "127.0.0.1"], {}, "expected HOST:PORT"),
         (["--listen", "127.0.0.1:TAKEN"], {}, "the port is taken"),
-        (["--run", "none"], {}, "run 'none': there is none"),
-        (["--run", "../some"], {}, "there is none"),
-        (["--requests-per-second", "0"], {}, "expected more than 0"),
     ],
 )
 def test_what_it_refuses_to_start_with(

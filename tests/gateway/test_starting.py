@@ -73,7 +73,8 @@ def test_a_run_is_started_in_a_process_of_its_own(
         assert refused.status_code == 409
         assert process.poll() is None
     finally:
-        process.send_signal(signal.SIGINT)
+        # Not SIGINT, which is ignored by all that a shell starts in the background.
+        process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 130, (files.logs / "quartet.log").read_text()
     audit = json_lines(files.audit)
     assert [(line["command"], line["details"]["name"]) for line in audit] == [

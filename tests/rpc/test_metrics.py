@@ -49,7 +49,7 @@ def reference(gate: Gate, observation: Observation, services: Services) -> Itera
     role = gated(gate)
     observation.of_services([role])
     observation.begin()
-    server = Server([role], "127.0.0.1:0", False, observation.observers, observation.address)
+    server = Server([role], "127.0.0.1:0", observers=observation.observers, metrics_address=observation.address)
     client: ReferenceClient = services.client(Role.REFERENCE, server)
     yield client
     gate.release.set()

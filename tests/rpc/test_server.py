@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quartet.config import Config, TimeoutsConfig
+from quartet.config import Config, SecurityConfig, TimeoutsConfig
 from quartet.errors import (
     Cancelled,
     ConfigError,
@@ -28,6 +28,7 @@ from quartet.errors import (
 from quartet.rpc import channels
 from quartet.rpc.clients import CriticClient, ReferenceClient, RewardClient
 from quartet.rpc.compute import ComputeThread
+from quartet.rpc.credentials import Credentials
 from quartet.rpc.server import Server, check_listen_address
 from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
 from services.reference.servicer import ReferenceServicer
@@ -104,7 +105,7 @@ def test_loopback_is_fine(listen: str) -> None:
 
 
 def test_allowed_plaintext_listens_everywhere(gate: Gate) -> None:
-    server = Server([gated(gate)], "0.0.0.0:0", allow_plaintext=True)
+    server = Server([gated(gate)], "0.0.0.0:0", Credentials("reward", SecurityConfig(allow_plaintext=True)))
     client = ReferenceClient(f"127.0.0.1:{server.address.rpartition(':')[2]}", TIMEOUTS)
     assert client.wait_until_ready().role is Role.REFERENCE
     client.close()
@@ -250,7 +251,9 @@ def web_server() -> Iterator[str]:
 def test_something_else_at_an_address_is_told_from_nobody(web_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "FOREIGN_AFTER", 0.5)
     client = RewardClient(web_server, TimeoutsConfig(load=60))
-    expected = rf"reward at {web_server}: what answers there is not a Quartet service; check services\.reward\.address"
+    expected = (
+        rf"reward at {web_server}: what answers there is not a Quartet service, or .*check services\.reward\.address"
+    )
     with pytest.raises(ConfigError, match=expected):
         client.wait_until_ready()
     client.close()

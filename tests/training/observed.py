@@ -113,7 +113,9 @@ def run_observed(config: Config) -> Observed:
             observation, built = observe(role), build_model_role(role, config, ComputeThread(), threads=1)
             observation.of_services([built])
             observation.begin()
-            server = Server([built], "127.0.0.1:0", False, observation.observers, observation.address)
+            server = Server(
+                [built], "127.0.0.1:0", observers=observation.observers, metrics_address=observation.address
+            )
             stack.callback(server.stop, 5.0)
             overrides.append(f"services.{role}.address={server.address}")
         addressed = load_config(RunFiles(config.run_directory).config, overrides)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from quartet.cli import runs as command
-from quartet.cli.runs import check_resumable
 from quartet.config import Config
 from quartet.demo.world import World
 from quartet.errors import ConfigError, ServiceFailed, StorageFailed
 from quartet.identity import Identity
+from quartet.preflight import check_resumable
 from quartet.telemetry.run_files import RunFiles
 from services.orchestrator import control
 from services.orchestrator.control import Control

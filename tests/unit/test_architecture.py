@@ -23,6 +23,7 @@ FILES = {
     "quartet.files",
     "quartet.topology",
     "quartet.processes",
+    "quartet.secret_files",
 }
 LIBRARY = {
     "quartet.rpc",
@@ -51,7 +52,8 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.checkpoints": {"quartet.errors", "quartet.files", "quartet.telemetry"},
     "quartet.identity": FOUNDATION | {"quartet.files"},
     "quartet.topology": {"quartet.config", "quartet.types"},
-    "quartet.preflight": FOUNDATION | {"quartet.data", "quartet.topology"},
+    "quartet.secret_files": {"quartet.errors"},
+    "quartet.preflight": FOUNDATION | {"quartet.data", "quartet.identity", "quartet.telemetry", "quartet.topology"},
     "quartet.ppo": {"quartet.errors", "quartet.types"},
     "quartet.codec": {"quartet.errors", "quartet.types", "quartet.v1"},
     "quartet.v1": set(),
@@ -64,8 +66,8 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.random_streams",
     },
     "quartet.rewards": FOUNDATION | {"quartet.models", "quartet.processes"},
-    "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.processes"},
-    "quartet.rpc": FOUNDATION | {"quartet.codec", "quartet.v1"},
+    "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.processes", "quartet.secret_files"},
+    "quartet.rpc": FOUNDATION | {"quartet.codec", "quartet.secret_files", "quartet.v1"},
     "quartet.telemetry": FOUNDATION | {"quartet.files"},
     "quartet.demo": FOUNDATION | {"quartet.models"},
     "quartet.launcher": FOUNDATION | FILES | {"quartet.buffer", "quartet.rpc", "quartet.telemetry"},
@@ -79,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     "services.critic": SERVICE | {"services.trained"},
     "services.reward": SERVICE,
     "services.reference": SERVICE,
-    "services.orchestrator": SERVICE,
+    "services.orchestrator": SERVICE | {"quartet.preflight"},
     "services.roles": SERVICE
     | {f"services.{name}" for name in ("actor", "critic", "reward", "reference", "orchestrator")},
     "services.observation": SERVICE,

@@ -306,6 +306,25 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command()
+def certificates(
+    folder: Annotated[Path, typer.Argument(help="A new folder, or an empty one.")],
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Days for which they are good.")] = 365,
+    process: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="ROLE+ROLE", help="Roles that share a process. May be repeated."),
+    ] = None,
+    redis_name: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="HOST", help="A further name or address of the Redis. May be repeated."),
+    ] = None,
+) -> None:
+    """Make certificates for mutual TLS between all processes."""
+    from quartet.cli.certificates import certificates as make
+
+    make(folder, days, process or [], redis_name or [])
+
+
 @config_app.command("check")
 def config_check(config: ConfigPath, overrides: Overrides = None) -> None:
     """Check a config, its prompts and its local checkpoints."""

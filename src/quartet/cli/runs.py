@@ -15,10 +15,9 @@ from rich.console import Console
 from quartet.cli.live import View, make_view
 from quartet.config import Config, load_config, redact_url
 from quartet.errors import ConfigError, ServiceFailed
-from quartet.identity import Identity, check_settings, settings_of
 from quartet.launcher import Launcher
-from quartet.preflight import check_inputs, unused
-from quartet.rpc.limits import CHANNEL_OPTIONS
+from quartet.preflight import check_inputs, check_resumable, unused
+from quartet.rpc.credentials import Credentials
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import Role
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
@@ -96,17 +95,6 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
             files.restore()
 
 
-def check_resumable(config: Config, files: RunFiles) -> None:
-    """Raises ConfigError unless there is a run to go on with, and the config is the one that it had."""
-    if not files.is_a_run():
-        raise ConfigError(f"--resume: {files.root} holds no run; leave --resume out to start one")
-    identity = Identity.read(files.identity)
-    if identity is not None:
-        identity.check(config, files.root)
-    else:
-        check_settings(settings_of(load_config(files.config)), settings_of(config), files.root)
-
-
 def _start(launcher: Launcher) -> None:
     if not console.is_terminal:
         console.print("starting the services")
@@ -128,8 +116,8 @@ RECONNECT = 0.2
 class _News:
     """The orchestrator's news, heard by a thread of its own; taken up again where they broke off."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self._address, self._credentials = address, credentials
         self._channel: grpc.Channel | None = None
         self._closed = threading.Event()
         self.queue: queue.Queue[orchestrator_pb2.Progress | None] = queue.Queue()
@@ -146,8 +134,8 @@ class _News:
         step = 0
         while not self._closed.is_set():
             # A connection of its own for each attempt: one that failed waits for longer and longer.
-            options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-            self._channel = grpc.insecure_channel(self._address, options=options)
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            self._channel = self._credentials.channel(Role.ORCHESTRATOR, self._address, options)
             stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
             try:
                 for response in stub.WatchProgress(orchestrator_pb2.WatchProgressRequest(after_step=step)):
@@ -169,7 +157,7 @@ def watch(launcher: Launcher, files: RunFiles) -> None:
     Meanwhile the processes are supervised. The news go on where they broke off: an orchestrator that crashed is started again
     at the same address. Raises ConfigError or ServiceFailed when the run, or a process that is given up, fails.
     """
-    news = _News(launcher.addresses[Role.ORCHESTRATOR])
+    news = _News(launcher.addresses[Role.ORCHESTRATOR], launcher.credentials)
     try:
         with make_view(console, files.root) as view:
             _follow(launcher, news.queue, view, files)

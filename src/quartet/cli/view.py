@@ -27,12 +27,12 @@ def view(directory: Path, host: str, port: int, allowed_hosts: Sequence[str], al
     with tempfile.TemporaryDirectory(prefix="quartet-") as folder:
         log = Path(folder) / "gateway.log"
         log.touch()
-        arguments = ["--listen", f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
+        arguments = ["--runs", str(runs), "--listen", f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
         for name in allowed_hosts:
             arguments += ["--allow-host", name]
         if allow_plaintext:
             arguments.append("--allow-plaintext")
-        gateway = Gateway(runs, arguments, log, {})
+        gateway = Gateway(arguments, log, {})
         try:
             gateway.wait_until_ready(PATIENCE)
             console.print(f"dashboard: {gateway.link(run)}", highlight=False, soft_wrap=True, markup=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -15,8 +16,23 @@ from quartet.config.tree import Config, redact_url
 from quartet.errors import ConfigError
 
 
-def load_config(path: Path, overrides: list[str] | None = None) -> Config:
-    """Reads a config file and applies ``a.b=c`` overrides. Raises ConfigError naming file, line and key."""
+def load_config(path: Path, overrides: list[str] | None = None, layers: Sequence[Path] = ()) -> Config:
+    """Reads a config file, lays ``layers`` over it, key by key and in their order, and applies ``a.b=c`` overrides.
+
+    Raises ConfigError naming file, line and key.
+    """
+    tree, places = _read(path)
+    for layer in layers:
+        above, its_places = _read(layer)
+        tree = _laid_over(tree, above)
+        places |= its_places
+    for override in overrides or []:
+        places[_apply_override(tree, override)] = "--set "
+    return parse_config(tree, source=" + ".join(map(str, (path, *layers))), places=places)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
+    """The tree of plain values in a file, and where each key stands."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -33,9 +49,16 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"config {where}: not YAML ({problem})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config {path}: expected a mapping of sections (run, data, actor, reward, ...)")
-    for override in overrides or []:
-        places[_apply_override(tree, override)] = "--set "
-    return parse_config(tree, source=str(path), places=places)
+    return tree, places
+
+
+def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Section by section the values of ``above``, and where it has none, those of ``below``."""
+    found = dict(below)
+    for key, value in above.items():
+        under = below.get(key)
+        found[key] = _laid_over(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return found
 
 
 def parse_config(tree: dict[str, Any], source: str, places: dict[tuple[str, ...], str] | None = None) -> Config:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from quartet.config.section import Count, FunctionName, Name, Positive, Section, WholeNumber
 
@@ -65,6 +65,8 @@ class BufferConfig(Section):
 
     url: str | None = None
     """redis://, rediss:// or unix:// address; null starts an embedded server."""
+    password_file: Path | None = None
+    """File that holds the password of the url's user, so that neither the config nor the environment has to."""
 
     @field_validator("url")
     @classmethod
@@ -86,12 +88,16 @@ HostPort = Annotated[str | None, AfterValidator(_host_port)]
 
 
 class OrchestratorServiceConfig(Section):
-    """Where the orchestrator listens. It is always started here."""
+    """Where the orchestrator runs. `quartet train` and `quartet up` always start it here."""
 
+    address: HostPort = None
+    """HOST:PORT at which the gateway finds an orchestrator that was started by itself; null: where it listens."""
     listen: HostPort = None
     """HOST:PORT to listen on; port 0 takes a free one. Null: a free port on 127.0.0.1."""
     metrics: HostPort = None
     """HOST:PORT at which Prometheus finds its figures; port 0 takes a free one. Null: a free port on 127.0.0.1."""
+    health: HostPort = None
+    """HOST:PORT that answers gRPC health checks and nothing else, in plaintext, for probes; null: none."""
 
 
 class ServiceConfig(Section):
@@ -107,6 +113,8 @@ class ServiceConfig(Section):
     """CPU threads; null: its share of the cores."""
     metrics: HostPort = None
     """HOST:PORT at which Prometheus finds its figures; port 0 takes a free one. Null: a free port on 127.0.0.1."""
+    health: HostPort = None
+    """HOST:PORT that answers gRPC health checks and nothing else, in plaintext, for probes; null: none."""
 
 
 class ServicesConfig(Section):
@@ -166,8 +174,12 @@ class RecoveryConfig(Section):
 
 
 class SecurityConfig(Section):
-    """What the processes let in."""
+    """Whom the processes trust, and whom they let in."""
 
+    certificates: Path | None = None
+    """Folder that `quartet certificates` makes, with PROCESS/{tls.crt,tls.key,ca.crt}: mutual TLS on every call. Null: none."""
+    token_file: Path | None = None
+    """File that holds a token, the same for all processes, without which no call is answered. Null: none is asked for."""
     allow_plaintext: bool = False
     """Listen without TLS on addresses other than loopback. Only inside a network that you trust."""
 
@@ -185,6 +197,20 @@ class GatewayConfig(Section):
     """Whether operators may start runs, and so run Python functions of their choice. Null: only where it listens on loopback."""
     requests_per_second: Positive = 100.0
     """Most requests of one client, on average; what is above gets status 429."""
+    token_file: Path | None = None
+    """File that holds the operators' token. Null: QUARTET_GATEWAY_TOKEN in the environment, or else one is drawn and printed."""
+    viewer_token_file: Path | None = None
+    """File that holds the token of those who may only look. Null: QUARTET_GATEWAY_VIEWER_TOKEN in the environment, or none."""
+    certificate: Path | None = None
+    """PEM file of the certificate that browsers see: the gateway speaks HTTPS. Null: it speaks HTTP."""
+    key: Path | None = None
+    """PEM file of that certificate's key."""
+
+    @model_validator(mode="after")
+    def _certificate_with_key(self) -> GatewayConfig:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key: one is given without the other; give both, or neither")
+        return self
 
 
 def _without_password(value: str) -> str:

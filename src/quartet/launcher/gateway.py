@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import secrets
+import ssl
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,31 +33,37 @@ class Gateway(Service):
     """Never needed by a run: it goes on where the gateway cannot."""
 
     def __init__(
-        self, runs: Path, arguments: Sequence[str], log: Path, environment: dict[str, str], niceness: int = 0
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        environment: dict[str, str],
+        niceness: int = 0,
+        own_token: bool = False,
+        encrypted: bool = False,
     ) -> None:
-        """``runs`` is the folder of runs that it shows. It keeps its token over restarts: one is made where the user set none."""
-        self._niceness = niceness
-        self._made = None if TOKEN in os.environ else secrets.token_urlsafe(32)
+        """It keeps its token over restarts: one is made where the user set none, in the environment or as its ``own_token``.
+
+        ``encrypted``: whether it speaks HTTPS.
+        """
+        self._niceness, self._scheme = niceness, "https" if encrypted else "http"
+        self._made = None if own_token or TOKEN in os.environ else secrets.token_urlsafe(32)
         tokens = {} if self._made is None else {TOKEN: self._made}
         # It multiplies no matrices; pools of threads would only take the services' cores.
         alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        super().__init__(
-            NAME, [NAME, "--runs", str(runs), *arguments], {**os.environ, **alone, **tokens, **environment}, log
-        )
+        super().__init__(NAME, [NAME, *arguments], {**os.environ, **alone, **tokens, **environment}, log)
 
     @classmethod
-    def of_run(cls, config: Config, url: str, log: Path) -> Gateway:
-        """The one that goes with a run. ``url`` is the buffer's."""
-        settings, arguments = config.gateway, ["--run", config.run.name]
-        arguments += ["--listen", settings.listen or "127.0.0.1:0"]
-        arguments += ["--requests-per-second", f"{settings.requests_per_second:g}"]
-        for host in settings.allowed_hosts:
-            arguments += ["--allow-host", host]
-        if settings.start_runs is not None:
-            arguments.append("--start-runs" if settings.start_runs else "--no-start-runs")
-        if config.security.allow_plaintext:
-            arguments.append("--allow-plaintext")
-        return cls(config.run.directory, arguments, log, {"QUARTET_BUFFER_URL": url}, NICENESS)
+    def of_run(cls, config: Config, path: Path, url: str, log: Path) -> Gateway:
+        """The one that goes with a run, whose resolved config is at ``path``. ``url`` is the buffer's."""
+        settings = config.gateway
+        return cls(
+            ["--config", str(path)],
+            log,
+            {"QUARTET_BUFFER_URL": url},
+            NICENESS,
+            own_token=settings.token_file is not None,
+            encrypted=settings.certificate is not None,
+        )
 
     def begin(self) -> None:
         """Starts the process."""
@@ -81,14 +88,23 @@ class Gateway(Service):
         host, _, port = (self.address or "").rpartition(":")
         parts = [f"/runs/{quote(run)}/overview"] if run is not None else []
         parts += [f"token={quote(self._made)}"] if self._made is not None else []
-        return f"http://{_ANYWHERE.get(host, host)}:{port}/{'#' if parts else ''}{'&'.join(parts)}"
+        return f"{self._scheme}://{_ANYWHERE.get(host, host)}:{port}/{'#' if parts else ''}{'&'.join(parts)}"
 
     def answers(self, timeout: float) -> bool:
         """Whether it answers an HTTP request within ``timeout`` seconds, with whatever."""
         if self.address is None:
             return False
         host, _, port = self.address.rpartition(":")
-        connection = http.client.HTTPConnection(_ANYWHERE.get(host, host).strip("[]"), int(port), timeout=timeout)
+        place = (_ANYWHERE.get(host, host).strip("[]"), int(port))
+        if self._scheme == "https":
+            # Its own child at its own address: whether the name in the certificate is this one does not matter.
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                *place, timeout=timeout, context=context
+            )
+        else:
+            connection = http.client.HTTPConnection(*place, timeout=timeout)
         try:
             connection.request("GET", "/healthz", headers={"Connection": "close"})
             connection.getresponse()

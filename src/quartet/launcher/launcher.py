@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from quartet.buffer.address import buffer_url
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded import EmbeddedRedis
 from quartet.config import Config, ServiceConfig
@@ -16,6 +17,8 @@ from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceFaile
 from quartet.launcher.gateway import TOKENS, Gateway
 from quartet.launcher.service import Service
 from quartet.launcher.supervision import Part, Supervised, failure_of, in_one_line
+from quartet.rpc.access import OPERATOR
+from quartet.rpc.credentials import Credentials
 from quartet.telemetry.logs import file_log
 from quartet.telemetry.run_files import RunFiles
 from quartet.topology import roles_of
@@ -34,8 +37,9 @@ class Launcher:
     """
 
     def __init__(self, config: Config, config_path: Path) -> None:
-        """``config_path`` is the resolved config that the children read."""
+        """``config_path`` is the resolved config that the children read. Raises ConfigError for wrong certificates."""
         self._config, self._config_path = config, config_path
+        self.credentials = Credentials(OPERATOR, config.security)
         self._logs = RunFiles(config.run_directory).logs
         self._redis: EmbeddedRedis | None = None
         self._services: list[Service] = []
@@ -52,7 +56,7 @@ class Launcher:
         self._start_buffer()
         if self._config.gateway.enabled:
             # It loads beside the models, and is waited for last.
-            self._services.append(Gateway.of_run(self._config, self.url, self._logs / "gateway.log"))
+            self._services.append(Gateway.of_run(self._config, self._config_path, self.url, self._logs / "gateway.log"))
         for role in roles_of(self._config):
             service: ServiceConfig = getattr(self._config.services, role)
             if service.address is not None:
@@ -74,12 +78,13 @@ class Launcher:
         log.info("supervising", processes=[part.name for part in self._parts()])
 
     def _start_buffer(self) -> None:
-        if self._config.buffer.url is None:
+        url = buffer_url(self._config, self.credentials.folder)
+        if url is None:
             self._redis = EmbeddedRedis(RunFiles(self._config.run_directory).redis, self._logs / "redis.log")
             self.url = self._redis.url
             self._untold += [self._redis.damage] if self._redis.damage else []
             return
-        self.url = self._config.buffer.url
+        self.url = url
         try:
             connect(self.url).close()
         except (ServiceUnavailable, BufferFailed) as error:
@@ -92,7 +97,8 @@ class Launcher:
         inherited = {name: value for name, value in os.environ.items() if name not in TOKENS}
         environment = {**inherited, "QUARTET_BUFFER_URL": self.url, "PYTHONUNBUFFERED": "1"}
         module = ["services", role.value, "--config", str(self._config_path), *arguments]
-        self._services.append(Service(role.value, module, environment, self._logs / f"{role}.log"))
+        log = self._logs / f"{role}.log"
+        self._services.append(Service(role.value, module, environment, log, self.credentials))
 
     def _parts(self) -> list[Part]:
         return [*([self._redis] if self._redis is not None else []), *self._services]

@@ -14,6 +14,7 @@ from typing import Any
 
 from quartet.processes import with_parent
 from quartet.rpc.channels import Peer
+from quartet.rpc.credentials import LOCAL, Credentials
 
 LAST_LINES = 20
 """Log lines of a dead process that are shown."""
@@ -22,9 +23,19 @@ LAST_LINES = 20
 class Service:
     """One service process. It says through a pipe when it is ready, why it ended, or how the run did."""
 
-    def __init__(self, name: str, module: Sequence[str], environment: dict[str, str], log: Path) -> None:
-        """Starts ``python -m MODULE...`` and does not wait for it; ``module`` is followed by its arguments."""
-        self.name, self.log = name, log
+    def __init__(
+        self,
+        name: str,
+        module: Sequence[str],
+        environment: dict[str, str],
+        log: Path,
+        credentials: Credentials = LOCAL,
+    ) -> None:
+        """Starts ``python -m MODULE...`` and does not wait for it; ``module`` is followed by its arguments.
+
+        ``credentials`` are what it is shown when it is asked.
+        """
+        self.name, self.log, self._credentials = name, log, credentials
         self._module, self._environment = module, environment
         self._pipe: Any = None
         self._peer: Peer | None = None
@@ -84,7 +95,7 @@ class Service:
         if self.address is None:
             return False
         if self._peer is None:
-            self._peer = Peer(self.name, self.address)
+            self._peer = Peer(self.name, self.address, self._credentials)
         return self._peer.answers(timeout)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc
 
 from quartet.errors import Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
-from quartet.rpc.limits import CHANNEL_OPTIONS
+from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.rpc.observation import CallTracer
 from quartet.rpc.status_codes import error_of
 from quartet.v1 import status_pb2, status_pb2_grpc
@@ -25,10 +25,12 @@ _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.
 class Peer:
     """One service at one address."""
 
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(self, name: str, address: str, credentials: Credentials = LOCAL) -> None:
+        """``name`` is the role that answers there."""
         self.name = name
         self.address = address
-        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._credentials = credentials
+        self.channel = credentials.channel(name, address)
         self.tracer: CallTracer | None = None
         """Takes notice of the calls that are begun with ``start``."""
 
@@ -77,8 +79,8 @@ class Peer:
                 )
                 if foreign and not known:
                     raise ConfigError(
-                        f"{self.name} at {self.address}: what answers there is not a Quartet service; "
-                        f"check services.{self.name}.address"
+                        f"{self.name} at {self.address}: what answers there is not a Quartet service, or one with other "
+                        f"certificates; check services.{self.name}.address, and security.certificates on both sides"
                     ) from None
                 if now > deadline:
                     raise ServiceUnavailable(
@@ -98,6 +100,10 @@ class Peer:
         except ValueError:  # The channel has been closed meanwhile.
             return False
         return True
+
+    def again(self) -> Peer:
+        """The same over a new connection."""
+        return Peer(self.name, self.address, self._credentials)
 
     def close(self) -> None:
         """Closes the channel."""

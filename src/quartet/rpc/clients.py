@@ -12,6 +12,7 @@ from quartet import codec
 from quartet.config import TimeoutsConfig
 from quartet.errors import FailedPrecondition, MismatchError, ServiceFailed
 from quartet.rpc.channels import Peer, PendingCall
+from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.types import (
     FloatArray,
     OptimizationSettings,
@@ -72,8 +73,8 @@ class ServiceClient:
 
     role: Role
 
-    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
-        self.peer = Peer(self.role, address)
+    def __init__(self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL) -> None:
+        self.peer = Peer(self.role, address, credentials)
         self.timeouts = timeouts
 
     def wait_until_ready(self, alive: Callable[[], None] = lambda: None, known: bool = False) -> ServiceStatus:
@@ -102,8 +103,8 @@ class ActorClient(ServiceClient):
 
     role = Role.ACTOR
 
-    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
-        super().__init__(address, timeouts)
+    def __init__(self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL) -> None:
+        super().__init__(address, timeouts, credentials)
         self._stub = actor_pb2_grpc.ActorServiceStub(self.peer.channel)
 
     def generate(
@@ -197,8 +198,8 @@ class CriticClient(ServiceClient):
 
     role = Role.CRITIC
 
-    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
-        super().__init__(address, timeouts)
+    def __init__(self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL) -> None:
+        super().__init__(address, timeouts, credentials)
         self._stub = critic_pb2_grpc.CriticServiceStub(self.peer.channel)
 
     def values(self, batch: TokenBatch, policy_version: int | None = None) -> PendingResult[FloatArray]:
@@ -258,9 +259,11 @@ class RewardClient(ServiceClient):
 
     role = Role.REWARD
 
-    def __init__(self, address: str, timeouts: TimeoutsConfig, patience: float = 0.0) -> None:
+    def __init__(
+        self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL, patience: float = 0.0
+    ) -> None:
         """``patience``: seconds beyond ``timeouts.score`` that a batch may take, for functions with time-outs of their own."""
-        super().__init__(address, timeouts)
+        super().__init__(address, timeouts, credentials)
         self._deadline = timeouts.score + patience
         self._stub = reward_pb2_grpc.RewardServiceStub(self.peer.channel)
 
@@ -276,8 +279,8 @@ class ReferenceClient(ServiceClient):
 
     role = Role.REFERENCE
 
-    def __init__(self, address: str, timeouts: TimeoutsConfig) -> None:
-        super().__init__(address, timeouts)
+    def __init__(self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL) -> None:
+        super().__init__(address, timeouts, credentials)
         self._stub = reference_pb2_grpc.ReferenceServiceStub(self.peer.channel)
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:

@@ -29,6 +29,11 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
+    # Of one connection.
+    ("grpc.max_concurrent_streams", 128),
+    ("grpc.max_metadata_size", 16 * 1024),
+    # Whoever connects has this long to show who they are.
+    ("grpc.server_handshake_timeout_ms", 10_000),
 )
 
 CHANNEL_OPTIONS = (

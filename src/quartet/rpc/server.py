@@ -15,6 +15,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from quartet import __version__, codec
 from quartet.errors import ConfigError, InvalidRequest
+from quartet.rpc.credentials import LOCAL, AccessInterceptor, Credentials
+from quartet.rpc.health import HealthListener
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, SERVER_OPTIONS, WORKERS
 from quartet.rpc.observation import Observer
 from quartet.rpc.status_codes import code_of
@@ -137,20 +139,23 @@ class Server:
         self,
         roles: Sequence[HostedRole],
         listen: str,
-        allow_plaintext: bool = False,
+        credentials: Credentials = LOCAL,
         observers: Sequence[Observer] = (),
         metrics_address: str = "",
+        health_listen: str | None = None,
     ) -> None:
         """Binds and starts. ``observers`` see every call; ``metrics_address`` is told to whoever asks for the status.
 
-        Raises ConfigError when the address is taken, invalid, or not loopback without leave.
+        ``health_listen``: HOST:PORT that answers health checks alone, for probes. Raises ConfigError when an address is taken or
+        invalid, or not loopback without certificates or leave.
         """
-        check_listen_address(listen, allow_plaintext)
+        if not credentials.encrypted:
+            check_listen_address(listen, credentials.allow_plaintext)
         self._roles = roles
         self._stopping = threading.Event()
         self._server = grpc.server(
             ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="rpc"),
-            interceptors=[*observers, ErrorInterceptor()],
+            interceptors=[*observers, AccessInterceptor(credentials), ErrorInterceptor()],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
         )
@@ -160,10 +165,7 @@ class Server:
         for role in roles:
             role.register(self._server)
         host = listen.rpartition(":")[0]
-        try:
-            port = self._server.add_insecure_port(listen)
-        except RuntimeError:
-            port = 0
+        port = credentials.listen(self._server, listen)
         if port == 0:
             raise ConfigError(
                 f"listen {listen}: the port is taken or the address is not this machine's; "
@@ -173,11 +175,25 @@ class Server:
         self._server.start()
         for name in ("", *(f"quartet.v1.{role.role.capitalize()}Service" for role in roles)):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._probes: HealthListener | None = None
+        if health_listen is not None:
+            try:
+                self._probes = HealthListener(self._health, health_listen)
+            except ConfigError:
+                self._server.stop(grace=None).wait()
+                raise
+
+    @property
+    def health_address(self) -> str | None:
+        """HOST:PORT that answers health checks alone, if any."""
+        return self._probes.address if self._probes is not None else None
 
     def stop(self, drain: float) -> None:
         """Refuses new calls, gives those in hand ``drain`` seconds, then closes the roles. May be called once."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace=drain).wait()
+        if self._probes is not None:
+            self._probes.stop()
         for role in self._roles:
             role.close()
 
@@ -193,6 +209,6 @@ def check_listen_address(listen: str, allow_plaintext: bool) -> None:
         loopback = False
     if not loopback:
         raise ConfigError(
-            f"listen {listen}: not a loopback address, and calls are not encrypted; listen on 127.0.0.1, "
-            "or set security.allow_plaintext true inside a network that you trust"
+            f"listen {listen}: not a loopback address, and calls are not encrypted; listen on 127.0.0.1, give "
+            "security.certificates, or set security.allow_plaintext true inside a network that you trust"
         )

@@ -41,6 +41,10 @@ def error_of(code: grpc.StatusCode, text: str, where: str, timeout: float) -> er
         return errors.InvalidRequest(f"{where}: {text}")
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         return errors.FailedPrecondition(f"{where}: {text}")
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return errors.AccessRefused(
+            f"{where}: refused ({text}); check security.token_file and security.certificates on both sides"
+        )
     if code is grpc.StatusCode.CANCELLED:
         # What the caller itself cancels never gets here: the service gave up, and nobody asked it to.
         return errors.Unanswered(f"{where}: cancelled by the service ({text})")

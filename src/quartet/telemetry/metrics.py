@@ -6,7 +6,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Info, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -110,11 +111,22 @@ def _by_role(
 class MetricsServer:
     """Serves a registry's figures over HTTP at /metrics, from a thread of its own."""
 
-    def __init__(self, registry: CollectorRegistry, listen: str) -> None:
-        """Binds HOST:PORT and starts. Raises ConfigError where that is taken or not this machine's."""
+    def __init__(self, registry: CollectorRegistry, listen: str, certificates: Path | None = None) -> None:
+        """Binds HOST:PORT and starts. Raises ConfigError where that is taken or not this machine's.
+
+        With ``certificates``, the process's own folder of them, whoever reads beyond loopback needs one of the same authority.
+        """
         host, _, port = listen.rpartition(":")
+        encryption: dict[str, Any] = {}
+        if certificates is not None and not _is_loopback(host):
+            encryption = {
+                "certfile": str(certificates / "tls.crt"),
+                "keyfile": str(certificates / "tls.key"),
+                "client_cafile": str(certificates / "ca.crt"),
+                "client_auth_required": True,
+            }
         try:
-            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
+            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry, **encryption)
         except OSError as error:
             raise ConfigError(
                 f"metrics {listen}: cannot listen there ({error.strerror or error}); choose another port, or null for a free one"

@@ -38,7 +38,9 @@ def config(tmp_path: Path) -> Config:
 @pytest.fixture
 def gateway(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
     monkeypatch.delenv(TOKEN, raising=False)
-    gateway = Gateway.of_run(config, "redis://nowhere/0", tmp_path / "gateway.log")
+    gateway = Gateway.of_run(
+        config, RunFiles(config.run_directory).config, "redis://nowhere/0", tmp_path / "gateway.log"
+    )
     try:
         gateway.wait_until_ready(PATIENCE)
         yield gateway
@@ -65,7 +67,9 @@ def test_a_token_of_the_user_s_is_not_printed_and_one_that_is_too_short_is_refus
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN, "short")
-    gateway = Gateway.of_run(config, "redis://nowhere/0", tmp_path / "gateway.log")
+    gateway = Gateway.of_run(
+        config, RunFiles(config.run_directory).config, "redis://nowhere/0", tmp_path / "gateway.log"
+    )
     try:
         with pytest.raises(ConfigError, match=rf"^gateway: {TOKEN}: has 5 characters; expected at least 16"):
             gateway.wait_until_ready(PATIENCE)

@@ -1,0 +1,44 @@
+"""Where a process finds the rollout buffer, with all that it needs to get in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote, urlencode, urlsplit, urlunsplit
+
+from quartet.config import Config
+from quartet.errors import ConfigError
+from quartet.secret_files import read_secret
+
+
+def buffer_url(config: Config, certificates: Path | None = None) -> str | None:
+    """``buffer.url`` with the password of ``buffer.password_file`` and, with rediss://, this process's certificates.
+
+    ``certificates``: the process's own folder of them. None where the run is to start a server of its own. Raises ConfigError.
+    """
+    url = config.buffer.url
+    if url is None:
+        if config.buffer.password_file is not None:
+            raise ConfigError(
+                "buffer.password_file: is for a Redis at buffer.url, which is null; give the url, or leave it out"
+            )
+        return None
+    if config.buffer.password_file is not None:
+        url = _with_password(url, read_secret(config.buffer.password_file, "buffer.password_file"))
+    return _with_certificates(url, certificates) if certificates is not None and url.startswith("rediss://") else url
+
+
+def _with_password(url: str, password: str) -> str:
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    if ":" in user:
+        raise ConfigError("buffer.password_file: buffer.url has a password, too; give it in one of them")
+    netloc = f"{user}:{quote(password, safe='')}@{host if at else parts.netloc}"
+    return urlunsplit(parts._replace(netloc=netloc))
+
+
+def _with_certificates(url: str, folder: Path) -> str:
+    if "ssl_" in url:
+        return url  # Its user has other ones.
+    files = {"ssl_ca_certs": "ca.crt", "ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key"}
+    query = urlencode({option: str(folder / name) for option, name in files.items()})
+    return f"{url}{'&' if '?' in url else '?'}{query}"

@@ -1,0 +1,182 @@
+"""What a process shows to those it calls, and asks of those who call it: certificates both ways, and a token.
+
+Identities do not depend on addresses: the certificate of a process names each of its roles as ROLE.quartet, and whoever calls the
+actor expects actor.quartet, wherever it listens.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections import namedtuple
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import structlog
+
+from quartet.config import SecurityConfig
+from quartet.errors import ConfigError
+from quartet.rpc.access import CALLERS, OPERATOR, may_call
+from quartet.rpc.limits import CHANNEL_OPTIONS
+from quartet.secret_files import read_token
+
+log = structlog.get_logger()
+
+DOMAIN = "quartet"
+"""Names of processes end in it."""
+CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
+"""Files of one process: as a Kubernetes TLS secret has them."""
+_TOKEN = "authorization"
+
+
+class Credentials:
+    """Of one process. Nothing of them stands in its text."""
+
+    def __init__(self, process: str, security: SecurityConfig | None = None) -> None:
+        """``process`` names its folder among the certificates: its first role, or gateway, operator. Raises ConfigError."""
+        security = security or SecurityConfig()
+        self.folder = None if security.certificates is None else security.certificates / process
+        self.allow_plaintext = security.allow_plaintext
+        self._files = None if self.folder is None else tuple(map(_read, _paths(self.folder)))
+        token = None if security.token_file is None else read_token(security.token_file, "security.token_file")
+        self._token = None if token is None else f"Bearer {token}"
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether calls are encrypted, and both sides known by their certificates."""
+        return self._files is not None
+
+    def channel(self, role: str, address: str, options: Iterable[tuple[str, Any]] = ()) -> grpc.Channel:
+        """A channel to the process of ``role`` at HOST:PORT. One of another role that answers there is not trusted."""
+        every = [*CHANNEL_OPTIONS, *options]
+        if self._files is None:
+            channel = grpc.insecure_channel(address, options=every)
+        else:
+            certificate, key, authority = self._files
+            trusted = grpc.ssl_channel_credentials(authority, key, certificate)
+            name = ("grpc.ssl_target_name_override", f"{role}.{DOMAIN}")
+            channel = grpc.secure_channel(address, trusted, options=[*every, name])
+        return channel if self._token is None else grpc.intercept_channel(channel, _WithToken(self._token))
+
+    def listen(self, server: grpc.Server, address: str) -> int:
+        """Has ``server`` listen at HOST:PORT. The port, or 0 where it cannot."""
+        try:
+            if self._files is None:
+                return server.add_insecure_port(address)
+            certificate, key, authority = self._files
+            shown = grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
+            return server.add_secure_port(address, shown)
+        except RuntimeError:
+            return 0
+
+    def refusal(self, method: str, context: grpc.ServicerContext) -> tuple[grpc.StatusCode, str] | None:
+        """Why this caller may not call ``/package.Service/Method``; None where they may."""
+        if self._token is not None:
+            shown = dict(context.invocation_metadata()).get(_TOKEN, "")
+            if not hmac.compare_digest(str(shown).encode(), self._token.encode()):
+                return grpc.StatusCode.UNAUTHENTICATED, "the token of these services is missing, or another one"
+        if self._files is None:
+            return None if method.strip("/") in CALLERS else (grpc.StatusCode.PERMISSION_DENIED, "nobody may call it")
+        callers = _roles(cast("Iterable[bytes]", context.auth_context().get("x509_subject_alternative_name", ())))
+        if may_call(callers, method):
+            return None
+        return grpc.StatusCode.PERMISSION_DENIED, f"{'+'.join(sorted(callers)) or 'a stranger'} may not call it"
+
+
+LOCAL = Credentials(OPERATOR)
+"""Of processes that trust everyone who reaches them: on loopback, where none but users of this machine do."""
+
+
+class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Answers those who may call, and refuses all others before anything is done for them."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wraps the method's handler."""
+        handler = continuation(handler_call_details)
+        if handler is None:
+            return None
+        method, credentials = handler_call_details.method, self._credentials
+
+        def admitted(behaviour: Callable[..., Any]) -> Callable[..., Any]:
+            def answer(request: Any, context: grpc.ServicerContext) -> Any:
+                refusal = credentials.refusal(method, context)
+                if refusal is not None:
+                    log.warning(
+                        "caller refused", method=method, peer=context.peer(), code=refusal[0].name, why=refusal[1]
+                    )
+                    context.abort(*refusal)
+                return behaviour(request, context)
+
+            return answer
+
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                admitted(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+            )
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(
+                admitted(handler.unary_stream), handler.request_deserializer, handler.response_serializer
+            )
+        return None  # The contract has no methods that take a stream.
+
+
+class _Details(
+    namedtuple("_Details", ("method", "timeout", "metadata", "credentials", "wait_for_ready", "compression")),
+    grpc.ClientCallDetails,
+):
+    """A call's details, with the token among its metadata."""
+
+
+class _WithToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    """Sends the token with every call."""
+
+    def __init__(self, token: str) -> None:
+        self._metadata = (_TOKEN, token)
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        """Adds it."""
+        return continuation(self._with_token(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        """Adds it."""
+        return continuation(self._with_token(client_call_details), request)
+
+    def _with_token(self, details: Any) -> _Details:
+        return _Details(
+            details.method,
+            details.timeout,
+            [*(details.metadata or ()), self._metadata],
+            details.credentials,
+            details.wait_for_ready,
+            details.compression,
+        )
+
+
+def _roles(names: Iterable[bytes]) -> frozenset[str]:
+    """The processes that a certificate's alternative names name."""
+    found = (name.decode(errors="replace").rpartition(".") for name in names)
+    return frozenset(role for role, _, domain in found if domain == DOMAIN)
+
+
+def _paths(folder: Path) -> tuple[Path, Path, Path]:
+    return folder / CERTIFICATE, folder / KEY, folder / AUTHORITY
+
+
+def _read(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"security.certificates: {path} cannot be read ({error.strerror}); quartet certificates makes the folder"
+        ) from None
+    if b"-----BEGIN " not in content:
+        raise ConfigError(f"security.certificates: {path} holds no PEM; quartet certificates makes the folder anew")
+    return content

@@ -1,0 +1,195 @@
+"""Every process started by itself, as in containers: one config, a second one laid over it, mutual TLS, a token, a password."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import re
+import secrets
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quartet.buffer.embedded import find_server
+from quartet.processes import with_parent
+from quartet.rpc.health import serves
+from tests.e2e.commands import QUARTET, Command
+from tests.e2e.conftest import Run, figures, weights
+
+ROLES = ("actor", "critic", "reward", "reference")
+PASSWORD = "a p@ss/word:with?signs"
+
+
+def free_ports(count: int) -> list[int]:
+    found = [socket.socket() for _ in range(count)]
+    for one in found:
+        one.bind(("127.0.0.1", 0))
+    ports = [int(one.getsockname()[1]) for one in found]
+    for one in found:
+        one.close()
+    return ports
+
+
+@pytest.fixture
+def redis_port(tmp_path: Path) -> Iterator[int]:
+    """A Redis over TCP, where only the user ``quartet`` with the password is let in."""
+    (port,) = free_ports(1)
+    rules = tmp_path / "users.acl"
+    rules.write_text(
+        f"user default off\nuser quartet on #{hashlib.sha256(PASSWORD.encode()).hexdigest()} ~* &* +@all\n"
+    )
+    command = [str(find_server()), "--port", str(port), "--bind", "127.0.0.1", "--aclfile", str(rules), "--save", ""]
+    process = subprocess.Popen(with_parent(command), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def deployment(tmp_path: Path, redis_port: int) -> Path:
+    """The config that a deployment lays over the run's own."""
+    certificates = tmp_path / "certificates"
+    made = subprocess.run([QUARTET, "certificates", certificates], capture_output=True, text=True, check=True)
+    assert "good for 365 days" in made.stdout
+    (tmp_path / "redis-password").write_text(f"{PASSWORD}\n")
+    (tmp_path / "token").write_text(secrets.token_urlsafe(32))
+    (tmp_path / "gateway-token").write_text("the-token-of-the-operators")
+    names = (*ROLES, "orchestrator")
+    ports = free_ports(3 * len(names))
+    services = {
+        name: {
+            "address": f"127.0.0.1:{ports.pop()}",
+            "metrics": f"0.0.0.0:{ports.pop()}",
+            "health": f"127.0.0.1:{ports.pop()}",
+        }
+        for name in names
+    }
+    for place in services.values():
+        place["listen"] = place["address"].replace("127.0.0.1", "0.0.0.0")
+    tls = certificates / "gateway"
+    tree = {
+        "services": services,
+        "buffer": {
+            "url": f"redis://quartet@127.0.0.1:{redis_port}/0",
+            "password_file": str(tmp_path / "redis-password"),
+        },
+        "security": {"certificates": str(certificates), "token_file": str(tmp_path / "token")},
+        "gateway": {
+            "listen": "0.0.0.0:0",
+            "token_file": str(tmp_path / "gateway-token"),
+            "certificate": str(tls / "tls.crt"),
+            "key": str(tls / "tls.key"),
+        },
+    }
+    path = tmp_path / "deployment.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.fixture
+def begin(config: Path, deployment: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """Starts ``python -m MODULE...`` with both configs."""
+    commands: list[Command] = []
+
+    def start(*module: str) -> Command:
+        arguments = ("--config", config, "--config", deployment)
+        commands.append(Command(sys.executable, "-m", *module, *arguments, cwd=tmp_path))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.clean_up()
+
+
+def test_processes_that_were_started_one_by_one_train_as_one_machine_does(
+    begin: Callable[..., Command], deployment: Path, tmp_path: Path, first_run: Run
+) -> None:
+    tree = yaml.safe_load(deployment.read_text())
+    services = {role: begin("services", role) for role in ROLES}
+    gateway = begin("gateway")
+    run = tmp_path / "runs" / "tiny"
+    orchestrator = begin("services", "orchestrator")
+    for role, command in services.items():
+        command.wait_for(lambda command=command: "event='ready'" in command.err)
+        assert serves(tree["services"][role]["health"])
+    url = gateway.wait_for(lambda: re.search(r"https://127\.0\.0\.1:(\d+)", gateway.out))
+    api = Api(int(url[1]), tmp_path)
+    orchestrator.wait_for(lambda: api.ask("POST", "/pause")[0] == 202)
+    gateway.wait_for(lambda: {"serving"} == {one["health"] for one in api.ask("GET", "/services")[1]})
+    assert {one["role"] for one in api.ask("GET", "/services")[1]} == {*ROLES, "orchestrator", "redis"}
+
+    # Started again, a container's orchestrator goes on with the run, and waits where it was asked to.
+    orchestrator.process.kill()
+    orchestrator.process.wait()
+    again = begin("services", "orchestrator")
+    again.wait_for(lambda: "event='ready'" in again.err)
+    again.wait_for(lambda: api.ask("POST", "/resume")[0] == 202)
+
+    ended = again.ended()
+    assert ended.code == 0, ended
+    assert "going on with the run" in ended.err
+    trained = Run(ended, run)
+    assert figures(trained) == figures(first_run)
+    assert weights(run) == weights(first_run.directory)
+
+    assert "quartet_rpc_requests_total" in _figures(tree["services"]["actor"]["metrics"], tmp_path, "prometheus")
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        _figures(tree["services"]["actor"]["metrics"], tmp_path, None)
+
+    kept = (run / "config.yaml").read_text()
+    said = "".join(command.out + command.err for command in (*services.values(), gateway, again))
+    for secret in ("p@ss", "p%40ss", (tmp_path / "token").read_text(), "the-token-of-the-operators"):
+        assert secret not in kept + said
+    for command in (*services.values(), gateway):
+        command.process.send_signal(signal.SIGTERM)
+    assert {command.process.wait(20) for command in (*services.values(), gateway)} == {0}
+    assert not (run / "gateway.json").exists()
+
+
+def _trusting(folder: Path, process: str | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=folder / "certificates" / "operator" / "ca.crt")
+    context.check_hostname = False
+    if process is not None:
+        own = folder / "certificates" / process
+        context.load_cert_chain(own / "tls.crt", own / "tls.key")
+    return context
+
+
+class Api:
+    """The REST API of a run, over HTTPS."""
+
+    def __init__(self, port: int, folder: Path) -> None:
+        self._port, self._folder = port, folder
+
+    def ask(self, method: str, path: str) -> tuple[int, Any]:
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", self._port, context=_trusting(self._folder, None), timeout=20
+        )
+        try:
+            headers = {"Authorization": "Bearer the-token-of-the-operators"}
+            connection.request(method, f"/api/v1/runs/tiny{path}", headers=headers)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+
+def _figures(address: str, folder: Path, process: str | None) -> str:
+    place = address.replace("0.0.0.0", "127.0.0.1")
+    connection = http.client.HTTPSConnection(place, context=_trusting(folder, process), timeout=10)
+    try:
+        connection.request("GET", "/metrics")
+        return connection.getresponse().read().decode()
+    finally:
+        connection.close()

@@ -1,0 +1,247 @@
+"""Who may call what, over real connections: every method of the contract, and every kind of caller that has no business there."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
+
+from quartet import __version__, v1
+from quartet.config import SecurityConfig
+from quartet.errors import AccessRefused, ConfigError, ServiceUnavailable
+from quartet.rpc.access import CALLERS, GATEWAY, OPERATOR, PROCESSES, PROMETHEUS, REDIS
+from quartet.rpc.authority import Authority
+from quartet.rpc.channels import Peer
+from quartet.rpc.credentials import Credentials
+from quartet.rpc.health import serves
+from quartet.rpc.server import Server
+from quartet.types import Role, ServiceStatus
+from quartet.v1 import status_pb2, status_pb2_grpc
+
+MODULES = [import_module(f"quartet.v1.{path.stem}") for path in sorted(Path(next(iter(v1.__path__))).glob("*_pb2.py"))]
+SERVICES = [service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()]
+METHODS = {
+    f"{service.full_name}/{method.name}": method.server_streaming for service in SERVICES for method in service.methods
+}
+HEALTH = {"grpc.health.v1.Health/Check": False, "grpc.health.v1.Health/Watch": True}
+TOKEN = "a-token-of-these-services"
+HANDSHAKE = 5.0
+
+
+class Everything:
+    """Has every method of the contract. What is admitted is not implemented here: that is another answer than a refusal."""
+
+    role = Role.ACTOR
+
+    def register(self, server: grpc.Server) -> None:
+        for service in SERVICES:
+            if service.name != "StatusService":
+                module = import_module(
+                    f"quartet.v1.{service.file.name.rpartition('/')[2].removesuffix('.proto')}_pb2_grpc"
+                )
+                servicer = getattr(module, f"{service.name}Servicer")()
+                getattr(module, f"add_{service.name}Servicer_to_server")(servicer, server)
+
+    def status(self) -> ServiceStatus:
+        return ServiceStatus(role=Role.ACTOR)
+
+    def abandoned(self) -> tuple[str, float]:
+        return "", 0.0
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of all processes, of one that has expired, of a stranger, and of a process of two roles."""
+    folder = tmp_path_factory.mktemp("certificates")
+    authority = Authority(timedelta(days=1))
+    for process in PROCESSES:
+        authority.issue(folder / process, [f"{process}.quartet"])
+    authority.issue(folder / "both", ["critic.quartet", "reward.quartet"])
+    authority.issue(folder / "expired", ["orchestrator.quartet", "operator.quartet"], timedelta(minutes=-1))
+    authority.issue(folder / "nobody", ["orchestrator.example", "orchestrator"])
+    Authority(timedelta(days=1)).issue(folder / "forged", ["orchestrator.quartet", "operator.quartet"])
+    # The stranger trusts the right authority, and shows what another one signed.
+    shutil.copy(folder / "actor" / "ca.crt", folder / "forged" / "ca.crt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    server = Server([Everything()], "127.0.0.1:0", Credentials("actor", SecurityConfig(certificates=folder)))
+    yield server
+    server.stop(0)
+
+
+def code(channel: grpc.Channel, method: str, metadata: Any = None) -> grpc.StatusCode:
+    """What an empty request to the method is answered with."""
+    try:
+        if {**METHODS, **HEALTH}[method]:
+            next(iter(channel.unary_stream(f"/{method}")(b"", timeout=HANDSHAKE, metadata=metadata)))
+        else:
+            channel.unary_unary(f"/{method}")(b"", timeout=HANDSHAKE, metadata=metadata)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_somebody_may_call_every_method_and_no_other_is_listed() -> None:
+    assert CALLERS.keys() == {*METHODS, *HEALTH}
+    assert all(callers and callers <= set(PROCESSES) for callers in CALLERS.values())
+
+
+@pytest.mark.parametrize("process", [*PROCESSES, "nobody"])
+def test_a_process_may_call_what_is_its_business_and_nothing_else(server: Server, folder: Path, process: str) -> None:
+    with Credentials(process, SecurityConfig(certificates=folder)).channel(Role.ACTOR, server.address) as channel:
+        found = {method: code(channel, method) for method in CALLERS}
+    admitted = {method for method, answer in found.items() if answer is not grpc.StatusCode.PERMISSION_DENIED}
+    assert admitted == {method for method, callers in CALLERS.items() if process in callers}
+    assert {found[method] for method in admitted} <= {grpc.StatusCode.OK, grpc.StatusCode.INTERNAL}
+
+
+def test_scorers_call_nobody_and_only_the_orchestrator_has_models_updated() -> None:
+    assert not any(
+        {Role.REWARD, Role.REFERENCE, Role.ACTOR, Role.CRITIC, PROMETHEUS, REDIS} & c for c in CALLERS.values()
+    )
+    assert {method for method, callers in CALLERS.items() if callers == {Role.ORCHESTRATOR}} == {
+        method for method in METHODS if not method.startswith(("quartet.v1.Status", "quartet.v1.Orchestrator"))
+    }
+    assert CALLERS["quartet.v1.OrchestratorService/Stop"] == {GATEWAY, OPERATOR}
+
+
+@pytest.mark.parametrize("caller", ["without a certificate", "in plaintext", "expired", "forged"])
+def test_whose_certificate_does_not_hold_gets_no_answer_to_any_method(
+    server: Server, folder: Path, caller: str
+) -> None:
+    options = [("grpc.ssl_target_name_override", "actor.quartet"), ("grpc.enable_http_proxy", 0)]
+    if caller == "in plaintext":
+        channel = grpc.insecure_channel(server.address, options)
+    elif caller == "without a certificate":
+        trusted = grpc.ssl_channel_credentials((folder / "actor" / "ca.crt").read_bytes())
+        channel = grpc.secure_channel(server.address, trusted, options)
+    else:
+        channel = Credentials(caller, SecurityConfig(certificates=folder)).channel(Role.ACTOR, server.address)
+    with channel:
+        assert {code(channel, method) for method in CALLERS} == {grpc.StatusCode.UNAVAILABLE}
+
+
+def test_a_caller_does_not_speak_to_a_process_of_another_role(server: Server, folder: Path) -> None:
+    peer = Peer(Role.CRITIC, server.address, Credentials(Role.ORCHESTRATOR, SecurityConfig(certificates=folder)))
+    stub = status_pb2_grpc.StatusServiceStub(peer.channel)
+    with pytest.raises(ServiceUnavailable, match=r"critic at .*(actor\.quartet|Hostname)"):
+        peer.call(stub.GetStatus, status_pb2.GetStatusRequest(), HANDSHAKE, "GetStatus")
+    peer.close()
+
+
+def test_a_process_of_two_roles_answers_for_both(folder: Path) -> None:
+    server = Server([Everything()], "127.0.0.1:0", Credentials("both", SecurityConfig(certificates=folder)))
+    try:
+        for role in (Role.CRITIC, Role.REWARD):
+            with Credentials(GATEWAY, SecurityConfig(certificates=folder)).channel(role, server.address) as channel:
+                assert code(channel, "quartet.v1.StatusService/GetStatus") is grpc.StatusCode.OK
+    finally:
+        server.stop(0)
+
+
+@pytest.fixture(params=[False, True], ids=["plaintext", "TLS"])
+def guarded(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Server, SecurityConfig]]:
+    """A server that asks for a token, with or without certificates."""
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    security = SecurityConfig(token_file=file, certificates=folder if request.param else None)
+    server = Server([Everything()], "127.0.0.1:0", Credentials("actor", security))
+    yield server, security
+    server.stop(0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "", "Bearer ", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", TOKEN, f"bearer {TOKEN}"]
+)
+def test_without_the_token_no_method_answers(guarded: tuple[Server, SecurityConfig], wrong: str | None) -> None:
+    server, security = guarded
+    without = Credentials(Role.ORCHESTRATOR, security.model_copy(update={"token_file": None}))
+    metadata = None if wrong is None else [("authorization", wrong)]
+    with without.channel(Role.ACTOR, server.address) as channel, capture_logs() as logs:
+        assert {code(channel, method, metadata) for method in CALLERS} == {grpc.StatusCode.UNAUTHENTICATED}
+    assert len(logs) == len(CALLERS)
+    assert TOKEN not in str(logs)
+
+
+def test_with_the_token_calls_streams_and_health_are_answered(guarded: tuple[Server, SecurityConfig]) -> None:
+    server, security = guarded
+    credentials = Credentials(Role.ORCHESTRATOR, security)
+    peer = Peer(Role.ACTOR, server.address, credentials)
+    status = status_pb2_grpc.StatusServiceStub(peer.channel)
+    assert peer.call(status.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus").version == __version__
+    pending = peer.start(status.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus")
+    assert pending.result().version == __version__
+    health = health_pb2_grpc.HealthStub(peer.channel)
+    news = health.Watch(health_pb2.HealthCheckRequest(), timeout=5)
+    assert next(iter(news)).status == health_pb2.HealthCheckResponse.SERVING
+    assert peer.answers(5)
+    peer.close()
+
+
+def test_who_is_refused_is_told_what_to_mend(guarded: tuple[Server, SecurityConfig]) -> None:
+    server, security = guarded
+    peer = Peer(Role.ACTOR, server.address, Credentials(OPERATOR, security.model_copy(update={"token_file": None})))
+    stub = status_pb2_grpc.StatusServiceStub(peer.channel)
+    with pytest.raises(AccessRefused, match=r"GetStatus: refused \(the token .*missing.*check security\.token_file"):
+        peer.call(stub.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus")
+    peer.close()
+
+
+def test_health_has_a_port_of_its_own_that_tells_nothing_else(folder: Path) -> None:
+    credentials = Credentials("actor", SecurityConfig(certificates=folder))
+    server = Server([Everything()], "127.0.0.1:0", credentials, health_listen="127.0.0.1:0")
+    assert server.health_address is not None
+    try:
+        assert serves(server.health_address)
+        with grpc.insecure_channel(server.health_address) as channel:
+            answers = {method: code(channel, method) for method in CALLERS}
+        assert answers.pop("grpc.health.v1.Health/Check") is grpc.StatusCode.OK
+        assert set(answers.values()) == {grpc.StatusCode.UNIMPLEMENTED}
+        command = [sys.executable, "-m", "quartet.rpc.health", server.health_address]
+        assert subprocess.run(command, timeout=30, check=False).returncode == 0
+    finally:
+        server.stop(0)
+    assert subprocess.run(command, timeout=30, check=False).returncode == 1
+
+
+@pytest.mark.parametrize("missing", ["tls.crt", "tls.key", "ca.crt"])
+def test_certificates_that_are_not_there_are_named(folder: Path, tmp_path: Path, missing: str) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "critic" / missing).unlink()
+    with pytest.raises(ConfigError, match=rf"security\.certificates: .*critic.{missing} cannot be read"):
+        Credentials("critic", SecurityConfig(certificates=tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("token", ["", "short", "with spaces in it, so none", "x" * 5000])
+def test_a_token_that_could_be_guessed_is_refused_and_not_quoted(tmp_path: Path, token: str) -> None:
+    (tmp_path / "token").write_text(token)
+    with pytest.raises(ConfigError, match=r"^security\.token_file .*expected") as refused:
+        Credentials("critic", SecurityConfig(token_file=tmp_path / "token"))
+    assert not token or token not in str(refused.value)
+
+
+def test_beyond_loopback_a_process_listens_with_certificates(folder: Path) -> None:
+    server = Server([Everything()], "0.0.0.0:0", Credentials("actor", SecurityConfig(certificates=folder)))
+    try:
+        port = server.address.rpartition(":")[2]
+        caller = Credentials(GATEWAY, SecurityConfig(certificates=folder))
+        with caller.channel(Role.ACTOR, f"127.0.0.1:{port}") as channel:
+            assert code(channel, "quartet.v1.StatusService/GetStatus") is grpc.StatusCode.OK
+    finally:
+        server.stop(0)
