@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,8 +73,12 @@ def test_a_run_is_started_in_a_process_of_its_own(
         assert process.poll() is None
     finally:
         # Not SIGINT, which is ignored by all that a shell starts in the background.
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 130, (files.logs / "quartet.log").read_text()
+        process.terminate()
+        try:
+            code = process.wait(60)
+        finally:
+            process.kill()
+        assert code == 130, (files.logs / "quartet.log").read_text()
     audit = json_lines(files.audit)
     assert [(line["command"], line["details"]["name"]) for line in audit] == [
         ("stop", "started"),

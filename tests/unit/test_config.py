@@ -299,7 +299,7 @@ REQUIRED: dict[str, Any] = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "
         ({"algorithm": {"kl_coefficient": 0, "kl_controller": {"kind": "adaptive"}}}, "kl_coefficient, which is 0"),
         ({"algorithm": {"kl_controller": {"kind": "adaptive", "horizon": 12.8}}}, "expected more than 12.8"),
         ({"algorithm": {"kl_controller": {"kind": "simple", "horizon": 1}}}, "expected more than 1 step"),
-        ({"services": {"orchestrator": {"address": "far:1"}}}, "unknown key; known here: address"),
+        ({"services": {"orchestrator": {"devices": [0]}}}, "unknown key; known here: address"),
         ({"algorithm": {"estimator": "rloo"}}, "compares the samples of a prompt; set rollout.samples_per_prompt to 2"),
         ({"algorithm": {"estimator": "grpo"}}, "compares the samples of a prompt"),
         ({"algorithm": {"estimator": "reinforce"}, "rollout": {"prompts_per_step": 1}}, "needs 2 responses or more"),
