@@ -108,6 +108,8 @@ class RewardSourceConfig(Section):
     """The function takes lists of each, and gives a list."""
     timeout: Positive = 60.0
     """Seconds that one call of the function may take."""
+    quote_texts: bool = False
+    """Let what the function's exceptions say quote prompts and responses, in logs and in notes; false: three dots instead."""
 
     def check_source(self) -> None:
         """Raises ValueError unless what the source needs is there, and no more."""

@@ -40,7 +40,7 @@ class FunctionReward:
             tokenizer_fingerprint=tokenizer_fingerprint(self._tokenizer),
             vocabulary_size=len(self._tokenizer),
         )
-        self._worker = FunctionWorker(config.function, f"{key}.function")
+        self._worker = FunctionWorker(config.function, f"{key}.function", quotes=config.quote_texts)
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
         """What the function says of each prompt+response. It has its ``timeout`` for each call: of a sequence, or a batch."""

@@ -40,12 +40,14 @@ _SECRETS = ("QUARTET_BUFFER_URL",)
 class FunctionWorker:
     """One function, its process, and a fresh process after a time-out or a crash. Calls from several threads take turns."""
 
-    def __init__(self, function: str, key: str, start_timeout: float = START_TIMEOUT) -> None:
+    def __init__(self, function: str, key: str, start_timeout: float = START_TIMEOUT, quotes: bool = False) -> None:
         """Starts the process and imports ``function`` there, package.module:callable; the working directory is importable.
 
-        ``key`` is the config's key of it, for messages. Raises ConfigError when it is not a function that can be imported.
+        ``key`` is the config's key of it, for messages. Where it ``quotes``, they repeat what its exceptions tell of texts.
+        Raises ConfigError when it is not a function that can be imported.
         """
         self._function, self._name, self._start_timeout = function, f"{key} {function}", start_timeout
+        self._quotes = quotes
         self._turn = threading.Lock()
         self._closed = threading.Event()
         # Linux ends a child with the thread that started it, and the thread that calls may well end before its process.
@@ -95,7 +97,7 @@ class FunctionWorker:
             return self._process
         if self._process is not None:
             self._process.end()
-        self._process = process = self._starter.submit(_Process, self._function).result()
+        self._process = process = self._starter.submit(_Process, self._function, self._quotes).result()
         try:
             problem = process.start(self._start_timeout, self._closed.is_set).get("unusable")
         except _Lost as lost:
@@ -117,10 +119,11 @@ class _TooSlow(_Lost):
 class _Process:
     """One life of the child."""
 
-    def __init__(self, function: str) -> None:
+    def __init__(self, function: str, quotes: bool) -> None:
         self._answers, answers = os.pipe()
         output, printed = os.pipe()
         command = [sys.executable, "-m", "quartet.rewards.worker", function, str(answers)]
+        command += ["quotes"] if quotes else []
         try:
             self._child = subprocess.Popen(
                 with_parent(command),

@@ -1,4 +1,4 @@
-"""The process in which a user's function runs: ``python -m quartet.rewards.worker package.module:callable DESCRIPTOR``.
+"""The process in which a user's function runs: ``python -m quartet.rewards.worker package.module:callable DESCRIPTOR [quotes]``.
 
 Calls come on standard input and answers go to DESCRIPTOR, one JSON object a line; an answer bears the number of its call, the
 first answer number 0. The standard library alone is imported here, so that the process starts fast; what the function imports
@@ -9,24 +9,34 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import itertools
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 LONGEST_REASON = 300
 """Characters of an exception's text that are passed on."""
+LONGEST_QUOTE = 7
+"""Characters in a row of a prompt, a response or a field that an exception's text may repeat, unless it may quote them."""
+SHORTEST_SECRET = 4
+"""Characters below which a text is no secret: it would be found anywhere."""
+LONGEST_SEARCHED = 100_000
+"""Characters of one argument that are looked for in it."""
 
 
 class UnusableFunction(Exception):
     """There is no such function; the text says why."""
 
 
-def main(function_name: str, descriptor: str) -> None:
-    """Says whether the function can be used, then answers calls until standard input ends."""
+def main(function_name: str, descriptor: str, quotes: str = "") -> None:
+    """Says whether the function can be used, then answers calls until standard input ends.
+
+    ``quotes``: not empty where what an exception says may quote prompts and responses: it is for logs.
+    """
     requests, answers = _take_pipes(int(descriptor))
     try:
         function = load_function(function_name)
@@ -36,7 +46,7 @@ def main(function_name: str, descriptor: str) -> None:
     _say(answers, json.dumps({"number": 0, "ready": True}))
     for line in requests:
         request = json.loads(line)
-        _say(answers, answer(function, request["number"], request["arguments"]))
+        _say(answers, answer(function, request["number"], request["arguments"], bool(quotes)))
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -56,7 +66,7 @@ def load_function(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def answer(function: Callable[..., Any], number: int, arguments: list[Any]) -> str:
+def answer(function: Callable[..., Any], number: int, arguments: list[Any], quotes: bool = False) -> str:
     """Calls the function and says how that went, as a JSON object.
 
     It has the ``number`` of the call, and the function's ``result``; or what it ``raised``; or the type of what is ``not_json``.
@@ -64,23 +74,64 @@ def answer(function: Callable[..., Any], number: int, arguments: list[Any]) -> s
     try:
         result = function(*arguments)
     except BaseException as error:  # sys.exit() of one call is no reason to end the process
-        traceback.print_exc()
-        return json.dumps({"number": number, "raised": describe(error)})
+        reason = describe(error, [] if quotes else list(_texts(arguments)))
+        traceback.print_tb(error.__traceback__)
+        print(reason, file=sys.stderr)
+        return json.dumps({"number": number, "raised": reason})
     try:
         return json.dumps({"number": number, "result": result}, default=_plain)
     except Exception:
         return json.dumps({"number": number, "not_json": type(result).__name__})
 
 
-def describe(error: BaseException) -> str:
-    """An exception's type and text, and the file and line that raised it, in one line."""
+def describe(error: BaseException, secrets: Sequence[str] = ()) -> str:
+    """An exception's type and text, and the file and line that raised it, in one line. Of ``secrets`` it repeats nothing long."""
     try:
-        text = " ".join(str(error).split())
+        text = " ".join(without(str(error), secrets).split())
     except Exception:
         text = ""
     if len(text) > LONGEST_REASON:
         text = text[:LONGEST_REASON] + "..."
     return f"{type(error).__name__}{': ' if text else ''}{text}{_place(error)}"
+
+
+def without(text: str, secrets: Sequence[str]) -> str:
+    """``text`` with three dots for whatever long it repeats of the ``secrets``, and for each that it repeats whole."""
+    text = text[: 4 * LONGEST_REASON]
+    hidden = [False] * len(text)
+    for secret in secrets:
+        # As it stands, and as repr and JSON would show it.
+        for form in {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]}:
+            form = form[:LONGEST_SEARCHED].strip()
+            if len(form) >= SHORTEST_SECRET:
+                _hide(text, form, min(len(form), LONGEST_QUOTE + 1), hidden)
+    pieces = (("..." if secret else "".join(text[place] for place in places)) for secret, places in _runs(hidden))
+    return "".join(pieces)
+
+
+def _hide(text: str, secret: str, shortest: int, hidden: list[bool]) -> None:
+    """Marks every place of the text that lies in a piece of the secret of at least so many characters."""
+    pieces = {secret[start : start + shortest] for start in range(len(secret) - shortest + 1)}
+    for start in range(len(text) - shortest + 1):
+        if text[start : start + shortest] in pieces:
+            hidden[start : start + shortest] = [True] * shortest
+
+
+def _runs(hidden: list[bool]) -> Iterator[tuple[bool, list[int]]]:
+    for secret, group in itertools.groupby(range(len(hidden)), key=hidden.__getitem__):
+        yield secret, list(group)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a call's arguments: prompts, responses, and what the prompts' fields hold."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _texts(item)
 
 
 def _place(error: BaseException) -> str:

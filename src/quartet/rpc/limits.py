@@ -14,6 +14,9 @@ WORKERS = 32
 MAX_PENDING_WORK = 16
 """Calls that may wait for a compute thread; fewer than WORKERS, so that health and status always find a free one."""
 
+MAX_STREAMS = 16
+"""Streams of progress at once; each keeps a thread, and half of WORKERS are to be free for calls."""
+
 MAX_PENDING_SAVES = 4
 """Saves that one role may have in hand, the one that is written included; with the work that waits still fewer than WORKERS."""
 
