@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -438,3 +439,31 @@ def test_addresses_of_telemetry_without_a_password_are_taken(uri: str) -> None:
     config = parse_config({**REQUIRED, "telemetry": {"mlflow": {"uri": uri}}}, "test")
     assert config.telemetry.mlflow is not None
     assert config.telemetry.mlflow.uri == uri
+
+
+def test_a_config_laid_over_another_wins_key_by_key_and_overrides_win_over_both(tmp_path: Path) -> None:
+    run, above, last = tmp_path / "run.yaml", tmp_path / "above.yaml", tmp_path / "last.yaml"
+    run.write_text(
+        yaml.safe_dump({**REQUIRED, "services": {"actor": {"devices": [3], "threads": 2}}, "run": {"name": "a"}})
+    )
+    above.write_text("services:\n  actor: {devices: [0]}\n  critic: {threads: 5}\n")
+    last.write_text("services: {critic: {threads: 6}}\n")
+    config = load_config(run, ["services.actor.threads=7"], [above, last])
+    assert (config.services.actor.devices, config.services.actor.threads) == ((0,), 7)
+    assert (config.services.critic.threads, config.run.name) == (6, "a")
+
+
+def test_what_is_wrong_in_a_config_is_named_by_the_file_that_it_stands_in(tmp_path: Path) -> None:
+    run, above = tmp_path / "run.yaml", tmp_path / "above.yaml"
+    run.write_text(yaml.safe_dump(REQUIRED))
+    above.write_text("security:\n  certificats: here\n")
+    with pytest.raises(ConfigError, match=rf"^config {re.escape(str(above))}:2: security\.certificats: unknown key"):
+        load_config(run, [], [above])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(run, [], [tmp_path / "none.yaml"])
+
+
+@pytest.mark.parametrize("given", [{"certificate": "c.pem"}, {"key": "k.pem"}])
+def test_a_certificate_of_the_gateway_goes_with_its_key(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="certificate and key: one is given without the other"):
+        parse_config({**REQUIRED, "gateway": given}, "test")

@@ -1,0 +1,131 @@
+"""How a process finds the Redis that it shares with others: passwords from files, and certificates of its own."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.buffer.address import buffer_url
+from quartet.buffer.connection import connect
+from quartet.config import Config, parse_config, redact_url
+from quartet.errors import ConfigError, ServiceUnavailable
+from quartet.rpc.authority import Authority
+
+
+def config_of(**buffer: Any) -> Config:
+    tree = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}, "buffer": buffer}
+    return parse_config(tree, "test")
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("redis://host:6379/0", "redis://:p%40ss%2Fw%3Ard@host:6379/0"),
+        ("redis://quartet@host/0", "redis://quartet:p%40ss%2Fw%3Ard@host/0"),
+        ("rediss://quartet@[::1]:6379/0?timeout=3", "rediss://quartet:p%40ss%2Fw%3Ard@[::1]:6379/0?timeout=3"),
+    ],
+)
+def test_a_password_comes_from_its_file(tmp_path: Path, url: str, found: str) -> None:
+    file = tmp_path / "password"
+    file.write_text("p@ss/w:rd\n")
+    config = config_of(url=url, password_file=str(file))
+    assert buffer_url(config) == found
+    assert "p@ss" not in config.to_yaml() + redact_url(found)
+    assert "p%40ss" not in redact_url(found)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "content", "problem"),
+    [
+        ({"url": "redis://me:mine@host"}, "secret", "buffer.url has a password, too"),
+        ({"url": "redis://host"}, "", "expected one line"),
+        ({"url": "redis://host"}, "two\nlines", "expected one line"),
+        ({"url": "redis://host"}, None, "cannot be read"),
+        ({}, "secret", "buffer.url, which is null"),
+    ],
+)
+def test_a_password_that_cannot_be_used_is_refused_and_not_quoted(
+    tmp_path: Path, buffer: dict[str, str], content: str | None, problem: str
+) -> None:
+    file = tmp_path / "password"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=rf"^buffer\.password_file.*{problem}") as refused:
+        buffer_url(config_of(password_file=str(file), **buffer))
+    assert not content or content not in str(refused.value)
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    authority = Authority(timedelta(days=1))
+    authority.issue(tmp_path / "redis", ["localhost", "127.0.0.1"])
+    authority.issue(tmp_path / "actor", ["actor.quartet"])
+    authority.issue(tmp_path / "expired", ["actor.quartet"], timedelta(minutes=-1))
+    return tmp_path
+
+
+@pytest.fixture
+def encrypted(certificates: Path, redis_url: str) -> Iterator[str]:
+    """host:port that leads to the tests' Redis by mutual TLS."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates / "redis" / "ca.crt")
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(certificates / "redis" / "tls.crt", certificates / "redis" / "tls.key")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def carry(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        while True:
+            try:
+                raw, _ = listener.accept()
+            except OSError:
+                return
+            with suppress(OSError):  # A handshake that fails is what some tests are about.
+                client = context.wrap_socket(raw, server_side=True)
+                server = socket.socket(socket.AF_UNIX)
+                server.connect(redis_url.removeprefix("unix://"))
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(target=carry, args=ends, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+
+
+def test_a_process_shows_redis_its_own_certificate_and_checks_the_other_s(encrypted: str, certificates: Path) -> None:
+    config = config_of(url=f"rediss://{encrypted}/0")
+    url = buffer_url(config, certificates / "actor")
+    assert url is not None
+    client = connect(url)
+    client.set("over tls", "yes", ex=10)
+    assert client.get("over tls") == b"yes"
+    client.close()
+
+
+@pytest.mark.parametrize("folder", [None, "expired"])
+def test_without_a_certificate_that_holds_redis_is_not_reached(
+    encrypted: str, certificates: Path, folder: str | None
+) -> None:
+    url = buffer_url(config_of(url=f"rediss://{encrypted}/0"), certificates / folder if folder else None)
+    assert url is not None
+    with pytest.raises(ServiceUnavailable, match=r"^rollout buffer at rediss://.*unreachable"):
+        connect(url)
+
+
+def test_certificates_of_the_user_s_own_are_left_as_they_are(certificates: Path) -> None:
+    url = "rediss://host/0?ssl_ca_certs=/own/ca.crt"
+    assert buffer_url(config_of(url=url), certificates / "actor") == url

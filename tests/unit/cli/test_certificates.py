@@ -1,0 +1,66 @@
+"""`quartet certificates`: what it makes, and what it refuses."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from quartet.cli.certificates import certificates
+from quartet.errors import ConfigError
+from quartet.rpc.access import PROCESSES
+
+
+def names(folder: Path) -> list[str]:
+    """What a process's certificate is for."""
+    certificate = x509.load_pem_x509_certificate((folder / "tls.crt").read_bytes())
+    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in found]
+
+
+def test_every_process_gets_a_certificate_for_itself_alone_to_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "made" / "here"
+    folder.parent.mkdir()
+    certificates(folder, 30, [], ["redis.internal", "10.0.0.7"])
+    assert {path.name for path in folder.iterdir()} == set(PROCESSES)
+    for process in PROCESSES:
+        assert (folder / process).stat().st_mode & 0o777 == 0o700
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (folder / process).iterdir()}
+        assert modes == {"tls.crt": 0o600, "tls.key": 0o600, "ca.crt": 0o600}
+    assert names(folder / "actor") == ["actor.quartet"]
+    assert names(folder / "redis") == ["redis.quartet", "redis", "localhost", "127.0.0.1", "redis.internal", "10.0.0.7"]
+    until = x509.load_pem_x509_certificate((folder / "actor" / "tls.crt").read_bytes()).not_valid_after_utc
+    assert abs(until - datetime.now(UTC) - timedelta(days=30)) < timedelta(minutes=1)
+    assert "good for 30 days" in capsys.readouterr().out
+    assert [path.name for path in folder.parent.iterdir()] == ["here"]
+    # The authority's key, which could sign further ones, is nowhere.
+    keys = {path.read_bytes() for path in folder.rglob("*.key")}
+    assert len(keys) == len(PROCESSES)
+
+
+def test_roles_that_share_a_process_share_its_certificate(tmp_path: Path) -> None:
+    certificates(tmp_path / "made", 1, ["critic+reward"], [])
+    assert names(tmp_path / "made" / "critic") == ["critic.quartet", "reward.quartet"]
+    assert not (tmp_path / "made" / "reward").exists()
+
+
+@pytest.mark.parametrize("shared", [["critic+rewards"], ["critic+critic"], ["critic+reward", "reward+reference"], [""]])
+def test_roles_that_there_are_not_are_refused(tmp_path: Path, shared: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^--process .*is no role, or stands twice"):
+        certificates(tmp_path / "made", 1, shared, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_certificates_in_use_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    certificates(tmp_path / "made", 1, [], [])
+    before = (tmp_path / "made" / "actor" / "tls.crt").read_bytes()
+    with pytest.raises(ConfigError, match="is in use; give a folder that is new or empty"):
+        certificates(tmp_path / "made", 1, [], [])
+    assert (tmp_path / "made" / "actor" / "tls.crt").read_bytes() == before
+    with pytest.raises(ConfigError, match="cannot be written"):
+        certificates(tmp_path / "made" / "actor" / "tls.crt" / "below", 1, [], [])
