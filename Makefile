@@ -11,7 +11,7 @@ GATEWAY_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test chaos faults soak durability-cost gateway-load gateway-metrics browser screenshots fuzz-api check format proto acceptance parity clean
+.PHONY: help demo test chaos faults soak durability-cost gateway-load gateway-metrics browser screenshots fuzz-api helm-golden check format proto acceptance parity clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
@@ -64,6 +64,9 @@ screenshots: $(VENV)/.installed-dev ## Every page of the dashboard, light and da
 fuzz-api: $(VENV)/.installed-dev ## Hundreds of requests to each method of the REST API
 	QUARTET_FUZZ_EXAMPLES=200 $(BIN)/python -m pytest tests/gateway/test_schema.py --timeout=3000 $(PYTEST_ARGS)
 
+helm-golden: $(VENV)/.installed-dev ## Render the chart's examples anew into tests/helm/golden
+	$(BIN)/python -m tests.helm.golden --write
+
 check: $(VENV)/.installed-dev ## Lint, types, committed stubs, forbidden constructs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -74,6 +77,7 @@ check: $(VENV)/.installed-dev ## Lint, types, committed stubs, forbidden constru
 		{ echo "error: src/quartet/v1 differs from proto/; run make proto and commit" >&2; exit 1; }
 	@! grep -rnE '(^|[^a-z_])(import pickle|from pickle|pickle\.loads?\()|torch\.load\(|trust_remote_code"?[=:] *True' \
 		--include='*.py' src services gateway examples || { echo "error: unsafe deserialisation" >&2; exit 1; }
+	$(BIN)/python -m tests.helm.golden
 	@echo "check: fine"
 
 format: $(VENV)/.installed-dev ## Format the code

@@ -13,7 +13,7 @@ import pytest
 from quartet.buffer.connection import Redis
 from quartet.buffer.rollouts import RolloutStream
 from quartet.errors import InvalidRequest
-from quartet.rpc import channels
+from quartet.rpc import credentials
 from quartet.rpc.clients import RewardClient
 from quartet.rpc.limits import MAX_MESSAGE_BYTES
 from quartet.types import TokenBatch, Trajectory
@@ -42,8 +42,8 @@ def test_a_message_larger_than_the_limit_does_not_leave_and_is_not_tried_again_a
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The path is the same for a smaller limit.
-    limit = {**dict(channels.CHANNEL_OPTIONS), "grpc.max_send_message_length": 1_000_000}
-    monkeypatch.setattr(channels, "CHANNEL_OPTIONS", tuple(limit.items()))
+    limit = {**dict(credentials.CHANNEL_OPTIONS), "grpc.max_send_message_length": 1_000_000}
+    monkeypatch.setattr(credentials, "CHANNEL_OPTIONS", tuple(limit.items()))
     with fleet(make()) as services:
         address = services.config.services.reward.address
         assert address is not None

@@ -9,6 +9,10 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
+
+from redis.exceptions import WatchError
 
 from quartet.buffer.connection import Redis, translated
 from quartet.errors import AnotherLeads, FailedPrecondition, QuartetError
@@ -19,18 +23,6 @@ DURATION = 15.0
 
 POLL = 0.1
 """Seconds between looks at a lease that another has."""
-
-# Each compares the holder and acts in one command, so that nobody's lease but one's own is touched.
-_RENEW = """
-local holder = redis.call('get', KEYS[1])
-if holder == ARGV[1] or (not holder and redis.call('get', KEYS[2]) == ARGV[3]) then
-    redis.call('set', KEYS[1], ARGV[1], 'px', ARGV[2])
-    return 1
-end
-return 0
-"""
-"""Also takes back a lease that ran out while this process was stopped, where the epoch says that nobody has led since."""
-_RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) else return 0 end"
 
 
 class Lease:
@@ -69,7 +61,7 @@ class Lease:
             found = self._client.get(self._key)
             holder = found.decode(errors="replace") if isinstance(found, bytes) else ""
             if holder and (holder.startswith(self._owner) or has_ended(holder.partition(" ")[0])):
-                self._client.eval(_RELEASE, 1, self._key, holder)
+                self._drop(holder)
                 continue
             now = int(self._client.pttl(self._key))
             if now > left:
@@ -96,13 +88,47 @@ class Lease:
         self._ended.set()
         try:
             with translated(self._url):
-                self._client.eval(_RELEASE, 1, self._key, self._holder)
+                self._drop(self._holder)
         except QuartetError:
             pass
 
+    # Each compares the holder and acts in one transaction, so that nobody's lease but one's own is touched.
+
     def _renew(self) -> bool:
-        keys = (self._key, self._epoch_key)
-        return bool(self._client.eval(_RENEW, 2, *keys, self._holder, self._milliseconds, self.epoch))
+        """Also takes back a lease that ran out while this process was stopped, where the epoch says that nobody has led since."""
+
+        def renew(pipe: Any) -> bool:
+            holder = pipe.get(self._key)
+            if holder != self._holder.encode() and (holder or pipe.get(self._epoch_key) != str(self.epoch).encode()):
+                return False
+            pipe.multi()
+            pipe.set(self._key, self._holder, px=self._milliseconds)
+            return True
+
+        return self._atomically(renew, self._key, self._epoch_key)
+
+    def _drop(self, holder: str) -> None:
+        def drop(pipe: Any) -> bool:
+            if pipe.get(self._key) != holder.encode():
+                return False
+            pipe.multi()
+            pipe.delete(self._key)
+            return True
+
+        self._atomically(drop, self._key)
+
+    def _atomically(self, look: Callable[[Any], bool], *keys: str) -> bool:
+        """Does what ``look`` queues, where it gives True, unless one of the ``keys`` changed meanwhile: then it looks again."""
+        with self._client.pipeline() as pipe:
+            while True:
+                pipe.watch(*keys)  # type: ignore[no-untyped-call]
+                if not look(pipe):
+                    return False
+                try:
+                    pipe.execute()
+                except WatchError:
+                    continue
+                return True
 
     def _keep(self, interval: float) -> None:
         while not self._ended.wait(interval):

@@ -34,6 +34,8 @@ SERVER_OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
     # Of one connection.
     ("grpc.max_concurrent_streams", 128),
+    # Then a caller connects anew, and looks its name up anew: replicas that have come since get their share. Calls in hand go on.
+    ("grpc.max_connection_age_ms", 300_000),
     ("grpc.max_metadata_size", 16 * 1024),
     # Whoever connects has this long to show who they are.
     ("grpc.server_handshake_timeout_ms", 10_000),
@@ -41,6 +43,8 @@ SERVER_OPTIONS = (
 
 CHANNEL_OPTIONS = (
     *_MESSAGE_OPTIONS,
+    # A name may stand for several replicas of a scorer: calls go to each in turn.
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
     ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),

@@ -1,0 +1,133 @@
+{{/*
+The components of this run, by name: values over defaults, roles that the run needs, and what follows from them.
+Everything else loops over this map.
+*/}}
+{{- define "quartet.components" -}}
+{{- $root := . -}}
+{{- $absent := include "quartet.absentRoles" . | fromJsonArray -}}
+{{- $found := dict -}}
+{{- $places := dict -}}
+{{- range $name := list "actor" "critic" "reward" "reference" "orchestrator" "gateway" -}}
+{{- $given := index $root.Values.components $name -}}
+{{- $component := mergeOverwrite (deepCopy $root.Values.defaults) (deepCopy $given) -}}
+{{- /* Where it may run is one thing: half of it from here and half from there would be nobody's wish. */ -}}
+{{- range list "nodeSelector" "affinity" -}}
+{{- if hasKey $given . }}{{ $_ := set $component . (get $given .) }}{{ end -}}
+{{- end -}}
+{{- $roles := list -}}
+{{- range default (list $name) $component.roles -}}
+{{- if not (has . $absent) }}{{ $roles = append $roles . }}{{ end -}}
+{{- end -}}
+{{- if and $component.enabled $roles -}}
+{{- range $roles -}}
+{{- if hasKey $places . -}}
+{{- fail (printf "components.%s.roles: %s is in components.%s, too; disable one of them, or take the role out" $name . (get $places .)) -}}
+{{- end -}}
+{{- $_ := set $places . $name -}}
+{{- end -}}
+{{- $component = mergeOverwrite $component (include "quartet.derived" (dict "root" $root "name" $name "roles" $roles "component" $component) | fromJson) -}}
+{{- $_ := set $component "roles" $roles -}}
+{{- $_ := set $found $name $component -}}
+{{- end -}}
+{{- end -}}
+{{- range list "actor" "critic" "reward" "reference" "orchestrator" -}}
+{{- if not (or (has . $absent) (hasKey $places .)) -}}
+{{- fail (printf "components: no enabled component has the role %s, which this run needs; enable components.%s, or name the role in another's roles" . .) -}}
+{{- end -}}
+{{- end -}}
+{{- $found | toJson -}}
+{{- end -}}
+
+{{/* Roles that this run has no need of; as has_critic and has_reference of the config tree. */}}
+{{- define "quartet.absentRoles" -}}
+{{- $absent := list -}}
+{{- if ne (dig "algorithm" "estimator" "gae" .Values.config) "gae" }}{{ $absent = append $absent "critic" }}{{ end -}}
+{{- $lora := dig "actor" "lora" nil .Values.config -}}
+{{- if and (not (kindIs "invalid" $lora)) (empty (dig "reference" "model" "" .Values.config)) }}{{ $absent = append $absent "reference" }}{{ end -}}
+{{- $absent | toJson -}}
+{{- end -}}
+
+{{/* What follows from a component's name and roles. */}}
+{{- define "quartet.derived" -}}
+{{- $root := .root -}}{{- $name := .name -}}{{- $roles := .roles -}}{{- $component := .component -}}
+{{- $trained := or (has "actor" $roles) (has "critic" $roles) -}}
+{{- $scoring := and (not $trained) (or (has "reward" $roles) (has "reference" $roles)) -}}
+{{- $nodes := 1 -}}
+{{- if dig "multiNode" "enabled" false $component }}{{ $nodes = int $component.multiNode.nodes }}{{ end -}}
+{{- if and (gt (int $component.replicas) 1) (not $scoring) (ne $name "gateway") -}}
+{{- fail (printf "components.%s.replicas: %d; only reward, reference and gateway may have several, and not beside actor or critic" $name (int $component.replicas)) -}}
+{{- end -}}
+{{- $scaling := dig "autoscaling" "kind" "none" $component -}}
+{{- if and (ne $scaling "none") (not $scoring) -}}
+{{- fail (printf "components.%s.autoscaling: a pod that holds actor or critic cannot be scaled; set kind none" $name) -}}
+{{- end -}}
+{{- $workload := "Deployment" -}}
+{{- if eq $name "orchestrator" }}{{ $workload = "Job" }}{{ else if gt $nodes 1 }}{{ $workload = "LeaderWorkerSet" }}{{ end -}}
+{{- $times := default dict $root.Values.config.timeouts -}}
+{{- $longest := 10 -}}
+{{- if has "actor" $roles }}{{ $longest = max (dig "generate" 1800 $times) (dig "update" 1800 $times) -}}
+{{- else if $trained }}{{ $longest = max (dig "update" 1800 $times) (dig "score" 600 $times) -}}
+{{- else if $scoring }}{{ $longest = dig "score" 600 $times }}{{ end -}}
+{{- $drain := kindIs "invalid" $component.drainSeconds | ternary $longest $component.drainSeconds -}}
+{{- $grace := kindIs "invalid" $component.terminationGracePeriodSeconds | ternary (add $drain 30) $component.terminationGracePeriodSeconds -}}
+{{- $period := int $component.probes.startup.periodSeconds -}}
+{{- $patience := $component.probes.startup.failureThreshold -}}
+{{- $load := or $trained $scoring | ternary (dig "load" 600 $times) 300 -}}
+{{- if kindIs "invalid" $patience }}{{ $patience = max 3 (ceil (divf $load $period)) }}{{ end -}}
+{{- dict
+  "name" $name
+  "fullname" (printf "%s-%s" (include "quartet.fullname" $root) $name)
+  "process" (first $roles)
+  "trained" $trained
+  "scoring" $scoring
+  "model" (or $trained $scoring)
+  "nodes" $nodes
+  "workload" $workload
+  "drainSeconds" (int $drain)
+  "terminationGracePeriodSeconds" (int $grace)
+  "probes" (dict "startup" (dict "failureThreshold" (int $patience)))
+  "usesBuffer" (or (has "actor" $roles) (has "critic" $roles) (has $name (list "orchestrator" "gateway")))
+  "image" (mergeOverwrite (deepCopy $root.Values.image) (deepCopy (default dict $component.image)))
+  | toJson -}}
+{{- end -}}
+
+{{/* The processes that have a certificate, and the names in it: {process: [names]}. */}}
+{{- define "quartet.processes" -}}
+{{- $root := . -}}
+{{- $fullname := include "quartet.fullname" . -}}
+{{- $found := dict "operator" (list "operator.quartet") -}}
+{{- range $name, $component := include "quartet.components" . | fromJson -}}
+{{- $names := list -}}
+{{- range $component.roles }}{{ $names = append $names (printf "%s.quartet" .) }}{{ end -}}
+{{- if eq $name "gateway" -}}
+{{- $names = concat $names (include "quartet.gatewayHosts" $root | fromJsonArray) (list "localhost") -}}
+{{- end -}}
+{{- $_ := set $found $component.process ($names | uniq) -}}
+{{- end -}}
+{{- if .Values.redis.enabled -}}
+{{- $_ := set $found "redis" (concat (list "redis.quartet" "redis" "localhost") (include "quartet.serviceNames" (dict "root" . "name" (printf "%s-redis" $fullname)) | fromJsonArray)) -}}
+{{- end -}}
+{{- if .Values.monitoring.serviceMonitor.enabled }}{{ $_ := set $found "prometheus" (list "prometheus.quartet") }}{{ end -}}
+{{- $found | toJson -}}
+{{- end -}}
+
+{{/* The Secret with a process's certificate. Takes root and process. */}}
+{{- define "quartet.certificateSecret" -}}
+{{- $tls := .root.Values.security.tls -}}
+{{- if eq $tls.source "existing" -}}
+{{- if not (hasKey $tls.existingSecrets .process) -}}
+{{- fail (printf "security.tls.existingSecrets.%s: missing; name a Secret with tls.crt, tls.key and ca.crt, or set security.tls.source" .process) -}}
+{{- end -}}
+{{- get $tls.existingSecrets .process -}}
+{{- else -}}
+{{- printf "%s-certificate-%s" (include "quartet.fullname" .root) .process -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The names by which the gateway may be addressed. */}}
+{{- define "quartet.gatewayHosts" -}}
+{{- $names := include "quartet.serviceNames" (dict "root" . "name" (printf "%s-gateway" (include "quartet.fullname" .))) | fromJsonArray -}}
+{{- $names = concat $names .Values.gateway.allowedHosts -}}
+{{- if and .Values.ingress.enabled .Values.ingress.host }}{{ $names = append $names .Values.ingress.host }}{{ end -}}
+{{- $names | uniq | toJson -}}
+{{- end -}}

@@ -1,0 +1,27 @@
+{{/*
+Who connects to whom, in one place: a list of {from, to, port}. NetworkPolicies are made of it and of nothing else.
+Names are components, redis and test; prometheus and ingress are pods of others, told by networkPolicy.prometheus and .ingress.
+Port 0 means all ports.
+*/}}
+{{- define "quartet.edges" -}}
+{{- $edges := list -}}
+{{- $components := include "quartet.components" . | fromJson -}}
+{{- range $name, $component := $components -}}
+{{- if $component.model -}}
+{{- $edges = append $edges (dict "from" "orchestrator" "to" $name "port" 50051) -}}
+{{- end -}}
+{{- if ne $name "gateway" -}}
+{{- if $components.gateway }}{{ $edges = append $edges (dict "from" "gateway" "to" $name "port" 50051) }}{{ end -}}
+{{- if $.Values.monitoring.serviceMonitor.enabled }}{{ $edges = append $edges (dict "from" "prometheus" "to" $name "port" 9100) }}{{ end -}}
+{{- if $.Values.tests.enabled }}{{ $edges = append $edges (dict "from" "test" "to" $name "port" 9101) }}{{ end -}}
+{{- end -}}
+{{- if gt (int $component.nodes) 1 }}{{ $edges = append $edges (dict "from" $name "to" $name "port" 0) }}{{ end -}}
+{{- if $component.usesBuffer }}{{ $edges = append $edges (dict "from" $name "to" "redis" "port" (include "quartet.redisPort" $ | int)) }}{{ end -}}
+{{- end -}}
+{{- if $components.gateway -}}
+{{- if .Values.monitoring.serviceMonitor.enabled }}{{ $edges = append $edges (dict "from" "prometheus" "to" "gateway" "port" 8080) }}{{ end -}}
+{{- if .Values.ingress.enabled }}{{ $edges = append $edges (dict "from" "ingress" "to" "gateway" "port" 8080) }}{{ end -}}
+{{- if .Values.tests.enabled }}{{ $edges = append $edges (dict "from" "test" "to" "gateway" "port" 8080) }}{{ end -}}
+{{- end -}}
+{{- $edges | toJson -}}
+{{- end -}}

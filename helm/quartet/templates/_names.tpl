@@ -1,0 +1,48 @@
+{{/* Names, labels and images. */}}
+
+{{- define "quartet.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What belongs to this release: never changes, so selectors may use it. */}}
+{{- define "quartet.selector" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "quartet.labels" -}}
+{{ include "quartet.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/part-of: quartet
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "quartet.serviceAccount" -}}
+{{- default (include "quartet.fullname" .) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{/* An image's address. Takes the merged image and the version that a tag defaults to. */}}
+{{- define "quartet.image" -}}
+{{- $image := .image -}}
+{{- $name := $image.repository -}}
+{{- with $image.registry }}{{ $name = printf "%s/%s" (trimSuffix "/" .) $name }}{{ end -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $name $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s%s" $name (default .version $image.tag) (empty $image.variant | ternary "" (printf "-%s" $image.variant)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The names under which a Service is reached inside the cluster. Takes root and name. */}}
+{{- define "quartet.serviceNames" -}}
+{{- $namespace := .root.Release.Namespace -}}
+{{ list .name (printf "%s.%s" .name $namespace) (printf "%s.%s.svc" .name $namespace) (printf "%s.%s.svc.cluster.local" .name $namespace) | toJson }}
+{{- end -}}

@@ -1,0 +1,219 @@
+{{/* The pod of a component. Takes root, component and part: "", or leader or worker of a LeaderWorkerSet. */}}
+{{- define "quartet.pod" -}}
+{{- $root := .root -}}{{- $component := .component -}}{{- $part := default "" .part -}}
+{{- $gateway := eq $component.name "gateway" -}}
+metadata:
+  labels:
+    {{- include "quartet.selector" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ $component.name }}
+    {{- with $component.labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  annotations:
+    checksum/config: {{ include "quartet.configData" $root | sha256sum }}
+    {{- with $component.annotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  serviceAccountName: {{ include "quartet.serviceAccount" $root }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  {{- if eq $component.workload "Job" }}
+  restartPolicy: OnFailure
+  {{- end }}
+  terminationGracePeriodSeconds: {{ $component.terminationGracePeriodSeconds }}
+  securityContext: {{- include "quartet.podSecurity" 10001 | nindent 4 }}
+  {{- with $root.Values.imagePullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with include "quartet.placement" $component | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  containers:
+    - name: {{ $component.name }}
+      image: {{ include "quartet.image" (dict "image" $component.image "version" $root.Chart.AppVersion) }}
+      imagePullPolicy: {{ $component.image.pullPolicy }}
+      workingDir: /quartet
+      command: {{- include "quartet.command" (dict "component" $component "part" $part) | nindent 8 }}
+      args: {{- include "quartet.arguments" $component | nindent 8 }}
+      env:
+        - {name: HOME, value: /tmp}
+        {{- with $component.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        {{- if $gateway }}
+        - {name: http, containerPort: 8080}
+        {{- else }}
+        - {name: grpc, containerPort: 50051}
+        - {name: metrics, containerPort: 9100}
+        - {name: health, containerPort: 9101}
+        {{- end }}
+      {{- if ne $part "worker" }}
+      {{- range $kind := list "startup" "readiness" "liveness" }}
+      {{ $kind }}Probe:
+        {{- if $gateway }}
+        # Kubelet asks at the pod's address, which is no name of the gateway's.
+        httpGet:
+          path: /healthz
+          port: 8080
+          scheme: {{ $root.Values.security.tls.enabled | ternary "HTTPS" "HTTP" }}
+          httpHeaders: [{name: Host, value: localhost}]
+        {{- else }}
+        grpc: {port: 9101}
+        {{- end }}
+        {{- toYaml (index $component.probes $kind) | nindent 8 }}
+      {{- end }}
+      {{- end }}
+      resources: {{- include "quartet.resources" $component | nindent 8 }}
+      securityContext: {{- include "quartet.containerSecurity" . | nindent 8 }}
+      volumeMounts:
+        - {name: config, mountPath: /etc/quartet, readOnly: true}
+        - {name: tmp, mountPath: /tmp}
+        {{- if $root.Values.security.tls.enabled }}
+        - {name: certificates, mountPath: /certificates/{{ $component.process }}, readOnly: true}
+        {{- end }}
+        {{- if include "quartet.secretSources" . }}
+        - {name: secrets, mountPath: /run/secrets/quartet, readOnly: true}
+        {{- end }}
+        {{- range include "quartet.claims" $component | fromJsonArray }}
+        {{- $storage := index $root.Values.storage . }}
+        - name: {{ . }}
+          mountPath: /quartet/{{ . }}
+          {{- with $storage.subPath }}
+          subPath: {{ . }}
+          {{- end }}
+          {{- if ne . "runs" }}
+          readOnly: true
+          {{- end }}
+        {{- end }}
+        {{- if $component.sharedMemory }}
+        - {name: shared-memory, mountPath: /dev/shm}
+        {{- end }}
+        {{- with $component.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    - name: config
+      configMap: {name: {{ include "quartet.fullname" $root }}-config}
+    - name: tmp
+      emptyDir: {sizeLimit: {{ $component.temporarySpace }}}
+    {{- if $root.Values.security.tls.enabled }}
+    - name: certificates
+      secret:
+        secretName: {{ include "quartet.certificateSecret" (dict "root" $root "process" $component.process) }}
+        defaultMode: 0440
+    {{- end }}
+    {{- with include "quartet.secretSources" . | trim }}
+    - name: secrets
+      projected:
+        defaultMode: 0440
+        sources: {{- . | nindent 10 }}
+    {{- end }}
+    {{- range include "quartet.claims" $component | fromJsonArray }}
+    - name: {{ . }}
+      persistentVolumeClaim:
+        claimName: {{ default (printf "%s-%s" (include "quartet.fullname" $root) .) (index $root.Values.storage .).existingClaim }}
+        {{- if ne . "runs" }}
+        readOnly: true
+        {{- end }}
+    {{- end }}
+    {{- with $component.sharedMemory }}
+    - name: shared-memory
+      emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+    {{- end }}
+    {{- with $component.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* The program. tini is the image's own first process; it is named here so that nothing hangs on the image's entry point. */}}
+{{- define "quartet.command" -}}
+{{- $component := .component -}}
+{{- if and (eq $component.workload "LeaderWorkerSet") $component.multiNode.command -}}
+{{- toYaml $component.multiNode.command -}}
+{{- else if eq $component.workload "LeaderWorkerSet" -}}
+{{- list "tini" "--" "torchrun" (printf "--nnodes=%d" (int $component.nodes)) (printf "--nproc-per-node=%d" (max 1 (int $component.gpus)))
+  "--node-rank=$(LWS_WORKER_INDEX)" "--master-addr=$(LWS_LEADER_ADDRESS)" "--master-port=29500" "--module" "services" | toYaml -}}
+{{- else -}}
+{{- list "tini" "--" "python" "-m" (eq $component.name "gateway" | ternary "gateway" "services") | toYaml -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quartet.arguments" -}}
+{{- $arguments := list "--config" "/etc/quartet/config.yaml" "--config" "/etc/quartet/deployment.yaml" -}}
+{{- if ne .name "gateway" -}}
+{{- $arguments = concat .roles $arguments (list "--set" (printf "timeouts.drain=%d" (int .drainSeconds))) -}}
+{{- end -}}
+{{- toYaml $arguments -}}
+{{- end -}}
+
+{{/* The volumes that a component reads or writes; nobody has one that it has no need of. */}}
+{{- define "quartet.claims" -}}
+{{- $claims := list -}}
+{{- if or .model (eq .name "orchestrator") }}{{ $claims = append $claims "models" }}{{ end -}}
+{{- if eq .name "orchestrator" }}{{ $claims = append $claims "data" }}{{ end -}}
+{{- if .usesBuffer }}{{ $claims = append $claims "runs" }}{{ end -}}
+{{- toJson $claims -}}
+{{- end -}}
+
+{{/* The secrets that a component needs, as files. Takes root and component. */}}
+{{- define "quartet.secretSources" -}}
+{{- $root := .root -}}{{- $component := .component -}}
+{{- $fullname := include "quartet.fullname" $root -}}
+{{- $sources := list -}}
+{{- if $root.Values.security.rpcToken.enabled -}}
+{{- $token := $root.Values.security.rpcToken -}}
+{{- $sources = append $sources (dict "name" (default (printf "%s-rpc-token" $fullname) $token.existingSecret) "items" (list (dict "key" $token.key "path" "rpc_token"))) -}}
+{{- end -}}
+{{- $password := include "quartet.redisSecret" $root -}}
+{{- if and $component.usesBuffer $password -}}
+{{- $sources = append $sources (dict "name" $password "items" (list (dict "key" (include "quartet.redisSecretKey" $root) "path" "redis_password"))) -}}
+{{- end -}}
+{{- if eq $component.name "gateway" -}}
+{{- $tokens := $root.Values.gateway.tokens -}}
+{{- $items := list (dict "key" $tokens.operatorKey "path" "gateway_token") (dict "key" $tokens.viewerKey "path" "gateway_viewer_token") -}}
+{{- $sources = append $sources (dict "name" (include "quartet.gatewaySecret" $root) "items" $items) -}}
+{{- end -}}
+{{- range $sources }}
+- secret: {{- toYaml . | nindent 4 }}
+{{- end -}}
+{{- end -}}
+
+{{- define "quartet.gatewaySecret" -}}
+{{- default (printf "%s-gateway-tokens" (include "quartet.fullname" .)) .Values.gateway.tokens.existingSecret -}}
+{{- end -}}
+
+{{/* Where a pod may run. */}}
+{{- define "quartet.placement" -}}
+{{- range $key := list "runtimeClassName" "priorityClassName" "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
+{{- with get $ $key }}
+{{ $key }}:{{ kindIs "string" . | ternary (printf " %v" .) (toYaml . | nindent 2) }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* What is asked for, and the GPUs, which are asked for by their limit. */}}
+{{- define "quartet.resources" -}}
+{{- $resources := deepCopy .resources -}}
+{{- if gt (int .gpus) 0 -}}
+{{- $resources = mergeOverwrite $resources (dict "limits" (dict .gpuResource (int .gpus))) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{/* What Pod Security "restricted" wants, and a root file system that nobody writes to. Takes the user's number. */}}
+{{- define "quartet.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ . }}
+runAsGroup: {{ . }}
+fsGroup: {{ . }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "quartet.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}

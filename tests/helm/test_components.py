@@ -1,0 +1,259 @@
+"""Which pods a run has, what they are told, and how they begin, end and multiply."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+
+from quartet.config import load_config
+from quartet.topology import roles_of
+from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates
+
+LORA = {"model": "models/policy", "lora": {"rank": 8}}
+RUNS: dict[str, Values] = {
+    **{name: example(name) for name in EXAMPLES},
+    **{
+        estimator: changed(
+            "single-node-4-gpus",
+            config__algorithm={"estimator": estimator},
+            config__rollout={"prompts_per_step": 8, "samples_per_prompt": 4},
+        )
+        for estimator in ("gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus")
+    },
+    "adapter": changed("single-node-4-gpus", config__actor=LORA),
+    "adapter and reference": changed(
+        "single-node-4-gpus", config__actor=LORA, config__reference={"model": "models/reference"}
+    ),
+    "adapter is null": changed("single-node-4-gpus", config__actor={"model": "models/policy", "lora": None}),
+}
+
+
+def files(values: Values) -> dict[str, str]:
+    """The files of the ConfigMap."""
+    found: dict[str, str] = of_kind(manifests(values), "ConfigMap")["quartet-config"]["data"]
+    return found
+
+
+def pods(values: Values) -> dict[str, Manifest]:
+    """The pods' specs, by the names of their containers."""
+    specs = [template["spec"] for _, template in pod_templates(manifests(values))]
+    return {spec["containers"][0]["name"]: spec for spec in specs}
+
+
+def containers(values: Values) -> dict[str, Manifest]:
+    """The containers, by name."""
+    return {name: spec["containers"][0] for name, spec in pods(values).items()}
+
+
+def told(container: Manifest) -> list[str]:
+    """The roles that a container is told to be."""
+    if container["command"][-1] != "services":
+        return []
+    arguments: list[str] = container["args"]
+    return arguments[: arguments.index("--config")]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_roles_that_run_are_those_of_the_config_tree(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(files(RUNS[name])["config.yaml"], encoding="utf-8")
+    config = load_config(path)
+    found = sorted(role for container in containers(RUNS[name]).values() for role in told(container))
+    assert found == sorted([*(role.value for role in roles_of(config)), "orchestrator"])
+
+
+def test_roles_that_share_a_pod_share_its_address_and_its_certificate() -> None:
+    found = containers(example("cpu-kind"))
+    assert told(found["critic"]) == ["critic", "reward"]
+    assert "reward" not in found
+    mounts = {mount["mountPath"] for mount in found["critic"]["volumeMounts"]}
+    assert "/certificates/critic" in mounts
+
+
+def test_a_pod_whose_first_role_is_left_out_is_the_process_of_its_next() -> None:
+    values = changed("cpu-kind", config__algorithm={"estimator": "reinforce"})
+    found = containers(values)
+    assert told(found["critic"]) == ["reward"]
+    mounts = {mount["mountPath"] for mount in found["critic"]["volumeMounts"]}
+    assert "/certificates/reward" in mounts
+    places = yaml.safe_load(files(values)["deployment.yaml"])["services"]
+    assert places["reward"]["address"] == "quartet-critic:50051"
+    assert "critic" not in places
+
+
+def test_files_are_mounted_by_those_alone_who_need_them() -> None:
+    volumes = {
+        template["spec"]["containers"][0]["name"]: _volumes(template)
+        for _, template in pod_templates(manifests(example("single-node-4-gpus")))
+    }
+    assert {name for name, found in volumes.items() if "claim quartet-runs" in found} == {
+        "actor",
+        "critic",
+        "orchestrator",
+        "gateway",
+    }
+    assert {name for name, found in volumes.items() if "secret quartet-redis" in found} == {
+        "actor",
+        "critic",
+        "orchestrator",
+        "gateway",
+        "redis",
+    }
+    assert {name for name, found in volumes.items() if "secret quartet-gateway-tokens" in found} == {"gateway"}
+    assert {name for name, found in volumes.items() if "secret quartet-ca" in found} == set()
+    for name, found in volumes.items():
+        certificates = {item for item in found if item.startswith("secret quartet-certificate-")}
+        assert certificates == {f"secret quartet-certificate-{'gateway' if name == 'test' else name}"}
+
+
+def test_probes_ask_by_grpc_and_wait_for_the_model() -> None:
+    found = containers(changed("single-node-4-gpus", config__timeouts={"load": 1234}))
+    for name in ("actor", "critic", "reward", "reference", "orchestrator"):
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert found[name][probe]["grpc"] == {"port": 9101}
+    assert found["actor"]["startupProbe"]["failureThreshold"] * found["actor"]["startupProbe"]["periodSeconds"] == 1240
+    asked = found["gateway"]["readinessProbe"]["httpGet"]
+    assert asked == {
+        "path": "/healthz",
+        "port": 8080,
+        "scheme": "HTTPS",
+        "httpHeaders": [{"name": "Host", "value": "localhost"}],
+    }
+
+
+def test_pods_end_after_the_step_in_hand() -> None:
+    values = changed(
+        "single-node-4-gpus",
+        config__timeouts={"generate": 100, "update": 300, "score": 50},
+        components__reference={"drainSeconds": 7, "terminationGracePeriodSeconds": 9},
+    )
+    found = {
+        template["spec"]["containers"][0]["name"]: template["spec"] for _, template in pod_templates(manifests(values))
+    }
+    seconds = {
+        "actor": (300, 330),
+        "critic": (300, 330),
+        "reward": (50, 80),
+        "reference": (7, 9),
+        "orchestrator": (10, 40),
+    }
+    for name, (drain, grace) in seconds.items():
+        assert found[name]["containers"][0]["args"][-2:] == ["--set", f"timeouts.drain={drain}"]
+        assert found[name]["terminationGracePeriodSeconds"] == grace
+
+
+def test_the_orchestrator_is_a_job_that_a_changed_config_makes_anew() -> None:
+    (job,) = of_kind(manifests(example("cpu-kind")), "Job").values()
+    (same,) = of_kind(manifests(example("cpu-kind")), "Job").values()
+    (other,) = of_kind(manifests(changed("cpu-kind", config__run={"name": "tiny", "steps": 7})), "Job").values()
+    assert job["spec"]["template"]["spec"]["restartPolicy"] == "OnFailure"
+    assert job["spec"]["backoffLimit"] == 20
+    assert job["metadata"]["name"] == same["metadata"]["name"] != other["metadata"]["name"]
+
+
+def test_what_trains_is_replaced_and_what_scores_rolls() -> None:
+    found = of_kind(manifests(example("single-node-4-gpus")), "Deployment")
+    strategies = {name.removeprefix("quartet-"): item["spec"]["strategy"]["type"] for name, item in found.items()}
+    assert strategies == {
+        "actor": "Recreate",
+        "critic": "Recreate",
+        "reward": "RollingUpdate",
+        "reference": "RollingUpdate",
+        "gateway": "RollingUpdate",
+    }
+
+
+def test_what_scores_is_found_pod_by_pod() -> None:
+    found = of_kind(manifests(example("single-node-4-gpus")), "Service")
+    headless = {name for name, item in found.items() if item["spec"].get("clusterIP") == "None"}
+    assert headless == {"quartet-reward", "quartet-reference"}
+
+
+def test_scaling_leaves_the_number_of_pods_to_who_scales() -> None:
+    found = manifests(example("node-8-gpus"))
+    deployments = of_kind(found, "Deployment")
+    scaled = of_kind(found, "ScaledObject")["quartet-reward"]["spec"]
+    by_hpa = of_kind(found, "HorizontalPodAutoscaler")["quartet-reference"]["spec"]
+    assert scaled["scaleTargetRef"]["name"] in deployments
+    assert by_hpa["scaleTargetRef"]["name"] in deployments
+    assert "replicas" not in deployments["quartet-reward"]["spec"]
+    assert "replicas" not in deployments["quartet-reference"]["spec"]
+    assert deployments["quartet-gateway"]["spec"]["replicas"] == 2
+    (trigger,) = scaled["triggers"]
+    assert trigger["metadata"]["threshold"] == "32"
+    assert by_hpa["metrics"][0]["pods"]["metric"]["name"] == "quartet_work_pending"
+
+
+def test_the_figures_that_scale_are_those_of_the_processes() -> None:
+    names = (Path(__file__).parents[2] / "docs/monitoring.md").read_text(encoding="utf-8")
+    scaled = of_kind(manifests(example("node-8-gpus")), "ScaledObject")["quartet-reward"]["spec"]
+    query = scaled["triggers"][0]["metadata"]["query"]
+    assert query == ('clamp_min(max(quartet_buffer_depth{run="helpful-8"}) - max(quartet_scored{run="helpful-8"}), 0)')
+    for name in ("quartet_buffer_depth", "quartet_scored", "quartet_work_pending"):
+        assert f"`{name}`" in names
+
+
+def test_keda_needs_to_know_where_prometheus_is() -> None:
+    values = changed("node-8-gpus", components__reward__autoscaling__keda__serverAddress="")
+    with pytest.raises(helm_python.HelmError, match=r"components\.reward\.autoscaling\.keda\.serverAddress: needed"):
+        manifests(values)
+
+
+def test_nodes_of_one_actor_find_their_leader() -> None:
+    found = manifests(example("two-node-actor"))
+    (group,) = of_kind(found, "LeaderWorkerSet").values()
+    template = group["spec"]["leaderWorkerTemplate"]
+    leader, worker = (template[part]["spec"]["containers"][0] for part in ("leaderTemplate", "workerTemplate"))
+    assert template["size"] == 2
+    assert leader["command"] == worker["command"]
+    assert "--nnodes=2" in leader["command"]
+    assert "--master-addr=$(LWS_LEADER_ADDRESS)" in leader["command"]
+    # Only the leader answers calls.
+    assert "readinessProbe" in leader
+    assert "readinessProbe" not in worker
+    service = of_kind(found, "Service")["quartet-actor"]["spec"]
+    assert service["selector"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
+    assert group["metadata"]["name"] not in of_kind(found, "Service")
+
+
+def test_defaults_hold_for_all_and_a_place_is_replaced_as_a_whole() -> None:
+    found = {
+        template["spec"]["containers"][0]["name"]: template["spec"]
+        for _, template in pod_templates(manifests(example("node-8-gpus")))
+    }
+    assert found["actor"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    assert found["gateway"]["nodeSelector"] == {"kubernetes.io/arch": "amd64"}
+    assert "tolerations" not in found["gateway"]
+    assert found["orchestrator"]["priorityClassName"] == "training"
+
+
+@pytest.mark.parametrize(
+    ("image", "wanted"),
+    [
+        ({}, "quartet:0.1.0-cpu"),
+        ({"tag": "7", "variant": ""}, "quartet:7"),
+        (
+            {"registry": "registry.example.com/", "repository": "ml/quartet", "variant": "cuda"},
+            "registry.example.com/ml/quartet:0.1.0-cuda",
+        ),
+        ({"digest": "sha256:" + "a" * 64}, "quartet@sha256:" + "a" * 64),
+    ],
+)
+def test_an_image_is_a_registry_a_name_and_a_version(image: dict[str, Any], wanted: str) -> None:
+    assert containers(changed("cpu-kind", components__actor__image=image))["actor"]["image"] == wanted
+
+
+def _volumes(template: Manifest) -> set[str]:
+    found = set()
+    for volume in template["spec"]["volumes"]:
+        if "persistentVolumeClaim" in volume:
+            found.add(f"claim {volume['persistentVolumeClaim']['claimName']}")
+        if "secret" in volume:
+            found.add(f"secret {volume['secret']['secretName']}")
+        for source in volume.get("projected", {}).get("sources", []):
+            found.add(f"secret {source['secret']['name']}")
+    return found

@@ -1,0 +1,268 @@
+"""Secrets and certificates that the chart makes: drawn once, kept across upgrades, and good for mutual TLS."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+
+from tests.helm.rendering import NAMESPACE, Manifest, changed, example, manifests, of_kind
+
+CERTIFICATE = "quartet-certificate-"
+
+
+class ApiServer(ThreadingHTTPServer):
+    """As much of a Kubernetes API server as Helm's `lookup` asks: which kinds there are, and one Secret at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.secrets: dict[str, Manifest] = {}
+
+    def keep(self, found: list[Manifest]) -> None:
+        """What an install would leave in the cluster."""
+        self.secrets = of_kind(found, "Secret")
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: ApiServer
+
+    def do_GET(self) -> None:
+        place, _, name = self.path.partition("?")[0].rpartition("/")
+        if place == f"/api/v1/namespaces/{NAMESPACE}/secrets" and name in self.server.secrets:
+            self._answer(200, self.server.secrets[name])
+        elif self.path.startswith("/api/v1/") and name != "v1" and place:
+            self._answer(
+                404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+            )
+        elif self.path.startswith("/api/v1"):
+            kinds = [
+                {"name": "secrets", "singularName": "secret", "namespaced": True, "kind": "Secret", "verbs": ["get"]}
+            ]
+            self._answer(200, {"kind": "APIResourceList", "groupVersion": "v1", "resources": kinds})
+        elif self.path.startswith("/apis"):
+            self._answer(200, {"kind": "APIGroupList", "apiVersion": "v1", "groups": []})
+        elif self.path.startswith("/api"):
+            self._answer(200, {"kind": "APIVersions", "versions": ["v1"]})
+        else:
+            self._answer(200, {"major": "1", "minor": "29", "gitVersion": "v1.29.0"})
+
+    def _answer(self, status: int, content: Manifest) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def api() -> Iterator[ApiServer]:
+    server = ApiServer()
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def cluster(api: ApiServer) -> Iterator[helm_python.Config]:
+    place = f"http://127.0.0.1:{api.server_port}"
+    kubeconfig = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "test", "cluster": {"server": place}}],
+        "users": [{"name": "test", "user": {}}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+        "current-context": "test",
+    }
+    with helm_python.Config(kubeconfig_content=json.dumps(kubeconfig), namespace=NAMESPACE) as config:
+        yield config
+
+
+def secrets(found: list[Manifest]) -> dict[str, dict[str, str]]:
+    """The data of each Secret."""
+    return {name: item["data"] for name, item in of_kind(found, "Secret").items()}
+
+
+def test_what_is_drawn_is_drawn_anew_for_each_release() -> None:
+    first = secrets(manifests(example("cpu-kind")))
+    second = secrets(manifests(changed("cpu-kind", config__run={"name": "other"})))
+    for name in ("quartet-redis", "quartet-rpc-token", "quartet-gateway-tokens"):
+        assert first[name].keys() == second[name].keys()
+        for key, value in first[name].items():
+            assert value != second[name][key]
+            assert len(base64.b64decode(value)) == 48
+    assert first["quartet-gateway-tokens"]["operator"] != first["quartet-gateway-tokens"]["viewer"]
+
+
+def test_an_upgrade_keeps_what_the_cluster_has(api: ApiServer, cluster: helm_python.Config) -> None:
+    installed = manifests(example("cpu-kind"), cluster)
+    api.keep(installed)
+    upgraded = manifests(changed("cpu-kind", config__run={"name": "tiny", "steps": 9}), cluster)
+    assert secrets(upgraded) == secrets(installed)
+    assert len(secrets(installed)) == 11
+
+
+def test_an_upgrade_makes_the_certificate_of_a_new_process_with_the_same_authority(
+    api: ApiServer, cluster: helm_python.Config
+) -> None:
+    before = manifests(changed("cpu-kind", config__algorithm={"estimator": "reinforce"}), cluster)
+    api.keep(before)
+    after = secrets(manifests(example("cpu-kind"), cluster))
+    old = secrets(before)
+    # The critic's process was the reward's.
+    assert set(after) - set(old) == {CERTIFICATE + "critic"}
+    assert after["quartet-ca"] == old["quartet-ca"]
+    assert after[CERTIFICATE + "actor"] == old[CERTIFICATE + "actor"]
+    assert after[CERTIFICATE + "critic"]["ca.crt"] == old["quartet-ca"]["tls.crt"]
+
+
+def test_a_process_with_other_names_gets_another_certificate(api: ApiServer, cluster: helm_python.Config) -> None:
+    api.keep(manifests(example("cpu-kind"), cluster))
+    values = changed("cpu-kind", gateway={"allowedHosts": ["quartet.example.com"]})
+    after = secrets(manifests(values, cluster))
+    for process in ("gateway", "actor"):
+        same = after[CERTIFICATE + process] == api.secrets[CERTIFICATE + process]["data"]
+        assert same == (process == "actor")
+
+
+def test_a_lost_authority_makes_all_certificates_anew(api: ApiServer, cluster: helm_python.Config) -> None:
+    api.keep(manifests(example("cpu-kind"), cluster))
+    del api.secrets["quartet-ca"]
+    after = secrets(manifests(example("cpu-kind"), cluster))
+    for process in ("gateway", "actor", "redis"):
+        assert after[CERTIFICATE + process]["ca.crt"] == after["quartet-ca"]["tls.crt"]
+        assert after[CERTIFICATE + process] != api.secrets[CERTIFICATE + process]["data"]
+
+
+def test_given_secrets_are_not_made() -> None:
+    assert of_kind(manifests(example("two-node-actor")), "Secret") == {}
+    made = of_kind(manifests(example("node-8-gpus")), "Secret")
+    assert set(made) == {"quartet-redis", "quartet-rpc-token", "quartet-gateway-tokens"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The certificates as the pods see them: FOLDER/PROCESS/{tls.crt,tls.key,ca.crt}."""
+    place: Path = tmp_path_factory.mktemp("certificates")
+    for name, data in secrets(manifests(example("cpu-kind"))).items():
+        if name.startswith(CERTIFICATE):
+            process = place / name.removeprefix(CERTIFICATE)
+            process.mkdir()
+            for file, content in data.items():
+                (process / file).write_bytes(base64.b64decode(content))
+    return place
+
+
+@pytest.mark.parametrize(
+    ("server", "name"),
+    [
+        ("actor", "actor.quartet"),
+        ("critic", "critic.quartet"),
+        ("critic", "reward.quartet"),
+        ("reference", "reference.quartet"),
+        ("orchestrator", "orchestrator.quartet"),
+        ("gateway", "gateway.quartet"),
+        ("gateway", "localhost"),
+        ("gateway", "127.0.0.1"),
+        ("gateway", "quartet-gateway.rlhf.svc"),
+        ("redis", "redis.quartet"),
+        ("redis", "quartet-redis"),
+        ("redis", "redis"),
+    ],
+)
+def test_each_proves_its_names_to_the_others(folder: Path, server: str, name: str) -> None:
+    assert _handshake(folder, server, "operator", name) == ("operator.quartet",)
+
+
+def test_a_name_of_another_is_not_believed(folder: Path) -> None:
+    with pytest.raises(ssl.SSLCertVerificationError, match=r"not valid for 'actor\.quartet'"):
+        _handshake(folder, "critic", "operator", "actor.quartet")
+
+
+def test_the_certificates_of_cert_manager_have_the_same_names() -> None:
+    made = of_kind(manifests(example("node-8-gpus")), "Certificate")
+    names = {name.removeprefix("quartet-"): item["spec"].get("dnsNames") for name, item in made.items()}
+    for process in ("actor", "critic", "reward", "reference", "orchestrator", "operator", "prometheus"):
+        assert names[process] == [f"{process}.quartet"]
+    assert names["redis"][:3] == ["redis.quartet", "redis", "localhost"]
+    assert {"gateway.quartet", "quartet.example.com", "localhost", "quartet-gateway"} <= set(names["gateway"])
+    assert made["quartet-ca"]["spec"]["isCA"] is True
+    for name, item in made.items():
+        if name != "quartet-ca":
+            assert {"server auth", "client auth"} <= set(item["spec"]["usages"])
+            assert item["spec"]["secretName"] == CERTIFICATE + name.removeprefix("quartet-")
+
+
+def test_an_issuer_of_the_clusters_own_is_taken_where_it_is_named() -> None:
+    issuer = {"name": "company", "kind": "ClusterIssuer"}
+    found = manifests(changed("node-8-gpus", security__tls__certManager={"issuerRef": issuer}))
+    assert of_kind(found, "Issuer") == {}
+    for item in of_kind(found, "Certificate").values():
+        assert item["spec"]["issuerRef"] == {**issuer, "group": "cert-manager.io"}
+        assert "isCA" not in item["spec"]
+
+
+def test_prometheus_shows_a_certificate_and_checks_each_name() -> None:
+    found = of_kind(manifests(example("node-8-gpus")), "ServiceMonitor")
+    secret = CERTIFICATE + "prometheus"
+    for name, item in found.items():
+        (endpoint,) = item["spec"]["endpoints"]
+        assert endpoint["scheme"] == "https"
+        assert endpoint["tlsConfig"] == {
+            "serverName": f"{name.removeprefix('quartet-')}.quartet",
+            "ca": {"secret": {"name": secret, "key": "ca.crt"}},
+            "cert": {"secret": {"name": secret, "key": "tls.crt"}},
+            "keySecret": {"name": secret, "key": "tls.key"},
+        }
+        replaced = {item["targetLabel"]: item["replacement"] for item in endpoint["relabelings"]}
+        # What the shipped alerts and the dashboard ask by.
+        assert replaced["job"].startswith("quartet")
+        assert replaced["role"] == name.removeprefix("quartet-")
+    gateway = found["quartet-gateway"]["spec"]["endpoints"][0]
+    assert gateway["authorization"]["credentials"] == {"name": "quartet-gateway-tokens", "key": "viewer"}
+
+
+def _handshake(folder: Path, server: str, client: str, name: str) -> tuple[str, ...]:
+    """Mutual TLS between two processes on a pair of sockets; the names that the server saw in the client's certificate."""
+    accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for context, process in ((accepting, server), (asking, client)):
+        context.load_cert_chain(folder / process / "tls.crt", folder / process / "tls.key")
+        context.load_verify_locations(folder / process / "ca.crt")
+    accepting.verify_mode = ssl.CERT_REQUIRED
+    near, far = socket.socketpair()
+    seen: list[tuple[str, ...]] = []
+
+    def serve() -> None:
+        try:
+            with accepting.wrap_socket(near, server_side=True) as connection:
+                peer = connection.getpeercert() or {}
+                seen.append(tuple(value for kind, value in peer.get("subjectAltName", ()) if kind == "DNS"))
+                connection.sendall(b".")
+        except OSError:
+            near.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with asking.wrap_socket(far, server_hostname=name) as connection:
+            connection.recv(1)
+    finally:
+        far.close()
+        thread.join()
+    return seen[0]

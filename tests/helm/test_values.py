@@ -1,0 +1,168 @@
+"""What the chart refuses: values that it does not know, each named by its path, and values that do not fit together."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import helm_python
+import pytest
+
+from quartet.config import Config
+from tests.helm.rendering import CHART, changed, example, manifests, texts
+
+SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+
+TYPOS = {
+    "redis__persistance": ("/redis", "persistance"),
+    "imagePullSecret": ("at ''", "imagePullSecret"),
+    "components__acter": ("/components", "acter"),
+    "components__actor__replcas": ("/components/actor", "replcas"),
+    "components__actor__image__tga": ("/components/actor/image", "tga"),
+    "components__actor__autoscaling": ("/components/actor", "autoscaling"),
+    "components__gateway__gpus": ("/components/gateway", "gpus"),
+    "components__critic__resources__limit": ("/components/critic/resources", "limit"),
+    "components__critic__probes__startup__failureTreshold": ("/components/critic/probes/startup", "failureTreshold"),
+    "components__reward__autoscaling__keda__server": ("/components/reward/autoscaling/keda", "server"),
+    "defaults__nodeselector": ("/defaults", "nodeselector"),
+    "security__tls__enable": ("/security/tls", "enable"),
+    "security__tls__existingSecrets__acter": ("/security/tls/existingSecrets", "acter"),
+    "security__tls__certManager__issuerRef__nmae": ("/security/tls/certManager/issuerRef", "nmae"),
+    "storage__runs__claim": ("/storage/runs", "claim"),
+    "networkPolicy__prometheus__namespaces": ("/networkPolicy/prometheus", "namespaces"),
+    "monitoring__serviceMonitor__intervall": ("/monitoring/serviceMonitor", "intervall"),
+    "gateway__tokens__secret": ("/gateway/tokens", "secret"),
+    "config__algoritm": ("/config", "algoritm"),
+}
+WRONG = {
+    "components__actor__replicas": (2, "/components/actor/replicas"),
+    "components__actor__gpus": ("all", "/components/actor/gpus"),
+    "components__critic__roles": (["critic", "judge"], "/components/critic/roles/1"),
+    "components__reward__autoscaling__kind": ("vpa", "/components/reward/autoscaling/kind"),
+    "components__actor__tolerations": ([{"key": "a", "operater": "Exists"}], "/components/actor/tolerations/0"),
+    "components__actor__extraVolumes": (
+        [{"name": "host", "hostPath": {"path": "/"}}],
+        "/components/actor/extraVolumes/0",
+    ),
+    "components__actor__drainSeconds": (-1, "/components/actor/drainSeconds"),
+    "image__digest": ("sha256:abc", "/image/digest"),
+    "redis__maxmemory": ("6 GB", "/redis/maxmemory"),
+    "storage__runs__accessModes": (["RWX"], "/storage/runs/accessModes/0"),
+    "security__tls__source": ("self", "/security/tls/source"),
+    "config__run__name": ("my run", "/config/run/name"),
+}
+
+
+def refusal(values: dict[str, Any]) -> str:
+    """What Helm says of values that it must refuse."""
+    with pytest.raises(helm_python.HelmError) as error:
+        texts(values)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("path", TYPOS)
+def test_a_typo_is_refused_with_its_path(path: str) -> None:
+    place, word = TYPOS[path]
+    said = refusal(changed("cpu-kind", **{path: {}}))
+    assert place in said
+    assert word in said
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_a_wrong_value_is_refused_with_its_path(path: str) -> None:
+    value, place = WRONG[path]
+    assert place in refusal(changed("cpu-kind", **{path: value}))
+
+
+def test_without_a_run_there_is_nothing_to_install() -> None:
+    said = refusal({})
+    assert "/config" in said
+    assert "actor" in said
+
+
+def test_the_schema_knows_every_value_and_leaves_no_object_open_but_those_of_others() -> None:
+    open_objects = {
+        path
+        for path, node in _nodes(SCHEMA)
+        if node.get("type") == "object" and node.get("additionalProperties", True) is True
+    }
+    # What is inside these, the processes or Kubernetes itself check.
+    config = {path for path in open_objects if path.startswith("/properties/config")}
+    kubernetes = {path for path in open_objects if path.startswith(("/definitions/affinity", "/definitions/extra"))}
+    kubernetes |= {
+        path for path in open_objects if path.startswith(("/definitions/environment", "/definitions/topology"))
+    }
+    assert open_objects - config - kubernetes == {"/properties/global"}
+
+
+def test_the_sections_of_the_config_are_those_of_the_tree() -> None:
+    assert set(SCHEMA["properties"]["config"]["properties"]) == set(Config.model_fields)
+
+
+def test_every_value_is_in_the_readme() -> None:
+    readme = (CHART / "README.md").read_text(encoding="utf-8")
+    # `a.b` and, after it in the same cell, `.c` for `a.c`; or `a`, with its keys named beside it.
+    words = {part for code in re.findall(r"`([^`\n]+)`", readme) for part in re.split(r"[.: ]+", code)}
+    for path, node in _nodes(SCHEMA["properties"]):
+        # The config has a page of its own; names of components and processes are NAME and PROCESS.
+        told_elsewhere = path.startswith("/config") or path.endswith(("/components", "/existingSecrets", "/issuerRef"))
+        for key in () if told_elsewhere else node.get("properties", {}):
+            assert key in words, f"{path}: {key}"
+    for key in [*SCHEMA["definitions"]["multiNode"]["properties"], *SCHEMA["definitions"]["claim"]["properties"]]:
+        assert key in words
+
+
+def test_every_default_is_taken() -> None:
+    with helm_python.Chart.load(CHART) as chart:
+        values = chart.values
+    values["config"] = example("cpu-kind")["config"]
+    assert manifests(values)
+
+
+def test_a_role_that_is_missing_is_named() -> None:
+    assert "no enabled component has the role reward" in refusal(
+        changed("single-node-4-gpus", components__reward={"enabled": False})
+    )
+
+
+def test_a_role_that_is_twice_there_is_named() -> None:
+    said = refusal(changed("single-node-4-gpus", components__critic__roles=["critic", "reward"]))
+    assert "components.reward.roles: reward is in components.critic, too" in said
+
+
+def test_a_pod_that_holds_the_critic_is_not_multiplied() -> None:
+    assert "components.critic.replicas: 2" in refusal(changed("cpu-kind", components__critic__replicas=2))
+
+
+def test_a_pod_that_holds_the_critic_is_not_scaled() -> None:
+    values = changed("cpu-kind", components__critic__enabled=False)
+    values["components"]["reward"] = {"roles": ["reward", "critic"], "autoscaling": {"kind": "hpa"}}
+    assert "components.reward.autoscaling" in refusal(values)
+
+
+def test_plaintext_is_refused_unless_it_is_said_in_words() -> None:
+    assert "security.allowPlaintext true" in refusal(changed("cpu-kind", security__tls__enabled=False))
+
+
+def test_a_password_in_an_address_is_refused() -> None:
+    said = refusal(changed("two-node-actor", redis__external__url="rediss://quartet:secret@redis.example:6379/0"))
+    assert "redis.external.url: holds a password" in said
+    assert "secret@" not in said
+
+
+def test_a_certificate_that_is_missing_is_named() -> None:
+    values = example("two-node-actor")
+    del values["security"]["tls"]["existingSecrets"]["gateway"]
+    assert "security.tls.existingSecrets.gateway: missing" in refusal(values)
+
+
+def _nodes(node: Any, path: str = "") -> Any:
+    if isinstance(node, dict):
+        if "type" in node or "properties" in node:
+            yield path, node
+        for key, value in node.items():
+            yield from _nodes(value, f"{path}/{key}")
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _nodes(value, f"{path}/{index}")
