@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from quartet import codec
 from quartet.config import Config, SecurityConfig, TimeoutsConfig
 from quartet.errors import (
     Cancelled,
@@ -31,6 +32,7 @@ from quartet.rpc.compute import ComputeThread
 from quartet.rpc.credentials import Credentials
 from quartet.rpc.server import Server, check_listen_address
 from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
+from quartet.v1 import actor_pb2, actor_pb2_grpc, update_pb2
 from services.reference.servicer import ReferenceServicer
 from tests.rpc.conftest import TIMEOUTS, Services
 from tests.unit.models import tiny
@@ -139,7 +141,7 @@ def is_served(address: str) -> bool:
     check = health_pb2_grpc.HealthStub(client.peer.channel).Check
     try:
         client.peer.call(check, health_pb2.HealthCheckRequest(), 5, "Check")
-    except ServiceUnavailable:
+    except (ServiceUnavailable, Unanswered):  # Of one that comes as the port is closed, the call is cancelled.
         return False
     finally:
         client.close()
@@ -293,3 +295,14 @@ def test_an_actor_without_a_buffer_says_what_to_set(services: Services, make_con
     config: Any = make_config(buffer={"url": None})
     with pytest.raises(ConfigError, match=r"buffer\.url: null;.*QUARTET_BUFFER_URL"):
         services.build(Role.ACTOR, config)
+
+
+def test_a_caller_that_sets_no_deadline_is_answered(services: Services, make_config: Callable[..., Config]) -> None:
+    config = make_config()
+    server = services.serve(services.build(Role.ACTOR, config))
+    with grpc.insecure_channel(server.address) as channel:
+        stub = actor_pb2_grpc.ActorServiceStub(channel)
+        request = actor_pb2.ActorServiceLogProbsRequest(batch=codec.batch_to_proto(BATCH), temperature=1.0)
+        assert stub.LogProbs(request).log_probs.shape == [11]
+        save = actor_pb2.ActorServiceSaveRequest(run="run", directory="kept", kind=update_pb2.SAVE_KIND_MODEL)
+        assert stub.Save(save).files

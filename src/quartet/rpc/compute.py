@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import defaultdict
@@ -12,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Protocol, TypeVar
 
 from quartet.errors import Cancelled, DeadlinePassed, ServiceBusy
-from quartet.rpc.limits import MAX_PENDING_WORK
+from quartet.rpc.limits import LONGEST_CALL, MAX_PENDING_WORK
 
 Result = TypeVar("Result")
 
@@ -30,9 +29,9 @@ class Caller(Protocol):
 class Gone:
     """Whether a caller went away, and since when."""
 
-    def __init__(self, remaining: float | None) -> None:
-        """``remaining``: seconds for which the caller meant to wait; None: for ever."""
-        self._deadline = math.inf if remaining is None else time.monotonic() + remaining
+    def __init__(self, remaining: float) -> None:
+        """``remaining``: seconds for which the caller meant to wait."""
+        self._deadline = time.monotonic() + remaining
         self.since: float | None = None
 
     def set(self) -> None:
@@ -81,7 +80,7 @@ class ComputeThread:
             self._pending += change
 
     def _run(self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]) -> Result:
-        gone = Gone(caller.time_remaining())
+        gone = Gone(patience_of(caller))
         if not caller.add_callback(gone.set):
             raise Cancelled(f"{kind}: the caller went away")
 
@@ -99,7 +98,7 @@ class ComputeThread:
 
         future = self._executor.submit(timed)
         try:
-            return future.result(timeout=caller.time_remaining())
+            return future.result(timeout=patience_of(caller))
         except FutureTimeoutError:
             gone.set()
             raise DeadlinePassed(f"{kind}: the deadline passed") from None
@@ -127,3 +126,9 @@ class ComputeThread:
     def close(self) -> None:
         """Drops what has not begun. What has begun had its time while the server drained, and ends with the process."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def patience_of(caller: Caller) -> float:
+    """Seconds until the caller's deadline; one that sets no deadline has one all the same."""
+    remaining = caller.time_remaining()
+    return LONGEST_CALL if remaining is None else min(remaining, LONGEST_CALL)

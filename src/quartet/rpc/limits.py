@@ -14,6 +14,9 @@ WORKERS = 32
 MAX_PENDING_WORK = 16
 """Calls that may wait for a compute thread; fewer than WORKERS, so that health and status always find a free one."""
 
+LONGEST_CALL = 24 * 3600.0
+"""Seconds that a call waits for model work at most, whatever deadline its caller set, or none."""
+
 MAX_STREAMS = 16
 """Streams of progress at once; each keeps a thread, and half of WORKERS are to be free for calls."""
 

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 import grpc
 
 from quartet.errors import DeadlinePassed, ServiceBusy
-from quartet.rpc.compute import ComputeThread
+from quartet.rpc.compute import ComputeThread, patience_of
 from quartet.rpc.limits import MAX_PENDING_SAVES
 from quartet.types import SavedFile, ServiceStatus
 
@@ -77,8 +77,7 @@ class TrainedRole(ModelRole[AnyCore]):
         if not self._places.acquire(blocking=False):
             raise ServiceBusy(f"save: {MAX_PENDING_SAVES} saves wait already; send fewer at once")
         try:
-            remaining = context.time_remaining()
-            if not self._saving.acquire(timeout=-1 if remaining is None else max(remaining, 0.0)):
+            if not self._saving.acquire(timeout=max(patience_of(context), 0.0)):
                 raise DeadlinePassed("save: the deadline passed while an earlier save was written")
             try:
                 write, version = self.compute.run("save", context, lambda _: snapshot())
