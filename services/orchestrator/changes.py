@@ -22,6 +22,8 @@ HIGHEST = 10.0
 """A setting may grow to so many times its configured value, a KL coefficient to 1 at least."""
 SMALLEST_STEERED = 1e-6
 """A KL controller that multiplies never leaves 0, so with one the coefficient stays at this or above."""
+LONGEST_WHO = 200
+"""Characters of a name that is kept with every change, for as long as the run lasts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ class Changes:
                 raise FailedPrecondition(
                     "settings: the run has not begun yet, or is going back; wait until its state is training"
                 )
+            if len(who) > LONGEST_WHO or not who.isprintable():
+                raise InvalidRequest(f"who: expected one line of at most {LONGEST_WHO} characters, got {len(who)}")
             first, at = self._begun + 1, time.time()
             if not values:
                 raise InvalidRequest(f"settings: none given; expected some of {', '.join(self._names())}")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import grpc
 
-from quartet.errors import ServiceBusy
-from quartet.rpc.limits import MAX_STREAMS
 from quartet.types import Role, ServiceStatus
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from services.orchestrator.commands import Commands
@@ -34,7 +31,6 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     def __init__(self, board: ProgressBoard, commands: Commands, close: Callable[[], None] = lambda: None) -> None:
         """``close`` is called at the end of the process, where the training may be in the middle of a step."""
         self._board, self._commands, self._close = board, commands, close
-        self._streams = threading.BoundedSemaphore(MAX_STREAMS)
 
     def register(self, server: grpc.Server) -> None:
         """Adds this servicer."""
@@ -63,16 +59,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: orchestrator_pb2.WatchProgressRequest, context: grpc.ServicerContext
     ) -> Iterator[orchestrator_pb2.WatchProgressResponse]:
         """Every step as it is committed and every change of phase."""
-        if not self._streams.acquire(blocking=False):
-            raise ServiceBusy(f"WatchProgress: {MAX_STREAMS} watch already; end one of them, or ask with GetProgress")
-        try:
-            for progress in self._board.watch(request.after_step):
-                if not context.is_active():
-                    return
-                if progress is not None:
-                    yield orchestrator_pb2.WatchProgressResponse(progress=_to_proto(progress))
-        finally:
-            self._streams.release()
+        for progress in self._board.watch(request.after_step):
+            if not context.is_active():
+                return
+            if progress is not None:
+                yield orchestrator_pb2.WatchProgressResponse(progress=_to_proto(progress))
 
     def Stop(
         self, request: orchestrator_pb2.StopRequest, context: grpc.ServicerContext

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,12 @@ from quartet.v1 import (
     trajectory_pb2,
     update_pb2,
 )
+
+MAX_EPOCHS = 1000
+"""Most passes over one step's experience that a request may ask for: an update cannot be interrupted."""
+
+LARGEST = 1e30
+"""Largest setting that a request may hold: what is computed in single precision ends at 3e38."""
 
 MAX_RESPONSE_TOKENS = 1_048_576
 """Most tokens of a response that a request may ask for."""
@@ -152,8 +157,8 @@ def sampling_from_proto(message: trajectory_pb2.SamplingParameters) -> SamplingP
         raise InvalidRequest(
             f"sampling.max_response_tokens {message.max_response_tokens}: expected 1 to {MAX_RESPONSE_TOKENS}"
         )
-    if not (math.isfinite(message.temperature) and message.temperature >= 0):
-        raise InvalidRequest(f"sampling.temperature {message.temperature}: expected 0 or more")
+    if not 0 <= message.temperature <= LARGEST:
+        raise InvalidRequest(f"sampling.temperature {message.temperature}: expected 0 to {LARGEST:g}")
     if not 0 < message.top_p <= 1:
         raise InvalidRequest(f"sampling.top_p {message.top_p}: expected more than 0 and at most 1")
     return SamplingParameters(
@@ -256,6 +261,8 @@ def optimization_from_proto(message: update_pb2.OptimizationSettings) -> Optimiz
     """Optimisation settings from their message. Raises InvalidRequest."""
     if message.mini_batches < 1:
         raise InvalidRequest("optimization.mini_batches 0: expected at least 1")
+    if message.epochs > MAX_EPOCHS:
+        raise InvalidRequest(f"optimization.epochs {message.epochs}: expected at most {MAX_EPOCHS}")
     _require_non_negative(message, "learning_rate", "max_grad_norm")
     return OptimizationSettings(
         epochs=message.epochs,
@@ -371,17 +378,17 @@ def saved_file_from_proto(message: update_pb2.SavedFile) -> SavedFile:
 
 
 def positive(value: float, name: str) -> float:
-    """The value, when finite and more than 0. Raises InvalidRequest."""
-    if not (math.isfinite(value) and value > 0):
-        raise InvalidRequest(f"{name} {value}: expected more than 0")
+    """The value, when more than 0 and at most LARGEST. Raises InvalidRequest."""
+    if not 0 < value <= LARGEST:
+        raise InvalidRequest(f"{name} {value}: expected more than 0 and at most {LARGEST:g}")
     return value
 
 
 def _require_non_negative(message: Any, *names: str) -> None:
     for name in names:
         value = getattr(message, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise InvalidRequest(f"{name} {value}: expected 0 or more")
+        if not 0 <= value <= LARGEST:
+            raise InvalidRequest(f"{name} {value}: expected 0 to {LARGEST:g}")
 
 
 def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:

@@ -12,16 +12,26 @@ from pathlib import Path, PurePosixPath
 from quartet.errors import InvalidRequest, MismatchError, StorageFailed
 from quartet.types import SavedFile
 
+LONGEST_NAME, LONGEST_PATH = 200, 1000
+"""Bytes of a path and of each of its parts that a caller may give: less than what file systems take, as more is added to it."""
+
 
 def confined(root: Path, relative: str) -> Path:
-    """``root / relative``. Raises InvalidRequest unless that lies below the root, also through links."""
+    """``root / relative``. Raises InvalidRequest unless that lies below the root, also through links, and may be a directory."""
     path = PurePosixPath(relative)
     # The root itself is refused too: what is saved there would take the place of the whole run.
     if not path.parts or path.is_absolute() or ".." in path.parts or "\\" in relative or "\0" in relative:
         raise InvalidRequest(f"directory {relative!r}: expected a path below the run's directory, such as policy")
+    if len(relative.encode()) > LONGEST_PATH or max(len(part.encode()) for part in path.parts) > LONGEST_NAME:
+        raise InvalidRequest(
+            f"directory of {len(relative)} characters: expected at most {LONGEST_PATH} bytes, {LONGEST_NAME} in each name"
+        )
     target = root / path
     if root.resolve() not in target.resolve().parents:
         raise InvalidRequest(f"directory {relative!r}: leaves the run's directory")
+    for place in (target, *target.parents[: len(path.parts) - 1]):
+        if place.exists() and not place.is_dir():
+            raise InvalidRequest(f"directory {relative!r}: {place.relative_to(root)} is a file")
     return target
 
 

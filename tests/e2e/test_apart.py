@@ -26,7 +26,7 @@ from tests.e2e.commands import QUARTET, Command
 from tests.e2e.conftest import Run, figures, weights
 
 ROLES = ("actor", "critic", "reward", "reference")
-PASSWORD = "a p@ss/word:with?signs"
+PASSWORD = "a p@ss/word:with?signs"  # pragma: allowlist secret - the test's own
 
 
 def free_ports(count: int) -> list[int]:

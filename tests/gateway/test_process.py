@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import structlog
@@ -29,14 +29,15 @@ PATIENCE = 30.0
 class Process:
     """A gateway's process, told to say through a pipe when it is ready."""
 
-    def __init__(self, *arguments: str, pipe: bool = True, **environment: str) -> None:
+    def __init__(self, *arguments: str, pipe: bool = True, output: BinaryIO | None = None, **environment: str) -> None:
+        """``output`` takes what it prints and logs: what nobody reads from a pipe would stop it."""
         reader, writer = os.pipe()
         command = [sys.executable, "-m", "gateway", *arguments, *(["--ready-fd", str(writer)] if pipe else [])]
         inherited = {name: value for name, value in os.environ.items() if name not in (OPERATOR, VIEWER)}
         self.process = subprocess.Popen(
             command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output or subprocess.PIPE,
+            stderr=output or subprocess.PIPE,
             text=True,
             env={**inherited, "OMP_NUM_THREADS": "1", **environment},
             pass_fds=(writer,) if pipe else (),

@@ -218,7 +218,7 @@ def test_there_are_no_scripts(server: Started) -> None:
 def test_nobody_gets_in_without_the_password(server: Started) -> None:
     place = server.url.rpartition("@")[2]
     with pytest.raises(ConfigError):
-        connect(f"redis://quartet:wrong@{place}")
+        connect(f"redis://quartet:wrong@{place}")  # pragma: allowlist secret - a wrong one
     with pytest.raises(ConfigError):
         connect(f"redis://{place}")
 

@@ -30,10 +30,13 @@ from quartet.rpc import channels
 from quartet.rpc.clients import CriticClient, ReferenceClient, RewardClient
 from quartet.rpc.compute import ComputeThread
 from quartet.rpc.credentials import Credentials
+from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_PENDING_SAVES, MAX_PENDING_WORK, MAX_STREAMS, WORKERS
 from quartet.rpc.server import Server, check_listen_address
+from quartet.rpc.status_codes import code_of
 from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
 from quartet.v1 import actor_pb2, actor_pb2_grpc, update_pb2
 from services.reference.servicer import ReferenceServicer
+from tests.e2e.commands import wait_until
 from tests.rpc.conftest import TIMEOUTS, Services
 from tests.unit.models import tiny
 
@@ -306,3 +309,56 @@ def test_a_caller_that_sets_no_deadline_is_answered(services: Services, make_con
         assert stub.LogProbs(request).log_probs.shape == [11]
         save = actor_pb2.ActorServiceSaveRequest(run="run", directory="kept", kind=update_pb2.SAVE_KIND_MODEL)
         assert stub.Save(save).files
+
+
+def test_streams_are_bounded_so_that_health_and_status_always_answer(services: Services, gate: Gate) -> None:
+    server = services.serve(ReferenceServicer(gate, ComputeThread(), 1))  # type: ignore[arg-type]
+    with grpc.insecure_channel(server.address) as channel:
+        health, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+        streams = [health.Watch(request, timeout=30) for _ in range(MAX_STREAMS)]
+        for stream in streams:
+            assert next(stream).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as refused:
+            next(health.Watch(request, timeout=30))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.value.details() == "16 streams are open already; close some"
+        for _ in range(3):
+            assert health.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.SERVING
+        for stream in streams:
+            stream.cancel()
+
+        def again() -> bool:
+            try:
+                return bool(next(health.Watch(request, timeout=5)).status)
+            except grpc.RpcError:
+                return False
+
+        assert wait_until(again, 10)
+
+
+def test_what_may_wait_at_once_leaves_workers_for_health_and_status() -> None:
+    # The functions of a reward service have a thread of their own to wait for; actor and critic save.
+    assert 2 * MAX_PENDING_WORK + 2 * MAX_PENDING_SAVES + MAX_STREAMS < WORKERS
+    assert WORKERS <= MAX_CONCURRENT_CALLS
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("short", "short"),
+        ("x" * 512, "x" * 512),
+        ("é" * 600, "é" * 512 + "... (600 characters)"),
+        ("two\nlines\x1b[31m\u202e", "two\\nlines\\x1b[31m\\u202e"),
+    ],
+)
+def test_a_text_that_leaves_is_short_and_one_line(text: str, expected: str) -> None:
+    assert code_of(InvalidRequest(text)) == (grpc.StatusCode.INVALID_ARGUMENT, expected)
+
+
+def test_the_longest_text_arrives_with_its_status(services: Services, gate: Gate) -> None:
+    server = services.serve(ReferenceServicer(gate, ComputeThread(), 1))  # type: ignore[arg-type]
+    gate.failure = FailedPrecondition("\U0001f600" * 100_000)
+    gate.release.set()
+    client = services.client(Role.REFERENCE, server)
+    with pytest.raises(FailedPrecondition, match="100000 characters"):
+        client.log_probs(BATCH, 1.0).result()

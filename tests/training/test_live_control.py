@@ -143,6 +143,16 @@ def test_what_is_out_of_bounds_is_refused_and_nothing_changes(
     assert {step["kl_coefficient"] for step in run.metrics} == {0.05}
 
 
+@pytest.mark.parametrize("who", ["x" * 201, "two\nlines"])
+def test_who_changes_a_setting_is_one_line_and_short(make: MakeConfig, who: str) -> None:
+    config = make(**PPO)
+    changes = Changes(config, training.RunFiles(config.run_directory))
+    changes.resume(0, 0.05)
+    with pytest.raises(InvalidRequest, match="who: expected one line of at most 200 characters"):
+        changes.change({"kl_coefficient": 0.1}, who)
+    assert {setting.value for setting in changes.settings() if setting.name == "kl_coefficient"} == {0.05}
+
+
 def test_nothing_can_be_changed_before_the_run_has_begun_or_in_its_last_step(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

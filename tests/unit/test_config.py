@@ -253,13 +253,13 @@ def test_a_wrong_override_is_blamed_and_not_the_line_that_it_replaces(tmp_path: 
 @pytest.mark.parametrize(
     "url",
     [
-        "redis://:s3cret@host:6379/0",
-        "redis://user:s3cret@host:6379/0",
-        "redis://user:s3cret:s3cret@host/0",
-        "redis://user:s3cret@s3cret@host/0",
-        "redis://:s3cret/s3cret@host/0",
+        "redis://:s3cret@host:6379/0",  # pragma: allowlist secret - an example
+        "redis://user:s3cret@host:6379/0",  # pragma: allowlist secret - an example
+        "redis://user:s3cret:s3cret@host/0",  # pragma: allowlist secret - an example
+        "redis://user:s3cret@s3cret@host/0",  # pragma: allowlist secret - an example
+        "redis://:s3cret/s3cret@host/0",  # pragma: allowlist secret - an example
         "unix:///run/redis.sock?password=s3cret&db=1",
-        "unix://user:s3cret@/run/redis.sock",
+        "unix://user:s3cret@/run/redis.sock",  # pragma: allowlist secret - an example
         "rediss://host/0?db=2&password=s3cret",
     ],
 )
@@ -417,10 +417,11 @@ def test_advantages_are_normalised_as_the_estimator_does_unless_told(
 @pytest.mark.parametrize(
     "telemetry",
     [
-        {"traces": "http://bob:secret@collector:4318"},
-        {"traces": "http://bob:sec/secret@collector:4318"},
+        {"traces": "http://bob:secret@collector:4318"},  # pragma: allowlist secret - an example
+        {"traces": "http://bob:sec/secret@collector:4318"},  # pragma: allowlist secret - an example
         {"traces": "http://collector:4318/v1/traces?password=secret"},
-        {"mlflow": {"uri": "https://bob:secret@tracking"}},
+        {"mlflow": {"uri": "https://bob:secret@tracking"}},  # pragma: allowlist secret - an example
+        # pragma: allowlist nextline secret - an example
         {"mlflow": {"uri": "postgresql+psycopg2://bob:secret@database/figures"}},
     ],
 )

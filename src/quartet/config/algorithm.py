@@ -119,7 +119,7 @@ class AlgorithmConfig(Section):
     """Values count within this distance of those at generation; 0 is off."""
     entropy_bonus: NonNegative = 0.0
     """Weight of the entropy in the policy loss."""
-    epochs: Count = 4
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 4
     """Passes over a step's experience."""
     mini_batches: Count = 1
     """Optimizer steps per pass."""

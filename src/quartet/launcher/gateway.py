@@ -26,7 +26,7 @@ NICENESS = 5
 """Of a run's gateway: where cores are few, the run has them first."""
 POLL = 0.02
 """Seconds between looks at a process that is getting ready."""
-_ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - what to dial, not where to listen
 
 
 class Gateway(Service):

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Never from the checkpoint: its code could do anything, and so could a pickle.
 _SAFE = {"trust_remote_code": False}
+# While it loads, transformers puts functions of its classes aside: two at once may put each other's back, and tied weights stay
+# untied in this process for good.
+_loading = threading.Lock()
 
 
 def load_tokenizer(model: str | Path) -> Any:
@@ -212,7 +216,7 @@ def _load_config(model: str | Path) -> Any:
 def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) -> Any:
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
-    with _explained(model, "weights"), quiet():
+    with _explained(model, "weights"), _loading, quiet():
         loaded, report = kind.from_pretrained(
             str(model), config=config, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True, **_SAFE
         )

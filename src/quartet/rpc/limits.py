@@ -8,17 +8,17 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 MAX_CONCURRENT_CALLS = 64
 """Calls that a server works on at once; further ones answer RESOURCE_EXHAUSTED."""
 
-WORKERS = 32
-"""Threads that answer calls. Model work has one thread of its own, so these mostly wait."""
+WORKERS = MAX_CONCURRENT_CALLS
+"""Threads that answer calls. Model work has one thread of its own, so these mostly wait: all that may wait at once is less."""
+
+MAX_STREAMS = 16
+"""Streams that a server keeps open at once, each of which holds a worker."""
 
 MAX_PENDING_WORK = 16
 """Calls that may wait for a compute thread; fewer than WORKERS, so that health and status always find a free one."""
 
 LONGEST_CALL = 24 * 3600.0
 """Seconds that a call waits for model work at most, whatever deadline its caller set, or none."""
-
-MAX_STREAMS = 16
-"""Streams of progress at once; each keeps a thread, and half of WORKERS are to be free for calls."""
 
 MAX_PENDING_SAVES = 4
 """Saves that one role may have in hand, the one that is written included; with the work that waits still fewer than WORKERS."""

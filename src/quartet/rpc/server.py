@@ -14,10 +14,10 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from quartet import __version__, codec
-from quartet.errors import ConfigError, InvalidRequest
+from quartet.errors import ConfigError, InvalidRequest, ServiceBusy
 from quartet.rpc.credentials import LOCAL, AccessInterceptor, Credentials
 from quartet.rpc.health import HealthListener
-from quartet.rpc.limits import MAX_CONCURRENT_CALLS, SERVER_OPTIONS, WORKERS
+from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_STREAMS, SERVER_OPTIONS, WORKERS
 from quartet.rpc.observation import Observer
 from quartet.rpc.status_codes import code_of
 from quartet.types import Role, ServiceStatus
@@ -59,7 +59,13 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
 
 
 class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Turns domain exceptions into status codes. The cause goes to the log, only safe text leaves the process."""
+    """Turns domain exceptions into status codes. The cause goes to the log, only safe text leaves the process.
+
+    And bounds the streams of the process: each holds a thread for as long as its caller likes.
+    """
+
+    def __init__(self) -> None:
+        self._streams = threading.BoundedSemaphore(MAX_STREAMS)
 
     def intercept_service(
         self,
@@ -92,11 +98,18 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
 
         return guarded
 
-    @staticmethod
-    def _guard_stream(behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
-        def guarded(request: Any, context: grpc.ServicerContext) -> Any:
+    def _guard_stream(self, behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
+        def bounded(request: Any, context: grpc.ServicerContext) -> Any:
+            if not self._streams.acquire(blocking=False):
+                raise ServiceBusy(f"{MAX_STREAMS} streams are open already; close some")
             try:
                 yield from behaviour(_whole(request), context)
+            finally:
+                self._streams.release()
+
+        def guarded(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                yield from bounded(request, context)
             except Exception as error:
                 _abort(error, method, context)
 
@@ -128,7 +141,7 @@ def _abort(error: Exception, method: str, context: grpc.ServicerContext) -> None
     if code is grpc.StatusCode.INTERNAL:
         log.error("call failed", method=method, code=code.name, exc_info=error)
     else:
-        log.warning("call refused", method=method, code=code.name, error=str(error))
+        log.warning("call refused", method=method, code=code.name, error=text)
     context.abort(code, text)
 
 

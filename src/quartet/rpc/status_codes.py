@@ -24,6 +24,9 @@ CODES: tuple[tuple[type[errors.QuartetError], grpc.StatusCode], ...] = (
     (errors.QuartetError, grpc.StatusCode.INTERNAL),
 )
 
+LONGEST_TEXT = 512
+"""Characters of a text that leaves the process. gRPC sends it as a header, at most 9 bytes each, and refuses headers of 16 KiB:
+the caller would get neither text nor status."""
 INTERNAL_TEXT = "internal error; the service's log has the cause"
 
 
@@ -31,8 +34,15 @@ def code_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     """The status code of an exception and the text that may leave the process: unforeseen errors keep theirs inside."""
     for kind, code in CODES:
         if isinstance(error, kind):
-            return code, str(error)
+            return code, brief(str(error))
     return grpc.StatusCode.INTERNAL, INTERNAL_TEXT
+
+
+def brief(text: str) -> str:
+    """The text, whatever a caller had put into it: its beginning, in one line."""
+    shown = text[:LONGEST_TEXT]
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in shown)[:LONGEST_TEXT]
+    return shown if len(text) <= LONGEST_TEXT else f"{shown}... ({len(text)} characters)"
 
 
 def error_of(code: grpc.StatusCode, text: str, where: str, timeout: float) -> errors.QuartetError:

@@ -613,7 +613,7 @@ class ChangeSettingsRequest(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     WHO_FIELD_NUMBER: _builtins.int
     who: _builtins.str
-    """Who asks for it; one line."""
+    """Who asks for it; one line of at most 200 characters."""
     @_builtins.property
     def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """New values by name of the setting."""

@@ -58,7 +58,7 @@ class OptimizationSettings(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     SKIP_NON_FINITE_FIELD_NUMBER: _builtins.int
     epochs: _builtins.int
-    """Passes over the experience. 0 takes note of the step and leaves the weights as they are."""
+    """Passes over the experience. 0 takes note of the step and leaves the weights as they are. At most 1000."""
     mini_batches: _builtins.int
     """Optimizer steps per pass, at least 1 and at most the number of sequences."""
     learning_rate: _builtins.float

@@ -16,7 +16,7 @@ from quartet.cli.api import TOKEN, Api, Target, find
 from quartet.cli.control import change, pause
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 
-SECRET = "a-token-of-twenty-signs"
+SECRET = "a-token-of-twenty-signs"  # pragma: allowlist secret - of this test alone
 Answer = tuple[int, str, bytes]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+import transformers
 
 from quartet.errors import ModelError
 from quartet.models.loading import (
@@ -109,7 +111,7 @@ def truncated(directory: Path) -> Path:
 def pickled(directory: Path) -> Path:
     (directory / "model.safetensors").unlink()
     # Whole and harmless, so that only the rule against pickles refuses it.
-    torch.save(tiny.causal("llama").state_dict(), directory / "pytorch_model.bin")
+    torch.save(tiny.causal("llama").state_dict(), directory / "pytorch_model.bin")  # noqa: TID251 - a file that is to be refused
     return directory
 
 
@@ -248,3 +250,12 @@ def test_saving_again_replaces_the_whole_directory(tmp_path: Path) -> None:
     assert not (tmp_path / "p" / "leftover").exists()
     assert torch.equal(load_causal_lm(tmp_path / "p")(IDS).logits, tiny.causal("llama", seed=1)(IDS).logits)
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_models_that_are_loaded_at_once_leave_the_library_as_it_was(tmp_path: Path) -> None:
+    saved = tiny.saved(tiny.causal("llama"), tmp_path / "model")
+    before = transformers.PreTrainedModel.tie_weights
+    with ThreadPoolExecutor(4) as pool:
+        for loaded in [pool.submit(load_causal_lm, saved, "float32", "cpu") for _ in range(24)]:
+            loaded.result()
+    assert transformers.PreTrainedModel.tie_weights is before

@@ -1,0 +1,188 @@
+"""A request for every method that the service takes as it stands: mutations of it get deep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from quartet import codec
+from quartet.types import TokenBatch
+from quartet.v1 import (
+    actor_pb2,
+    critic_pb2,
+    orchestrator_pb2,
+    reference_pb2,
+    reward_pb2,
+    status_pb2,
+    tensor_pb2,
+    trajectory_pb2,
+    update_pb2,
+)
+from tests.unit.models import tiny
+
+RUN = "fuzz"
+CHECKPOINT = "checkpoints/first"
+"""Directory of a checkpoint of the initial model, by Restore's and Save's reckoning."""
+CHECKPOINT_EVERY = 4
+"""Steps between the checkpoints of the run whose orchestrator is fuzzed."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a process stands: what a request must fit."""
+
+    run: str = ""
+    step: int = 0
+    policy_version: int = 0
+    leader_epoch: int = 1
+    broken: bool = False
+
+
+def ints(values: list[int]) -> tensor_pb2.Tensor:
+    return codec.tensor_to_proto(np.array(values, np.int32))
+
+
+def _batch(random: Random) -> trajectory_pb2.TokenBatch:
+    sequences = random.randint(1, 4)
+    prompts, responses = ([random.randint(1, 8) for _ in range(sequences)] for _ in range(2))
+    tokens = [random.randrange(tiny.VOCABULARY) for _ in range(sum(prompts) + sum(responses))]
+    batch = TokenBatch(np.array(tokens, np.int32), np.array(prompts, np.int32), np.array(responses, np.int32))
+    return codec.batch_to_proto(batch)
+
+
+def _generate(random: Random, now: Standing) -> Message:
+    lengths = [random.randint(1, 6) for _ in range(random.randint(1, 3))]
+    return actor_pb2.GenerateRequest(
+        run=RUN,
+        step=now.step + 1,
+        leader_epoch=now.leader_epoch,
+        prompt_ids=ints([random.randrange(tiny.VOCABULARY) for _ in range(sum(lengths))]),
+        prompt_lengths=ints(lengths),
+        prompts=random.sample(range(1000), len(lengths)),
+        samples_per_prompt=random.randint(1, 2),
+        sampling=trajectory_pb2.SamplingParameters(
+            max_response_tokens=random.randint(1, 6), temperature=1.0, top_p=0.9, top_k=random.choice([0, 5])
+        ),
+        seed=1,
+        policy_version=now.policy_version,
+    )
+
+
+def _optimization(random: Random) -> update_pb2.OptimizationSettings:
+    return update_pb2.OptimizationSettings(
+        epochs=random.randint(0, 2),
+        mini_batches=random.randint(1, 2),
+        learning_rate=1e-4,
+        max_grad_norm=1.0,
+        seed=1,
+        skip_non_finite=random.random() < 0.5,
+    )
+
+
+def _actor_update(random: Random, now: Standing) -> Message:
+    loss = actor_pb2.PolicyLossSettings(
+        temperature=1.0,
+        clip_low=0.2,
+        clip_high=0.2,
+        kl_loss=random.choice([actor_pb2.KL_LOSS_NONE, actor_pb2.KL_LOSS_K2, actor_pb2.KL_LOSS_K3]),
+        kl_loss_coefficient=0.1,
+        ratio_level=random.choice([actor_pb2.RATIO_LEVEL_TOKEN, actor_pb2.RATIO_LEVEL_SEQUENCE]),
+        aggregation=random.choice([actor_pb2.LOSS_AGGREGATION_TOKEN_MEAN, actor_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN]),
+    )
+    return actor_pb2.ActorServiceUpdateRequest(
+        run=RUN, step=now.step + 1, leader_epoch=now.leader_epoch, optimization=_optimization(random), loss=loss
+    )
+
+
+def _critic_update(random: Random, now: Standing) -> Message:
+    return critic_pb2.CriticServiceUpdateRequest(
+        run=RUN,
+        step=now.step + 1,
+        leader_epoch=now.leader_epoch,
+        optimization=_optimization(random),
+        loss=critic_pb2.ValueLossSettings(value_clip=0.2),
+    )
+
+
+def _save(kind: Callable[..., Message]) -> Callable[[Random, Standing], Message]:
+    return lambda random, now: kind(
+        run=RUN,
+        leader_epoch=now.leader_epoch,
+        directory=f"saved/{random.randrange(3)}",
+        kind=random.choice([update_pb2.SAVE_KIND_CHECKPOINT, update_pb2.SAVE_KIND_MODEL, update_pb2.SAVE_KIND_ADAPTER]),
+        **({"step": now.step} if random.random() < 0.5 else {}),
+    )
+
+
+def _restore(kind: Callable[..., Message]) -> Callable[[Random, Standing], Message]:
+    def restore(random: Random, now: Standing) -> Message:
+        at = {} if random.random() < 0.5 else {"step": 1, "directory": CHECKPOINT}
+        return kind(run=RUN, leader_epoch=now.leader_epoch, **at)
+
+    return restore
+
+
+def _log_probs(kind: Callable[..., Message]) -> Callable[[Random, Standing], Message]:
+    return lambda random, now: kind(batch=_batch(random), temperature=random.choice([1.0, 0.7]))
+
+
+def _score(random: Random, now: Standing) -> Message:
+    batch = _batch(random)
+    sequences = len(batch.prompt_lengths.data) // 4
+    fields = ['{"answer": "7"}', "{}", '{"nested": {"list": [1, null]}}']
+    return reward_pb2.ScoreRequest(batch=batch, fields=[random.choice(fields) for _ in range(sequences)])
+
+
+def _change_settings(random: Random, now: Standing) -> Message:
+    values = {"kl_coefficient": random.random(), "actor.learning_rate": random.random() * 1e-3}
+    return orchestrator_pb2.ChangeSettingsRequest(values=values, who="fuzz")
+
+
+def _roll_back(random: Random, now: Standing) -> Message:
+    return orchestrator_pb2.RollBackRequest(step=now.step // CHECKPOINT_EVERY * CHECKPOINT_EVERY)
+
+
+def _constant(message: Message) -> Callable[[Random, Standing], Message]:
+    return lambda random, now: type(message).FromString(message.SerializeToString())
+
+
+_SERVICES = ("", "quartet.v1.ActorService", "quartet.v1.OrchestratorService", "quartet.v1.RewardService")
+
+
+def _health(random: Random, now: Standing) -> Message:
+    return health_pb2.HealthCheckRequest(service=random.choice(_SERVICES))
+
+
+SEEDS: dict[str, Callable[[Random, Standing], Message]] = {
+    "/quartet.v1.ActorService/Generate": _generate,
+    "/quartet.v1.ActorService/LogProbs": _log_probs(actor_pb2.ActorServiceLogProbsRequest),
+    "/quartet.v1.ActorService/Update": _actor_update,
+    "/quartet.v1.ActorService/Save": _save(actor_pb2.ActorServiceSaveRequest),
+    "/quartet.v1.ActorService/Restore": _restore(actor_pb2.ActorServiceRestoreRequest),
+    "/quartet.v1.CriticService/Values": lambda random, now: critic_pb2.ValuesRequest(batch=_batch(random)),
+    "/quartet.v1.CriticService/Update": _critic_update,
+    "/quartet.v1.CriticService/Save": _save(critic_pb2.CriticServiceSaveRequest),
+    "/quartet.v1.CriticService/Restore": _restore(critic_pb2.CriticServiceRestoreRequest),
+    "/quartet.v1.RewardService/Score": _score,
+    "/quartet.v1.ReferenceService/LogProbs": _log_probs(reference_pb2.ReferenceServiceLogProbsRequest),
+    "/quartet.v1.OrchestratorService/GetProgress": _constant(orchestrator_pb2.GetProgressRequest()),
+    "/quartet.v1.OrchestratorService/WatchProgress": lambda random, now: orchestrator_pb2.WatchProgressRequest(
+        after_step=max(0, now.step - random.randrange(3))
+    ),
+    "/quartet.v1.OrchestratorService/Stop": _constant(orchestrator_pb2.StopRequest()),
+    "/quartet.v1.OrchestratorService/Pause": _constant(orchestrator_pb2.PauseRequest()),
+    "/quartet.v1.OrchestratorService/Resume": _constant(orchestrator_pb2.ResumeRequest()),
+    "/quartet.v1.OrchestratorService/Checkpoint": _constant(orchestrator_pb2.CheckpointRequest()),
+    "/quartet.v1.OrchestratorService/RollBack": _roll_back,
+    "/quartet.v1.OrchestratorService/GetSettings": _constant(orchestrator_pb2.GetSettingsRequest()),
+    "/quartet.v1.OrchestratorService/ChangeSettings": _change_settings,
+    "/quartet.v1.StatusService/GetStatus": _constant(status_pb2.GetStatusRequest()),
+    "/grpc.health.v1.Health/Check": _health,
+    "/grpc.health.v1.Health/Watch": _health,
+}
+"""By path. A method without one is a failure of the tests: what nobody can call well is not fuzzed in depth either."""
