@@ -19,7 +19,6 @@ from quartet.config import Config, parse_config, redact_url
 from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.rpc.authority import Authority
 
-
 ENCODED, MINE = ":p%40ss%2Fw%3Ard@", ":mine@"
 
 
