@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PARITY := build/parity-venv
 PYTEST_ARGS ?=
+# Tests of processes mostly wait: two at a time keep two cores busy.
+TEST_WORKERS ?= 2
 CHAOS_ARGS ?=
 SOAK_ARGS ?=
 DURABILITY_ARGS ?=
@@ -36,7 +38,7 @@ demo: $(VENV)/.installed ## Train a tiny model from nothing and show what change
 	$(BIN)/quartet demo
 
 test: $(VENV)/.installed-dev ## Run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 chaos: $(VENV)/.installed-dev ## Kill and stop every process at every moment of a step; write docs/durability.md
 	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
