@@ -24,7 +24,7 @@ from typing import Any
 import structlog
 
 from gateway.settings import GatewaySettings
-from quartet.buffer.address import buffer_url
+from quartet.buffer.address import buffer_url, settings_of_environment
 from quartet.config import Config, GatewayConfig, load_config
 from quartet.errors import ConfigError, QuartetError
 from quartet.rpc.access import GATEWAY
@@ -117,7 +117,7 @@ def _serve(options: argparse.Namespace, announce: Any) -> None:
             allowed_hosts=(*section.allowed_hosts, *options.allow_host),
             start_runs=_is_loopback(address) if section.start_runs is None else section.start_runs,
             requests_per_second=section.requests_per_second,
-            buffer_url=_buffer_url(config, credentials),
+            buffer_url=None if config is None else buffer_url(config, credentials.folder),
             credentials=credentials,
             certificate=section.certificate,
             key=section.key,
@@ -201,7 +201,7 @@ def _config(options: argparse.Namespace) -> Config | None:
     if options.config is None:
         return None
     first, *layers = options.config
-    return load_config(first, [], layers)
+    return load_config(first, settings_of_environment(), layers)
 
 
 def _check_plaintext(listen: str, allowed: bool) -> None:
@@ -224,12 +224,6 @@ def _check_certificate(section: GatewayConfig) -> None:
             f"gateway.certificate {section.certificate}, gateway.key {section.key}: cannot be used ({error.strerror or error}); "
             "give two PEM files that belong together"
         ) from None
-
-
-def _buffer_url(config: Config | None, credentials: Credentials) -> str | None:
-    """Of the run that it is started with. The launcher tells where a Redis is that it started."""
-    told = os.environ.get("QUARTET_BUFFER_URL")
-    return told or (None if config is None else buffer_url(config, credentials.folder))
 
 
 def _tokens(section: GatewayConfig) -> tuple[str | None, str | None]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from quartet.buffer.address import settings_of_environment
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.failpoints import arm
@@ -84,9 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer) -> int:
     overrides = list(options.overrides)
-    url = os.environ.get("QUARTET_BUFFER_URL")
     first, *layers = options.config
-    config = load_config(first, [*overrides, *([f"buffer.url={url}"] if url else [])], layers)
+    config = load_config(first, [*overrides, *settings_of_environment()], layers)
     if Role.ORCHESTRATOR in roles and len(roles) > 1:
         raise ConfigError("roles: the orchestrator has a process of its own")
     place = getattr(config.services, roles[0])

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from quartet.buffer.address import buffer_url
+from quartet.buffer.address import VARIABLE, buffer_url, settings_of_environment
 from quartet.buffer.connection import connect
-from quartet.config import Config, parse_config, redact_url
+from quartet.config import Config, load_config, parse_config, redact_url
 from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.rpc.authority import Authority
 
@@ -131,3 +131,18 @@ def test_without_a_certificate_that_holds_redis_is_not_reached(
 def test_certificates_of_the_user_s_own_are_left_as_they_are(certificates: Path) -> None:
     url = "rediss://host/0?ssl_ca_certs=/own/ca.crt"
     assert buffer_url(config_of(url=url), certificates / "actor") == url
+
+
+def test_the_environment_s_address_takes_the_place_of_the_config_s_with_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "password").write_text("secret")
+    path = tmp_path / "config.yaml"
+    buffer = {"url": "redis://one/0", "password_file": str(tmp_path / "password")}
+    path.write_text(config_of(**buffer).to_yaml())
+    monkeypatch.setenv(VARIABLE, f"redis://two{MINE}host/1")
+    assert buffer_url(load_config(path, settings_of_environment())) == f"redis://two{MINE}host/1"
+    monkeypatch.setenv(VARIABLE, "redis://two@host/1")
+    assert buffer_url(load_config(path, settings_of_environment())) == "redis://two:secret@host/1"
+    monkeypatch.delenv(VARIABLE)
+    assert buffer_url(load_config(path, settings_of_environment())) == "redis://:secret@one/0"

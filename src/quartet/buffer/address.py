@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 from quartet.config import Config
 from quartet.errors import ConfigError
 from quartet.secret_files import read_secret
+
+VARIABLE = "QUARTET_BUFFER_URL"
+"""Of the environment: takes the place of ``buffer.url``, and where it has a password, of ``buffer.password_file``."""
+
+
+def settings_of_environment() -> list[str]:
+    """What the environment says of the buffer, as overrides of a config."""
+    url = os.environ.get(VARIABLE)
+    if not url:
+        return []
+    return [f"buffer.url={url}", *(["buffer.password_file=null"] if _has_password(url) else [])]
 
 
 def buffer_url(config: Config, certificates: Path | None = None) -> str | None:
@@ -30,10 +42,14 @@ def buffer_url(config: Config, certificates: Path | None = None) -> str | None:
 def _with_password(url: str, password: str) -> str:
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
-    if ":" in user:
+    if _has_password(url):
         raise ConfigError("buffer.password_file: buffer.url has a password, too; give it in one of them")
     netloc = f"{user}:{quote(password, safe='')}@{host if at else parts.netloc}"
     return urlunsplit(parts._replace(netloc=netloc))
+
+
+def _has_password(url: str) -> bool:
+    return ":" in urlsplit(url).netloc.rpartition("@")[0]
 
 
 def _with_certificates(url: str, folder: Path) -> str:
