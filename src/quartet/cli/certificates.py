@@ -15,12 +15,14 @@ from pathlib import Path
 from rich.console import Console
 
 from quartet.errors import ConfigError
-from quartet.rpc.access import PROCESSES, REDIS
+from quartet.rpc.access import GATEWAY, PROCESSES, REDIS
 from quartet.rpc.authority import Authority
 from quartet.rpc.credentials import DOMAIN
 
 console = Console()
-REDIS_NAMES = ("redis", "localhost", "127.0.0.1")
+HERE = ("localhost", "127.0.0.1")
+"""Names of this machine: browsers open the gateway's dashboard by them."""
+REDIS_NAMES = ("redis", *HERE)
 """Names by which the rollout buffer is reached: its clients know it by its address."""
 
 
@@ -38,6 +40,7 @@ def certificates(folder: Path, days: int, shared: Sequence[str], redis_names: Se
         for process, roles in processes.items():
             names = [f"{role}.{DOMAIN}" for role in roles]
             names += (*REDIS_NAMES, *redis_names) if process == REDIS else ()
+            names += HERE if process == GATEWAY else ()
             authority.issue(partial / process, names)
         if folder.exists():
             folder.rmdir()

@@ -32,6 +32,7 @@ def test_every_process_gets_a_certificate_for_itself_alone_to_read(
         modes = {path.name: path.stat().st_mode & 0o777 for path in (folder / process).iterdir()}
         assert modes == {"tls.crt": 0o600, "tls.key": 0o600, "ca.crt": 0o600}
     assert names(folder / "actor") == ["actor.quartet"]
+    assert names(folder / "gateway") == ["gateway.quartet", "localhost", "127.0.0.1"]
     assert names(folder / "redis") == ["redis.quartet", "redis", "localhost", "127.0.0.1", "redis.internal", "10.0.0.7"]
     until = x509.load_pem_x509_certificate((folder / "actor" / "tls.crt").read_bytes()).not_valid_after_utc
     assert abs(until - datetime.now(UTC) - timedelta(days=30)) < timedelta(minutes=1)

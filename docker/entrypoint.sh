@@ -1,0 +1,19 @@
+#!/bin/sh
+# `docker run quartet services actor`, `... gateway`, `... quartet generate ...`; anything else is run as it stands.
+#
+# Services and the gateway that are given no --config take the run's, /quartet/config.yaml, and lay over it what is in
+# /quartet/deployment, in the order of the names.
+set -eu
+
+case "${1:-}" in
+    services | gateway) ;;
+    *) exec "$@" ;;
+esac
+case " $* " in
+    *" --config "* | *" --config="* | *" --runs "* | *" --help "*) exec python -m "$@" ;;
+esac
+set -- "$@" --config config.yaml
+for layer in deployment/*.yaml; do
+    [ -e "$layer" ] && set -- "$@" --config "$layer"
+done
+exec python -m "$@"

@@ -1,0 +1,1 @@
+"""docker-compose.yml and its overlays: as files, and brought up."""

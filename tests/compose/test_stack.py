@@ -1,0 +1,255 @@
+"""The stack, brought up on the CPU: a run trained to its end, a service killed and back, nothing lost, nothing left.
+
+``make e2e-compose``. Needs Docker with compose, and the base images or a way to them; it builds ours.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from quartet.demo.world import make_world
+from tests.compose.stack import Stack, compose_command, docker, wait_for
+from tests.e2e.conftest import LONGEST_PROMPT, MINIATURE
+from tests.e2e.test_apart import free_ports
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+STEPS = 40
+FILES = ["docker-compose.yml", "docker/compose.cpu.yaml"]
+IMAGES = ("quartet:0.1.0-cpu", "quartet-redis:0.1.0")
+SERVICES = ("redis", "actor", "critic", "reward", "reference", "orchestrator", "gateway")
+
+# From within the network of the services, without a certificate. Each says what became of it.
+STRANGER = """
+import json, ssl, sys, urllib.request
+import grpc, redis
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+trust = open('/run/certificates/gateway/ca.crt').read()
+said = {}
+with grpc.secure_channel('actor:50051', grpc.ssl_channel_credentials(trust.encode()),
+                         options=[('grpc.ssl_target_name_override', 'actor.quartet')]) as channel:
+    try:
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        said['actor'] = 'answered'
+    except grpc.RpcError as error:
+        said['actor'] = error.code().name
+def tried(name, call):
+    try:
+        call()
+        said[name] = 'answered'
+    except Exception as error:
+        said[name] = type(error).__name__
+password = open('/run/secrets/redis/redis_password').read().strip()
+tried('redis', redis.Redis('redis', username='quartet', password=password, ssl=True, ssl_ca_data=trust).ping)
+tried('plain redis', redis.Redis('redis', username='quartet', password=password).ping)
+context = ssl.create_default_context(cadata=trust)
+context.check_hostname = False
+tried('figures', lambda: urllib.request.urlopen('https://actor:9100/metrics', timeout=10, context=context).read())
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine() -> None:
+    """Without it, what is missing is said before anything else."""
+    missing = ""
+    try:
+        compose_command()
+    except RuntimeError as error:
+        missing = str(error)
+    if missing:
+        pytest.fail(missing, pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def settings(engine: None) -> Iterator[tuple[Path, int]]:
+    """What a user has as .env, and the gateway's port in it; with a world of the smallest size; the containers' user reads it."""
+    folder = Path(tempfile.mkdtemp(prefix="quartet-compose-"))
+    try:
+        world = make_world(folder / "world", recipe=MINIATURE)
+        models, data = folder / "models", folder / "data"
+        shutil.copytree(world.policy, models / "policy")
+        shutil.copytree(world.reward, models / "reward")
+        data.mkdir()
+        shutil.copy(world.prompts, data / "prompts.jsonl")
+        tree = {
+            "run": {"name": "tiny", "steps": STEPS},
+            "data": {"prompts": "data/prompts.jsonl", "max_prompt_tokens": LONGEST_PROMPT},
+            "rollout": {"prompts_per_step": 8, "max_response_tokens": 12, "score_batch": 4},
+            "actor": {"model": "models/policy", "learning_rate": 1e-3},
+            "critic": {"learning_rate": 1e-3},
+            "reward": {"model": "models/reward"},
+            "checkpoint": {"every": 5},
+            "services": {role: {"threads": 1} for role in ("actor", "critic", "reward", "reference")},
+        }
+        (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        (port,) = free_ports(1)
+        lines = {
+            "QUARTET_CONFIG": folder / "config.yaml",
+            "QUARTET_MODELS": models,
+            "QUARTET_DATA": data,
+            "QUARTET_PORT": port,
+            "QUARTET_TORCH_INDEX": os.environ.get("QUARTET_TORCH_INDEX", ""),
+            "COMPOSE_PROFILES": "critic,reference",
+        }
+        (folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in lines.items()))
+        yield folder / ".env", port
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def critic_free_lora(settings: Path) -> Path:
+    """The same .env for a run that has neither critic nor reference."""
+    config = yaml.safe_load((settings.parent / "config.yaml").read_text())
+    config["run"]["steps"] = 3
+    config["algorithm"] = {"estimator": "reinforce"}
+    config["actor"]["lora"] = {"rank": 2}
+    del config["critic"]
+    other = settings.parent / "other.yaml"
+    other.write_text(yaml.safe_dump(config))
+    text = settings.read_text().replace(str(settings.parent / "config.yaml"), str(other))
+    text = text.replace("COMPOSE_PROFILES=critic,reference", "COMPOSE_PROFILES=\nQUARTET_ROLES=critic-free-lora")
+    changed = settings.with_name(".env.other")
+    changed.write_text(text)
+    return changed
+
+
+@pytest.fixture(scope="module")
+def images(settings: tuple[Path, int]) -> None:
+    """Built, and their sizes told."""
+    started = time.monotonic()
+    Stack("quartet-e2e-build", FILES, *settings).compose("build")
+    print(f"\nimages built in {time.monotonic() - started:.0f} s")
+    for image in IMAGES:
+        size = docker("image", "inspect", "--format", "{{.Size}}", image)
+        print(f"{image}: {int(size.stdout) / 1e9:.2f} GB")
+
+
+@pytest.fixture
+def stack(request: pytest.FixtureRequest, settings: tuple[Path, int], images: None) -> Iterator[Stack]:
+    files = [*FILES, *(["docker/compose.tls.yaml"] if request.param == "tls" else [])]
+    file, port = settings
+    if request.param == "critic-free-lora":
+        file = critic_free_lora(file)
+    stack = Stack(f"quartet-e2e-{secrets.token_hex(4)}", files, file, port)
+    try:
+        yield stack
+    finally:
+        if request.session.testsfailed:
+            print(stack.compose("logs", "--tail=60"))
+        stack.compose("down", "--volumes", "--timeout", "20")
+
+
+@pytest.mark.parametrize(
+    ("stack", "victims"), [("plaintext", ["actor", "orchestrator"]), ("tls", ["critic", "redis"])], indirect=["stack"]
+)
+def test_a_run_goes_to_its_end_over_the_loss_of_services_and_nothing_is_lost(
+    stack: Stack, victims: list[str], request: pytest.FixtureRequest
+) -> None:
+    started = time.monotonic()
+
+    def tell(what: str) -> None:
+        print(f"{time.monotonic() - started:6.1f} s  {what}", flush=True)
+
+    stack.compose("up", "--detach")
+    tell("up")
+    token = stack.token()
+    wait_for(lambda: stack.inspect("gateway")["State"]["Health"]["Status"] == "healthy", "the gateway's health")
+    assert stack.ask("/api/v1/runs", None)[0] == 401
+    assert "<html" in stack.ask("/", None)[1]
+    wait_for(lambda: steps(stack, token) >= 7, "seven steps")
+    tell(f"{steps(stack, token)} steps; {' and '.join(victims)} are killed")
+
+    check_what_the_processes_may(stack)
+    for victim in victims:
+        # `docker kill` counts as wanted, and is not followed by a restart.
+        stack.run_in(victim, "sh", "-c", "kill -KILL -1")
+    wait_for(lambda: all(stack.inspect(one)["RestartCount"] >= 1 for one in victims), f"restarts of {victims}")
+    assert steps(stack, token) < STEPS, "it was over before: take more steps"
+    if "tls" in request.node.callspec.id:
+        check_that_strangers_are_refused(stack)
+
+    wait_for(lambda: stack.inspect("orchestrator")["State"]["Status"] == "exited", "the end of the run")
+    tell("the run has ended")
+    assert stack.inspect("orchestrator")["State"]["ExitCode"] == 0, stack.logs("orchestrator")
+    said = stack.logs("orchestrator")
+    assert ("going on with the run" if "orchestrator" in victims else "recovering") in said
+    assert steps(stack, token) == STEPS
+    assert stack.run_in("gateway", "ls", "runs/tiny/policy/model.safetensors").returncode == 0
+    still = [service for service in SERVICES if stack.inspect(service)["State"]["Status"] == "running"]
+    assert still == [service for service in SERVICES if service != "orchestrator"]
+
+    stack.compose("down", "--timeout", "20")
+    assert not [one for one in stack.left() if not one.startswith("volume")]
+    stack.compose("up", "--detach")
+    tell("down, and up again")
+    wait_for(lambda: stack.inspect("gateway")["State"]["Health"]["Status"] == "healthy", "the gateway's health")
+    assert stack.token() == token
+    assert [run["name"] for run in stack.ask("/api/v1/runs", token)[1]["items"]] == ["tiny"]
+    assert steps(stack, token) == STEPS
+    wait_for(lambda: stack.inspect("orchestrator")["State"]["Status"] == "exited", "the end of a run that has ended")
+    assert stack.inspect("orchestrator")["State"]["ExitCode"] == 0, stack.logs("orchestrator")
+
+    stack.compose("down", "--volumes", "--timeout", "20")
+    assert stack.left() == []
+    tell("down, with its volumes")
+
+
+@pytest.mark.parametrize("stack", ["critic-free-lora"], indirect=True)
+def test_a_run_without_critic_and_reference_starts_neither(stack: Stack) -> None:
+    stack.compose("up", "--detach")
+    wait_for(lambda: stack.inspect("orchestrator")["State"]["Status"] == "exited", "the end of the run")
+    assert stack.inspect("orchestrator")["State"]["ExitCode"] == 0, stack.logs("orchestrator")
+    assert steps(stack, stack.token()) == 3
+    assert stack.run_in("gateway", "ls", "runs/tiny/adapter").returncode == 0
+    for absent in ("critic", "reference"):
+        with pytest.raises(ValueError, match="not enough values"):
+            stack.container(absent)
+
+
+def steps(stack: Stack, token: str) -> int:
+    """Steps that the run has committed, as the API tells."""
+    status, run = stack.ask("/api/v1/runs/tiny", token)
+    return int(run["step"]) if status == 200 else 0
+
+
+def check_what_the_processes_may(stack: Stack) -> None:
+    """Write below the run and in /tmp, see their own secrets, and no more."""
+    for service in SERVICES:
+        assert stack.run_in(service, "touch", "/etc/there").returncode != 0, f"{service} may write anywhere"
+        assert stack.run_in(service, "id", "-u").stdout.strip() == "10001"
+        capabilities = stack.run_in(service, "grep", "CapEff", "/proc/self/status").stdout
+        assert capabilities.split()[1].strip("0") == "", f"{service} has capabilities"
+    seen = {service: set(stack.run_in(service, "ls", "/run/secrets").stdout.split()) for service in SERVICES}
+    assert seen == {
+        "redis": {"redis"},
+        "actor": {"redis", "rpc"},
+        "critic": {"redis", "rpc"},
+        "reward": {"rpc"},
+        "reference": {"rpc"},
+        "orchestrator": {"redis", "rpc"},
+        "gateway": {"redis", "rpc", "gateway", "viewer"},
+    }
+    assert stack.run_in("redis", "redis-cli", "ping").stdout.strip() != "PONG"
+
+
+def check_that_strangers_are_refused(stack: Stack) -> None:
+    """Who has no certificate gets no answer from a service, from Redis, or of figures, though it has the password."""
+    for service in SERVICES:
+        assert stack.run_in(service, "ls", "/run/certificates").stdout.split() == [service]
+    said = stack.run_in("gateway", "python", "-c", STRANGER)
+    assert said.returncode == 0, said.stderr
+    answers = yaml.safe_load(said.stdout)
+    assert answers.keys() == {"actor", "redis", "plain redis", "figures"}
+    assert "answered" not in answers.values(), answers
