@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded import EmbeddedRedis
 from quartet.telemetry.logs import configure_logs
+
+# Tests fork from a process that speaks gRPC, to run something else: gRPC, which looks here when it is first used, is not to be
+# mended in the fork, where that may end it.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 
 @pytest.fixture(scope="session", autouse=True)

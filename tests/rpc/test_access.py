@@ -188,7 +188,7 @@ def test_with_the_token_calls_streams_and_health_are_answered(guarded: tuple[Ser
     pending = peer.start(status.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus")
     assert pending.result().version == __version__
     health = health_pb2_grpc.HealthStub(peer.channel)
-    news = health.Watch(health_pb2.HealthCheckRequest(), timeout=5)
+    news = health.Watch(health_pb2.HealthCheckRequest(), timeout=5, metadata=credentials.metadata)
     assert next(iter(news)).status == health_pb2.HealthCheckResponse.SERVING
     assert peer.answers(5)
     peer.close()

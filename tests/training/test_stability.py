@@ -79,7 +79,7 @@ def test_a_paused_run_can_be_stopped_and_keeps_its_policy(make: MakeConfig) -> N
 
 
 EXPLODING = {
-    "actor": {"learning_rate": 1e38, "optimizer": {"max_grad_norm": 0.0}},
+    "actor": {"learning_rate": 1e30, "optimizer": {"max_grad_norm": 0.0}},
     "run": {"steps": 3},
 }
 """The first update throws the weights beyond float32, so that a later loss is not finite."""

@@ -138,7 +138,8 @@ class _News:
             self._channel = self._credentials.channel(Role.ORCHESTRATOR, self._address, options)
             stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
             try:
-                for response in stub.WatchProgress(orchestrator_pb2.WatchProgressRequest(after_step=step)):
+                request = orchestrator_pb2.WatchProgressRequest(after_step=step)
+                for response in stub.WatchProgress(request, metadata=self._credentials.metadata):
                     self.queue.put(response.progress)
                     step = response.progress.step
                     if response.progress.state in ENDS:

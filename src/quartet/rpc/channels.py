@@ -31,20 +31,23 @@ class Peer:
         self.address = address
         self._credentials = credentials
         self.channel = credentials.channel(name, address)
+        # Made once: gRPC 1.81 may end the process where a stub is made of a channel that another thread has just closed.
+        self._status = status_pb2_grpc.StatusServiceStub(self.channel)
         self.tracer: CallTracer | None = None
         """Takes notice of the calls that are begun with ``start``."""
 
     def call(self, method: Callable[..., Response], request: Any, timeout: float, title: str) -> Response:
         """Calls a stub's method. ``timeout`` is in seconds. Raises the domain exception of the answer's status code."""
         try:
-            return method(request, timeout=timeout)
+            return method(request, timeout=timeout, metadata=self._credentials.metadata)
         except grpc.RpcError as error:
             raise self._error(error, title, timeout) from None
 
     def start(self, method: Any, request: Any, timeout: float, title: str) -> PendingCall:
         """Begins a call without waiting for its answer."""
         span = self.tracer.outgoing(self.name, title) if self.tracer is not None else None
-        future = method.future(request, timeout=timeout, metadata=span.metadata if span is not None else None)
+        metadata = (*self._credentials.metadata, *(span.metadata if span is not None else ()))
+        future = method.future(request, timeout=timeout, metadata=metadata)
         if span is not None:
             future.add_done_callback(lambda ended: span.end(ended.code().name))
         return PendingCall(self, future, title, timeout)
@@ -63,11 +66,10 @@ class Peer:
         """
         deadline = time.monotonic() + timeout
         silent_since: float | None = None
-        stub = status_pb2_grpc.StatusServiceStub(self.channel)
         while True:
             alive()
             try:
-                return self.call(stub.GetStatus, status_pb2.GetStatusRequest(), 2.0, "GetStatus")
+                return self.call(self._status.GetStatus, status_pb2.GetStatusRequest(), 2.0, "GetStatus")
             except QuartetError as error:
                 now = time.monotonic()
                 if isinstance(error, ServiceUnavailable) and not accepts_connections(self.address):
@@ -91,10 +93,11 @@ class Peer:
 
     def answers(self, timeout: float) -> bool:
         """Whether the service answers within ``timeout`` seconds, with whatever."""
-        stub = status_pb2_grpc.StatusServiceStub(self.channel)
         try:
             # Waits for the connection: one that was lost comes back only after a while.
-            stub.GetStatus(status_pb2.GetStatusRequest(), timeout=timeout, wait_for_ready=True)
+            self._status.GetStatus(
+                status_pb2.GetStatusRequest(), timeout=timeout, wait_for_ready=True, metadata=self._credentials.metadata
+            )
         except grpc.RpcError as error:
             return error.code() not in _SILENT
         except ValueError:  # The channel has been closed meanwhile.

@@ -7,7 +7,6 @@ actor expects actor.quartet, wherever it listens.
 from __future__ import annotations
 
 import hmac
-from collections import namedtuple
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +42,14 @@ class Credentials:
         self._token = None if token is None else f"Bearer {token}"
 
     @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call carries: the token, if there is one.
+
+        Not added by an interceptor, which would make the method anew for each call: see ``Peer``.
+        """
+        return () if self._token is None else ((_TOKEN, self._token),)
+
+    @property
     def encrypted(self) -> bool:
         """Whether calls are encrypted, and both sides known by their certificates."""
         return self._files is not None
@@ -51,13 +58,11 @@ class Credentials:
         """A channel to the process of ``role`` at HOST:PORT. One of another role that answers there is not trusted."""
         every = [*CHANNEL_OPTIONS, *options]
         if self._files is None:
-            channel = grpc.insecure_channel(address, options=every)
-        else:
-            certificate, key, authority = self._files
-            trusted = grpc.ssl_channel_credentials(authority, key, certificate)
-            name = ("grpc.ssl_target_name_override", f"{role}.{DOMAIN}")
-            channel = grpc.secure_channel(address, trusted, options=[*every, name])
-        return channel if self._token is None else grpc.intercept_channel(channel, _WithToken(self._token))
+            return grpc.insecure_channel(address, options=every)
+        certificate, key, authority = self._files
+        trusted = grpc.ssl_channel_credentials(authority, key, certificate)
+        name = ("grpc.ssl_target_name_override", f"{role}.{DOMAIN}")
+        return grpc.secure_channel(address, trusted, options=[*every, name])
 
     def listen(self, server: grpc.Server, address: str) -> int:
         """Has ``server`` listen at HOST:PORT. The port, or 0 where it cannot."""
@@ -126,38 +131,6 @@ class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
                 admitted(handler.unary_stream), handler.request_deserializer, handler.response_serializer
             )
         return None  # The contract has no methods that take a stream.
-
-
-class _Details(
-    namedtuple("_Details", ("method", "timeout", "metadata", "credentials", "wait_for_ready", "compression")),
-    grpc.ClientCallDetails,
-):
-    """A call's details, with the token among its metadata."""
-
-
-class _WithToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
-    """Sends the token with every call."""
-
-    def __init__(self, token: str) -> None:
-        self._metadata = (_TOKEN, token)
-
-    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        """Adds it."""
-        return continuation(self._with_token(client_call_details), request)
-
-    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        """Adds it."""
-        return continuation(self._with_token(client_call_details), request)
-
-    def _with_token(self, details: Any) -> _Details:
-        return _Details(
-            details.method,
-            details.timeout,
-            [*(details.metadata or ()), self._metadata],
-            details.credentials,
-            details.wait_for_ready,
-            details.compression,
-        )
 
 
 def _roles(names: Iterable[bytes]) -> frozenset[str]:
