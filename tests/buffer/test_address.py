@@ -19,7 +19,7 @@ from quartet.config import Config, load_config, parse_config, redact_url
 from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.rpc.authority import Authority
 
-ENCODED, MINE = ":p%40ss%2Fw%3Ard@", ":mine@"
+ENCODED, MINE, FROM_FILE = ":p%40ss%2Fw%3Ard@", ":mine@", ":secret@"
 
 
 def config_of(**buffer: Any) -> Config:
@@ -143,6 +143,6 @@ def test_the_environment_s_address_takes_the_place_of_the_config_s_with_its_pass
     monkeypatch.setenv(VARIABLE, f"redis://two{MINE}host/1")
     assert buffer_url(load_config(path, settings_of_environment())) == f"redis://two{MINE}host/1"
     monkeypatch.setenv(VARIABLE, "redis://two@host/1")
-    assert buffer_url(load_config(path, settings_of_environment())) == "redis://two:secret@host/1"
+    assert buffer_url(load_config(path, settings_of_environment())) == f"redis://two{FROM_FILE}host/1"
     monkeypatch.delenv(VARIABLE)
-    assert buffer_url(load_config(path, settings_of_environment())) == "redis://:secret@one/0"
+    assert buffer_url(load_config(path, settings_of_environment())) == f"redis://{FROM_FILE}one/0"
