@@ -68,7 +68,7 @@ def test_a_process_that_was_started_again_is_asked_at_once_and_counted_anew() ->
 def test_a_stopped_process_is_called_that() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         try:
-            assert standing(process.pid) == ""
+            wait_for(lambda: standing(process.pid) == "")  # At its start it may wait for a device.
             os.kill(process.pid, signal.SIGSTOP)
             wait_for(lambda: standing(process.pid) == " (its process is stopped)")
         finally:
