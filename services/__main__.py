@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+END_OF_RUN = "end of the run"
 WATCH = 1.0
 """Seconds between looks at work that nobody waits for."""
 
@@ -54,7 +55,9 @@ class Announcer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a drain, 2 for input that the user can mend, 1 for anything else."""
+    """Exit status: 0 after a drain, 2 for input that the user can mend, 1 for anything else; 143 for an orchestrator without a
+    launcher that a signal ended before its run.
+    """
     parser = argparse.ArgumentParser(prog="python -m services", description=__doc__)
     parser.add_argument("roles", nargs="+", metavar="ROLE", choices=[role.value for role in Role])
     parser.add_argument(
@@ -132,7 +135,11 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
             if options.ready_fd is None:
                 tell(server.address)
             background.start()
-        log.info("stopping", cause=_wait_for_the_end(endings, hosted, config.recovery.stall))
+        cause = _wait_for_the_end(endings, hosted, config.recovery.stall)
+        log.info("stopping", cause=cause)
+        if background is not None and options.ready_fd is None and cause != END_OF_RUN:
+            # Whoever started it is to start it again: the run is not at its end.
+            status[0] = 128 + signal.SIGTERM
         server.stop(config.timeouts.drain)
         observation.close()
         log.info("stopped")
@@ -205,7 +212,7 @@ def _orchestrator(
             announcer.say(error=board.current().error, exit_code=code)
         else:
             announcer.say(outcome=board.current().state)
-        endings.put("end of the run")
+        endings.put(END_OF_RUN)
 
     thread = threading.Thread(target=train, args=(training, board, finished), name="training", daemon=True)
     return [OrchestratorServicer(board, training.commands, training.close)], thread

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import structlog
 
@@ -34,8 +34,13 @@ def taken_up(config: Config) -> Iterator[Callable[[str], None]]:
         def tell(address: str) -> None:
             known = {role: getattr(config.services, role).address for role in roles_of(config)}
             files.write_services({**known, Role.ORCHESTRATOR: config.services.orchestrator.address or address})
+            told.append(files.services.stat().st_ino)
 
+        told: list[int] = []
         try:
             yield tell
         finally:
-            files.services.unlink(missing_ok=True)
+            # Where the file system keeps no locks between machines, another one may have come since.
+            with suppress(OSError):
+                if told and files.services.stat().st_ino == told[0]:
+                    files.services.unlink()

@@ -132,6 +132,10 @@ def test_processes_that_were_started_one_by_one_train_as_one_machine_does(
     # Started again, a container's orchestrator goes on with the run, and waits where it was asked to.
     orchestrator.process.kill()
     orchestrator.process.wait()
+    stopped = begin("services", "orchestrator")
+    stopped.wait_for(lambda: "event='ready'" in stopped.err)
+    stopped.process.terminate()
+    assert stopped.process.wait(20) == 143  # The run is not at its end, so whoever started it is to start it again.
     again = begin("services", "orchestrator")
     again.wait_for(lambda: "event='ready'" in again.err)
     again.wait_for(lambda: api.ask("POST", "/resume")[0] == 202)
@@ -143,7 +147,10 @@ def test_processes_that_were_started_one_by_one_train_as_one_machine_does(
     assert figures(trained) == figures(first_run)
     assert weights(run) == weights(first_run.directory)
 
-    assert "quartet_rpc_requests_total" in _figures(tree["services"]["actor"]["metrics"], tmp_path, "prometheus")
+    metrics = tree["services"]["actor"]["metrics"]
+    # One that never shakes hands keeps nobody else waiting.
+    with socket.create_connection(("127.0.0.1", int(metrics.rpartition(":")[2]))):
+        assert "quartet_rpc_requests_total" in _figures(metrics, tmp_path, "prometheus")
     with pytest.raises((ssl.SSLError, ConnectionError)):
         _figures(tree["services"]["actor"]["metrics"], tmp_path, None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
@@ -132,7 +133,10 @@ def test_whose_certificate_does_not_hold_gets_no_answer_to_any_method(
         trusted = grpc.ssl_channel_credentials((folder / "actor" / "ca.crt").read_bytes())
         channel = grpc.secure_channel(server.address, trusted, options)
     else:
-        channel = Credentials(caller, SecurityConfig(certificates=folder)).channel(Role.ACTOR, server.address)
+        shown = grpc.ssl_channel_credentials(
+            *((folder / caller / name).read_bytes() for name in ("ca.crt", "tls.key", "tls.crt"))
+        )
+        channel = grpc.secure_channel(server.address, shown, options)
     with channel:
         assert {code(channel, method) for method in CALLERS} == {grpc.StatusCode.UNAVAILABLE}
 
@@ -244,4 +248,52 @@ def test_beyond_loopback_a_process_listens_with_certificates(folder: Path) -> No
         with caller.channel(Role.ACTOR, f"127.0.0.1:{port}") as channel:
             assert code(channel, "quartet.v1.StatusService/GetStatus") is grpc.StatusCode.OK
     finally:
+        server.stop(0)
+
+
+def test_certificates_that_cannot_be_used_are_refused_before_anything_listens(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "actor", tmp_path / "actor")
+    security = SecurityConfig(certificates=tmp_path)
+    for name, content in (
+        ("tls.key", (folder / "critic" / "tls.key").read_bytes()),
+        ("tls.crt", b"-----BEGIN CERTIFICATE-----\nbm9uZQ==\n-----END CERTIFICATE-----\n"),
+        ("ca.crt", b"-----BEGIN CERTIFICATE-----\nbm9uZQ==\n-----END CERTIFICATE-----\n"),
+    ):
+        before = (tmp_path / "actor" / name).read_bytes()
+        (tmp_path / "actor" / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=r"^security\.certificates: .*cannot be used \(.*makes a folder anew$"):
+            Credentials("actor", security)
+        (tmp_path / "actor" / name).write_bytes(before)
+    Credentials("actor", security)
+    with pytest.raises(ConfigError, match=r"expired.tls\.crt has expired \(20"):
+        Credentials("expired", SecurityConfig(certificates=folder))
+
+
+def test_a_service_that_refuses_is_not_waited_for(guarded: tuple[Server, SecurityConfig]) -> None:
+    server, security = guarded
+    peer = Peer(Role.ACTOR, server.address, Credentials(OPERATOR, security.model_copy(update={"token_file": None})))
+    with pytest.raises(AccessRefused):
+        peer.wait_until_ready(600, known=True)
+    peer.close()
+
+
+def test_questions_that_are_never_finished_do_not_keep_probes_out_for_long(folder: Path) -> None:
+    credentials = Credentials("actor", SecurityConfig(certificates=folder))
+    server = Server([Everything()], "127.0.0.1:0", credentials, health_listen="127.0.0.1:0")
+    assert server.health_address is not None
+    never = threading.Event()
+
+    def unfinished() -> Iterator[bytes]:
+        never.wait(60)
+        yield b""
+
+    try:
+        with grpc.insecure_channel(server.health_address) as channel:
+            check = channel.stream_unary("/grpc.health.v1.Health/Check")
+            pending = [check.future(unfinished(), timeout=60) for _ in range(8)]
+            assert serves(server.health_address)
+            for call in pending:
+                call.cancel()
+    finally:
+        never.set()
         server.stop(0)

@@ -53,7 +53,7 @@ def _has_password(url: str) -> bool:
 
 
 def _with_certificates(url: str, folder: Path) -> str:
-    if "ssl_" in url:
+    if "ssl_" in urlsplit(url).query:
         return url  # Its user has other ones.
     files = {"ssl_ca_certs": "ca.crt", "ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key"}
     query = urlencode({option: str(folder / name) for option, name in files.items()})

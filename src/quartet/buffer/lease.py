@@ -48,11 +48,15 @@ class Lease:
         self._holder = self._owner + secrets.token_hex(16)
         self._ended = threading.Event()
         with translated(url):
-            self._take()
-            self.epoch = int(client.incr(self._epoch_key))
-            if self.epoch < at_least:
-                self.epoch = at_least
-                client.set(self._epoch_key, at_least)
+            while True:
+                self._take()
+                self.epoch = int(client.incr(self._epoch_key))
+                if self.epoch < at_least:
+                    self.epoch = at_least
+                    client.set(self._epoch_key, at_least)
+                # Stopped in between for longer than a lease lasts, it may have been succeeded already.
+                if self._renew():
+                    break
         threading.Thread(target=self._keep, args=(duration / 3,), name="lease", daemon=True).start()
 
     def _take(self) -> None:

@@ -101,6 +101,9 @@ def _problem(item: dict[str, Any]) -> str:
     if not location:
         return message
     found = redact_url(item["input"]) if isinstance(item["input"], str) else item["input"]
+    if location[-1] == "url" and isinstance(found, str) and "@" in found:
+        # Malformed, so nobody knows where in it the password is.
+        found = f"***{found[found.rfind('@') :]}"
     return f"{message}, not {found!r}"
 
 
@@ -157,7 +160,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, ...]:
         if here.get(part) is None:
             here[part] = {}
         if not isinstance(here[part], dict):
-            raise ConfigError(f"--set {override}: {part} is a value, not a section")
+            raise ConfigError(f"--set {key.strip()}: {part} is a value, not a section")
         here = cast("dict[str, Any]", here[part])
     here[parts[-1]] = value
     return tuple(parts)

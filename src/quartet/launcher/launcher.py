@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from quartet.buffer.address import buffer_url
+from quartet.buffer.address import VARIABLE, buffer_url
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded import EmbeddedRedis
 from quartet.config import Config, ServiceConfig
@@ -56,7 +56,9 @@ class Launcher:
         self._start_buffer()
         if self._config.gateway.enabled:
             # It loads beside the models, and is waited for last.
-            self._services.append(Gateway.of_run(self._config, self._config_path, self.url, self._logs / "gateway.log"))
+            self._services.append(
+                Gateway.of_run(self._config, self._config_path, self._told_url, self._logs / "gateway.log")
+            )
         for role in roles_of(self._config):
             service: ServiceConfig = getattr(self._config.services, role)
             if service.address is not None:
@@ -95,10 +97,15 @@ class Launcher:
         # The url may hold a password: the environment is private to the user, the command line is not. The gateway's tokens are
         # nothing for services, which may run functions of the user's choice.
         inherited = {name: value for name, value in os.environ.items() if name not in TOKENS}
-        environment = {**inherited, "QUARTET_BUFFER_URL": self.url, "PYTHONUNBUFFERED": "1"}
+        environment = {**inherited, VARIABLE: self._told_url, "PYTHONUNBUFFERED": "1"}
         module = ["services", role.value, "--config", str(self._config_path), *arguments]
         log = self._logs / f"{role}.log"
         self._services.append(Service(role.value, module, environment, log, self.credentials))
+
+    @property
+    def _told_url(self) -> str:
+        """What children are told of the buffer: each shows it a certificate of its own, not this process's."""
+        return buffer_url(self._config) or self.url
 
     def _parts(self) -> list[Part]:
         return [*([self._redis] if self._redis is not None else []), *self._services]

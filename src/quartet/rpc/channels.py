@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from quartet.errors import Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
+from quartet.errors import AccessRefused, Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
 from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.rpc.observation import CallTracer
 from quartet.rpc.status_codes import error_of
@@ -70,6 +70,8 @@ class Peer:
             alive()
             try:
                 return self.call(self._status.GetStatus, status_pb2.GetStatusRequest(), 2.0, "GetStatus")
+            except AccessRefused:
+                raise
             except QuartetError as error:
                 now = time.monotonic()
                 if isinstance(error, ServiceUnavailable) and not accepts_connections(self.address):

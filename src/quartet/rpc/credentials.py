@@ -7,7 +7,9 @@ actor expects actor.quartet, wherever it listens.
 from __future__ import annotations
 
 import hmac
+import ssl
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +40,8 @@ class Credentials:
         self.folder = None if security.certificates is None else security.certificates / process
         self.allow_plaintext = security.allow_plaintext
         self._files = None if self.folder is None else tuple(map(_read, _paths(self.folder)))
+        if self.folder is not None:
+            _check(self.folder)
         token = None if security.token_file is None else read_token(security.token_file, "security.token_file")
         self._token = None if token is None else f"Bearer {token}"
 
@@ -94,7 +98,7 @@ LOCAL = Credentials(OPERATOR)
 
 
 class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers those who may call, and refuses all others before anything is done for them."""
+    """Answers those who may call, and refuses all others once their request is read, before anything is done for them."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
@@ -141,6 +145,28 @@ def _roles(names: Iterable[bytes]) -> frozenset[str]:
 
 def _paths(folder: Path) -> tuple[Path, Path, Path]:
     return folder / CERTIFICATE, folder / KEY, folder / AUTHORITY
+
+
+def _check(folder: Path) -> None:
+    """Raises ConfigError for what could be used to no end: gRPC itself says nothing, or something else."""
+    from cryptography import x509
+
+    certificate, key, authority = _paths(folder)
+    try:
+        context = ssl.create_default_context(cafile=str(authority))
+        context.load_cert_chain(certificate, key)
+        until = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
+    except (ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or str(error) or "malformed"
+        raise ConfigError(
+            f"security.certificates: {folder}: {certificate.name}, {key.name} and {authority.name} cannot be used ({reason}); "
+            "quartet certificates makes a folder anew"
+        ) from None
+    if until < datetime.now(UTC):
+        raise ConfigError(
+            f"security.certificates: {certificate} has expired ({until:%Y-%m-%d %H:%M} UTC); quartet certificates makes a "
+            "folder anew"
+        )
 
 
 def _read(path: Path) -> bytes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import ssl
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Info, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -108,6 +109,10 @@ def _by_role(
     return family
 
 
+REQUEST_WITHIN = 10.0
+"""Seconds in which a connection must have asked, its handshake included."""
+
+
 class MetricsServer:
     """Serves a registry's figures over HTTP at /metrics, from a thread of its own."""
 
@@ -117,20 +122,18 @@ class MetricsServer:
         With ``certificates``, the process's own folder of them, whoever reads beyond loopback needs one of the same authority.
         """
         host, _, port = listen.rpartition(":")
-        encryption: dict[str, Any] = {}
-        if certificates is not None and not _is_loopback(host):
-            encryption = {
-                "certfile": str(certificates / "tls.crt"),
-                "keyfile": str(certificates / "tls.key"),
-                "client_cafile": str(certificates / "ca.crt"),
-                "client_auth_required": True,
-            }
         try:
-            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry, **encryption)
+            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
         except OSError as error:
             raise ConfigError(
                 f"metrics {listen}: cannot listen there ({error.strerror or error}); choose another port, or null for a free one"
             ) from None
+        self._server.RequestHandlerClass.timeout = REQUEST_WITHIN  # type: ignore[attr-defined]
+        if certificates is not None and not _is_loopback(host):
+            # Hands are shaken by each connection's own thread: one that stays silent keeps nobody else waiting.
+            self._server.socket = _context(certificates).wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
         if _is_loopback(host):
             self._server.set_app(_only_addressed_here(make_wsgi_app(registry), host))
         self.address = f"{host}:{self._server.server_port}"
@@ -140,6 +143,13 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _context(certificates: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(certificates / "ca.crt"))
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(certificates / "tls.crt", certificates / "tls.key")
+    return context
 
 
 def _only_addressed_here(app: WSGIApplication, host: str) -> WSGIApplication:

@@ -75,6 +75,11 @@ class RunFiles:
                 raise ConfigError(
                     f"run directory {self.root}: a run is going on there; wait for its end, or choose another run.name"
                 ) from None
+            except OSError as error:
+                raise ConfigError(
+                    f"run directory {self.root}: cannot be kept for this run ({error.strerror}); set run.directory to a folder "
+                    "on a file system that knows flock"
+                ) from None
             yield
 
     def set_aside(self) -> None:
