@@ -210,6 +210,7 @@ def _orchestrator(
         if code:
             # For a launcher that was not watching yet when the run ended.
             announcer.say(error=board.current().error, exit_code=code)
+            print(f"error: {board.current().error}", file=sys.stderr)
         else:
             announcer.say(outcome=board.current().state)
         endings.put(END_OF_RUN)

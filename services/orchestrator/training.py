@@ -499,8 +499,8 @@ def train(training: Training, board: ProgressBoard, finished: Callable[[int], No
         board.update(state=RunState.STOPPED, phase="done", error=str(error))
         finished(0)
     except Exception as error:
-        log.error("run failed", exc_info=error)
         code = 2 if isinstance(error, ConfigError) else 1
+        log.error("run failed", error=str(error), exc_info=None if code == 2 else error)
         board.update(state=RunState.FAILED, phase="failed", error=str(error) or type(error).__name__, exit_code=code)
         finished(code)
     else:

@@ -103,7 +103,9 @@ def translated(url: str, lost: Callable[[], None] = lambda: None) -> Iterator[No
     try:
         yield
     except redis.exceptions.AuthenticationError as error:
-        raise ConfigError(f"{where}: refused the credentials ({error}); correct buffer.url") from None
+        raise ConfigError(
+            f"{where}: refused the credentials ({error}); correct buffer.url, or buffer.password_file"
+        ) from None
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
         lost()
         raise ServiceUnavailable(

@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import re
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from quartet import __version__
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.telemetry.run_files import RunFiles
 
+AUTHORITY = "SSL_CERT_FILE"
+"""Variable that names the file of the authority that a gateway's certificate is of."""
 TOKEN = "QUARTET_GATEWAY_TOKEN"
 """Variable of the token for a URL: whoever lists processes sees a command line."""
 TIMEOUT = 15.0
@@ -125,6 +128,15 @@ def _open_another(directory: Path) -> str:
     )
 
 
+def _trusted() -> ssl.SSLContext:
+    """Authorities of gateways that speak HTTPS: the system's, or the one that the user names."""
+    path = os.environ.get(AUTHORITY)
+    try:
+        return ssl.create_default_context(cafile=path or None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{AUTHORITY} {path}: cannot be used ({error.strerror or error}); give a PEM file") from None
+
+
 @contextmanager
 def asking(target: Target) -> Iterator[Api]:
     """An Api for a command: where nobody answers, it is for the user to look what became of the run, so that is a ConfigError."""
@@ -150,6 +162,7 @@ class Api:
             timeout=TIMEOUT,
             # A proxy is for the way outside: it must not see the token of a gateway on this machine.
             trust_env=not _is_loopback(httpx2.URL(target.url).host),
+            verify=_trusted(),
         )
         self._run = target.run
 
@@ -228,6 +241,11 @@ class Api:
         if target.files is not None and not target.files.gateway.exists():
             return ServiceUnavailable(f"run {target.given}: has ended")
         why = str(error) or type(error).__name__
+        if "CERTIFICATE_VERIFY_FAILED" in why:
+            return ServiceUnavailable(
+                f"the gateway at {target.url} shows a certificate of an authority that is not known here ({why}); "
+                f"name that authority's file, such as CERTIFICATES/operator/ca.crt, in {AUTHORITY}"
+            )
         silent = f"the gateway at {target.url} does not answer ({why})"
         if target.files is not None and target.files.services.exists():
             # It left its file: it was killed, and is started again or given up.

@@ -7,6 +7,7 @@ makes all of them anew.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from datetime import timedelta
@@ -32,6 +33,11 @@ def certificates(folder: Path, days: int, shared: Sequence[str], redis_names: Se
     Raises ConfigError for roles that there are not, and for a folder that is in use or cannot be written.
     """
     processes = _processes(shared)
+    for name in redis_names:
+        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.:-]*[A-Za-z0-9])?", name):
+            raise ConfigError(
+                f"--redis-name {name!r}: expected a host name or an address, such as redis.internal or 10.0.0.7"
+            )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: is in use; give a folder that is new or empty, or remove it first")
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")

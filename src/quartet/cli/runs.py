@@ -133,9 +133,8 @@ class _News:
     def _hear(self) -> None:
         step = 0
         while not self._closed.is_set():
-            # A connection of its own for each attempt: one that failed waits for longer and longer.
-            options = [("grpc.use_local_subchannel_pool", 1)]
-            self._channel = self._credentials.channel(Role.ORCHESTRATOR, self._address, options)
+            # Anew for each attempt: a connection that failed waits for longer and longer.
+            self._channel = self._credentials.channel(Role.ORCHESTRATOR, self._address)
             stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
             try:
                 request = orchestrator_pb2.WatchProgressRequest(after_step=step)

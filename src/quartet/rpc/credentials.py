@@ -58,15 +58,14 @@ class Credentials:
         """Whether calls are encrypted, and both sides known by their certificates."""
         return self._files is not None
 
-    def channel(self, role: str, address: str, options: Iterable[tuple[str, Any]] = ()) -> grpc.Channel:
+    def channel(self, role: str, address: str) -> grpc.Channel:
         """A channel to the process of ``role`` at HOST:PORT. One of another role that answers there is not trusted."""
-        every = [*CHANNEL_OPTIONS, *options]
         if self._files is None:
-            return grpc.insecure_channel(address, options=every)
+            return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         certificate, key, authority = self._files
         trusted = grpc.ssl_channel_credentials(authority, key, certificate)
         name = ("grpc.ssl_target_name_override", f"{role}.{DOMAIN}")
-        return grpc.secure_channel(address, trusted, options=[*every, name])
+        return grpc.secure_channel(address, trusted, options=[*CHANNEL_OPTIONS, name])
 
     def listen(self, server: grpc.Server, address: str) -> int:
         """Has ``server`` listen at HOST:PORT. The port, or 0 where it cannot."""

@@ -49,6 +49,8 @@ CHANNEL_OPTIONS = (
     # A name may stand for several replicas of a scorer: calls go to each in turn.
     ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
     ("grpc.enable_http_proxy", 0),
+    # A connection of its own for each channel: one that failed waits for longer and longer, and a new one is not to wait with it.
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),

@@ -65,3 +65,10 @@ def test_certificates_in_use_are_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "made" / "actor" / "tls.crt").read_bytes() == before
     with pytest.raises(ConfigError, match="cannot be written"):
         certificates(tmp_path / "made" / "actor" / "tls.crt" / "below", 1, [], [])
+
+
+@pytest.mark.parametrize("name", ["", "bad name!", "\u00fc.example", "-a", "a/b"])
+def test_names_of_the_redis_that_no_machine_has_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--redis-name .*expected a host name or an address"):
+        certificates(tmp_path / "made", 1, [], [name])
+    assert list(tmp_path.iterdir()) == []

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from quartet.config import parse_config
+from quartet.errors import ConfigError
 from quartet.launcher import launcher as module
 from quartet.launcher.gateway import Gateway
 from quartet.launcher.launcher import Launcher
+from quartet.rpc.authority import Authority
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import Role
 
@@ -56,3 +59,22 @@ def test_a_gateway_that_hangs_at_its_start_is_given_up_before_training_begins(
         assert launcher.check() == [
             f"gateway: not ready within 0.1 s; the run goes on without it, see {files.logs / 'gateway.log'}"
         ]
+
+
+def test_certificates_of_two_authorities_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    for process in ("operator", "actor", "critic", "reward", "reference", "orchestrator", "gateway"):
+        Authority(timedelta(days=1)).issue(tmp_path / "certificates" / process, [f"{process}.quartet"])
+    config = parse_config(
+        {
+            "run": {"name": "tiny", "directory": str(tmp_path)},
+            "data": {"prompts": "p"},
+            "actor": {"model": "a"},
+            "reward": {"model": "r"},
+            "security": {"certificates": str(tmp_path / "certificates")},
+        },
+        "here",
+    )
+    with Launcher(config, tmp_path / "config.yaml") as launcher:
+        with pytest.raises(ConfigError, match=r"certificates.actor is of another authority than .*operator"):
+            launcher.start()
+        assert launcher.addresses == {}
