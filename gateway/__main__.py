@@ -33,6 +33,7 @@ from quartet.rpc.server import check_listen_address
 from quartet.secret_files import check_token, read_token
 from quartet.telemetry.logs import configure_logs
 from quartet.telemetry.run_files import RunFiles
+from quartet.topology import is_loopback
 
 log = structlog.get_logger()
 
@@ -115,7 +116,7 @@ def _serve(options: argparse.Namespace, announce: Any) -> None:
             operator_token=token or secrets.token_urlsafe(32),
             viewer_token=viewer_token,
             allowed_hosts=(*section.allowed_hosts, *options.allow_host),
-            start_runs=_is_loopback(address) if section.start_runs is None else section.start_runs,
+            start_runs=is_loopback(address.rpartition(":")[0]) if section.start_runs is None else section.start_runs,
             requests_per_second=section.requests_per_second,
             buffer_url=None if config is None else buffer_url(config, credentials.folder),
             credentials=credentials,
@@ -260,14 +261,6 @@ def _listening(listen: str) -> Iterator[tuple[socket.socket, str]]:
     with bound:
         bound.set_inheritable(False)
         yield bound, f"{host}:{bound.getsockname()[1]}"
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _reachable(address: str) -> str:

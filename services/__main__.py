@@ -115,14 +115,13 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
     observation = Observation(roles, config, credentials)
     with ExitStack() as stack:
         if roles == [Role.ORCHESTRATOR]:
-            if options.ready_fd is None:
-                # No launcher has prepared the run's directory.
-                from services.orchestrator.alone import taken_up
+            # Without a launcher nobody has prepared the run's directory, and nobody tells where its processes are.
+            from services.orchestrator.alone import taken_up
 
-                tell = stack.enter_context(taken_up(config))
+            tell = stack.enter_context(taken_up(config)) if options.ready_fd is None else None
             hosted, background = _orchestrator(config, endings, status, announcer, observation, credentials)
         else:
-            hosted, background = _models(roles, config, threads, credentials), None
+            hosted, background, tell = _models(roles, config, threads, credentials), None, None
             observation.of_services(hosted)
 
         from quartet.rpc.server import Server
@@ -131,13 +130,13 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
         server = Server(hosted, listen, credentials, observation.observers, observation.address, place.health)
         log.info("ready", address=server.address, metrics=observation.address, threads=threads)
         announcer.say(address=server.address, metrics_address=observation.address)
+        if tell is not None:
+            tell(server.address)
         if background is not None:
-            if options.ready_fd is None:
-                tell(server.address)
             background.start()
         cause = _wait_for_the_end(endings, hosted, config.recovery.stall)
         log.info("stopping", cause=cause)
-        if background is not None and options.ready_fd is None and cause != END_OF_RUN:
+        if tell is not None and cause != END_OF_RUN:
             # Whoever started it is to start it again: the run is not at its end.
             status[0] = 128 + signal.SIGTERM
         server.stop(config.timeouts.drain)

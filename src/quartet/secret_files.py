@@ -1,4 +1,4 @@
-"""Passwords and tokens that come in files, as containers get them. What is wrong with one is said without quoting it."""
+"""Passwords, tokens and certificates in files, as containers get them. What is wrong with one is said without quoting it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 from quartet.errors import ConfigError
 
+CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
+"""Files in a process's folder of certificates: as a Kubernetes TLS secret has them."""
 SHORTEST_TOKEN = 16
 """Characters that a token has at least."""
 _LONGEST = 4096

@@ -277,7 +277,7 @@ def test_a_service_that_refuses_is_not_waited_for(guarded: tuple[Server, Securit
     peer.close()
 
 
-def test_questions_that_are_never_finished_do_not_keep_probes_out_for_long(folder: Path) -> None:
+def test_a_few_questions_that_are_never_finished_do_not_keep_probes_out(folder: Path) -> None:
     credentials = Credentials("actor", SecurityConfig(certificates=folder))
     server = Server([Everything()], "127.0.0.1:0", credentials, health_listen="127.0.0.1:0")
     assert server.health_address is not None

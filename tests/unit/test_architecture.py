@@ -67,8 +67,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "quartet.rewards": FOUNDATION | {"quartet.models", "quartet.processes"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.processes", "quartet.secret_files"},
-    "quartet.rpc": FOUNDATION | {"quartet.codec", "quartet.secret_files", "quartet.v1"},
-    "quartet.telemetry": FOUNDATION | {"quartet.files"},
+    "quartet.rpc": FOUNDATION | {"quartet.codec", "quartet.secret_files", "quartet.topology", "quartet.v1"},
+    "quartet.telemetry": FOUNDATION | {"quartet.files", "quartet.secret_files", "quartet.topology"},
     "quartet.demo": FOUNDATION | {"quartet.models"},
     "quartet.launcher": FOUNDATION | FILES | {"quartet.buffer", "quartet.rpc", "quartet.telemetry"},
     "quartet.cli": FOUNDATION

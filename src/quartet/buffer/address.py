@@ -8,7 +8,7 @@ from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 from quartet.config import Config
 from quartet.errors import ConfigError
-from quartet.secret_files import read_secret
+from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY, read_secret
 
 VARIABLE = "QUARTET_BUFFER_URL"
 """Of the environment: takes the place of ``buffer.url``, and where it has a password, of ``buffer.password_file``."""
@@ -55,6 +55,6 @@ def _has_password(url: str) -> bool:
 def _with_certificates(url: str, folder: Path) -> str:
     if "ssl_" in urlsplit(url).query:
         return url  # Its user has other ones.
-    files = {"ssl_ca_certs": "ca.crt", "ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key"}
+    files = {"ssl_ca_certs": AUTHORITY, "ssl_certfile": CERTIFICATE, "ssl_keyfile": KEY}
     query = urlencode({option: str(folder / name) for option, name in files.items()})
     return f"{url}{'&' if '?' in url else '?'}{query}"

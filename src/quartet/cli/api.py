@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import httpx2
 from quartet import __version__
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.telemetry.run_files import RunFiles
+from quartet.topology import is_loopback
 
 AUTHORITY = "SSL_CERT_FILE"
 """Variable that names the file of the authority that a gateway's certificate is of."""
@@ -161,7 +161,7 @@ class Api:
             headers={"Authorization": f"Bearer {target.token}", "User-Agent": f"quartet/{__version__}"},
             timeout=TIMEOUT,
             # A proxy is for the way outside: it must not see the token of a gateway on this machine.
-            trust_env=not _is_loopback(httpx2.URL(target.url).host),
+            trust_env=not is_loopback(httpx2.URL(target.url).host),
             verify=_trusted(),
         )
         self._run = target.run
@@ -271,12 +271,3 @@ class Api:
         later = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
         kind = ServiceUnavailable if later else ServiceFailed if status >= 500 else ConfigError
         return kind(f"{given}: {words}")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
+from quartet.buffer.address import VARIABLE
 from quartet.config import Config
 from quartet.errors import ServiceFailed
 from quartet.launcher.service import Service
@@ -59,7 +60,7 @@ class Gateway(Service):
         return cls(
             ["--config", str(path)],
             log,
-            {"QUARTET_BUFFER_URL": url},
+            {VARIABLE: url},
             NICENESS,
             own_token=settings.token_file is not None,
             encrypted=settings.certificate is not None,

@@ -18,7 +18,8 @@ from quartet.launcher.gateway import TOKENS, Gateway
 from quartet.launcher.service import Service
 from quartet.launcher.supervision import Part, Supervised, failure_of, in_one_line
 from quartet.rpc.access import GATEWAY, OPERATOR
-from quartet.rpc.credentials import AUTHORITY, Credentials
+from quartet.rpc.credentials import Credentials
+from quartet.secret_files import AUTHORITY
 from quartet.telemetry.logs import file_log
 from quartet.telemetry.run_files import RunFiles
 from quartet.topology import roles_of

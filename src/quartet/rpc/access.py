@@ -53,5 +53,5 @@ CALLERS: dict[str, frozenset[str]] = {
 
 
 def may_call(processes: frozenset[str], method: str) -> bool:
-    """Whether one of the ``processes`` that a certificate names may call ``/package.Service/Method``."""
-    return bool(processes & CALLERS.get(method.strip("/"), frozenset()))
+    """Whether one of the ``processes`` that a certificate names may call ``package.Service/Method``."""
+    return bool(processes & CALLERS.get(method, frozenset()))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hmac
 import ssl
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import grpc
 import structlog
@@ -20,14 +21,13 @@ from quartet.config import SecurityConfig
 from quartet.errors import ConfigError
 from quartet.rpc.access import CALLERS, OPERATOR, may_call
 from quartet.rpc.limits import CHANNEL_OPTIONS
-from quartet.secret_files import read_token
+from quartet.rpc.observation import Metadata, Observer, Watched
+from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY, read_token
 
 log = structlog.get_logger()
 
 DOMAIN = "quartet"
 """Names of processes end in it."""
-CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
-"""Files of one process: as a Kubernetes TLS secret has them."""
 _TOKEN = "authorization"
 
 
@@ -79,13 +79,13 @@ class Credentials:
             return 0
 
     def refusal(self, method: str, context: grpc.ServicerContext) -> tuple[grpc.StatusCode, str] | None:
-        """Why this caller may not call ``/package.Service/Method``; None where they may."""
+        """Why this caller may not call ``package.Service/Method``; None where they may."""
         if self._token is not None:
             shown = dict(context.invocation_metadata()).get(_TOKEN, "")
             if not hmac.compare_digest(str(shown).encode(), self._token.encode()):
                 return grpc.StatusCode.UNAUTHENTICATED, "the token of these services is missing, or another one"
         if self._files is None:
-            return None if method.strip("/") in CALLERS else (grpc.StatusCode.PERMISSION_DENIED, "nobody may call it")
+            return None if method in CALLERS else (grpc.StatusCode.PERMISSION_DENIED, "nobody may call it")
         callers = _roles(cast("Iterable[bytes]", context.auth_context().get("x509_subject_alternative_name", ())))
         if may_call(callers, method):
             return None
@@ -96,44 +96,26 @@ LOCAL = Credentials(OPERATOR)
 """Of processes that trust everyone who reaches them: on loopback, where none but users of this machine do."""
 
 
-class AccessInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
+class AccessControl(Observer):
     """Answers those who may call, and refuses all others once their request is read, before anything is done for them."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
 
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wraps the method's handler."""
-        handler = continuation(handler_call_details)
-        if handler is None:
-            return None
-        method, credentials = handler_call_details.method, self._credentials
+    def watch(self, service: str, method: str, streams: bool, metadata: Metadata) -> Watched:
+        """Lets the call go on, or ends it."""
+        name = f"{service}/{method}"
 
-        def admitted(behaviour: Callable[..., Any]) -> Callable[..., Any]:
-            def answer(request: Any, context: grpc.ServicerContext) -> Any:
-                refusal = credentials.refusal(method, context)
-                if refusal is not None:
-                    log.warning(
-                        "caller refused", method=method, peer=context.peer(), code=refusal[0].name, why=refusal[1]
-                    )
-                    context.abort(*refusal)
-                return behaviour(request, context)
+        @contextmanager
+        def admitted(context: grpc.ServicerContext) -> Iterator[None]:
+            refusal = self._credentials.refusal(name, context)
+            if refusal is not None:
+                code, why = refusal
+                log.warning("caller refused", method=name, peer=context.peer(), code=code.name, why=why)
+                context.abort(code, why)
+            yield
 
-            return answer
-
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                admitted(handler.unary_unary), handler.request_deserializer, handler.response_serializer
-            )
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(
-                admitted(handler.unary_stream), handler.request_deserializer, handler.response_serializer
-            )
-        return None  # The contract has no methods that take a stream.
+        return admitted
 
 
 def _roles(names: Iterable[bytes]) -> frozenset[str]:

@@ -15,12 +15,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from quartet.errors import ConfigError
 from quartet.rpc.limits import SERVER_OPTIONS
 
-_MESSAGE = "grpc.max_receive_message_length"
 PATIENCE = 5.0
 """Seconds that a check waits for its answer."""
 _WORKERS = 16
-_LONGEST_CONNECTION = 15_000
-"""Milliseconds: who asks and does not finish asking holds a worker until then."""
+_OPTIONS = {
+    **dict(SERVER_OPTIONS),
+    "grpc.max_receive_message_length": 4096,
+    # Who asks and does not finish asking holds a worker until then.
+    "grpc.max_connection_age_ms": 15_000,
+    "grpc.max_connection_age_grace_ms": 2_000,
+}
 
 
 class HealthListener:
@@ -33,19 +37,14 @@ class HealthListener:
         checks.Check = servicer.Check
         self._server = grpc.server(
             ThreadPoolExecutor(_WORKERS, thread_name_prefix="health"),
-            options=[
-                *(option for option in SERVER_OPTIONS if option[0] not in ("grpc.max_connection_age_ms", _MESSAGE)),
-                (_MESSAGE, 4096),
-                ("grpc.max_connection_age_ms", _LONGEST_CONNECTION),
-                ("grpc.max_connection_age_grace_ms", 2_000),
-            ],
+            options=tuple(_OPTIONS.items()),
             maximum_concurrent_rpcs=_WORKERS,
         )
         health_pb2_grpc.add_HealthServicer_to_server(checks, self._server)
-        try:
-            port = self._server.add_insecure_port(listen)
-        except RuntimeError:
-            port = 0
+        # Not above: a check runs every few seconds, and needs none of what this brings along.
+        from quartet.rpc.credentials import LOCAL
+
+        port = LOCAL.listen(self._server, listen)
         if port == 0:
             raise ConfigError(
                 f"health {listen}: the port is taken or the address is not this machine's; choose another"

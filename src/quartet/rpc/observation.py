@@ -56,22 +56,34 @@ class Observer(grpc.ServerInterceptor):  # type: ignore[type-arg]
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Wraps the method's handler."""
         handler = continuation(handler_call_details)
-        if handler is None or not (handler.unary_unary or handler.unary_stream):
-            return handler
+        if handler is None:
+            return None
         service, _, method = handler_call_details.method.strip("/").rpartition("/")
         watched = self.watch(
             service, method, bool(handler.unary_stream), handler_call_details.invocation_metadata or ()
         )
         if watched is None:
             return handler
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                _around(handler.unary_unary, watched), handler.request_deserializer, handler.response_serializer
-            )
-        assert handler.unary_stream is not None
-        return grpc.unary_stream_rpc_method_handler(
-            _around_stream(handler.unary_stream, watched), handler.request_deserializer, handler.response_serializer
+        return wrapped(
+            handler, lambda behaviour: _around(behaviour, watched), lambda behaviour: _around_stream(behaviour, watched)
         )
+
+
+def wrapped(
+    handler: grpc.RpcMethodHandler[Any, Any],
+    unary: Callable[[Callable[..., Any]], Callable[..., Any]],
+    stream: Callable[[Callable[..., Any]], Callable[..., Any]],
+    parse: Callable[[bytes], Any] | None = None,
+) -> grpc.RpcMethodHandler[Any, Any] | None:
+    """A method's handler with something around its behaviour, and another parser. None for one that takes a stream: the contract
+    has no such method, so nobody is to reach it unguarded.
+    """
+    parse = parse or handler.request_deserializer
+    if handler.unary_unary is not None:
+        return grpc.unary_unary_rpc_method_handler(unary(handler.unary_unary), parse, handler.response_serializer)
+    if handler.unary_stream is not None:
+        return grpc.unary_stream_rpc_method_handler(stream(handler.unary_stream), parse, handler.response_serializer)
+    return None
 
 
 def _around(behaviour: Callable[..., Any], watched: Watched) -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +14,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from quartet import __version__, codec
 from quartet.errors import ConfigError, InvalidRequest, ServiceBusy
-from quartet.rpc.credentials import LOCAL, AccessInterceptor, Credentials
+from quartet.rpc.credentials import LOCAL, AccessControl, Credentials
 from quartet.rpc.health import HealthListener
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_STREAMS, SERVER_OPTIONS, WORKERS
-from quartet.rpc.observation import Observer
+from quartet.rpc.observation import Observer, wrapped
 from quartet.rpc.status_codes import code_of
+from quartet.topology import is_loopback
 from quartet.types import Role, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
 
@@ -77,16 +77,12 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
         if handler is None:
             return None
         method = handler_call_details.method
-        parse = _parser(handler.request_deserializer)
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(
-                self._guard(handler.unary_unary, method), parse, handler.response_serializer
-            )
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(
-                self._guard_stream(handler.unary_stream, method), parse, handler.response_serializer
-            )
-        return handler
+        return wrapped(
+            handler,
+            lambda behaviour: self._guard(behaviour, method),
+            lambda behaviour: self._guard_stream(behaviour, method),
+            _parser(handler.request_deserializer),
+        )
 
     @staticmethod
     def _guard(behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
@@ -168,7 +164,7 @@ class Server:
         self._stopping = threading.Event()
         self._server = grpc.server(
             ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="rpc"),
-            interceptors=[*observers, AccessInterceptor(credentials), ErrorInterceptor()],
+            interceptors=[*observers, AccessControl(credentials), ErrorInterceptor()],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
         )
@@ -213,14 +209,7 @@ class Server:
 
 def check_listen_address(listen: str, allow_plaintext: bool) -> None:
     """Refuses to listen beyond loopback in plaintext unless told so in words. Raises ConfigError."""
-    host = listen.rpartition(":")[0].strip("[]")
-    if allow_plaintext or host == "localhost":
-        return
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not allow_plaintext and not is_loopback(listen.rpartition(":")[0]):
         raise ConfigError(
             f"listen {listen}: not a loopback address, and calls are not encrypted; listen on 127.0.0.1, give "
             "security.certificates, or set security.allow_plaintext true inside a network that you trust"

@@ -6,7 +6,6 @@ import re
 import ssl
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,8 @@ from prometheus_client.registry import Collector
 
 from quartet import __version__
 from quartet.errors import ConfigError
+from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
+from quartet.topology import is_loopback
 from quartet.types import ServiceStatus
 
 if TYPE_CHECKING:
@@ -129,12 +130,12 @@ class MetricsServer:
                 f"metrics {listen}: cannot listen there ({error.strerror or error}); choose another port, or null for a free one"
             ) from None
         self._server.RequestHandlerClass.timeout = REQUEST_WITHIN  # type: ignore[attr-defined]
-        if certificates is not None and not _is_loopback(host):
+        if certificates is not None and not is_loopback(host):
             # Hands are shaken by each connection's own thread: one that stays silent keeps nobody else waiting.
             self._server.socket = _context(certificates).wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
             )
-        if _is_loopback(host):
+        if is_loopback(host):
             self._server.set_app(_only_addressed_here(make_wsgi_app(registry), host))
         self.address = f"{host}:{self._server.server_port}"
 
@@ -146,9 +147,9 @@ class MetricsServer:
 
 
 def _context(certificates: Path) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(certificates / "ca.crt"))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(certificates / AUTHORITY))
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(certificates / "tls.crt", certificates / "tls.key")
+    context.load_cert_chain(certificates / CERTIFICATE, certificates / KEY)
     return context
 
 
@@ -157,16 +158,9 @@ def _only_addressed_here(app: WSGIApplication, host: str) -> WSGIApplication:
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         wanted = re.sub(r":\d*$", "", environ.get("HTTP_HOST", host)).lower()
-        if wanted != host.lower() and not _is_loopback(wanted):
+        if wanted != host.lower() and not is_loopback(wanted):
             start_response("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
             return [b"figures of this machine: ask for them at 127.0.0.1 or localhost\n"]
         return app(environ, start_response)
 
     return answer
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
