@@ -18,6 +18,19 @@ Value = TypeVar("Value")
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0
 """Seconds to wait for something that must come, on a machine with other things to do."""
+SECRETS: dict[str, set[str]] = {
+    "setup": set(),
+    "redis": {"redis"},
+    "actor": {"redis", "rpc"},
+    "critic": {"redis", "rpc"},
+    "reward": {"rpc"},
+    "reference": {"rpc"},
+    "orchestrator": {"redis", "rpc"},
+    "gateway": {"redis", "rpc", "gateway", "viewer"},
+    "prometheus": {"viewer"},
+    "grafana": {"grafana"},
+}
+"""By service, the folders of secrets that it needs and sees."""
 
 
 def compose_command() -> list[str]:

@@ -14,6 +14,7 @@ from quartet.rpc.access import PROCESSES
 from quartet.rpc.credentials import DOMAIN
 from quartet.topology import roles_of
 from quartet.types import Role
+from tests.compose.stack import SECRETS
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENT = ROOT / "docker/deployment"
@@ -115,18 +116,7 @@ def test_a_service_sees_the_secrets_that_it_needs_and_no_others() -> None:
         name: {place.rpartition("/")[2] for place in mounts(service) if place.startswith("/run/secrets/")}
         for name, service in SERVICES.items()
     }
-    assert seen == {
-        "setup": set(),
-        "redis": {"redis"},
-        "actor": {"redis", "rpc"},
-        "critic": {"redis", "rpc"},
-        "reward": {"rpc"},
-        "reference": {"rpc"},
-        "orchestrator": {"redis", "rpc"},
-        "gateway": {"redis", "rpc", "gateway", "viewer"},
-        "prometheus": {"viewer"},
-        "grafana": {"grafana"},
-    }
+    assert seen == SECRETS
     for service in SERVICES.values():
         assert not re.search("(?i)(token|password|secret)(?!.*__FILE)", " ".join(service.get("environment", {})))
 

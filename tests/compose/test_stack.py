@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from quartet.demo.world import make_world
-from tests.compose.stack import Stack, compose_command, docker, wait_for
+from tests.compose.stack import SECRETS, Stack, compose_command, docker, wait_for
 from tests.e2e.conftest import LONGEST_PROMPT, MINIATURE
 from tests.e2e.test_apart import free_ports
 
@@ -232,15 +232,7 @@ def check_what_the_processes_may(stack: Stack) -> None:
         capabilities = stack.run_in(service, "grep", "CapEff", "/proc/self/status").stdout
         assert capabilities.split()[1].strip("0") == "", f"{service} has capabilities"
     seen = {service: set(stack.run_in(service, "ls", "/run/secrets").stdout.split()) for service in SERVICES}
-    assert seen == {
-        "redis": {"redis"},
-        "actor": {"redis", "rpc"},
-        "critic": {"redis", "rpc"},
-        "reward": {"rpc"},
-        "reference": {"rpc"},
-        "orchestrator": {"redis", "rpc"},
-        "gateway": {"redis", "rpc", "gateway", "viewer"},
-    }
+    assert seen == {service: SECRETS[service] for service in SERVICES}
     assert stack.run_in("redis", "redis-cli", "ping").stdout.strip() != "PONG"
 
 

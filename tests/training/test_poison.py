@@ -77,7 +77,7 @@ class Runs:
     def config(self, function: str, kind: str = "ppo", **changes: Any) -> Config:
         common: dict[str, Any] = {
             "run": {"steps": STEPS},
-            "reward": {"source": "function", "function": f"mine:{function}", "model": None},
+            "reward": {"source": "function", "function": f"mine:{function}", "model": None, "quote_texts": True},
             "critic": {"model": None},
             "checkpoint": {"every": 2},
         }

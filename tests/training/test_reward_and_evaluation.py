@@ -73,7 +73,7 @@ def test_an_ensemble_weighs_its_parts_and_keeps_each_of_them(make: MakeConfig, f
 
 
 def test_a_function_that_fails_stops_the_run_with_its_name_and_error(make: MakeConfig, functions: Path) -> None:
-    reward = {"source": "function", "function": "mine:fails", "model": None}
+    reward = {"source": "function", "function": "mine:fails", "model": None, "quote_texts": True}
     with underway(make(reward=reward, critic={"model": None})) as going:
         run = going.finish()
     assert run.code == 1

@@ -109,7 +109,8 @@ class RewardSourceConfig(Section):
     timeout: Positive = 60.0
     """Seconds that one call of the function may take."""
     quote_texts: bool = False
-    """Let what the function's exceptions say quote prompts and responses, in logs and in notes; false: three dots instead."""
+    """Tell what the function's exceptions say, in logs and in notes, though it may quote prompts and responses; false: type, file
+    and line."""
 
     def check_source(self) -> None:
         """Raises ValueError unless what the source needs is there, and no more."""

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import itertools
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 LONGEST_REASON = 300
 """Characters of an exception's text that are passed on."""
-LONGEST_QUOTE = 7
-"""Characters in a row of a prompt, a response or a field that an exception's text may repeat, unless it may quote them."""
-SHORTEST_SECRET = 4
-"""Characters below which a text is no secret: it would be found anywhere."""
-LONGEST_SEARCHED = 100_000
-"""Characters of one argument that are looked for in it."""
 
 
 class UnusableFunction(Exception):
@@ -35,7 +28,7 @@ class UnusableFunction(Exception):
 def main(function_name: str, descriptor: str, quotes: str = "") -> None:
     """Says whether the function can be used, then answers calls until standard input ends.
 
-    ``quotes``: not empty where what an exception says may quote prompts and responses: it is for logs.
+    ``quotes``: not empty where what an exception says is told, though it may quote prompts and responses: it is for logs.
     """
     requests, answers = _take_pipes(int(descriptor))
     try:
@@ -74,7 +67,7 @@ def answer(function: Callable[..., Any], number: int, arguments: list[Any], quot
     try:
         result = function(*arguments)
     except BaseException as error:  # sys.exit() of one call is no reason to end the process
-        reason = describe(error, [] if quotes else list(_texts(arguments)))
+        reason = describe(error, quotes)
         traceback.print_tb(error.__traceback__)
         print(reason, file=sys.stderr)
         return json.dumps({"number": number, "raised": reason})
@@ -84,54 +77,21 @@ def answer(function: Callable[..., Any], number: int, arguments: list[Any], quot
         return json.dumps({"number": number, "not_json": type(result).__name__})
 
 
-def describe(error: BaseException, secrets: Sequence[str] = ()) -> str:
-    """An exception's type and text, and the file and line that raised it, in one line. Of ``secrets`` it repeats nothing long."""
+def describe(error: BaseException, quotes: bool = True) -> str:
+    """An exception's type and text, and the file and line that raised it, in one line.
+
+    Unless it ``quotes``, a text that comes from the function is left out: it may repeat prompts and responses.
+    """
+    place = _place(error)
+    if place and not quotes:
+        return f"{type(error).__name__} ({place}; what it says is left out, it may quote a text)"
     try:
-        text = " ".join(without(str(error), secrets).split())
+        text = " ".join(str(error).split())
     except Exception:
         text = ""
     if len(text) > LONGEST_REASON:
         text = text[:LONGEST_REASON] + "..."
-    return f"{type(error).__name__}{': ' if text else ''}{text}{_place(error)}"
-
-
-def without(text: str, secrets: Sequence[str]) -> str:
-    """``text`` with three dots for whatever long it repeats of the ``secrets``, and for each that it repeats whole."""
-    text = text[: 4 * LONGEST_REASON]
-    hidden = [False] * len(text)
-    for secret in secrets:
-        # As it stands, and as repr and JSON would show it.
-        for form in {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]}:
-            form = form[:LONGEST_SEARCHED].strip()
-            if len(form) >= SHORTEST_SECRET:
-                _hide(text, form, min(len(form), LONGEST_QUOTE + 1), hidden)
-    pieces = (("..." if secret else "".join(text[place] for place in places)) for secret, places in _runs(hidden))
-    return "".join(pieces)
-
-
-def _hide(text: str, secret: str, shortest: int, hidden: list[bool]) -> None:
-    """Marks every place of the text that lies in a piece of the secret of at least so many characters."""
-    pieces = {secret[start : start + shortest] for start in range(len(secret) - shortest + 1)}
-    for start in range(len(text) - shortest + 1):
-        if text[start : start + shortest] in pieces:
-            hidden[start : start + shortest] = [True] * shortest
-
-
-def _runs(hidden: list[bool]) -> Iterator[tuple[bool, list[int]]]:
-    for secret, group in itertools.groupby(range(len(hidden)), key=hidden.__getitem__):
-        yield secret, list(group)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a call's arguments: prompts, responses, and what the prompts' fields hold."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _texts(item)
+    return f"{type(error).__name__}{': ' if text else ''}{text}{f' ({place})' if place else ''}"
 
 
 def _place(error: BaseException) -> str:
@@ -139,7 +99,7 @@ def _place(error: BaseException) -> str:
     mine = (__file__, importlib.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in mine]
     frames = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 def _plain(value: Any) -> Any:

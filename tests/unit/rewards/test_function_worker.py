@@ -79,12 +79,12 @@ def test_what_a_function_raises_is_told_in_one_line_and_its_process_goes_on(star
     worker = start("fails")
     with pytest.raises(ComputationFailed) as failed:
         worker.call(["secret"], 20, "sequence index 3")
-    expected = r"reward.function functions:fails, sequence index 3: raised ValueError: bad luck (functions.py:"
+    expected = r"reward.function functions:fails, sequence index 3: raised ValueError (functions.py:"
     assert str(failed.value).startswith(expected)
     assert "\n" not in str(failed.value)
     with pytest.raises(ComputationFailed, match=r"raised TypeError: .*takes 0 positional arguments but 1 was given$"):
         start("wrong_signature").call([1], 20)
-    with pytest.raises(ComputationFailed, match=r"functions:leaves: raised SystemExit: 4 \(functions.py:\d+\)"):
+    with pytest.raises(ComputationFailed, match=r"functions:leaves: raised SystemExit \(functions.py:\d+; "):
         start("leaves").call([], 20)
 
 
