@@ -124,6 +124,17 @@ class Campaign:
                 data = _request(random, method, sender.standing)
                 code, text = sender.send(method, data, SHORT if random.random() < 0.03 else DEADLINE)
                 self._note(target, method, data, code, text)
+            self._ask_properly(sender, {method.path: method for _, method in plan})
+
+    def _ask_properly(self, sender: _Sender, methods: dict[str, Method]) -> None:
+        """Sends each method a request as it should be: a mutated one may ask for more time than it has, and these may not."""
+        sender.look()
+        for path, method in methods.items():
+            if path != STOP:
+                data = SEEDS[path](Random(self.seed), sender.standing).SerializeToString()
+                code, text = sender.send(method, data, 10 * DEADLINE)
+                if code not in PROPER - {grpc.StatusCode.DEADLINE_EXCEEDED}:
+                    self.problems.append(f"{path}: a proper request at the end was answered {code.name}: {text[:500]}")
 
     def _note(self, target: Target, method: Method, data: bytes, code: grpc.StatusCode, text: str) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -68,6 +69,33 @@ def test_a_defect_behind_a_method_is_found_and_can_be_replayed(tmp_path: Path, r
         assert again.value.code() is grpc.StatusCode.INTERNAL
     finally:
         server.stop(0.0)
+
+
+class Hanging(Failing):
+    """A core that never comes to an end while the test runs."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def log_probs(self, *_: Any) -> Any:
+        self.end.wait()
+        raise KeyError("the test is over")
+
+
+def test_a_method_that_answers_no_longer_is_found(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = Hanging()
+    server = Server([ReferenceServicer(core, ComputeThread(), 1)], "127.0.0.1:0")  # type: ignore[arg-type]
+    monkeypatch.setattr("tests.fuzz.campaign.DEADLINE", 0.05)
+    try:
+        campaign = Campaign(Ground(tmp_path, redis_url, [Target(Role.REFERENCE, server.address)]), 8)
+        campaign.run()
+    finally:
+        core.end.set()
+        server.stop(0.0)
+    hangs = "/quartet.v1.ReferenceService/LogProbs: a proper request at the end was answered DEADLINE_EXCEEDED"
+    assert any(problem.startswith(hangs) for problem in campaign.problems), campaign.problems
 
 
 def test_a_process_that_ends_or_grows_is_found(tmp_path: Path) -> None:
