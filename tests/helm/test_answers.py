@@ -19,7 +19,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from quartet.config import SecurityConfig
-from quartet.rpc.credentials import AccessInterceptor, Credentials
+from quartet.rpc.credentials import AccessControl, Credentials
 from quartet.rpc.health import HealthListener
 from tests.helm.rendering import example, manifests, of_kind
 
@@ -97,7 +97,7 @@ def test_the_processes_know_one_another_by_the_charts_certificates(
 ) -> None:
     security = SecurityConfig(certificates=certificates)
     actor = Credentials("actor", security)
-    server = grpc.server(ThreadPoolExecutor(2), interceptors=[AccessInterceptor(actor)])
+    server = grpc.server(ThreadPoolExecutor(2), interceptors=[AccessControl(actor)])
     servicer = health.HealthServicer()
     servicer.set("", SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
