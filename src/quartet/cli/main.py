@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -350,6 +351,14 @@ def config_reference() -> None:
     from quartet.cli.reference import reference
 
     typer.echo(reference(), nl=False)
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of config files, by which editors complete and check them."""
+    from quartet.config import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 
 
 @app.command()

@@ -49,6 +49,10 @@ def reference() -> str:
         "",
         "Every key of a config file. Written by `quartet config reference`; a test holds it to the code.",
         "",
+        "An editor with a YAML language server completes and checks the keys once `quartet config schema > quartet.schema.json`",
+        "has written their JSON Schema and the config begins with `# yaml-language-server: $schema=quartet.schema.json`, a path",
+        "from the config's own folder. What keys must be together, `quartet config check` says.",
+        "",
     ]
     _describe(Config, "", lines)
     return "\n".join(lines).rstrip() + "\n"

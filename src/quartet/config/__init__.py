@@ -40,6 +40,7 @@ from quartet.config.operation import (
     TimeoutsConfig,
     WandbConfig,
 )
+from quartet.config.schema import json_schema
 from quartet.config.section import Section
 from quartet.config.tree import MAX_RESPONSES, Config, is_redacted, redact_url
 
@@ -81,6 +82,7 @@ __all__ = [
     "TruncationConfig",
     "WandbConfig",
     "is_redacted",
+    "json_schema",
     "load_config",
     "parse_config",
     "redact_url",

@@ -1,0 +1,67 @@
+"""The JSON Schema of config files: every key of the tree, closed, in words that editors and Helm understand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quartet.cli.reference import settings
+from quartet.config import json_schema
+
+SCHEMA = json_schema()
+ALGORITHM = SCHEMA["properties"]["algorithm"]["properties"]
+
+
+def keys(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every key that the schema knows, as the reference of settings writes it, and what it says of it."""
+    for key, value in node.get("properties", {}).items():
+        yield prefix + key, value
+        yield from keys(value, f"{prefix}{key}.")
+        if isinstance(value.get("items"), dict):
+            yield from keys(value["items"], f"{prefix}{key}[].")
+
+
+def test_it_has_every_setting_with_its_meaning_and_no_other() -> None:
+    found = dict(keys(SCHEMA))
+    sections = {key for key, node in found.items() if node["type"] == "object"}
+    assert {setting.name for setting in settings()} - found.keys() == set()
+    assert found.keys() - sections <= {setting.name for setting in settings()}
+    for setting in settings():
+        assert found[setting.name]["description"] == setting.meaning
+
+
+def test_no_section_takes_a_key_that_it_does_not_know() -> None:
+    sections = [SCHEMA, *(node for _, node in keys(SCHEMA))]
+    for node in [*sections, *(node["items"] for node in sections if isinstance(node.get("items"), dict))]:
+        assert ("properties" in node) == (node.get("additionalProperties") is False)
+
+
+def test_it_is_plain_draft_07() -> None:
+    assert SCHEMA["$schema"] == "http://json-schema.org/draft-07/schema#"
+    words = {word for node in [SCHEMA, *(node for _, node in keys(SCHEMA))] for word in node}
+    assert words.isdisjoint({"$ref", "$defs", "anyOf", "prefixItems", "format"})
+    assert SCHEMA["properties"]["actor"]["properties"]["optimizer"]["properties"]["betas"]["items"] == [
+        {"minimum": 0, "exclusiveMaximum": 1, "type": "number"},
+        {"minimum": 0, "exclusiveMaximum": 1, "type": "number"},
+    ]
+
+
+def test_ranges_choices_and_null_are_those_of_the_tree() -> None:
+    assert ALGORITHM["estimator"]["enum"] == ["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"]
+    assert ALGORITHM["dual_clip"]["type"] == ["number", "null"]
+    assert ALGORITHM["dual_clip"]["exclusiveMinimum"] == 1
+    dtype = SCHEMA["properties"]["reference"]["properties"]["dtype"]
+    assert (dtype["type"], dtype["enum"]) == (["string", "null"], ["float32", "bfloat16", "float16", None])
+    lora = SCHEMA["properties"]["actor"]["properties"]["lora"]
+    assert (lora["type"], lora["default"]) == (["object", "null"], None)
+    assert SCHEMA["required"] == ["data", "actor", "reward"]
+
+
+def test_the_command_prints_it() -> None:
+    command = [str(Path(sys.executable).with_name("quartet")), "config", "schema"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(printed.stdout) == SCHEMA
