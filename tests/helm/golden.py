@@ -7,7 +7,7 @@ import sys
 
 import helm_python
 
-from tests.helm.rendering import CHART, EXAMPLES, GOLDEN, example, golden_text
+from tests.helm.rendering import EXAMPLES, GOLDEN, chart_folder, example, golden_text
 
 WARNING = 2
 """Of the linter; what is below are its recommendations."""
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _lint(name: str) -> bool:
-    report = helm_python.lint(CHART, example(name), strict=True, kube_version="v1.29.0")
+    report = helm_python.lint(chart_folder(), example(name), strict=True, kube_version="v1.29.0")
     found = [message for message in report["messages"] if message["severity"] >= WARNING]
     for message in found:
         print(f"helm lint, {name}: {message['path']}: {message['error']}", file=sys.stderr)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
@@ -28,8 +31,18 @@ Values = dict[str, Any]
 
 
 @cache
-def _chart() -> helm_python.Chart:
-    return helm_python.Chart.load(CHART)
+def chart_folder() -> Path:
+    """The chart's folder with files where links are. Helm follows links, too, but writes a line about each whenever it does."""
+    folder = Path(tempfile.mkdtemp(prefix="quartet-chart-"))
+    atexit.register(shutil.rmtree, folder)
+    # The linter wants the folder to have the chart's name.
+    return shutil.copytree(CHART, folder / CHART.name)
+
+
+@cache
+def chart() -> helm_python.Chart:
+    """The chart, loaded once."""
+    return helm_python.Chart.load(chart_folder())
 
 
 def example(name: str) -> Values:
@@ -40,7 +53,12 @@ def example(name: str) -> Values:
 
 def changed(name: str, **changes: Any) -> Values:
     """An example's values with keys of dotted paths set; double underscores stand for the dots."""
-    values = deepcopy(example(name))
+    return with_keys(example(name), **changes)
+
+
+def with_keys(values: Values, **changes: Any) -> Values:
+    """The same of any values."""
+    values = deepcopy(values)
     for path, value in changes.items():
         *above, last = path.split("__")
         place = values
@@ -54,12 +72,12 @@ def texts(values: Values, cluster: helm_python.Config | None = None) -> dict[str
     """What each template makes of the values; ``cluster``: where it may look things up. Raises helm_python.HelmError."""
     if cluster is None:
         return dict(_rendered(json.dumps(values)))
-    return cluster.render(_chart(), values, name=RELEASE, namespace=NAMESPACE)
+    return cluster.render(chart(), values, name=RELEASE, namespace=NAMESPACE)
 
 
 @cache
 def _rendered(values: str) -> dict[str, str]:
-    return _chart().render(json.loads(values), name=RELEASE, namespace=NAMESPACE)
+    return chart().render(json.loads(values), name=RELEASE, namespace=NAMESPACE)
 
 
 def manifests(values: Values, cluster: helm_python.Config | None = None) -> list[Manifest]:

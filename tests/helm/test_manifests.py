@@ -11,7 +11,7 @@ import kubernetes_validate.utils
 import pytest
 
 from tests.helm import golden
-from tests.helm.rendering import CHART, EXAMPLES, Manifest, changed, example, manifests, of_kind, texts
+from tests.helm.rendering import CHART, EXAMPLES, Manifest, changed, chart_folder, example, manifests, of_kind, texts
 
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 CUSTOM = {
@@ -54,13 +54,25 @@ def test_what_is_rendered_is_what_is_kept(name: str) -> None:
     assert found == kept, "if so meant, run make helm-golden and commit"
 
 
+def test_a_chart_without_fault_is_checked_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    assert golden.main([]) == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_fault_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(golden, "EXAMPLES", ("cpu-kind",))
+    monkeypatch.setattr(golden, "example", lambda name: changed(name, redis__persistance={}))
+    assert golden.main([]) == 1
+    assert "additional properties 'persistance' not allowed" in capfd.readouterr().err
+
+
 def test_nothing_is_kept_of_what_is_no_example() -> None:
     assert sorted(path.stem for path in golden.GOLDEN.glob("*.yaml")) == list(EXAMPLES)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_linter_finds_no_fault(name: str) -> None:
-    report = helm_python.lint(CHART, example(name), strict=True, kube_version="v1.29.0")
+    report = helm_python.lint(chart_folder(), example(name), strict=True, kube_version="v1.29.0")
     assert [message for message in report["messages"] if message["severity"] >= golden.WARNING] == []
     assert report["errors"] == []
 
