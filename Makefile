@@ -14,7 +14,7 @@ FUZZ_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test chaos faults soak durability-cost gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden e2e-compose check format proto acceptance parity clean
+.PHONY: help demo test chaos faults soak durability-cost gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
@@ -73,6 +73,9 @@ fuzz-rpc: $(VENV)/.installed-dev ## 100,000 mutated requests to every RPC method
 helm-golden: $(VENV)/.installed-dev ## Render the chart's examples anew into tests/helm/golden
 	$(BIN)/python -m tests.helm.golden --write
 
+helm-schema: $(VENV)/.installed-dev ## Write the config tree anew into the chart's values.schema.json
+	$(BIN)/python helm/values_schema.py --write
+
 e2e-compose: $(VENV)/.installed-dev ## Build the images, bring the stack up on the CPU, train, kill, recover; needs Docker
 	$(BIN)/python -m pytest tests/compose -m 'slow or not slow' --capture=no $(PYTEST_ARGS)
 
@@ -84,6 +87,7 @@ check: $(VENV)/.installed-dev ## Lint, types, committed stubs, forbidden constru
 		PYTHON=$(BIN)/python proto/generate.sh "$$scratch" && \
 		diff -r -x __init__.py -x __pycache__ "$$scratch/quartet/v1" src/quartet/v1 || \
 		{ echo "error: src/quartet/v1 differs from proto/; run make proto and commit" >&2; exit 1; }
+	$(BIN)/python helm/values_schema.py
 	$(BIN)/python -m tests.helm.golden
 	PATH="$(abspath $(BIN)):$$PATH" .ci/forbidden $$(git ls-files)
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.tensorrt-llm docker/redis/Dockerfile

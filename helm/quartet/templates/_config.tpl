@@ -28,5 +28,32 @@
 {{- if .Values.security.rpcToken.enabled }}{{ $_ := set $security "token_file" "/run/secrets/quartet/rpc_token" }}{{ end -}}
 {{- $found := dict "run" (dict "directory" "runs") "services" $services "buffer" $buffer "security" $security -}}
 {{- if $components.gateway }}{{ $_ := set $found "gateway" $gateway }}{{ end -}}
+{{- include "quartet.refuseOverlaid" (dict "given" .Values.config "laid" $found "path" "config") -}}
+{{- if not (kindIs "invalid" (dig "timeouts" "drain" nil .Values.config)) -}}
+{{- fail "config.timeouts.drain: the chart sets it for each component; leave it out, and see components.NAME.drainSeconds" -}}
+{{- end -}}
+{{- if and $components.gateway (not (dig "gateway" "enabled" true .Values.config)) -}}
+{{- fail "config.gateway.enabled: the chart starts the gateway; leave it out, and set components.gateway.enabled false" -}}
+{{- end -}}
 {{- toYaml $found -}}
+{{- end -}}
+
+{{/*
+Refuses what would be lost below the chart's own: any value of the config that differs from it, but null and an empty list.
+Takes given, laid and path.
+*/}}
+{{- define "quartet.refuseOverlaid" -}}
+{{- $instead := dict "run" "storage.runs" "services" "components" "buffer" "redis" "security" "security" "gateway" "gateway and ingress" -}}
+{{- $path := .path -}}
+{{- range $key, $given := .given -}}
+{{- $place := printf "%s.%s" $path $key -}}
+{{- if hasKey $.laid $key -}}
+{{- $laid := get $.laid $key -}}
+{{- if kindIs "map" $laid -}}
+{{- include "quartet.refuseOverlaid" (dict "given" $given "laid" $laid "path" $place) -}}
+{{- else if not (or (kindIs "invalid" $given) (eq (toJson $given) "[]") (eq (toJson $given) (toJson $laid))) -}}
+{{- fail (printf "%s: the chart sets it; leave it out, and see %s of the values" $place (get $instead (index (splitList "." $place) 1))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
