@@ -9,7 +9,7 @@ import pytest
 
 from quartet.rpc.access import CALLERS
 from quartet.types import Role
-from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates
+from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates, texts
 
 ROLES = tuple(str(role) for role in Role)
 OF_EVERYBODY = ("quartet.v1.StatusService", "grpc.health.v1.Health")
@@ -174,3 +174,16 @@ def test_a_reward_server_elsewhere_can_be_let_through() -> None:
 
 def test_no_policy_is_left_where_they_are_switched_off() -> None:
     assert of_kind(manifests(changed("cpu-kind", networkPolicy={"enabled": False})), "NetworkPolicy") == {}
+
+
+@pytest.mark.parametrize("cidrs", [[], ["10.20.0.0/24"]])
+def test_a_redis_outside_is_reached_at_its_port_and_the_notes_say_where_it_may_be(cidrs: list[str]) -> None:
+    values = changed("two-node-actor", redis__external__cidrs=cidrs)
+    policies = of_kind(manifests(values), "NetworkPolicy")
+    blocks = [{"ipBlock": {"cidr": cidr}} for cidr in cidrs or ["0.0.0.0/0", "::/0"]]
+    rule = {"to": blocks, "ports": [{"protocol": "TCP", "port": 6380}]}
+    for name in ("actor", "orchestrator", "gateway"):
+        assert rule in policies[f"quartet-{name}"]["spec"]["egress"]
+    assert rule not in (policies["quartet-reward"]["spec"]["egress"] or [])
+    notes = texts(values)["quartet/templates/NOTES.txt"]
+    assert ("may connect to any address at port 6380" in notes) == (not cidrs)
