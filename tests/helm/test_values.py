@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from typing import Any
 
 import helm_python
 import pytest
 
-from quartet.config import Config
-from tests.helm.rendering import CHART, changed, example, manifests, texts
+from tests.helm.rendering import CHART, changed, chart, example, manifests, texts
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 
@@ -87,17 +87,12 @@ def test_the_schema_knows_every_value_and_leaves_no_object_open_but_those_of_oth
         for path, node in _nodes(SCHEMA)
         if node.get("type") == "object" and node.get("additionalProperties", True) is True
     }
-    # What is inside these, the processes or Kubernetes itself check.
-    config = {path for path in open_objects if path.startswith("/properties/config")}
+    # What is inside these, Kubernetes itself checks.
     kubernetes = {path for path in open_objects if path.startswith(("/definitions/affinity", "/definitions/extra"))}
     kubernetes |= {
         path for path in open_objects if path.startswith(("/definitions/environment", "/definitions/topology"))
     }
-    assert open_objects - config - kubernetes == {"/properties/global"}
-
-
-def test_the_sections_of_the_config_are_those_of_the_tree() -> None:
-    assert set(SCHEMA["properties"]["config"]["properties"]) == set(Config.model_fields)
+    assert open_objects - kubernetes == {"/properties/global"}
 
 
 def test_every_value_is_in_the_readme() -> None:
@@ -114,8 +109,7 @@ def test_every_value_is_in_the_readme() -> None:
 
 
 def test_every_default_is_taken() -> None:
-    with helm_python.Chart.load(CHART) as chart:
-        values = chart.values
+    values = deepcopy(chart().values)
     values["config"] = example("cpu-kind")["config"]
     assert manifests(values)
 
@@ -141,6 +135,16 @@ def test_a_pod_that_holds_the_critic_is_not_scaled() -> None:
     assert "components.reward.autoscaling" in refusal(values)
 
 
+@pytest.mark.parametrize("kind", ["hpa", "keda"])
+def test_a_scaling_whose_fewest_are_more_than_its_most_is_refused(kind: str) -> None:
+    said = refusal(changed("node-8-gpus", components__reward__autoscaling={"kind": kind, "minReplicas": 5}))
+    assert "components.reward.autoscaling.minReplicas: 5, and components.reward.autoscaling.maxReplicas: 4" in said
+
+
+def test_the_bounds_of_a_scaling_that_is_off_do_not_matter() -> None:
+    assert manifests(changed("single-node-4-gpus", components__reward__autoscaling={"minReplicas": 5}))
+
+
 def test_plaintext_is_refused_unless_it_is_said_in_words() -> None:
     assert "security.allowPlaintext true" in refusal(changed("cpu-kind", security__tls__enabled=False))
 
@@ -149,6 +153,21 @@ def test_a_password_in_an_address_is_refused() -> None:
     said = refusal(changed("two-node-actor", redis__external__url="rediss://quartet:secret@redis.example:6379/0"))
     assert "redis.external.url: holds a password" in said
     assert "secret@" not in said
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "valkey://quartet:sesame@redis.example:6379/0",  # pragma: allowlist secret - an example
+        "rediss://quartet:open/sesame@redis.example:6379/0",
+        "rediss://redis.example:6379/0?password=sesame",
+        "rediss:///sesame",
+    ],
+)
+def test_an_address_that_is_refused_is_not_quoted(url: str) -> None:
+    said = refusal(changed("two-node-actor", redis__external__url=url))
+    assert "redis.external.url: " in said
+    assert "sesame" not in said
 
 
 def test_a_certificate_that_is_missing_is_named() -> None:

@@ -8,7 +8,8 @@ Everything else loops over this map.
 {{- $found := dict -}}
 {{- $places := dict -}}
 {{- range $name := list "actor" "critic" "reward" "reference" "orchestrator" "gateway" -}}
-{{- $given := index $root.Values.components $name -}}
+{{- /* Null takes the default away, and so the component. */ -}}
+{{- $given := default (dict "enabled" false) (get $root.Values.components $name) -}}
 {{- $component := mergeOverwrite (deepCopy $root.Values.defaults) (deepCopy $given) -}}
 {{- /* Where it may run is one thing: half of it from here and half from there would be nobody's wish. */ -}}
 {{- range list "nodeSelector" "affinity" -}}
@@ -60,6 +61,13 @@ Everything else loops over this map.
 {{- $scaling := dig "autoscaling" "kind" "none" $component -}}
 {{- if and (ne $scaling "none") (not $scoring) -}}
 {{- fail (printf "components.%s.autoscaling: a pod that holds actor or critic cannot be scaled; set kind none" $name) -}}
+{{- end -}}
+{{- if ne $scaling "none" -}}
+{{- $fewest := int $component.autoscaling.minReplicas -}}{{- $most := int $component.autoscaling.maxReplicas -}}
+{{- if gt $fewest $most -}}
+{{- $where := printf "components.%s.autoscaling" $name -}}
+{{- fail (printf "%s.minReplicas: %d, and %s.maxReplicas: %d; expected at most as many, raise the second or lower the first" $where $fewest $where $most) -}}
+{{- end -}}
 {{- end -}}
 {{- $workload := "Deployment" -}}
 {{- if eq $name "orchestrator" }}{{ $workload = "Job" }}{{ else if gt $nodes 1 }}{{ $workload = "LeaderWorkerSet" }}{{ end -}}
@@ -127,7 +135,7 @@ Everything else loops over this map.
 {{/* The names by which the gateway may be addressed. */}}
 {{- define "quartet.gatewayHosts" -}}
 {{- $names := include "quartet.serviceNames" (dict "root" . "name" (printf "%s-gateway" (include "quartet.fullname" .))) | fromJsonArray -}}
-{{- $names = concat $names .Values.gateway.allowedHosts -}}
+{{- $names = concat $names (default list .Values.gateway.allowedHosts) -}}
 {{- if and .Values.ingress.enabled .Values.ingress.host }}{{ $names = append $names .Values.ingress.host }}{{ end -}}
 {{- $names | uniq | toJson -}}
 {{- end -}}

@@ -195,7 +195,7 @@ spec:
 
 {{/* What is asked for, and the GPUs, which are asked for by their limit. */}}
 {{- define "quartet.resources" -}}
-{{- $resources := deepCopy .resources -}}
+{{- $resources := deepCopy (default dict .resources) -}}
 {{- if gt (int .gpus) 0 -}}
 {{- $resources = mergeOverwrite $resources (dict "limits" (dict .gpuResource (int .gpus))) -}}
 {{- end -}}
