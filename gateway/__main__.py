@@ -13,7 +13,6 @@ import os
 import secrets
 import signal
 import socket
-import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -30,7 +29,7 @@ from quartet.errors import ConfigError, QuartetError
 from quartet.rpc.access import GATEWAY
 from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.rpc.server import check_listen_address
-from quartet.secret_files import check_token, read_token
+from quartet.secret_files import check_certificate, check_token, read_token
 from quartet.telemetry.logs import configure_logs
 from quartet.telemetry.run_files import RunFiles
 from quartet.topology import is_loopback
@@ -105,8 +104,8 @@ def _serve(options: argparse.Namespace, announce: Any) -> None:
         raise ConfigError(f"listen {listen!r}: expected HOST:PORT")
     if section.certificate is None:
         _check_plaintext(listen, options.allow_plaintext or (config is not None and config.security.allow_plaintext))
-    else:
-        _check_certificate(section)
+    elif section.key is not None:
+        check_certificate(section.certificate, section.key)
     credentials = LOCAL if config is None else Credentials(GATEWAY, config.security)
     with _listening(listen) as (bound, address):
         settings = GatewaySettings(
@@ -213,17 +212,6 @@ def _check_plaintext(listen: str, allowed: bool) -> None:
             f"listen {listen}: not a loopback address, and requests are not encrypted; listen on 127.0.0.1, give "
             "gateway.certificate and gateway.key, or, inside a network that you trust or behind a proxy that encrypts, "
             "security.allow_plaintext true (--allow-plaintext)"
-        ) from None
-
-
-def _check_certificate(section: GatewayConfig) -> None:
-    assert section.certificate is not None
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(section.certificate, section.key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"gateway.certificate {section.certificate}, gateway.key {section.key}: cannot be used ({error.strerror or error}); "
-            "give two PEM files that belong together"
         ) from None
 
 

@@ -43,7 +43,10 @@ def check_inputs(config: Config) -> list[str]:
     for role in roles_of(config):
         service: ServiceConfig = getattr(config.services, role)
         if service.address is None:
-            _check_port(role, listen_address(service))
+            places = {"listen": listen_address(service), "metrics": service.metrics, "health": service.health}
+            for name, place in places.items():
+                if place is not None:
+                    _check_port(f"services.{role}.{name}", place)
     return notes + unused(config)
 
 
@@ -251,7 +254,7 @@ def _read_json(key: str, path: Path) -> dict[str, Any]:
     return value
 
 
-def _check_port(role: Role, listen: str) -> None:
+def _check_port(key: str, listen: str) -> None:
     host, _, port = listen.rpartition(":")
     if port == "0":
         return
@@ -263,6 +266,6 @@ def _check_port(role: Role, listen: str) -> None:
             probe.bind((host.strip("[]"), int(port)))
         except OSError as error:
             raise ConfigError(
-                f"services.{role}.listen {listen}: cannot listen there ({error.strerror}); "
+                f"{key} {listen}: cannot listen there ({error.strerror}); "
                 "stop what does, choose another port, or leave it null for a free one"
             ) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+from datetime import UTC, datetime
 from pathlib import Path
 
 from quartet.errors import ConfigError
@@ -39,3 +41,18 @@ def check_token(token: str, where: str) -> None:
         raise ConfigError(
             f"{where}: has {len(token)} characters; expected at least {SHORTEST_TOKEN}, letters, digits and signs without spaces"
         )
+
+
+def check_certificate(certificate: Path, key: Path) -> None:
+    """Raises ConfigError unless ``gateway.certificate`` and ``gateway.key`` belong together and are good today."""
+    from cryptography import x509
+
+    where = f"gateway.certificate {certificate}, gateway.key {key}"
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+        until = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{where}: cannot be used ({reason}); give two PEM files that belong together") from None
+    if until < datetime.now(UTC):
+        raise ConfigError(f"{where}: has expired ({until:%Y-%m-%d %H:%M} UTC); give one that is good")

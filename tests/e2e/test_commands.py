@@ -74,6 +74,24 @@ def test_config_show_prints_defaults_and_overrides_but_no_password(start: Start,
     assert "secret" not in ended.out
 
 
+def test_overlays_are_laid_over_a_config_that_is_shown_checked_or_diagnosed(
+    start: Start, config: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "one.yaml").write_text("run: {steps: 5}\nsecurity: {token_file: /nowhere/token}\n")
+    (tmp_path / "two.yaml").write_text("run: {steps: 6}\n")
+    layers = ("--overlay", tmp_path / "one.yaml", "--overlay", tmp_path / "two.yaml")
+    shown = start("config", "show", config, *layers).ended()
+    assert yaml.safe_load(shown.out)["run"]["steps"] == 6
+    checked = start("config", "check", config, *layers).ended()
+    refused = "security.token_file /nowhere/token: cannot be read (No such file or directory)"
+    assert (checked.code, checked.err.startswith(f"error: {refused}")) == (2, True)
+    told = start("doctor", config, *layers).ended()
+    assert told.code == 1
+    assert re.search(r"mend +access +security\.token_file /nowhere/token", told.out)
+    alone = start("doctor", *layers).ended()
+    assert (alone.code, "give CONFIG, too" in alone.err) == (2, True)
+
+
 def test_doctor_describes_the_machine_and_what_a_config_needs(start: Start, config: Path) -> None:
     ended = start("doctor", config).ended()
     assert (ended.code, ended.err) == (0, "")

@@ -122,12 +122,14 @@ def test_a_file_where_a_checkpoint_should_be_is_refused(models: Path) -> None:
         check_inputs(parse_config(tree, "test"))
 
 
-def test_a_taken_port_is_named_with_its_key(models: Path) -> None:
+@pytest.mark.parametrize("key", ["listen", "metrics", "health"])
+def test_a_taken_port_is_named_with_its_key(models: Path, key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=rf"services\.reward\.listen {address}: cannot listen there"):
-            check_inputs(config(models, reward={"listen": address}))
-    check_inputs(config(models, reward={"listen": address}))
+        with pytest.raises(ConfigError, match=rf"services\.reward\.{key} {address}: cannot listen there"):
+            check_inputs(config(models, reward={key: address}))
+        check_inputs(config(models, reward={key: address, "address": "far:7001"}))
+    check_inputs(config(models, reward={key: address}))
 
 
 def test_an_address_of_another_machine_is_refused(models: Path) -> None:

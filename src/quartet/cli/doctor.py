@@ -15,12 +15,16 @@ from rich.console import Console
 from rich.table import Table
 
 from quartet import __version__
+from quartet.buffer.address import buffer_url
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded import find_server
 from quartet.config import Config, load_config, redact_url
-from quartet.errors import QuartetError
+from quartet.errors import ConfigError, QuartetError
+from quartet.launcher.access import check_access
 from quartet.preflight import check_inputs, looks_local
+from quartet.rpc.access import OPERATOR
 from quartet.rpc.channels import accepts_connections
+from quartet.rpc.credentials import Credentials
 from quartet.topology import cores, listen_address, roles_of, threads_of
 from quartet.types import Role
 
@@ -39,11 +43,14 @@ class Finding:
     seen: str
 
 
-def doctor(config_path: Path | None, overrides: list[str]) -> bool:
-    """Prints the findings; True when nothing stands in the way."""
+def doctor(config_path: Path | None, overrides: list[str], overlays: list[Path]) -> bool:
+    """Prints the findings; True when nothing stands in the way. Raises ConfigError for a config that cannot be read."""
+    if config_path is None and (overrides or overlays):
+        raise ConfigError("--set and --overlay: change a config; give CONFIG, too, or leave them out")
+    config = None if config_path is None else load_config(config_path, overrides, overlays)
     findings = list(_machine())
-    if config_path is not None:
-        findings += _needs(load_config(config_path, overrides))
+    if config is not None:
+        findings += _needs(config)
     table = Table(show_header=False, box=None, padding=(0, 2))
     for finding in findings:
         mark = "[green]fine[/]" if finding.fine else "[red]mend[/]"
@@ -99,11 +106,12 @@ def _redis_server() -> Finding:
 def _needs(config: Config) -> Iterator[Finding]:
     import torch
 
-    try:
-        for note in check_inputs(config):
-            yield Finding("input", True, note)
-    except QuartetError as error:
-        yield Finding("input", False, str(error))
+    for what, check in (("input", check_inputs), ("access", check_access)):
+        try:
+            for note in check(config):
+                yield Finding(what, True, note)
+        except QuartetError as error:
+            yield Finding(what, False, str(error))
     threads = 0
     roles = roles_of(config)
     for role in roles:
@@ -125,7 +133,7 @@ def _needs(config: Config) -> Iterator[Finding]:
             "threads", False, f"{threads} for {cores()} cores: every service will crawl; lower services.*.threads"
         )
     if config.buffer.url is not None:
-        yield _buffer(config.buffer.url)
+        yield _buffer(config)
 
 
 def _memory(config: Config, role: Role) -> str:
@@ -137,9 +145,9 @@ def _memory(config: Config, role: Role) -> str:
     return f", about {weights * factor / 2**20:.0f} MiB for weights" + (" and optimizer" if factor > 1 else "")
 
 
-def _buffer(url: str) -> Finding:
+def _buffer(config: Config) -> Finding:
     try:
-        connect(url).close()
+        connect(buffer_url(config, Credentials(OPERATOR, config.security).folder) or "").close()
     except QuartetError as error:
         return Finding("buffer", False, str(error))
-    return Finding("buffer", True, f"{redact_url(url)} answers")
+    return Finding("buffer", True, f"{redact_url(str(config.buffer.url))} answers")

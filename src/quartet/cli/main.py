@@ -29,6 +29,12 @@ Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads the annotation at run time
     typer.Option("--set", metavar="KEY=VALUE", help="Override one setting, for example run.steps=10. May be repeated."),
 ]
+Overlays = Annotated[
+    Optional[list[Path]],  # noqa: UP045
+    typer.Option(
+        "--overlay", metavar="FILE", help="Laid over CONFIG, as a further --config of python -m services. May be repeated."
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Drop an earlier run of the same name.")]
 
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of this name where it broke off.")]
@@ -299,11 +305,12 @@ def evaluate(
 def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Say what this config needs, too.")] = None,
     overrides: Overrides = None,
+    overlays: Overlays = None,
 ) -> None:
     """What this machine offers: cores, GPUs, bf16, Redis, ports; and what a config needs."""
     from quartet.cli.doctor import doctor as run
 
-    if not run(config, overrides or []):
+    if not run(config, overrides or [], overlays or []):
         raise typer.Exit(1)
 
 
@@ -327,22 +334,24 @@ def certificates(
 
 
 @config_app.command("check")
-def config_check(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Check a config, its prompts and its local checkpoints."""
+def config_check(config: ConfigPath, overrides: Overrides = None, overlays: Overlays = None) -> None:
+    """Check a config, its prompts, its local checkpoints, its certificates, tokens and passwords."""
     from quartet.config import load_config
+    from quartet.launcher.access import check_access
     from quartet.preflight import check_inputs
 
-    for note in check_inputs(load_config(config, overrides or [])):
+    found = load_config(config, overrides or [], overlays or [])
+    for note in [*check_inputs(found), *check_access(found)]:
         typer.echo(note)
     typer.echo(f"{config}: fine")
 
 
 @config_app.command("show")
-def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
+def config_show(config: ConfigPath, overrides: Overrides = None, overlays: Overlays = None) -> None:
     """Print a config as resolved, defaults included."""
     from quartet.config import load_config
 
-    typer.echo(load_config(config, overrides or []).to_yaml(), nl=False)
+    typer.echo(load_config(config, overrides or [], overlays or []).to_yaml(), nl=False)
 
 
 @config_app.command("reference")

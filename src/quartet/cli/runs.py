@@ -16,6 +16,7 @@ from quartet.cli.live import View, make_view
 from quartet.config import Config, load_config, redact_url
 from quartet.errors import ConfigError, ServiceFailed
 from quartet.launcher import Launcher
+from quartet.launcher.access import check_access
 from quartet.preflight import check_inputs, check_resumable, unused
 from quartet.rpc.credentials import Credentials
 from quartet.telemetry.run_files import RunFiles
@@ -65,6 +66,7 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
             "--overwrite and --resume: one drops the earlier run, the other goes on with it; give one of them"
         )
     check_inputs(config)
+    check_access(config)
     for note in unused(config):
         console.print(note, highlight=False, soft_wrap=True, markup=False)
     files = RunFiles(config.run_directory)

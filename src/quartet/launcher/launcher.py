@@ -14,12 +14,13 @@ from quartet.buffer.connection import connect
 from quartet.buffer.embedded import EmbeddedRedis
 from quartet.config import Config, ServiceConfig
 from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
+from quartet.launcher.access import processes_of
 from quartet.launcher.gateway import TOKENS, Gateway
 from quartet.launcher.service import Service
 from quartet.launcher.supervision import Part, Supervised, failure_of, in_one_line
-from quartet.rpc.access import GATEWAY, OPERATOR
+from quartet.rpc.access import OPERATOR
+from quartet.rpc.certificates import check_certificates
 from quartet.rpc.credentials import Credentials
-from quartet.secret_files import AUTHORITY
 from quartet.telemetry.logs import file_log
 from quartet.telemetry.run_files import RunFiles
 from quartet.topology import roles_of
@@ -54,7 +55,8 @@ class Launcher:
 
         Raises what the first process that fails says: ConfigError where the user can mend it, ServiceFailed otherwise.
         """
-        self._check_certificates()
+        if self._config.security.certificates is not None:
+            check_certificates(self._config.security.certificates, processes_of(self._config))
         self._start_buffer()
         if self._config.gateway.enabled:
             # It loads beside the models, and is waited for last.
@@ -80,24 +82,6 @@ class Launcher:
         for line in self._untold:
             log.warning("mended", what=line)
         log.info("supervising", processes=[part.name for part in self._parts()])
-
-    def _check_certificates(self) -> None:
-        """Raises ConfigError unless the processes that are started here have certificates of one authority.
-
-        With another one nobody would get an answer of them, which looks like a stall.
-        """
-        if self.credentials.folder is None:
-            return
-        here = [role for role in roles_of(self._config) if getattr(self._config.services, role).address is None]
-        own = (self.credentials.folder / AUTHORITY).read_bytes()
-        for process in (*here, Role.ORCHESTRATOR, *([GATEWAY] if self._config.gateway.enabled else [])):
-            folder = Credentials(process, self._config.security).folder
-            assert folder is not None
-            if (folder / AUTHORITY).read_bytes() != own:
-                raise ConfigError(
-                    f"security.certificates: {folder} is of another authority than {self.credentials.folder}; "
-                    "quartet certificates makes all of them anew"
-                )
 
     def _start_buffer(self) -> None:
         url = buffer_url(self._config, self.credentials.folder)

@@ -1,0 +1,145 @@
+"""What is found wrong with certificates, tokens and passwords before anything is started."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import Config, parse_config
+from quartet.errors import ConfigError
+from quartet.launcher.access import check_access
+from quartet.rpc.authority import Authority
+
+HERE = ("operator", "actor", "critic", "reward", "reference", "orchestrator", "gateway")
+SECRET = "this-is-secret-enough"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Certificates of a whole run, and files with a token, one that is too short, and a password."""
+    authority = Authority(timedelta(days=1))
+    for process in HERE:
+        authority.issue(tmp_path / "certificates" / process, [f"{process}.quartet"])
+    authority.issue(tmp_path / "expired", ["actor.quartet"], timedelta(minutes=-1))
+    authority.issue(tmp_path / "misnamed", ["critic.quartet"])
+    Authority(timedelta(days=1)).issue(tmp_path / "foreign", ["actor.quartet"])
+    (tmp_path / "token").write_text(SECRET)
+    (tmp_path / "short").write_text("seekret")
+    return tmp_path
+
+
+def config(folder: Path, orchestrator: str | None = None, **sections: Any) -> Config:
+    tree = {
+        "data": {"prompts": "p"},
+        "actor": {"model": "a"},
+        "reward": {"model": "r"},
+        "security": {"certificates": str(folder / "certificates")},
+        "services": {"orchestrator": {"address": orchestrator}},
+        **sections,
+    }
+    return parse_config(tree, "test")
+
+
+def refusal(*given: Any, **sections: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_access(config(*given, **sections))
+    assert "seekret" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_what_can_be_used_is_said_in_one_line_each(folder: Path) -> None:
+    own = folder / "certificates"
+    notes = check_access(
+        config(
+            folder,
+            security={"certificates": str(own), "token_file": str(folder / "token")},
+            buffer={"url": "redis://me@far/0", "password_file": str(folder / "token")},
+            gateway={
+                "token_file": str(folder / "token"),
+                "viewer_token_file": str(folder / "token"),
+                "certificate": str(own / "gateway/tls.crt"),
+                "key": str(own / "gateway/tls.key"),
+            },
+        )
+    )
+    assert [note.split()[0] for note in notes] == [
+        "security.certificates", "security.token_file", "buffer.password_file", "gateway.token_file",
+        "gateway.viewer_token_file", "gateway.certificate",
+    ]  # fmt: skip
+    assert all(note.endswith("can be used") for note in notes)
+    assert ", ".join(HERE) in notes[0]
+    assert SECRET not in "".join(notes)
+
+
+def test_a_run_that_names_no_secrets_needs_none(folder: Path) -> None:
+    assert check_access(config(folder, security={})) == []
+
+
+@pytest.mark.parametrize("process", HERE)
+def test_every_process_that_is_started_here_needs_its_certificate(folder: Path, process: str) -> None:
+    (folder / "certificates" / process / "tls.key").unlink()
+    assert f"certificates/{process}/tls.key cannot be read (No such file" in refusal(folder)
+
+
+def test_a_process_that_is_not_started_here_needs_none(folder: Path) -> None:
+    shutil.rmtree(folder / "certificates/reward")
+    shutil.rmtree(folder / "certificates/gateway")
+    services = {"reward": {"address": "far:7001"}}
+    assert len(check_access(config(folder, services=services, gateway={"enabled": False}))) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "files", "text"),
+    [
+        ("expired", "tls.*", "actor/tls.crt has expired"),
+        ("misnamed", "tls.*", "actor/tls.crt is for critic.quartet; expected actor.quartet"),
+        ("foreign", "*", "actor is of another authority than"),
+        ("foreign", "tls.*", "actor/tls.crt was not signed by the authority in ca.crt beside it"),
+        ("foreign", "tls.key", "cannot be used (KEY_VALUES_MISMATCH)"),
+    ],
+)
+def test_a_certificate_that_would_not_do_is_refused(folder: Path, other: str, files: str, text: str) -> None:
+    for path in (folder / other).glob(files):
+        shutil.copy(path, folder / "certificates/actor" / path.name)
+    assert text in refusal(folder)
+
+
+@pytest.mark.parametrize("key", ["security.token_file", "gateway.token_file", "gateway.viewer_token_file"])
+@pytest.mark.parametrize(("file", "text"), [("absent", "cannot be read (No such file"), ("short", "has 7 characters")])
+def test_a_token_that_would_not_do_is_refused(folder: Path, key: str, file: str, text: str) -> None:
+    section, _, name = key.partition(".")
+    assert refusal(folder, **{"security": {}, section: {name: str(folder / file)}}).startswith(f"{key} {folder / file}: ")
+    assert text in refusal(folder, **{"security": {}, section: {name: str(folder / file)}})
+
+
+def test_a_password_file_is_read_and_needs_a_url(folder: Path) -> None:
+    absent, there = str(folder / "absent"), str(folder / "token")
+    assert "buffer.password_file" in refusal(folder, buffer={"url": "redis://me@far/0", "password_file": absent})
+    assert "is for a Redis at buffer.url" in refusal(folder, buffer={"password_file": there})
+
+
+def test_the_gateways_own_certificate_must_be_good_and_have_its_key(folder: Path) -> None:
+    def pair(certificate: str, key: str) -> dict[str, str]:
+        return {"certificate": str(folder / certificate / "tls.crt"), "key": str(folder / key / "tls.key")}
+
+    assert "give two PEM files that belong together" in refusal(folder, gateway=pair("foreign", "misnamed"))
+    assert "cannot be used (No such file" in refusal(folder, gateway=pair("absent", "absent"))
+    assert "has expired" in refusal(folder, gateway=pair("expired", "expired"))
+
+
+def test_where_each_process_is_started_by_itself_what_is_elsewhere_is_only_noted(folder: Path) -> None:
+    for process in HERE:
+        if process != "orchestrator":
+            shutil.rmtree(folder / "certificates" / process)
+    secrets = {"certificates": str(folder / "certificates"), "token_file": "/nowhere/token"}
+    notes = check_access(config(folder, "far:1", security=secrets))
+    assert notes == [
+        f"security.certificates {folder}/certificates: those of orchestrator can be used",
+        "security.token_file /nowhere/token: not on this machine; the processes that are started elsewhere read theirs",
+    ]
+    assert "not on this machine" in check_access(config(folder, "far:1", security={"certificates": "/nowhere"}))[0]
+    assert "has 7 characters" in refusal(folder, "far:1", security={"token_file": str(folder / "short")})
