@@ -17,19 +17,23 @@ from quartet.types import Role
 
 log = structlog.get_logger()
 
+ANYWHERE = "127.0.0.1:0"
+"""Where figures are served that the config gives no address for."""
+
 
 class Observation:
     """One process's figures and spans."""
 
     def __init__(self, roles: Sequence[Role], config: Config, credentials: Credentials = LOCAL) -> None:
         """Raises ConfigError for an address beyond loopback without certificates or leave. Nothing listens yet."""
-        self._listen = getattr(config.services, roles[0]).metrics or "127.0.0.1:0"
+        self._key, given = f"services.{roles[0]}.metrics", getattr(config.services, roles[0]).metrics
+        self._listen, self._wanted = given or ANYWHERE, given is not None
         self._certificates = credentials.folder
         try:
             if not credentials.encrypted:
                 check_listen_address(self._listen, config.security.allow_plaintext)
         except ConfigError as error:
-            raise ConfigError(f"services.{roles[0]}.metrics: {error}") from None
+            raise ConfigError(f"{self._key}: {error}") from None
         name = "+".join(roles)
         self.registry = process_registry(name)
         self.traces = _traces(config, name)
@@ -43,10 +47,12 @@ class Observation:
         self.registry.register(ServiceFigures(lambda: [role.status() for role in hosted]))
 
     def begin(self) -> None:
-        """Serves the figures. Where that address is taken the process goes on without."""
+        """Serves the figures. Raises ConfigError where the config's address is taken; without one the process goes on."""
         try:
             self._server = MetricsServer(self.registry, self._listen, self._certificates)
         except ConfigError as error:
+            if self._wanted:
+                raise ConfigError(f"{self._key}{str(error).removeprefix('metrics')}") from None
             log.warning("figures are not served", error=str(error))
 
     @property

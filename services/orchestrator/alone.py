@@ -28,7 +28,9 @@ def taken_up(config: Config) -> Iterator[Callable[[str], None]]:
     with files.claimed():
         if files.is_a_run():
             check_resumable(config, files)
-            log.info("going on with the run", directory=str(files.root))
+        # One that broke off before its first step has left its files, and nothing to go on from.
+        goes_on = files.metrics.exists()
+        log.info("going on with the run" if goes_on else "beginning the run", directory=str(files.root))
         files.write_config(config.to_yaml())
 
         def tell(address: str) -> None:

@@ -122,17 +122,31 @@ def test_figures_are_served_in_plaintext_on_loopback_only_unless_told_so(make_co
     assert value(read(told.address.replace("0.0.0.0", "127.0.0.1")), "process_resident_memory_bytes") > 0
 
 
-def test_an_address_that_is_taken_is_said_and_the_process_goes_on(make_config: Callable[..., Config]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        observation = Observation([Role.CRITIC], make_config(services={"critic": {"metrics": address}}))
-        with capture_logs() as logs:
-            observation.begin()
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """HOST:PORT at which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield f"127.0.0.1:{other.getsockname()[1]}"
+
+
+def test_an_address_of_the_config_that_is_taken_is_for_the_user_to_mend(
+    make_config: Callable[..., Config], taken: str
+) -> None:
+    observation = Observation([Role.CRITIC], make_config(services={"critic": {"metrics": taken}}))
+    with pytest.raises(ConfigError, match=rf"^services\.critic\.metrics {taken}: cannot listen there .*another port"):
+        observation.begin()
+
+
+def test_where_the_config_names_no_address_the_process_goes_on_without(
+    make_config: Callable[..., Config], taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.observation.ANYWHERE", taken)
+    observation = Observation([Role.CRITIC], make_config())
+    with capture_logs() as logs:
+        observation.begin()
     assert observation.address == ""
     assert [(line["event"], line["log_level"]) for line in logs] == [("figures are not served", "warning")]
-    assert f"metrics {address}: cannot listen there" in logs[0]["error"]
+    assert f"metrics {taken}: cannot listen there" in logs[0]["error"]
 
 
 def test_a_process_announces_its_figures_and_serves_them(

@@ -19,10 +19,12 @@ from quartet.errors import ConfigError
 from quartet.rpc.access import GATEWAY, PROCESSES, REDIS
 from quartet.rpc.authority import Authority
 from quartet.rpc.credentials import DOMAIN
+from quartet.types import MODEL_ROLES
 
 console = Console()
 HERE = ("localhost", "127.0.0.1")
 """Names of this machine: browsers open the gateway's dashboard by them."""
+_SHARING = ", ".join(MODEL_ROLES)
 REDIS_NAMES = ("redis", *HERE)
 """Names by which the rollout buffer is reached: its clients know it by its address."""
 
@@ -67,10 +69,15 @@ def _processes(shared: Sequence[str]) -> dict[str, Sequence[str]]:
     """By process its roles: each has one of its own unless it is in one of ``shared``, which goes by its first."""
     groups = [group.split("+") for group in shared]
     together = [role for group in groups for role in group]
-    for role in together:
-        if role not in PROCESSES or together.count(role) > 1:
-            raise ConfigError(
-                f"--process {'+'.join(shared)}: {role} is no role, or stands twice; expected roles joined by +, such as "
-                f"critic+reward, out of {', '.join(PROCESSES)}"
-            )
+    for group in groups:
+        for role in group:
+            if role not in PROCESSES or together.count(role) > 1:
+                raise ConfigError(
+                    f"--process {'+'.join(group)}: {role or 'nothing'} is no role, or stands twice; expected roles joined by +, "
+                    f"such as critic+reward, out of {_SHARING}"
+                )
+            if len(group) > 1 and role not in MODEL_ROLES:
+                raise ConfigError(
+                    f"--process {'+'.join(group)}: the {role} has a process of its own; {_SHARING} may share one"
+                )
     return {group[0]: group for group in [*groups, *([role] for role in PROCESSES if role not in together)]}

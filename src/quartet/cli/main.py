@@ -320,7 +320,7 @@ def certificates(
     days: Annotated[int, typer.Option(min=1, max=3650, help="Days for which they are good.")] = 365,
     process: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="ROLE+ROLE", help="Roles that share a process. May be repeated."),
+        typer.Option(metavar="ROLE+ROLE", help="Model services that share a process, as critic+reward. May be repeated."),
     ] = None,
     redis_name: Annotated[
         Optional[list[str]],  # noqa: UP045

@@ -56,6 +56,14 @@ def test_roles_that_there_are_not_are_refused(tmp_path: Path, shared: list[str])
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("process", ["orchestrator", "gateway", "operator", "prometheus", "redis"])
+def test_only_model_services_may_share_a_process(tmp_path: Path, process: str) -> None:
+    said = f"--process actor\\+{process}: the {process} has a process of its own; actor, critic, reward, reference may share one"
+    with pytest.raises(ConfigError, match=said):
+        certificates(tmp_path / "made", 1, [f"actor+{process}"], [])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_certificates_in_use_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     certificates(tmp_path / "made", 1, [], [])
