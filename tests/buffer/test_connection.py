@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import socket
+import socketserver
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from quartet.buffer import connection
 from quartet.buffer.connection import Link, connect
-from quartet.buffer.embedded import EmbeddedRedis
+from quartet.buffer.embedded import EmbeddedRedis, find_server
 from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
 from quartet.errors import ConfigError, ServiceUnavailable
+from quartet.processes import with_parent
+from quartet.rpc.authority import Authority
+from quartet.rpc.channels import accepts_connections
 from tests.buffer.samples import trajectory
 from tests.e2e.commands import wait_until
 from tests.faults.proxy import Proxy
@@ -47,6 +60,57 @@ def test_a_url_without_its_password_says_how_to_give_it(url: str) -> None:
     with pytest.raises(ConfigError, match=r"stars stand for a password, .* --set buffer\.url=URL") as refused:
         connect(url)
     assert str(refused.value).startswith(f"buffer.url {url}: ")
+
+
+@pytest.fixture
+def plain_port(tmp_path: Path) -> Iterator[int]:
+    """A Redis over TCP that asks for a password and speaks no TLS."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    command = [str(find_server()), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--requirepass", "right"]
+    process = subprocess.Popen(with_parent(command), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        assert wait_until(lambda: accepts_connections(f"127.0.0.1:{port}"), 20)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_without_tls_is_named_at_once_where_the_url_wants_it(
+    plain_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "FIRST_PATIENCE", 0.2)
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=r"rediss://me:\*\*\*@.* does not speak TLS; give redis:// in buffer\.url"):
+        connect(f"rediss://me:s3cret@127.0.0.1:{plain_port}/0")
+    assert time.monotonic() - begun < 5
+    connect(f"redis://:right@127.0.0.1:{plain_port}/0").close()
+
+
+@pytest.fixture(params=["knows its clients", "takes anybody"])
+def tls_port(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
+    """Where hands are shaken as by a Redis with a tls-port, which the embedded server cannot have."""
+    Authority(timedelta(days=1)).issue(tmp_path / "redis", ["localhost"])
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tmp_path / "redis/ca.crt")
+    context.load_cert_chain(tmp_path / "redis/tls.crt", tmp_path / "redis/tls.key")
+    context.verify_mode = ssl.CERT_REQUIRED if request.param == "knows its clients" else ssl.CERT_NONE
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError), context.wrap_socket(self.request, server_side=True) as encrypted:
+                encrypted.recv(1)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield int(server.server_address[1])
+        server.shutdown()
+
+
+def test_a_server_with_tls_is_named_where_the_url_wants_none(tls_port: int) -> None:
+    with pytest.raises(ConfigError, match=r"speaks TLS; give rediss:// in buffer\.url"):
+        connect(f"redis://127.0.0.1:{tls_port}/0")
 
 
 def test_wrong_or_missing_credentials_are_for_the_user_to_mend(tmp_path: Path) -> None:

@@ -6,18 +6,22 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from quartet.buffer.encryption import check_encryption
 from quartet.config import is_redacted, redact_url
 from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceUnavailable
 
 Redis = redis.Redis
 CONNECT_TIMEOUT = 5.0
 """Seconds to wait for a connection."""
+FIRST_PATIENCE = 2.0
+"""The same of the first attempt, after which it is asked whether the server speaks TLS as the url says."""
 POLL = 0.1
 """Seconds between looks at a server that is to come back."""
 COMMAND_TIMEOUT = 10.0
@@ -35,12 +39,7 @@ def connect(url: str, patience: float = COMMAND_TIMEOUT) -> Redis:
             "give the whole url with --set buffer.url=URL"
         )
     try:
-        client: Redis = redis.Redis.from_url(
-            url,
-            socket_connect_timeout=min(CONNECT_TIMEOUT, patience),
-            socket_timeout=patience,
-            retry=Retry(NoBackoff(), 1),
-        )
+        client = _client(url, patience, attempts=2)
     except ValueError:
         # Its text may quote a part of the password.
         raise ConfigError(
@@ -48,8 +47,33 @@ def connect(url: str, patience: float = COMMAND_TIMEOUT) -> Redis:
             "special characters of a password escaped as %XX"
         ) from None
     with translated(url):
-        client.ping()
+        _ping(client, url, patience)
     return client
+
+
+def _client(url: str, patience: float, attempts: int) -> Redis:
+    return redis.Redis.from_url(
+        url,
+        socket_connect_timeout=min(CONNECT_TIMEOUT, patience),
+        socket_timeout=patience,
+        retry=Retry(NoBackoff(), attempts - 1),
+    )
+
+
+def _ping(client: Redis, url: str, patience: float) -> None:
+    """Raises ConfigError where one side speaks TLS and the other does not, which no waiting mends, and what redis-py raises."""
+    if not urlsplit(url).scheme.startswith("redis"):
+        client.ping()
+        return
+    try:
+        with closing(_client(url, min(FIRST_PATIENCE, patience), attempts=1)) as first:
+            first.ping()
+    except redis.exceptions.AuthenticationError:
+        raise
+    except redis.exceptions.RedisError:
+        place = client.connection_pool.connection_kwargs
+        check_encryption(url, place.get("host", "localhost"), int(place.get("port", 6379)))
+        client.ping()
 
 
 def wait_for_server(client: Redis, url: str, timeout: float) -> None:

@@ -32,7 +32,9 @@ Overrides = Annotated[
 Overlays = Annotated[
     Optional[list[Path]],  # noqa: UP045
     typer.Option(
-        "--overlay", metavar="FILE", help="Laid over CONFIG, as a further --config of python -m services. May be repeated."
+        "--overlay",
+        metavar="FILE",
+        help="Laid over CONFIG, as a further --config of python -m services. May be repeated.",
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Drop an earlier run of the same name.")]
@@ -320,7 +322,9 @@ def certificates(
     days: Annotated[int, typer.Option(min=1, max=3650, help="Days for which they are good.")] = 365,
     process: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="ROLE+ROLE", help="Model services that share a process, as critic+reward. May be repeated."),
+        typer.Option(
+            metavar="ROLE+ROLE", help="Model services that share a process, as critic+reward. May be repeated."
+        ),
     ] = None,
     redis_name: Annotated[
         Optional[list[str]],  # noqa: UP045

@@ -112,7 +112,9 @@ def test_a_certificate_that_would_not_do_is_refused(folder: Path, other: str, fi
 @pytest.mark.parametrize(("file", "text"), [("absent", "cannot be read (No such file"), ("short", "has 7 characters")])
 def test_a_token_that_would_not_do_is_refused(folder: Path, key: str, file: str, text: str) -> None:
     section, _, name = key.partition(".")
-    assert refusal(folder, **{"security": {}, section: {name: str(folder / file)}}).startswith(f"{key} {folder / file}: ")
+    assert refusal(folder, **{"security": {}, section: {name: str(folder / file)}}).startswith(
+        f"{key} {folder / file}: "
+    )
     assert text in refusal(folder, **{"security": {}, section: {name: str(folder / file)}})
 
 
