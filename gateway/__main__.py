@@ -144,6 +144,7 @@ def _run(settings: GatewaySettings, bound: socket.socket, ready: Any) -> None:
 
     from gateway.app import create_app
     from gateway.connections import Connection
+    from gateway.handshakes import encrypted
 
     app = create_app(settings)
 
@@ -159,11 +160,14 @@ def _run(settings: GatewaySettings, bound: socket.socket, ready: Any) -> None:
         def capture_signals(self) -> Iterator[None]:
             yield
 
+    protocol: Any = Connection
+    if settings.certificate is not None and settings.key is not None:
+        protocol = encrypted(settings.certificate, settings.key)
     server = Server(
         uvicorn.Config(
             app,
             loop="asyncio",
-            http=Connection,
+            http=protocol,
             ws="none",
             lifespan="on",
             log_config=None,
@@ -174,8 +178,6 @@ def _run(settings: GatewaySettings, bound: socket.socket, ready: Any) -> None:
             h11_max_incomplete_event_size=LARGEST_HEADERS,
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=GRACE,
-            ssl_certfile=settings.certificate,
-            ssl_keyfile=settings.key,
         )
     )
 

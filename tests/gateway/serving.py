@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.connections import Connection
+from gateway.handshakes import encrypted
 from gateway.settings import GatewaySettings
 from quartet.config import Config, parse_config
 from quartet.rpc.server import Server
@@ -109,9 +111,12 @@ def serving(folder: Path, **changes: Any) -> Iterator[Gateway]:
         **{"requests_per_second": 1000.0, **changes},
     )
     app = create_app(settings)
-    server = uvicorn.Server(
-        uvicorn.Config(app, http=Connection, log_config=None, timeout_graceful_shutdown=1, lifespan="on")
-    )
+    http: Any = Connection
+    scheme, trusted = "http", True
+    if settings.certificate is not None and settings.key is not None:
+        http = encrypted(settings.certificate, settings.key)
+        scheme, trusted = "https", ssl.create_default_context(cafile=settings.certificate.with_name("ca.crt"))
+    server = uvicorn.Server(uvicorn.Config(app, http=http, log_config=None, timeout_graceful_shutdown=1, lifespan="on"))
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:
@@ -121,7 +126,9 @@ def serving(folder: Path, **changes: Any) -> Iterator[Gateway]:
     thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    with httpx2.Client(base_url=f"http://{host}:{port}/api/v1", headers=headers, timeout=PATIENCE) as client:
+    with httpx2.Client(
+        base_url=f"{scheme}://{host}:{port}/api/v1", headers=headers, timeout=PATIENCE, verify=trusted
+    ) as client:
         gateway = Gateway(f"{host}:{port}", client, app)
         try:
             # The socket listens already: this waits until the app serves.

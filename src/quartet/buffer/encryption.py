@@ -1,4 +1,4 @@
-"""Whether a server speaks TLS as its address says. Where it does not, each side waits for the other, or hangs up without a word."""
+"""Whether a server speaks TLS as its address says. Where it does not, each side waits for the other, or just hangs up."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a config names to let processes in, looked at before anything is started: certificates, tokens, passwords.
 
-Of processes that `quartet train` starts all of it has to be there. Where each is started by itself, as in containers, each has its
-own part, so what is not on this machine is only noted.
+Of processes that `quartet train` starts all of it has to be there. Where each is started by itself, as in containers, each has
+its own part, so what is not on this machine is only noted.
 """
 
 from __future__ import annotations
