@@ -211,8 +211,8 @@ def _processes(launcher: int) -> dict[str, int]:
             line = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except (OSError, IndexError):
             continue
-        if parent == launcher and line[1:3] == ["-m", "services"]:
-            found[line[3]] = int(entry.name)
+        if parent == launcher and line[1:4] == ["-P", "-m", "services"]:
+            found[line[4]] = int(entry.name)
     return found
 
 

@@ -6,6 +6,9 @@ it keeps nothing that could be lost.
 
 from __future__ import annotations
 
+import quartet.import_path  # noqa: F401 - before the libraries whose names a file in the working directory may have
+
+# isort: split
 import argparse
 import asyncio
 import json

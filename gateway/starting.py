@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from gateway.runs import Runs
 from quartet.config import Config, parse_config, wrong_keys
 from quartet.errors import ConfigError
 from quartet.files import write_durably
+from quartet.processes import of_module
 from quartet.telemetry.run_files import RunFiles
 
 log = structlog.get_logger()
@@ -124,7 +124,7 @@ def _clear(files: RunFiles) -> None:
 
 def _train(tree: dict[str, Any], output: Path, resume: bool) -> subprocess.Popen[bytes]:
     # Through a pipe: a config may hold a password, which is to be in no file.
-    command = [sys.executable, "-m", "quartet.cli.main", "train", "/dev/stdin", *(["--resume"] if resume else [])]
+    command = of_module("quartet.cli.main", "train", "/dev/stdin", *(["--resume"] if resume else []))
     environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
     with output.open("ab") as log_file:
         process = subprocess.Popen(

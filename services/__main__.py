@@ -5,6 +5,9 @@ Parses the config, then imports torch, builds each role's core, serves them toge
 
 from __future__ import annotations
 
+import quartet.import_path  # noqa: F401 - before the libraries whose names a file in the working directory may have
+
+# isort: split
 import argparse
 import gc
 import json

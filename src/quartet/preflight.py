@@ -159,8 +159,8 @@ def _check_function(key: str, function: str) -> str:
 def _may_be_importable(module: str) -> bool:
     """Whether Python would find a module, as far as files say: a package may make up modules while it is imported."""
     top, *inner = module.split(".")
-    # The function's process looks in the working directory first.
-    spec = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) or _installed(top)
+    # The function's process looks in the working directory last.
+    spec = PathFinder.find_spec(top, [*sys.path, str(Path.cwd())]) or _installed(top)
     if spec is None:
         return False
     for name in inner:

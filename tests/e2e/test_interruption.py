@@ -87,7 +87,7 @@ def starting(command: Command) -> bool:
     """Whether Redis and the services that are to be started here have been, and are still loading."""
     lines = list(command.processes().values())
     return any("redis.sock" in line[0] for line in lines) and all(
-        ["-m", "services", role] in [line[1:4] for line in lines] for role in ("actor", "critic")
+        ["-P", "-m", "services", role] in [line[1:5] for line in lines] for role in ("actor", "critic")
     )
 
 

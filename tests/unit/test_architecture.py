@@ -24,6 +24,7 @@ FILES = {
     "quartet.topology",
     "quartet.processes",
     "quartet.secret_files",
+    "quartet.import_path",
 }
 LIBRARY = {
     "quartet.rpc",
@@ -42,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet": set(),
     "quartet.errors": set(),
     "quartet.failpoints": {"quartet.errors"},
+    "quartet.import_path": set(),
     "quartet.processes": set(),
     "quartet.types": {"quartet.errors"},
     "quartet.config": {"quartet.errors"},

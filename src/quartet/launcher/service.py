@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quartet.processes import with_parent
+from quartet.processes import of_module, with_parent
 from quartet.rpc.channels import Peer
 from quartet.rpc.credentials import LOCAL, Credentials
 
@@ -55,7 +54,7 @@ class Service:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         self._pipe = os.fdopen(reader, "rb", buffering=0)
-        command = [sys.executable, "-m", *self._module, "--ready-fd", str(writer)]
+        command = of_module(*self._module, "--ready-fd", str(writer))
         if self.address is not None:
             command += ["--listen", self.address]
         with self.log.open("ab") as output:

@@ -13,7 +13,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.errors import Cancelled, ComputationFailed, ConfigError
-from quartet.processes import with_parent
+from quartet.processes import of_module, with_parent
 
 START_TIMEOUT = 120.0
 """Seconds that the function's module may take to import."""
@@ -41,7 +40,8 @@ class FunctionWorker:
     """One function, its process, and a fresh process after a time-out or a crash. Calls from several threads take turns."""
 
     def __init__(self, function: str, key: str, start_timeout: float = START_TIMEOUT, quotes: bool = False) -> None:
-        """Starts the process and imports ``function`` there, package.module:callable; the working directory is importable.
+        """Starts the process and imports ``function`` there, package.module:callable; the working directory is the last place
+        where it is looked for.
 
         ``key`` is the config's key of it, for messages. Where it ``quotes``, they repeat what its exceptions tell of texts.
         Raises ConfigError when it is not a function that can be imported.
@@ -122,8 +122,7 @@ class _Process:
     def __init__(self, function: str, quotes: bool) -> None:
         self._answers, answers = os.pipe()
         output, printed = os.pipe()
-        command = [sys.executable, "-m", "quartet.rewards.worker", function, str(answers)]
-        command += ["quotes"] if quotes else []
+        command = of_module("quartet.rewards.worker", function, str(answers), *(["quotes"] if quotes else []))
         try:
             self._child = subprocess.Popen(
                 with_parent(command),

@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 LONGEST_REASON = 300
@@ -31,6 +32,8 @@ def main(function_name: str, descriptor: str, quotes: str = "") -> None:
     ``quotes``: not empty where what an exception says is told, though it may quote prompts and responses: it is for logs.
     """
     requests, answers = _take_pipes(int(descriptor))
+    # Last: a file that is called as a library is not to take its place.
+    sys.path.append(os.getcwd())
     try:
         function = load_function(function_name)
     except UnusableFunction as error:
@@ -53,10 +56,19 @@ def load_function(name: str) -> Callable[..., Any]:
     if function is None:
         close = difflib.get_close_matches(attribute, vars(module), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise UnusableFunction(f"module {module_name} has no {attribute}{hint}")
+        raise UnusableFunction(f"module {module_name} has no {attribute}{hint}{_elsewhere(module)}")
     if not callable(function):
         raise UnusableFunction(f"is a value of type {type(function).__name__}, expected a function")
     return function  # type: ignore[no-any-return]
+
+
+def _elsewhere(module: ModuleType) -> str:
+    """Which module it is, where one of the working directory is called alike and was not taken."""
+    top, file = module.__name__.partition(".")[0], getattr(module, "__file__", None) or "Python's own"
+    alike = [path for path in (Path.cwd() / top, Path.cwd() / f"{top}.py") if path.exists()]
+    if not alike or Path(file).is_relative_to(Path.cwd()):
+        return ""
+    return f"; it is {file}, which comes before {alike[0]}: call that otherwise"
 
 
 def answer(function: Callable[..., Any], number: int, arguments: list[Any], quotes: bool = False) -> str:

@@ -40,6 +40,20 @@ def start(functions: Path) -> Iterator[Start]:
     assert children() <= before
 
 
+def test_a_file_called_as_a_library_does_not_take_its_place(functions: Path, start: Start) -> None:
+    for library in ("json", "queue", "numpy", "quartet"):
+        (functions / f"{library}.py").write_text("raise RuntimeError('taken for a library')")
+    assert start("echo").call([1], 20) == 1
+
+
+def test_a_function_in_a_file_called_as_a_library_is_told_so(functions: Path) -> None:
+    (functions / "json.py").write_text("def score(*_): return 1.0")
+    with pytest.raises(
+        ConfigError, match=rf"module json has no score; it is .*which comes before {functions}/json\.py"
+    ):
+        FunctionWorker("json:score", "reward.function")
+
+
 def test_arguments_and_results_are_json_values(start: Start) -> None:
     value = {"text": 'a "quoted"\nline \u2028 é \ud83d', "list": [1, -2.5, True, None], "nested": {"a": [[]]}}
     worker = start("echo")
