@@ -14,6 +14,11 @@ case " $* " in
 esac
 set -- "$@" --config config.yaml
 for layer in deployment/*.yaml; do
+    if [ -d "$layer" ]; then
+        echo "error: $layer: is a folder, which Docker made because there was no such file to mount; for *-roles-*.yaml correct" \
+            "QUARTET_ROLES in .env, remove the folder from docker/deployment, and bring the stack up again" >&2
+        exit 2
+    fi
     [ -e "$layer" ] && set -- "$@" --config "$layer"
 done
 exec python -m "$@"

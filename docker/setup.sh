@@ -4,6 +4,10 @@
 # Each secret is in a volume of its own below /setup, so that a container is given those that it needs and no others. What is
 # there already stays. `setup.sh renew-certificates` makes the certificates anew.
 set -eu
+if [ "${1:-}" = renew-certificates ] && [ "${QUARTET_TLS:-0}" != 1 ]; then
+    echo "error: this stack has no certificates: add docker/compose.tls.yaml to COMPOSE_FILE in .env for TLS" >&2
+    exit 2
+fi
 umask 0227 # 0550 and 0440: the owner, and the group that Prometheus and Grafana are put into
 
 draw() { head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n'; }

@@ -42,6 +42,8 @@ log = structlog.get_logger()
 OPERATOR = "QUARTET_GATEWAY_TOKEN"
 VIEWER = "QUARTET_GATEWAY_VIEWER_TOKEN"
 """Environment variables: what stands among a process's arguments, everyone on the machine can read."""
+PUBLISHED = "QUARTET_GATEWAY_PUBLISHED"
+"""Another: HOST:PORT at which a container's port is to be found from outside, for the link that is printed."""
 LARGEST_HEADERS = 32 * 1024
 """Bytes."""
 KEEP_ALIVE = 30
@@ -125,7 +127,8 @@ def _serve(options: argparse.Namespace, announce: Any) -> None:
             certificate=section.certificate,
             key=section.key,
         )
-        url = f"{'http' if settings.certificate is None else 'https'}://{_reachable(address)}"
+        place = os.environ.get(PUBLISHED) or _reachable(address)
+        url = f"{'http' if settings.certificate is None else 'https'}://{place}"
         # Elsewhere than beside its run's files, whoever asks gives its URL and a token.
         with _told_to_the_run(settings, url) if options.ready_fd is not None else nullcontext():
 

@@ -102,7 +102,10 @@ class Peers:
     def _address(self, role: Role) -> str:
         address: str | None = getattr(self._config.services, role).address
         if address is None:
-            raise ConfigError(f"services.{role}.address: null; the orchestrator needs to know where the {role} is")
+            raise ConfigError(
+                f"services.{role}.address: null; the orchestrator needs to know where the {role} is: "
+                "give it (in docker compose, by QUARTET_ROLES in .env)"
+            )
         return address
 
 

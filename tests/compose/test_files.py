@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from gateway.__main__ import PUBLISHED
 from quartet.config import Config, load_config
 from quartet.rpc.access import PROCESSES
 from quartet.rpc.credentials import DOMAIN
 from quartet.topology import roles_of
-from quartet.types import Role
+from quartet.types import MODEL_ROLES, Role
 from tests.compose.stack import SECRETS
 
 ROOT = Path(__file__).parents[2]
@@ -41,12 +43,16 @@ TLS = read("docker/compose.tls.yaml")
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 
 
+PLACE = r"(?:\$\{[^}]*\}|[^:$])*"
+"""A path, of which a part may be the user's to set."""
+
+
 def mounts(service: dict[str, Any]) -> dict[str, str]:
     """By its place in the container, what is mounted there."""
     found = {}
     for mount in service.get("volumes", ()):
         if isinstance(mount, str):
-            source, target = re.fullmatch(r"((?:\$\{[^}]*\}|[^:$])*):([^:]*)(?::ro)?", mount).groups()
+            source, target = re.fullmatch(rf"({PLACE}):({PLACE})(?::ro)?", mount).groups()
         else:
             source, target = mount["source"], mount["target"]
         found[target] = source
@@ -185,12 +191,53 @@ def test_a_deployment_that_is_not_the_runs_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "config.yaml", [], [DEPLOYMENT / "services.yaml", DEPLOYMENT / "ppo.yaml"])
 
 
+def run_script(name: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """One of the image's scripts, on this machine; ``python`` only says what it was asked for."""
+    (cwd / "bin").mkdir()
+    (cwd / "bin/python").write_text('#!/bin/sh\necho "$@"\n')
+    (cwd / "bin/python").chmod(0o700)
+    command = ["/bin/sh", str(ROOT / "docker" / name), *arguments]
+    paths = {"PATH": f"{cwd / 'bin'}:/usr/bin:/bin", **environment}
+    return subprocess.run(command, cwd=cwd, env=paths, capture_output=True, text=True, check=False)
+
+
+def test_every_layer_is_laid_over_the_config(tmp_path: Path) -> None:
+    (tmp_path / "deployment").mkdir()
+    for name in ("2-roles-ppo.yaml", "1-services.yaml"):
+        (tmp_path / "deployment" / name).touch()
+    ended = run_script("entrypoint.sh", "services", "actor", cwd=tmp_path)
+    layers = "--config config.yaml --config deployment/1-services.yaml --config deployment/2-roles-ppo.yaml"
+    assert ended.stdout == f"-m services actor {layers}\n"
+
+
+def test_a_layer_that_is_not_there_is_named(tmp_path: Path) -> None:
+    # Docker makes a folder in the place of a file that it is to mount and does not find.
+    (tmp_path / "deployment/2-roles-pro.yaml").mkdir(parents=True)
+    ended = run_script("entrypoint.sh", "services", "actor", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: deployment/2-roles-pro.yaml: is a folder")
+    assert "correct QUARTET_ROLES in .env" in ended.stderr
+    assert "/quartet/deployment/2-roles-${QUARTET_ROLES:-ppo}.yaml" in mounts(SERVICES["actor"])
+
+
+def test_certificates_are_not_renewed_where_there_are_none(tmp_path: Path) -> None:
+    ended = run_script("setup.sh", "renew-certificates", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "add docker/compose.tls.yaml to COMPOSE_FILE" in ended.stderr
+
+
+def test_on_the_cpu_model_services_share_the_cores() -> None:
+    limited = {name for name, service in CPU["services"].items() if "cpus" in service}
+    assert limited == {role.value for role in MODEL_ROLES}
+
+
 def test_ports_and_paths_agree(tmp_path: Path) -> None:
     config = deployment(tmp_path, "ppo", "cpu", "tls")
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
     assert "EXPOSE 50051 9100 9101 8080" in dockerfile
     assert '"quartet.rpc.health", "127.0.0.1:9101"' in dockerfile
-    assert SERVICES["gateway"]["ports"] == ["127.0.0.1:${QUARTET_PORT:-8080}:8080"]
+    published = SERVICES["gateway"]["environment"][PUBLISHED]
+    assert SERVICES["gateway"]["ports"] == [f"{published}:8080"] == ["127.0.0.1:${QUARTET_PORT:-8080}:8080"]
     assert config.gateway.listen == "0.0.0.0:8080"
     setup = (ROOT / "docker/setup.sh").read_text()
     files = (config.buffer.password_file, config.security.token_file)
@@ -235,7 +282,8 @@ def test_prometheus_finds_what_containers_serve() -> None:
 
 
 def test_what_users_set_is_in_the_example_and_nothing_else() -> None:
-    text = "".join((ROOT / name).read_text() for name in ("docker-compose.yml", "docker/compose.tls.yaml"))
+    names = ("docker-compose.yml", "docker/compose.cpu.yaml", "docker/compose.tls.yaml")
+    text = "".join((ROOT / name).read_text() for name in names)
     asked = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", text))
     shown = dict(re.findall(r"^(?:# )?(QUARTET_\w+)=(.*)$", (ROOT / ".env.example").read_text(), re.M))
     assert shown == asked

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import pytest
 import structlog
 
-from gateway.__main__ import OPERATOR, VIEWER, main
+from gateway.__main__ import OPERATOR, PUBLISHED, VIEWER, main
 from quartet import __version__
 from tests.gateway.serving import a_run
 
@@ -132,6 +132,12 @@ def test_a_token_that_was_given_is_not_printed(tmp_path: Path, started: Any) -> 
     status, _, error = process.end()
     assert status == 0
     assert TOKEN not in error
+
+
+def test_in_a_container_the_link_has_the_port_that_is_published(tmp_path: Path, started: Any) -> None:
+    given = {OPERATOR: TOKEN, PUBLISHED: "127.0.0.1:18080"}
+    process = started("--runs", str(tmp_path), pipe=False, **given)
+    assert process.process.stdout.readline() == "http://127.0.0.1:18080\n"
 
 
 def test_it_comes_back_at_the_same_address_after_it_was_killed(tmp_path: Path, started: Any) -> None:
