@@ -49,6 +49,7 @@ def test_nor_is_a_request_that_does_not_come_after_it(
 
 def test_the_oldest_of_too_many_handshakes_make_way(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshakes, "MOST", 4)
+    monkeypatch.setattr(handshakes, "WITHIN", 10 * PATIENCE)
     gateway.client.close()
     with ExitStack() as open_ones:
         silent = [open_ones.enter_context(connected(gateway)) for _ in range(12)]
