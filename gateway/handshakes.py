@@ -66,6 +66,8 @@ class Handshake(asyncio.Protocol):
     def drop(self) -> None:
         """Ends it at once."""
         self._under_way.pop(self, None)
+        # First: TLS that goes on over a transport that is gone keeps its buffers for as long as a handshake may take.
+        self._task.cancel()
         self._transport.abort()
 
     async def _shake(self) -> None:

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from quartet.buffer.address import settings_of_environment
+from quartet.buffer.address import required_buffer_url, settings_of_environment
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.failpoints import arm
+from quartet.files import in_words
 from quartet.telemetry.logs import configure_logs
 from quartet.topology import listen_address, threads_of
 from quartet.types import Role
@@ -81,22 +82,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if failpoints := arm(os.environ):
             log.warning("failpoints are set: this process will fail on purpose", names=failpoints)
         return _serve(roles, options, announcer)
+    except PermissionError as error:
+        return _ended(ConfigError(in_words(error)), announcer)
     except Exception as error:
-        code = 2 if isinstance(error, ConfigError) else 1
-        log.error("ended", error=str(error), exc_info=None if isinstance(error, QuartetError) else error)
-        announcer.say(error=str(error) or type(error).__name__, exit_code=code)
-        print(f"error: {error}", file=sys.stderr)
-        return code
+        return _ended(error, announcer)
+
+
+def _ended(error: Exception, announcer: Announcer) -> int:
+    code = 2 if isinstance(error, ConfigError) else 1
+    log.error("ended", error=str(error), exc_info=None if isinstance(error, QuartetError) else error)
+    announcer.say(error=str(error) or type(error).__name__, exit_code=code)
+    print(f"error: {error}", file=sys.stderr)
+    return code
 
 
 def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer) -> int:
-    overrides = list(options.overrides)
     first, *layers = options.config
-    config = load_config(first, [*overrides, *settings_of_environment()], layers)
+    own = [] if options.listen is None else [f"services.{roles[0]}.listen={options.listen}"]
+    config = load_config(first, [*options.overrides, *own, *settings_of_environment()], layers)
     if Role.ORCHESTRATOR in roles and len(roles) > 1:
         raise ConfigError("roles: the orchestrator has a process of its own")
     place = getattr(config.services, roles[0])
-    listen = options.listen or listen_address(place)
+    listen = listen_address(place)
     threads = threads_of(config, roles[0])
     # Set before torch is imported: its pools are sized once.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
@@ -105,16 +112,20 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
     # where the handler interrupts its use.
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()
     status = [0]
+    failures: list[str] = []
 
     def on_signal(signum: int, _: Any) -> None:
         endings.put(signal.Signals(signum).name)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    from quartet.rpc.certificates import check_certificates
     from quartet.rpc.credentials import Credentials
     from services.observation import Observation
 
     credentials = Credentials(roles[0], config.security)
+    if config.security.certificates is not None:
+        check_certificates(config.security.certificates, roles[:1])
     observation = Observation(roles, config, credentials)
     with ExitStack() as stack:
         if roles == [Role.ORCHESTRATOR]:
@@ -122,7 +133,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
             from services.orchestrator.alone import taken_up
 
             tell = stack.enter_context(taken_up(config)) if options.ready_fd is None else None
-            hosted, background = _orchestrator(config, endings, status, announcer, observation, credentials)
+            hosted, background = _orchestrator(config, endings, status, failures, announcer, observation, credentials)
         else:
             hosted, background, tell = _models(roles, config, threads, credentials), None, None
             observation.of_services(hosted)
@@ -145,6 +156,8 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
         server.stop(config.timeouts.drain)
         observation.close()
         log.info("stopped")
+        for failure in failures:
+            print(f"error: {failure}", file=sys.stderr)
         return status[0]
 
 
@@ -188,6 +201,7 @@ def _orchestrator(
     config: Config,
     endings: queue.SimpleQueue[str],
     status: list[int],
+    failures: list[str],
     announcer: Announcer,
     observation: Observation,
     credentials: Credentials,
@@ -198,7 +212,7 @@ def _orchestrator(
     from services.orchestrator.progress import ProgressBoard
     from services.orchestrator.servicer import OrchestratorServicer
     from services.orchestrator.training import Training, train
-    from services.roles import required_buffer_url, set_up_torch
+    from services.roles import set_up_torch
 
     set_up_torch(1)
     board = ProgressBoard(config.run.name, config.run.steps)
@@ -212,7 +226,7 @@ def _orchestrator(
         if code:
             # For a launcher that was not watching yet when the run ended.
             announcer.say(error=board.current().error, exit_code=code)
-            print(f"error: {board.current().error}", file=sys.stderr)
+            failures.append(board.current().error)
         else:
             announcer.say(outcome=board.current().state)
         endings.put(END_OF_RUN)

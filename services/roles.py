@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from quartet.buffer.address import buffer_url
+from quartet.buffer.address import required_buffer_url
 from quartet.buffer.connection import Link, connect
 from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
@@ -85,17 +85,6 @@ def _build_reference(config: Config, compute: ComputeThread, threads: int) -> Ho
         config.reference.micro_batch_tokens,
     )
     return ReferenceServicer(reference, compute, threads)
-
-
-def required_buffer_url(config: Config, certificates: Path | None = None) -> str:
-    """The buffer's address. Raises ConfigError without one: only `quartet` starts an embedded server."""
-    url = buffer_url(config, certificates)
-    if url is None:
-        raise ConfigError(
-            "buffer.url: null; a service started by itself needs the Redis that the others use: set buffer.url, "
-            "or the environment variable QUARTET_BUFFER_URL"
-        )
-    return url
 
 
 def device_of(service: ServiceConfig) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import structlog
 
 from quartet.config import Config
-from quartet.preflight import check_inputs, check_resumable
+from quartet.preflight import check_apart, check_inputs, check_resumable
 from quartet.telemetry.run_files import RunFiles
 from quartet.topology import roles_of
 from quartet.types import Role
@@ -24,6 +24,7 @@ def taken_up(config: Config) -> Iterator[Callable[[str], None]]:
     ConfigError for wrong input, for a directory that another process keeps, and where the run there is not this config's.
     """
     check_inputs(config)
+    check_apart(config)
     files = RunFiles(config.run_directory)
     with files.claimed():
         if files.is_a_run():

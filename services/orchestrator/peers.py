@@ -25,7 +25,7 @@ class Peers:
     """Clients of the run's model services. ``critic`` is None for an estimator without one."""
 
     def __init__(self, config: Config, credentials: Credentials = LOCAL) -> None:
-        """Raises ConfigError when an address is missing."""
+        """Every role has an address: see ``quartet.preflight.check_apart``."""
         self._config = config
         self._roles = roles_of(config)
         self.actor = ActorClient(self._address(Role.ACTOR), config.timeouts, credentials)
@@ -100,12 +100,7 @@ class Peers:
         return [client for client in clients if client is not None]
 
     def _address(self, role: Role) -> str:
-        address: str | None = getattr(self._config.services, role).address
-        if address is None:
-            raise ConfigError(
-                f"services.{role}.address: null; the orchestrator needs to know where the {role} is: "
-                "give it (in docker compose, by QUARTET_ROLES in .env)"
-            )
+        address: str = getattr(self._config.services, role).address
         return address
 
 

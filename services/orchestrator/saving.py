@@ -127,4 +127,4 @@ class Saving:
             except ServiceFailed as error:
                 raise StorageFailed(f"{error}; the run goes on from step {step} with --resume") from None
             check_saved(self._files.root, saving.result())
-            log.info("saved", kind=kind, path=str(path), step=step)
+            log.info("saved", kind=str(kind.value), path=str(path), step=step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -14,6 +15,14 @@ from quartet.types import SavedFile
 
 LONGEST_NAME, LONGEST_PATH = 200, 1000
 """Bytes of a path and of each of its parts that a caller may give: less than what file systems take, as more is added to it."""
+
+
+def in_words(error: OSError) -> str:
+    """What the system refused, for whoever gave the path."""
+    what = f"{error.filename or 'system'}: {error.strerror or error}"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"{what}; let user {os.getuid()} in, as chmod -R a+rX does for reading, or give another path"
+    return f"{what}; give another path"
 
 
 def confined(root: Path, relative: str) -> Path:

@@ -31,6 +31,8 @@ def check_inputs(config: Config) -> list[str]:
             f"rollout.prompts_per_step {config.rollout.prompts_per_step}: data.prompts {config.data.prompts} has only "
             f"{prompts} prompts; lower it or give more prompts"
         )
+    if config.services.orchestrator.address is not None:
+        check_apart(config)
     notes = [note]
     if config.data.validation is not None:
         notes.append(_check_prompts("data.validation", config.data.validation, config.actor.model)[1])
@@ -48,6 +50,16 @@ def check_inputs(config: Config) -> list[str]:
                 if place is not None:
                     _check_port(f"services.{role}.{name}", place)
     return notes + unused(config)
+
+
+def check_apart(config: Config) -> None:
+    """Raises ConfigError unless an orchestrator that is started by itself can find the others and the buffer."""
+    for role in roles_of(config):
+        if getattr(config.services, role).address is None:
+            raise ConfigError(
+                f"services.{role}.address: null; the orchestrator needs to know where the {role} is: "
+                "give it (in docker compose, by QUARTET_ROLES in .env)"
+            )
 
 
 def check_resumable(config: Config, files: RunFiles) -> None:
@@ -152,8 +164,18 @@ def _check_function(key: str, function: str) -> str:
         raise ConfigError(
             f"{key} {function}: there is no module {module} in {Path.cwd()} or among the installed ones; "
             "correct the name, start the command in the directory where it lies, or add that to PYTHONPATH"
+            f"{_elsewhere(module)}"
         )
     return f"{key} {function}: its module is there; it is imported when its process starts"
+
+
+def _elsewhere(module: str) -> str:
+    """Which module is taken in the place of one of the working directory that is called alike."""
+    top = module.partition(".")[0]
+    here, taken = PathFinder.find_spec(top, [str(Path.cwd())]), PathFinder.find_spec(top, sys.path)
+    if here is None or taken is None or here.origin == taken.origin:
+        return ""
+    return f"; {taken.origin or top} comes before the {top} that lies here: call that otherwise"
 
 
 def _may_be_importable(module: str) -> bool:

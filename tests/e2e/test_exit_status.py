@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import structlog
 
 from gateway import __main__ as gateway
+from quartet.rpc.authority import Authority
 from tests.e2e.commands import settings
 from tests.e2e.conftest import Run, Start
 
@@ -74,3 +76,27 @@ def test_a_gateway_that_breaks(
     assert gateway.main(["--runs", str(tmp_path)]) == 1
     assert capsys.readouterr().err.endswith("error: division by zero\n")
     structlog.reset_defaults()
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1", "127.0.0.1:70000", "127.0.0.1:x"])
+def test_a_service_that_is_to_listen_at_what_is_no_address(listen: str, config: Path, tmp_path: Path) -> None:
+    code, said = status("services", "reward", "--config", config, "--listen", listen, cwd=tmp_path)
+    assert code == 2
+    assert said.startswith("error: ")
+    assert "services.reward.listen" in said
+    assert "expected HOST:PORT" in said
+
+
+def test_a_service_that_has_the_certificate_of_another(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "certificates"
+    Authority(timedelta(days=1)).issue(folder / "reward", ["critic.quartet"])
+    secured = settings(f"security.certificates={folder}")
+    code, said = status("services", "reward", "--config", config, *secured, cwd=tmp_path)
+    assert code == 2
+    assert "is for critic.quartet; expected reward.quartet" in said
+
+
+@pytest.mark.parametrize("given", [[], ["nonsense"]])
+def test_a_health_check_of_no_address(given: list[str], tmp_path: Path) -> None:
+    code, said = status("quartet.rpc.health", *given, cwd=tmp_path)
+    assert (code, said) == (2, "error: expected one address, HOST:PORT, to ask for its health")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import ssl
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -55,6 +57,21 @@ def test_the_oldest_of_too_many_handshakes_make_way(gateway: Gateway, monkeypatc
         silent = [open_ones.enter_context(connected(gateway)) for _ in range(12)]
         assert all(is_closed(connection) for connection in silent[:8])
         assert b"200 OK" in asked_with_the_end_of_the_handshake(gateway)
+
+
+def test_those_that_made_way_leave_nothing_behind(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshakes, "MOST", 4)
+    monkeypatch.setattr(handshakes, "WITHIN", 10 * PATIENCE)
+    gateway.client.close()
+    with ExitStack() as open_ones:
+        for _ in range(40):
+            silent = open_ones.enter_context(connected(gateway))
+        for _ in range(4):
+            open_ones.enter_context(connected(gateway))
+        assert is_closed(silent)
+        gc.collect()
+        # Each has a buffer of 256 KiB.
+        assert sum(isinstance(found, SSLProtocol) for found in gc.get_objects()) <= 12
 
 
 def test_what_is_no_tls_is_hung_up_on(gateway: Gateway) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 from structlog.testing import capture_logs
 
 from quartet.config import Config, parse_config
+from quartet.errors import ConfigError
 from quartet.telemetry.run_files import RunFiles
 from services.orchestrator.alone import taken_up
 
@@ -17,23 +20,32 @@ def said(config: Config) -> str:
     return str(logs[0]["event"])
 
 
+def config_of(folder: Path, **sections: Any) -> Config:
+    """Of a run whose services are elsewhere."""
+    (folder / "prompts.jsonl").write_text('{"text": "a"}\n')
+    tree = {
+        "run": {"directory": str(folder)},
+        "data": {"prompts": str(folder / "prompts.jsonl")},
+        "actor": {"model": "owner/a"},
+        "reward": {"model": "owner/r"},
+        "rollout": {"prompts_per_step": 1},
+        "buffer": {"url": "redis://far"},
+        "services": {role: {"address": "far:1"} for role in ("actor", "critic", "reward", "reference")},
+    }
+    return parse_config({**tree, **sections}, "test")
+
+
 def test_a_run_is_gone_on_with_once_it_has_taken_a_step(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
-    elsewhere = {role: {"address": "far:1"} for role in ("actor", "critic", "reward", "reference")}
-    config = parse_config(
-        {
-            "run": {"directory": str(tmp_path)},
-            "data": {"prompts": str(tmp_path / "prompts.jsonl")},
-            "actor": {"model": "owner/a"},
-            "reward": {"model": "owner/r"},
-            "rollout": {"prompts_per_step": 1},
-            "buffer": {"url": "redis://far"},
-            "services": elsewhere,
-        },
-        "test",
-    )
+    config = config_of(tmp_path)
     assert said(config) == "beginning the run"
     # Started again before its first step, which leaves a config and no more.
     assert said(config) == "beginning the run"
     RunFiles(config.run_directory).append_metrics({"step": 1})
     assert said(config) == "going on with the run"
+
+
+def test_one_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    config = config_of(tmp_path, services={"actor": {"address": "far:1"}})
+    with pytest.raises(ConfigError, match=r"^services\.critic\.address: null"), taken_up(config):
+        pass
+    assert not config.run_directory.exists()

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import structlog
 import transformers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -17,7 +18,8 @@ from quartet import __version__
 from quartet.buffer.connection import connect
 from quartet.buffer.rollouts import RolloutStream
 from quartet.config import Config
-from quartet.errors import ConfigError, MismatchError, ServiceFailed
+from quartet.errors import ConfigError, MismatchError, ServiceFailed, ServiceUnavailable
+from quartet.rpc import channels
 from quartet.types import MODEL_ROLES, Prompt, Role, SamplingParameters, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
 from tests.rpc.conftest import TIMEOUTS, Services
@@ -178,3 +180,17 @@ def test_a_generation_whose_deadline_passes_stops_early_and_the_service_goes_on(
     wait_for_the_end_of_generation(actor)
     assert 0 < long_stream.depth() < 3000
     assert len(actor.log_probs(BATCH, 1.0)) == 11
+
+
+def test_whom_a_process_waits_for_is_in_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "TELL_AFTER", 0.0)
+    monkeypatch.setattr(channels, "FOREIGN_AFTER", 0.0)
+    peer = channels.Peer(Role.CRITIC, "127.0.0.1:1")
+    with (
+        structlog.testing.capture_logs() as logs,
+        pytest.raises(ServiceUnavailable, match="no Quartet service answered"),
+    ):
+        peer.wait_until_ready(0.3)
+    peer.close()
+    waiting = [line for line in logs if line["event"] == "waiting for a service"]
+    assert [(line["service"], line["address"]) for line in waiting] == [(Role.CRITIC, "127.0.0.1:1")], "said once"

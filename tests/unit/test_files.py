@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quartet.errors import InvalidRequest, MismatchError
-from quartet.files import check_saved, confined, describe_files, replace_directory, write_durably
+from quartet.files import check_saved, confined, describe_files, in_words, replace_directory, write_durably
 from quartet.types import SavedFile
 
 
@@ -116,3 +116,11 @@ def test_files_that_are_not_where_they_were_saved_name_the_directory_that_is_to_
             MismatchError, match=r"run\.directory must be a path that orchestrator, actor and critic share"
         ):
             check_saved(tmp_path, [file])
+
+
+def test_what_the_system_refuses_is_said_with_the_path_and_who_may_not() -> None:
+    denied = in_words(PermissionError(errno.EACCES, "Permission denied", "models/policy"))
+    assert denied.startswith(f"models/policy: Permission denied; let user {os.getuid()} in, as chmod -R a+rX does")
+    assert (
+        in_words(OSError(errno.EROFS, "Read-only file system", "/x")) == "/x: Read-only file system; give another path"
+    )

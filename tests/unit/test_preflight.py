@@ -232,6 +232,16 @@ def test_the_module_of_a_function_is_found_and_not_imported(module: str, modules
     assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("single", "package", "open")}
 
 
+def test_a_package_that_hides_the_users_own_is_named(modules: Path) -> None:
+    (modules / "json").mkdir()
+    (modules / "json" / "__init__.py").touch()
+    (modules / "json" / "mine.py").touch()
+    with pytest.raises(
+        ConfigError, match=r"json/__init__\.py comes before the json that lies here: call that otherwise$"
+    ):
+        check_inputs(with_function(modules, "json.mine:f"))
+
+
 @pytest.mark.parametrize(
     "module", ["absent", "package.absent", "package.deeper.absent", "open.absent", "open.wide.shut"]
 )

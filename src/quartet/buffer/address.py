@@ -39,6 +39,17 @@ def buffer_url(config: Config, certificates: Path | None = None) -> str | None:
     return _with_certificates(url, certificates) if certificates is not None and url.startswith("rediss://") else url
 
 
+def required_buffer_url(config: Config, certificates: Path | None = None) -> str:
+    """The buffer's address. Raises ConfigError without one: only `quartet` starts an embedded server."""
+    url = buffer_url(config, certificates)
+    if url is None:
+        raise ConfigError(
+            "buffer.url: null; a service started by itself needs the Redis that the others use: set buffer.url, "
+            "or the environment variable QUARTET_BUFFER_URL"
+        )
+    return url
+
+
 def _with_password(url: str, password: str) -> str:
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")

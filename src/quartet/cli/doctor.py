@@ -24,7 +24,6 @@ from quartet.launcher.access import check_access
 from quartet.preflight import check_inputs, looks_local
 from quartet.rpc.access import OPERATOR
 from quartet.rpc.channels import accepts_connections
-from quartet.rpc.credentials import Credentials
 from quartet.topology import cores, listen_address, roles_of, threads_of
 from quartet.types import Role
 
@@ -146,8 +145,13 @@ def _memory(config: Config, role: Role) -> str:
 
 
 def _buffer(config: Config) -> Finding:
+    url, certificates = str(config.buffer.url), config.security.certificates
+    folder = certificates / OPERATOR if certificates is not None and url.startswith("rediss:") else None
+    missing = [path for path in (config.buffer.password_file, folder) if path is not None and not path.exists()]
+    if missing and config.services.orchestrator.address is not None:
+        return Finding("buffer", True, f"{redact_url(url)} was not asked: {missing[0]} is not on this machine")
     try:
-        connect(buffer_url(config, Credentials(OPERATOR, config.security).folder) or "").close()
+        connect(buffer_url(config, folder) or "").close()
     except QuartetError as error:
         return Finding("buffer", False, str(error))
-    return Finding("buffer", True, f"{redact_url(str(config.buffer.url))} answers")
+    return Finding("buffer", True, f"{redact_url(url)} answers")

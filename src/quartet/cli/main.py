@@ -13,6 +13,7 @@ import typer
 
 from quartet import __version__
 from quartet.errors import ConfigError, QuartetError
+from quartet.files import in_words
 
 app = typer.Typer(
     name="quartet",
@@ -402,7 +403,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except OSError as error:
-        print(f"error: {error.filename or 'system'}: {error.strerror or error}; give a path of yours", file=sys.stderr)
+        print(f"error: {in_words(error)}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from quartet.buffer.address import buffer_url
 from quartet.config import Config
+from quartet.errors import ConfigError
 from quartet.rpc.access import GATEWAY, OPERATOR, PROCESSES
 from quartet.rpc.certificates import check_certificates
+from quartet.rpc.server import check_listen_address
 from quartet.secret_files import check_certificate, read_token
-from quartet.topology import roles_of
+from quartet.topology import listen_address, roles_of
 from quartet.types import Role
 
 
@@ -26,16 +28,36 @@ def processes_of(config: Config) -> tuple[str, ...]:
 def check_access(config: Config) -> list[str]:
     """Looks at every file that ``security``, ``buffer`` and ``gateway`` name; says what it found, one line each.
 
-    Raises ConfigError.
+    And at every address that is listened on: beyond loopback it is encrypted, or meant not to be. Raises ConfigError.
     """
+    _check_addresses(config)
     notes = _check_certificates(config)
     for key, path in _files(config).items():
-        if _each_by_itself(config) and not path.exists():
+        if _each_by_itself(config) and not _exists(path):
             notes.append(_not_here(key, path))
             continue
         _check(key, path, config)
         notes.append(f"{key} {path}: can be used")
     return notes
+
+
+def _check_addresses(config: Config) -> None:
+    encrypted, allowed = config.security.certificates is not None, config.security.allow_plaintext
+    for role in (*roles_of(config), Role.ORCHESTRATOR):
+        service = getattr(config.services, role)
+        if _each_by_itself(config) or getattr(service, "address", None) is None:
+            _check_address(f"services.{role}", listen_address(service), encrypted or allowed)
+            _check_address(f"services.{role}.metrics", service.metrics, encrypted or allowed)
+    if config.gateway.enabled or _each_by_itself(config):
+        _check_address("gateway", config.gateway.listen, config.gateway.certificate is not None or allowed)
+
+
+def _check_address(key: str, listen: str | None, allowed: bool) -> None:
+    try:
+        if listen is not None:
+            check_listen_address(listen, allowed)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def _check_certificates(config: Config) -> list[str]:
@@ -44,7 +66,7 @@ def _check_certificates(config: Config) -> list[str]:
         return []
     processes = processes_of(config)
     if _each_by_itself(config):
-        processes = tuple(process for process in PROCESSES if (folder / process).exists())
+        processes = tuple(process for process in PROCESSES if _exists(folder / process))
         if not processes:
             return [_not_here("security.certificates", folder)]
     check_certificates(folder, processes)
@@ -53,6 +75,13 @@ def _check_certificates(config: Config) -> list[str]:
 
 def _each_by_itself(config: Config) -> bool:
     return config.services.orchestrator.address is not None
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return True  # Somebody's who may not look: reading it says so.
 
 
 def _not_here(key: str, path: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -51,7 +52,9 @@ def load_function(name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:  # a module may do anything, sys.exit() included
-        raise UnusableFunction(f"cannot be imported from {Path.cwd()}: {describe(error)}") from None
+        top = sys.modules.get(module_name.partition(".")[0])
+        elsewhere = _elsewhere(top) if top is not None and isinstance(error, ModuleNotFoundError) else ""
+        raise UnusableFunction(f"cannot be imported from {Path.cwd()}: {describe(error)}{elsewhere}") from None
     function = getattr(module, attribute, None)
     if function is None:
         close = difflib.get_close_matches(attribute, vars(module), n=1)
@@ -64,11 +67,15 @@ def load_function(name: str) -> Callable[..., Any]:
 
 def _elsewhere(module: ModuleType) -> str:
     """Which module it is, where one of the working directory is called alike and was not taken."""
-    top, file = module.__name__.partition(".")[0], getattr(module, "__file__", None) or "Python's own"
+    top, file = module.__name__.partition(".")[0], getattr(module, "__file__", None) or _folder(module)
     alike = [path for path in (Path.cwd() / top, Path.cwd() / f"{top}.py") if path.exists()]
     if not alike or Path(file).is_relative_to(Path.cwd()):
         return ""
     return f"; it is {file}, which comes before {alike[0]}: call that otherwise"
+
+
+def _folder(module: ModuleType) -> str:
+    return next(iter(getattr(module, "__path__", ())), "Python's own")
 
 
 def answer(function: Callable[..., Any], number: int, arguments: list[Any], quotes: bool = False) -> str:
@@ -77,7 +84,10 @@ def answer(function: Callable[..., Any], number: int, arguments: list[Any], quot
     It has the ``number`` of the call, and the function's ``result``; or what it ``raised``; or the type of what is ``not_json``.
     """
     try:
+        _check_call(function, arguments)
         result = function(*arguments)
+    except WrongArguments as error:
+        return json.dumps({"number": number, "raised": str(error)})
     except BaseException as error:  # sys.exit() of one call is no reason to end the process
         reason = describe(error, quotes)
         traceback.print_tb(error.__traceback__)
@@ -89,14 +99,29 @@ def answer(function: Callable[..., Any], number: int, arguments: list[Any], quot
         return json.dumps({"number": number, "not_json": type(result).__name__})
 
 
+class WrongArguments(Exception):
+    """A function cannot be called like this; the text says why, and nothing of the arguments."""
+
+
+def _check_call(function: Callable[..., Any], arguments: list[Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Of some that are written in C nothing is known.
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise WrongArguments(f"TypeError: {error}, called with {len(arguments)} arguments") from None
+
+
 def describe(error: BaseException, quotes: bool = True) -> str:
     """An exception's type and text, and the file and line that raised it, in one line.
 
-    Unless it ``quotes``, a text that comes from the function is left out: it may repeat prompts and responses.
+    Unless it ``quotes``, the text is left out: it may repeat prompts and responses.
     """
     place = _place(error)
-    if place and not quotes:
-        return f"{type(error).__name__} ({place}; what it says is left out, it may quote a text)"
+    if not quotes:
+        return f"{type(error).__name__} ({place or 'no line'}; what it says is left out, it may quote a text)"
     try:
         text = " ".join(str(error).split())
     except Exception:

@@ -34,19 +34,27 @@ def check_certificates(certificates: Path, processes: Iterable[str]) -> None:
 
 
 def _check_issuer(folder: Path) -> None:
-    chain = x509.load_pem_x509_certificates((folder / CERTIFICATE).read_bytes())
-    if len(chain) > 1:
-        return  # By way of others, which only a handshake can tell.
-    for authority in x509.load_pem_x509_certificates((folder / AUTHORITY).read_bytes()):
-        try:
-            chain[0].verify_directly_issued_by(authority)
+    certificate, *between = x509.load_pem_x509_certificates((folder / CERTIFICATE).read_bytes())
+    authorities = x509.load_pem_x509_certificates((folder / AUTHORITY).read_bytes())
+    # By one of the authorities itself, or by way of the others in the same file, each signed by the next.
+    for issuer in [*between, None]:
+        if any(_issued(certificate, authority) for authority in authorities):
             return
-        except (ValueError, TypeError, InvalidSignature):
-            continue
+        if issuer is None or not _issued(certificate, issuer):
+            break
+        certificate = issuer
     raise ConfigError(
         f"security.certificates: {folder / CERTIFICATE} was not signed by the authority in {AUTHORITY} beside it; "
         "quartet certificates makes all of them anew"
     )
+
+
+def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
 
 
 def _check_name(folder: Path, wanted: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import grpc
+import structlog
 
 from quartet.errors import AccessRefused, Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
 from quartet.rpc.credentials import LOCAL, Credentials
@@ -17,6 +18,10 @@ from quartet.v1 import status_pb2, status_pb2_grpc
 
 Response = TypeVar("Response")
 
+log = structlog.get_logger()
+
+TELL_AFTER, TELL_EVERY = 5.0, 60.0
+"""Seconds after which, and between which, a process says in its log whom it waits for."""
 FOREIGN_AFTER = 8.0
 """Seconds for which a port may accept connections without speaking Quartet before it counts as something else."""
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -66,6 +71,7 @@ class Peer:
         """
         deadline = time.monotonic() + timeout
         silent_since: float | None = None
+        telling = time.monotonic() + TELL_AFTER
         while True:
             alive()
             try:
@@ -74,7 +80,10 @@ class Peer:
                 raise
             except QuartetError as error:
                 now = time.monotonic()
-                if isinstance(error, ServiceUnavailable) and not accepts_connections(self.address):
+                if now > telling:
+                    log.info("waiting for a service", service=self.name, address=self.address)
+                    telling = now + TELL_EVERY
+                if not isinstance(error, MismatchError) and not accepts_connections(self.address):
                     silent_since = None
                 elif silent_since is None:
                     silent_since = now

@@ -68,4 +68,7 @@ def serves(address: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if len(sys.argv) == 2 and serves(sys.argv[1]) else 1)
+    if len(sys.argv) != 2 or not sys.argv[1].rpartition(":")[2].isdecimal():
+        print("error: expected one address, HOST:PORT, to ask for its health", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0 if serves(sys.argv[1]) else 1)

@@ -145,3 +145,34 @@ def test_where_each_process_is_started_by_itself_what_is_elsewhere_is_only_noted
     ]
     assert "not on this machine" in check_access(config(folder, "far:1", security={"certificates": "/nowhere"}))[0]
     assert "has 7 characters" in refusal(folder, "far:1", security={"token_file": str(folder / "short")})
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        ({"services": {"actor": {"listen": "0.0.0.0:5551"}}}, "services.actor: listen 0.0.0.0:5551: not a loopback"),
+        (
+            {"services": {"reward": {"metrics": "[::]:9100"}}},
+            "services.reward.metrics: listen [::]:9100: not a loopback",
+        ),
+        ({"gateway": {"listen": "0.0.0.0:80"}}, "gateway: listen 0.0.0.0:80: not a loopback"),
+    ],
+)
+def test_an_address_that_would_be_listened_on_in_plaintext_is_refused(
+    folder: Path, sections: dict[str, Any], text: str
+) -> None:
+    assert refusal(folder, **{"security": {}, **sections}).startswith(text)
+    check_access(config(folder, **{**sections, "security": {"allow_plaintext": True}}))
+    actor = {"address": "far:1", "listen": "0.0.0.0:5551"}
+    elsewhere = {"services": {"actor": actor}, "buffer": {"url": "redis://far"}}
+    check_access(config(folder, **{"security": {}, **elsewhere}))
+
+
+def test_a_chain_is_followed_to_its_authority(folder: Path) -> None:
+    own, foreign = folder / "certificates" / "actor" / "tls.crt", folder / "foreign" / "tls.crt"
+    good = own.read_bytes()
+    own.write_bytes(good + foreign.read_bytes())
+    check_access(config(folder))
+    shutil.copy(folder / "foreign" / "tls.key", folder / "certificates" / "actor" / "tls.key")
+    own.write_bytes(foreign.read_bytes() + good)
+    assert "was not signed by the authority" in refusal(folder)

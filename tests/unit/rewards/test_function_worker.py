@@ -96,7 +96,9 @@ def test_what_a_function_raises_is_told_in_one_line_and_its_process_goes_on(star
     expected = r"reward.function functions:fails, sequence index 3: raised ValueError (functions.py:"
     assert str(failed.value).startswith(expected)
     assert "\n" not in str(failed.value)
-    with pytest.raises(ComputationFailed, match=r"raised TypeError: .*takes 0 positional arguments but 1 was given$"):
+    with pytest.raises(
+        ComputationFailed, match=r"raised TypeError: too many positional arguments, called with 1 arguments$"
+    ):
         start("wrong_signature").call([1], 20)
     with pytest.raises(ComputationFailed, match=r"functions:leaves: raised SystemExit \(functions.py:\d+; "):
         start("leaves").call([], 20)
@@ -245,6 +247,15 @@ MODULES = {
     "dies": "import os; os._exit(9)",
     "hangs": "import time; time.sleep(60)",
 }
+
+
+def test_a_package_that_hides_the_users_own_is_named(functions: Path) -> None:
+    (functions / "json").mkdir()
+    (functions / "json" / "mine.py").write_text("def f(): pass")
+    with pytest.raises(
+        ConfigError, match=r"No module named 'json\.mine'; it is .*json/__init__\.py, which comes before"
+    ):
+        FunctionWorker("json.mine:f", "reward.function")
 
 
 @pytest.mark.parametrize(

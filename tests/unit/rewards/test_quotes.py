@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 
@@ -28,5 +29,11 @@ def test_where_it_was_asked_for_texts_are_quoted() -> None:
     assert raised([PROMPT, RESPONSE], quotes=True).startswith(f"ValueError: cannot grade {PROMPT} {RESPONSE}")
 
 
+def test_what_is_raised_by_no_line_of_python_is_left_out_too() -> None:
+    said = json.loads(answer(codecs.encode, 1, [PROMPT, RESPONSE]))["raised"]
+    assert said.startswith("LookupError (")
+    assert RESPONSE not in said
+
+
 def test_a_function_that_cannot_be_called_so_is_told_why() -> None:
-    assert raised([PROMPT]).endswith("missing 1 required positional argument: 'response'")
+    assert raised([PROMPT]) == "TypeError: missing a required argument: 'response', called with 1 arguments"
