@@ -257,10 +257,13 @@ def test_a_wrong_override_is_blamed_and_not_the_line_that_it_replaces(tmp_path: 
         "redis://user:s3cret@host:6379/0",  # pragma: allowlist secret - an example
         "redis://user:s3cret:s3cret@host/0",  # pragma: allowlist secret - an example
         "redis://user:s3cret@s3cret@host/0",  # pragma: allowlist secret - an example
-        "redis://:s3cret/s3cret@host/0",  # pragma: allowlist secret - an example
+        "redis://me@mail:s3cret@host/0",  # pragma: allowlist secret - an example
         "unix:///run/redis.sock?password=s3cret&db=1",
         "unix://user:s3cret@/run/redis.sock",  # pragma: allowlist secret - an example
         "rediss://host/0?db=2&password=s3cret",
+        "rediss://q@host/0?ssl_password=s3cret&db=2",
+        "redis://host/0?PASSWORD=s3cret",
+        "redis://host/0?%70assWord=s3cret",
     ],
 )
 def test_a_password_is_never_shown(url: str, minimal: Path) -> None:
@@ -274,16 +277,45 @@ def test_a_password_is_never_shown(url: str, minimal: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["redis://host:6379/0", "redis://user@host:6379/0", "unix:///run/redis.sock?db=1", "redis://[::1]:6379/0"]
+    "url",
+    [
+        "redis://host",
+        "redis:///0",
+        "redis://host:6379/0",
+        "redis://user@host:6379/0",
+        "unix:///run/my redis.sock?db=1",
+        "redis://[::1]:6379/0",
+        "rediss://user@[::1]:6379/0?ssl_ca_certs=/home/a@b/ca.crt&timeout=3",
+    ],
 )
-def test_a_url_without_password_is_shown_as_it_is(url: str) -> None:
+def test_a_url_without_password_is_taken_and_shown_as_it_is(url: str, minimal: Path) -> None:
     assert redact_url(url) == url
     assert not is_redacted(url)
+    assert yaml.safe_load(load_config(minimal, [f"buffer.url={url}"]).to_yaml())["buffer"]["url"] == url
 
 
-def test_a_malformed_url_is_refused_without_its_password(tmp_path: Path) -> None:
-    said = refusal(write(tmp_path, MINIMAL + "buffer:\n  url: redsi://:s3cret@host:6379/0\n"))
-    assert "buffer.url: expected redis://" in said
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redsi://:s3cret@host:6379/0",  # pragma: allowlist secret - an example
+        "redis://:s3cret/s3cret@host/0",  # pragma: allowlist secret - an example
+        "redis://me@mail:s3cret/s3cret@host/0",  # pragma: allowlist secret - an example
+        "redis://:s3cret#s3cret@host/0",  # pragma: allowlist secret - an example
+        "redis://host:6379/0#password=s3cret",
+        "redis://host/0?db=1#s3cret@s3cret",
+        "unix:///run/redis.sock#s3cret",
+        "redis://q:s3cret",
+        "redis://q:s3cret/0",
+        "redis://q:123-s3cret",
+        "redis://me@host:s3cret/0",
+        "redis://[::1]:s3cret/0",
+        "redis://q:12/s3cret@host",  # pragma: allowlist secret - an example
+        "redis://host/0?pass\tword=s3cret",
+    ],
+)
+def test_a_malformed_url_is_refused_without_its_password(url: str, tmp_path: Path) -> None:
+    said = refusal(write(tmp_path, MINIMAL + yaml.safe_dump({"buffer": {"url": url}})))
+    assert ":8: buffer.url: expected redis://HOST:PORT/DB" in said
     assert "s3cret" not in said
 
 
@@ -420,6 +452,9 @@ def test_advantages_are_normalised_as_the_estimator_does_unless_told(
         {"traces": "http://bob:secret@collector:4318"},  # pragma: allowlist secret - an example
         {"traces": "http://bob:sec/secret@collector:4318"},  # pragma: allowlist secret - an example
         {"traces": "http://collector:4318/v1/traces?password=secret"},
+        {"traces": "http://collector:4318/v1/traces?a=b&api_%50assword=secret"},
+        {"traces": "http://collector:4318#password=secret"},
+        {"traces": "otlp://bob:secret@collector"},  # pragma: allowlist secret - an example
         {"mlflow": {"uri": "https://bob:secret@tracking"}},  # pragma: allowlist secret - an example
         # pragma: allowlist nextline secret - an example
         {"mlflow": {"uri": "postgresql+psycopg2://bob:secret@database/figures"}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import unquote
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -60,6 +61,13 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept, besides those with a name."""
 
 
+_BUFFER_URL = re.compile(
+    r"(rediss?://([^/?#\s]*@)?(\[[^]/?#@\s]*\]|[^]:/?#@\s[]*)(:[0-9]{1,5})?(/[0-9]*)?|unix://([^/?#\s]*@)?/[^?#]*)"
+    r"(\?[^#\s]*)?"
+)
+"""Strict, as redis-py passes over a fragment and a database that is no number, in which a misplaced password would stay."""
+
+
 class BufferConfig(Section):
     """The rollout buffer."""
 
@@ -70,9 +78,12 @@ class BufferConfig(Section):
 
     @field_validator("url")
     @classmethod
-    def _scheme(cls, url: str | None) -> str | None:
-        if url is not None and not re.match(r"^(rediss?|unix)://.", url):
-            raise ValueError("expected redis://HOST:PORT/DB, rediss://… or unix:///PATH")
+    def _well_formed(cls, url: str | None) -> str | None:
+        if url is not None and not _BUFFER_URL.fullmatch(url):
+            raise ValueError(
+                "expected redis://HOST:PORT/DB, rediss://… or unix:///PATH, with numbers for PORT and DB, without a fragment, "
+                "special characters of a password escaped as %XX"
+            )
         return url
 
 
@@ -215,7 +226,8 @@ class GatewayConfig(Section):
 
 def _without_password(value: str) -> str:
     # A password that nobody escaped may hold a "/"; what follows a colon up to the path may as well be a port.
-    if re.match(r"[a-z][a-z0-9+.-]*://([^/]*@|[^/:]*:(?!\d+/).*@)|.*[?&]password=", value, re.IGNORECASE):
+    in_user = re.search(r"://([^/]*@|[^/:]*:(?!\d+/).*@)", value, re.DOTALL)
+    if in_user or re.search(r"[?&#][^=&]*password[^=&]*=", unquote(value), re.IGNORECASE):
         raise ValueError(
             "expected no user and password in it; give them in the environment, as OTEL_EXPORTER_OTLP_HEADERS, or as "
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from urllib.parse import unquote
 
 import yaml
 from pydantic import model_validator
@@ -191,18 +192,36 @@ class Config(Section):
         return self.run.directory / self.run.name
 
     def to_yaml(self) -> str:
-        """The whole tree as YAML, defaults included, without the password of the buffer's url."""
+        """The whole tree as YAML, defaults included, without the passwords of the buffer's url."""
         tree = self.model_dump(mode="json")
         if self.buffer.url:
             tree["buffer"]["url"] = redact_url(self.buffer.url)
         return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
-def redact_url(url: str) -> str:
-    """The url with its password, if any, replaced by stars."""
+_SECRETS = (
+    # Of a user, whose name may be an address of mail.
+    r"(://[^:/?#]*:)[^/?#]*(?=@)",
     # Up to the last @: a password that nobody escaped may hold any of ":/@".
-    url = re.sub(r"(?<=://)([^:@]*):.*(?=@)", r"\1:***", url)
-    return re.sub(r"(?<=[?&]password=)[^&]*", "***", url)
+    r"(://[^:@]*:).*(?=@)",
+    # In the place of a port, as where the host was forgotten.
+    r"(://(?:[^/?#]*@)?(?:\[[^]]*\]|[^]:/?#@[]*):)(?![0-9]{1,5}(?:[/?#]|$)|[^/?#]*@).+",
+    # In a fragment.
+    r"(://[^#]*#).+",
+)
+"""Where in a url a password may be, besides its query; the first group stays."""
+
+
+def redact_url(url: str) -> str:
+    """The url with its password, if any, replaced by stars, and with it what stands where nobody expects one."""
+    for place in _SECRETS:
+        url = re.sub(place, r"\1***", url, flags=re.DOTALL)
+    return re.sub(r"(?<=[?&])([^?&=]*)=[^&#]*", _redact_option, url)
+
+
+def _redact_option(option: re.Match[str]) -> str:
+    name = "".join(unquote(option[1]).split()).lower()
+    return f"{option[1]}=***" if "password" in name else option[0]
 
 
 def is_redacted(url: str) -> bool:
