@@ -161,6 +161,15 @@ def test_a_password_in_an_address_is_refused() -> None:
         "valkey://quartet:sesame@redis.example:6379/0",  # pragma: allowlist secret - an example
         "rediss://quartet:open/sesame@redis.example:6379/0",
         "rediss://redis.example:6379/0?password=sesame",
+        "rediss://q@redis.example:6379/0?ssl_password=sesame",
+        "rediss://redis.example:6379/0?PASSWORD=sesame",
+        "rediss://redis.example:6379/0?db=1&%70assword=sesame",
+        "rediss://redis.example:6379/0#password=sesame",
+        "rediss://me@mail:sesame@redis.example/0",  # pragma: allowlist secret - an example
+        "rediss://quartet:sesame",
+        "rediss://quartet:12-sesame/0",
+        "rediss://[::1]:sesame/0",
+        "rediss://redis.example/sesame",
         "rediss:///sesame",
     ],
 )
@@ -168,6 +177,18 @@ def test_an_address_that_is_refused_is_not_quoted(url: str) -> None:
     said = refusal(changed("two-node-actor", redis__external__url=url))
     assert "redis.external.url: " in said
     assert "sesame" not in said
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://redis.example",
+        "rediss://quartet@[::1]:6379/0",
+        "rediss://quartet@redis.example:6379/0?ssl_ca_certs=/home/a@b/ca.crt&timeout=3",
+    ],
+)
+def test_an_address_without_a_password_is_taken(url: str) -> None:
+    assert manifests(changed("two-node-actor", redis__external__url=url))
 
 
 def test_a_certificate_that_is_missing_is_named() -> None:

@@ -6,12 +6,12 @@
 {{- printf "%s://quartet@%s-redis:6379/0" (.Values.security.tls.enabled | ternary "rediss" "redis") (include "quartet.fullname" .) -}}
 {{- else -}}
 {{- $url := required "redis.external.url: needed where redis.enabled is false; such as rediss://quartet@redis.example:6379/0" .Values.redis.external.url -}}
-{{- /* Up to the last @, as a password may hold a slash. Neither message quotes the url: nor may the schema, so it has no pattern. */ -}}
-{{- if regexMatch "://[^:@]*:.*@|[?&]password=" $url -}}
-{{- fail "redis.external.url: holds a password; put it into a Secret and name that in redis.external.existingSecret" -}}
+{{- /* Neither message quotes the url: nor may the schema, so it has no pattern. Templates cannot unescape an option's name. */ -}}
+{{- if regexMatch `://[^/?#]*:[^/?#]*@|(?i)[?&][^=&]*(password|%)[^=&]*=` $url -}}
+{{- fail "redis.external.url: holds a password, or an option whose name is escaped; put the password into a Secret and name that in redis.external.existingSecret" -}}
 {{- end -}}
-{{- if not (regexMatch "^rediss?://[^/]" $url) -}}
-{{- fail "redis.external.url: expected redis://USER@HOST:PORT/DB, or rediss:// for TLS" -}}
+{{- if not (regexMatch `^rediss?://([^:/?#@\s]*@)?(\[[^\]/?#@\s]+\]|[^\[\]:/?#@\s]+)(:[0-9]{1,5})?(/[0-9]*)?(\?[^#\s]*)?$` $url) -}}
+{{- fail "redis.external.url: expected redis://USER@HOST:PORT/DB, or rediss:// for TLS, with numbers for PORT and DB, without a fragment" -}}
 {{- end -}}
 {{- $url -}}
 {{- end -}}
