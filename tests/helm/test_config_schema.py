@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from helm import values_schema
-from quartet.config import load_config
+from quartet.config import Config, load_config, wrong_keys
 from tests.helm.rendering import CHART, ROOT, changed, chart, manifests
 from tests.helm.test_components import files
 from tests.helm.test_values import refusal
@@ -83,33 +83,51 @@ def test_a_schema_of_another_tree_is_found(
     assert values_schema.main([]) == 0
 
 
-# What the chart sets in cpu-kind, each with a value that is not the chart's.
-OTHERS = {bool: lambda laid: not laid, list: lambda laid: [*laid, *(laid or [0])], str: lambda laid: f"{laid}1"}
+def keys_of(node: dict[str, Any], path: str = "config") -> set[str]:
+    """Every key below a part of the config, by its path."""
+    below = [
+        keys_of(value, f"{path}__{key}") if isinstance(value, dict) else {f"{path}__{key}"}
+        for key, value in node.items()
+    ]
+    return set().union(*below)
 
 
-def laid_over(node: dict[str, Any], path: str = "config") -> dict[str, Any]:
-    """What the chart lays over the config, by its path."""
-    found: dict[str, Any] = {}
-    for key, value in node.items():
-        place = f"{path}__{key}"
-        found |= laid_over(value, place) if isinstance(value, dict) else {place: value}
-    return found
+EVERYTHING: dict[str, Any] = Config.model_validate(changed("cpu-kind")["config"]).model_dump(mode="json")
+SECTIONS = ("buffer", "security", "gateway", "services")
+FREE = {"config__gateway__requests_per_second"}
+FREE |= {f"config__services__{role}__threads" for role in ("actor", "critic", "reward", "reference")}
+OWNED = keys_of({section: EVERYTHING[section] for section in SECTIONS}) - FREE
+OWNED |= {"config__run__directory", "config__timeouts__drain"}
+# What is right as a value of a key, by the word that its name ends with; of others, a path.
+VALUES: dict[str, Any] = {"listen": "h:1", "metrics": "h:1", "health": "h:1", "address": "h:1", "devices": [0]}
+VALUES |= {"enabled": True, "start_runs": False, "allow_plaintext": False, "allowed_hosts": ["h"], "drain": 10}
+# With all of these the chart sets the fewest keys.
+FEWEST = {
+    "components__gateway": None,
+    "components__reference": None,
+    "config__actor": {"model": "m", "lora": {}},
+    "security": {"rpcToken": {"enabled": False}, "tls": {"enabled": False}, "allowPlaintext": True},
+    "redis": {"enabled": False, "external": {"url": "redis://q@h"}},
+}
 
 
-LAID = laid_over(yaml.safe_load(files(changed("cpu-kind", gateway__requestsPerSecond=50))["deployment.yaml"]))
-
-
-@pytest.mark.parametrize("path", LAID)
-def test_what_the_chart_would_overwrite_is_refused(path: str) -> None:
-    laid = LAID[path]
-    other = OTHERS[type(laid)](laid) if type(laid) in OTHERS else laid + 1
-    said = refusal(changed("cpu-kind", gateway__requestsPerSecond=50, **{path: other}))
+@pytest.mark.parametrize("setting", [{}, FEWEST], ids=["most", "fewest"])
+@pytest.mark.parametrize("path", sorted(OWNED))
+def test_what_is_the_chart_s_to_set_is_refused_whether_it_sets_it_or_not(path: str, setting: dict[str, Any]) -> None:
+    value = VALUES.get(path.rpartition("__")[2], "/models/x")
+    said = refusal(changed("cpu-kind", **setting, **{path: value}))
     assert f"{path.replace('__', '.')}: the chart sets it; leave it out, and see " in said
 
 
-def test_what_the_chart_would_set_so_itself_is_let_be() -> None:
-    same = {**LAID, "config__services__actor__address": None, "config__gateway__allowed_hosts": []}
-    assert manifests(changed("cpu-kind", gateway__requestsPerSecond=50, **same))
+@pytest.mark.parametrize("setting", [{}, FEWEST], ids=["most", "fewest"])
+def test_null_and_an_empty_list_say_nothing(setting: dict[str, Any]) -> None:
+    nothing = {"config__services__actor__address": None, "config__gateway__allowed_hosts": []}
+    assert manifests(changed("cpu-kind", **setting, **nothing))
+
+
+def test_the_rate_of_the_gateway_is_given_in_one_place() -> None:
+    said = refusal(changed("cpu-kind", gateway__requestsPerSecond=50, config__gateway={"requests_per_second": 5}))
+    assert "config.gateway.requests_per_second: the chart sets it; leave it out, and see gateway" in said
 
 
 @pytest.mark.parametrize(
@@ -117,12 +135,48 @@ def test_what_the_chart_would_set_so_itself_is_let_be() -> None:
     [
         ("config__timeouts__drain", 5, "components.NAME.drainSeconds"),
         ("config__gateway__enabled", False, "components.gateway.enabled"),
+        ("config__run__directory", "elsewhere", "storage.runs"),
     ],
 )
-def test_what_the_chart_does_in_another_way_is_refused(path: str, value: object, instead: str) -> None:
+def test_what_is_refused_says_what_to_set_instead(path: str, value: object, instead: str) -> None:
     said = refusal(changed("cpu-kind", **{path: value}))
-    assert f"{path.replace('__', '.')}: the chart" in said
-    assert instead in said
+    assert instead in said.partition("leave it out, and see ")[2]
+
+
+TELEMETRY = [
+    "http://bob:sesame@collector:4318",  # pragma: allowlist secret - an example
+    "HTTP://bob:open/sesame@collector:4318",  # pragma: allowlist secret - an example
+    "http://bob:/sesame@collector",  # pragma: allowlist secret - an example
+    "http://bob:12sesame/@collector",  # pragma: allowlist secret - an example
+    "otlp://bob:sesame@collector",  # pragma: allowlist secret - an example
+    "http://sesame@collector",
+    "http://collector/v1?a=b&api_password=sesame",
+    "http://collector/v1?%70ASSWORD=sesame",
+    "http://collector/v1#password=sesame",
+]
+
+
+@pytest.mark.parametrize("key", ["traces", "mlflow.uri"])
+@pytest.mark.parametrize("address", TELEMETRY)
+def test_a_telemetry_address_with_a_password_is_refused_as_the_tree_does_and_not_quoted(address: str, key: str) -> None:
+    telemetry = {"traces": address} if key == "traces" else {"mlflow": {"uri": address}}
+    values = changed("cpu-kind", config__telemetry=telemetry)
+    assert "telemetry" in str(wrong_keys(values["config"]))
+    said = refusal(values)
+    assert f"config.telemetry.{key}: holds a user, a password" in said
+    assert "sesame" not in said
+
+
+@pytest.mark.parametrize(
+    "telemetry",
+    [
+        {"traces": "http://collector:4318/v1/traces?a=b", "mlflow": {"uri": "http://tracking:5000/a@b"}},
+        {"traces": None, "mlflow": {"uri": "file:///home/a@b/mlruns"}},
+        {"mlflow": None},
+    ],
+)
+def test_telemetry_addresses_without_a_password_are_taken(telemetry: dict[str, Any]) -> None:
+    assert manifests(changed("cpu-kind", config__telemetry=telemetry))
 
 
 def test_what_the_chart_leaves_alone_is_taken() -> None:

@@ -28,32 +28,41 @@
 {{- if .Values.security.rpcToken.enabled }}{{ $_ := set $security "token_file" "/run/secrets/quartet/rpc_token" }}{{ end -}}
 {{- $found := dict "run" (dict "directory" "runs") "services" $services "buffer" $buffer "security" $security -}}
 {{- if $components.gateway }}{{ $_ := set $found "gateway" $gateway }}{{ end -}}
-{{- include "quartet.refuseOverlaid" (dict "given" .Values.config "laid" $found "path" "config") -}}
-{{- if not (kindIs "invalid" (dig "timeouts" "drain" nil .Values.config)) -}}
-{{- fail "config.timeouts.drain: the chart sets it for each component; leave it out, and see components.NAME.drainSeconds" -}}
-{{- end -}}
-{{- if and $components.gateway (not (dig "gateway" "enabled" true .Values.config)) -}}
-{{- fail "config.gateway.enabled: the chart starts the gateway; leave it out, and set components.gateway.enabled false" -}}
-{{- end -}}
+{{- include "quartet.refuseOwned" . -}}
+{{- include "quartet.refuseSecrets" . -}}
 {{- toYaml $found -}}
 {{- end -}}
 
-{{/*
-Refuses what would be lost below the chart's own: any value of the config that differs from it, but null and an empty list.
-Takes given, laid and path.
-*/}}
-{{- define "quartet.refuseOverlaid" -}}
-{{- $instead := dict "run" "storage.runs" "services" "components" "buffer" "redis" "security" "security" "gateway" "gateway and ingress" -}}
-{{- $path := .path -}}
-{{- range $key, $given := .given -}}
-{{- $place := printf "%s.%s" $path $key -}}
-{{- if hasKey $.laid $key -}}
-{{- $laid := get $.laid $key -}}
-{{- if kindIs "map" $laid -}}
-{{- include "quartet.refuseOverlaid" (dict "given" $given "laid" $laid "path" $place) -}}
-{{- else if not (or (kindIs "invalid" $given) (eq (toJson $given) "[]") (eq (toJson $given) (toJson $laid))) -}}
-{{- fail (printf "%s: the chart sets it; leave it out, and see %s of the values" $place (get $instead (index (splitList "." $place) 1))) -}}
+{{/* Refuses what the chart decides, whether it sets it this time or not. Null and an empty list say nothing. */}}
+{{- define "quartet.refuseOwned" -}}
+{{- $config := .Values.config -}}
+{{- $instead := dict "run" "storage.runs" "services" "components" "buffer" "redis" "security" "security" -}}
+{{- $_ := set $instead "gateway" "gateway, ingress and components.gateway.enabled" -}}
+{{- $_ := set $instead "timeouts" "components.NAME.drainSeconds" -}}
+{{- $owned := dict "buffer" $config.buffer "security" $config.security -}}
+{{- $_ := set $owned "run" (pick (default dict $config.run) "directory") -}}
+{{- $_ := set $owned "timeouts" (pick (default dict $config.timeouts) "drain") -}}
+{{- $free := empty .Values.gateway.requestsPerSecond | ternary "requests_per_second" "" -}}
+{{- $_ := set $owned "gateway" (omit (default dict $config.gateway) $free) -}}
+{{- range $role, $service := $config.services -}}
+{{- $_ := set $owned (printf "services.%s" $role) (omit (default dict $service) "threads") -}}
 {{- end -}}
+{{- range $section, $keys := $owned -}}
+{{- range $key, $given := $keys -}}
+{{- if not (or (kindIs "invalid" $given) (eq (toJson $given) "[]")) -}}
+{{- fail (printf "config.%s.%s: the chart sets it; leave it out, and see %s of the values" $section $key (get $instead (first (splitList "." $section)))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Refuses a telemetry address with a user or a password, as the config tree does, before it is in a ConfigMap. Never quotes it. */}}
+{{- define "quartet.refuseSecrets" -}}
+{{- $telemetry := default dict .Values.config.telemetry -}}
+{{- $addresses := dict "traces" $telemetry.traces "mlflow.uri" (default dict $telemetry.mlflow).uri -}}
+{{- range $key, $address := $addresses -}}
+{{- if regexMatch `(?is)://([^/]*@|[^/:]*:(/|[0-9]*[^0-9/]).*@)|[?&#][^=&]*(password|%)[^=&]*=` (default "" $address) -}}
+{{- fail (printf "config.telemetry.%s: holds a user, a password or an option whose name is escaped; give user and password in the environment (components.NAME.env), as OTEL_EXPORTER_OTLP_HEADERS, or as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" $key) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
