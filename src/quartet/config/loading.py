@@ -100,10 +100,10 @@ def _problem(item: dict[str, Any]) -> str:
     message = str(item["msg"]).removeprefix("Value error, ")
     if not location:
         return message
+    if location[-1] == "url":
+        # Malformed, so nobody knows where in it a password is.
+        return message
     found = redact_url(item["input"]) if isinstance(item["input"], str) else item["input"]
-    if location[-1] == "url" and isinstance(found, str) and "@" in found:
-        # Malformed, so nobody knows where in it the password is.
-        found = f"***{found[found.rfind('@') :]}"
     return f"{message}, not {found!r}"
 
 
