@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx2
 import pytest
 import schemathesis
+import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -109,9 +110,13 @@ def test_ten_thousand_requests_leave_the_process_as_it_was(ended: Run, make: Mak
 @contextmanager
 def process(folder: Path) -> Iterator[tuple[str, int]]:
     """A gateway as a process of its own: its address and its process id."""
-    arguments = ["--runs", str(folder), "--no-start-runs", "--requests-per-second", "100000"]
+    tree = yaml.safe_load((folder / "whole" / "config.yaml").read_text())
+    tree["run"]["directory"] = str(folder)
+    tree["gateway"] = {"start_runs": False, "requests_per_second": 100_000}
+    config = folder / "gateway.yaml"
+    config.write_text(yaml.safe_dump(tree))
     with (folder / "gateway.log").open("wb") as log:
-        gateway = Process(*arguments, output=log, **{OPERATOR: TOKEN})
+        gateway = Process("--config", str(config), output=log, **{OPERATOR: TOKEN})
         try:
             yield gateway.says()["address"], gateway.process.pid
         finally:
