@@ -1,4 +1,4 @@
-"""Generation in torch: batched decoding with a key-value cache, from which finished rows leave.
+"""Generation in torch: continuous batching. Finished rows leave the batch, and those that wait take their places.
 
 Prompts that are equal are computed once. A row's draws come from its own random stream, so which rows share a batch decides
 none of them. (It does decide the last bits of the logits, as matrix products round by shape: the same requests give the same
@@ -7,6 +7,7 @@ bits.)
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ PREFILL_TOKENS = 8192
 """The most prompt tokens, pads included, in one forward pass."""
 
 DROP_FRACTION = 1 / 8
-"""Finished rows are dropped when they are at least this part of the batch; until then they decode unseen."""
+"""Finished rows are dropped, and replaced, when they are at least this part of the batch; until then they decode unseen."""
 
 
 class TorchEngine:
@@ -74,17 +75,14 @@ class TorchEngine:
         policy_version: int,
         cancelled: Callable[[], bool],
     ) -> Iterator[Trajectory]:
-        for start in range(0, len(requests), self._max_concurrent):
-            members = requests[start : start + self._max_concurrent]
-            stop_ids = frozenset[int]() if sampling.ignore_eos else self._stop_ids
-            wave = _Wave(self._model, stop_ids, members, sampling, seed)
-            while wave.active:
-                if cancelled():
-                    raise Cancelled("generation was cancelled by its caller")
-                for index, response_ids, log_probs, reason in wave.step():
-                    request = members[index]
-                    prompt_ids = np.asarray(request.prompt_ids, np.int32)
-                    yield Trajectory(request.id, policy_version, prompt_ids, response_ids, log_probs, reason)
+        stop_ids = frozenset[int]() if sampling.ignore_eos else self._stop_ids
+        slots = _Slots(self._model, stop_ids, requests, sampling, seed, self._max_concurrent)
+        while slots.active:
+            if cancelled():
+                raise Cancelled("generation was cancelled by its caller")
+            for request, response_ids, log_probs, reason in slots.step():
+                prompt_ids = np.asarray(request.prompt_ids, np.int32)
+                yield Trajectory(request.id, policy_version, prompt_ids, response_ids, log_probs, reason)
 
     def _check(self, request: GenerationRequest, sampling: SamplingParameters) -> None:
         prompt, size = request.prompt_ids, vocabulary_size(self._model)
@@ -95,98 +93,129 @@ class TorchEngine:
         check_lengths(self._model, np.array([len(prompt) + sampling.max_response_tokens], np.int64))
 
 
-Finished = tuple[int, NDArray[np.int32], NDArray[np.float32], FinishReason]
+Finished = tuple[GenerationRequest, NDArray[np.int32], NDArray[np.float32], FinishReason]
 
 
-class _Wave:
-    """The rows decoded together, from their prompts to their last tokens.
+class _Slots:
+    """Rows that are decoded together, and the queue of those that are not yet.
 
-    A slot is a place in the batch; ``_member`` says whose it is. The first slots are in use; when rows finish and are dropped,
-    rows from the last slots move into theirs.
+    A slot is a place in the batch. The first ``rows`` are in use; when enough of these have finished, rows from the last of them
+    move into their places, and requests of the queue into those that are free then. All rows end in the same column of the cache:
+    a prompt that joins is put to the left of it, and hides what stands before it.
     """
 
     def __init__(
         self,
         model: Any,
         stop_ids: frozenset[int],
-        members: list[GenerationRequest],
+        requests: Sequence[GenerationRequest],
         sampling: SamplingParameters,
         seed: int,
+        slots: int,
     ) -> None:
-        self._model, self._sampling, self._device = model, sampling, device_of(model)
+        self._model, self._sampling, self._seed, self._device = model, sampling, seed, device_of(model)
         self._stops = np.zeros(vocabulary_size(model), np.bool_)
         self._stops[[index for index in stop_ids if index < len(self._stops)]] = True
-        rows, limit = len(members), sampling.max_response_tokens
+        self._queue = deque(requests)
+        slots, limit = min(slots, len(requests)), sampling.max_response_tokens
+        self._slots = slots
 
-        self._prompts = [np.asarray(member.prompt_ids, np.int32) for member in members]
-        self._lengths = np.array([len(prompt) for prompt in self._prompts])
-        self._columns = int(self._lengths.max())
-        self._member = np.arange(rows)
-        self._alive = np.ones(rows, np.bool_)
-        self._count = 0
-        self._token_ids = np.zeros((rows, limit), np.int32)
-        self._log_probs = np.zeros((rows, limit), np.float32)
-        streams = np.stack([uniforms(seed, member.id, limit) for member in members])
-        self._begin(torch.from_numpy(streams))
+        self._rows: list[GenerationRequest] = []
+        self._alive = np.zeros(0, np.bool_)
+        self._counts = np.zeros(slots, np.int64)
+        self._token_ids = np.zeros((slots, limit), np.int32)
+        self._log_probs = np.zeros((slots, limit), np.float32)
+
+        longest = max((len(request.prompt_ids) for request in requests), default=1)
+        columns = longest + limit
+        if slots < len(requests):
+            columns += max(
+                columns // 4, 1
+            )  # So that the cache moves to its left end every so many tokens, and not at each.
+        # Rounded up, as fast attention kernels on GPUs want masks whose rows start at multiples of 16 bytes.
+        self._cache = DecodeCache(slots, longest, -(-columns // 8) * 8)
+        with torch.inference_mode():
+            self._padding = _Padding(model, slots, self._cache.capacity, self._device)
+            self._streams = torch.zeros((slots, limit), dtype=torch.float64, device=self._device)
+            self._places = torch.zeros((slots, 1), dtype=torch.int64, device=self._device)
+            self._positions = torch.zeros((slots, 1), dtype=torch.int64, device=self._device)
+            self._chosen = torch.zeros(slots, dtype=torch.int64, device=self._device)
 
     @property
     def active(self) -> bool:
         """Whether any row still has tokens to come."""
-        return bool(self._alive.any())
-
-    @torch.inference_mode()
-    def _begin(self, streams: torch.Tensor) -> None:
-        rows = len(self._member)
-        self._streams = streams.to(self._device)
-        # Rounded up, as fast attention kernels on GPUs want masks whose rows start at multiples of 16 bytes.
-        capacity = -(-(self._columns + self._sampling.max_response_tokens) // 8) * 8
-        self._cache = DecodeCache(rows, self._columns, capacity)
-        self._padding = _Padding(self._model, self._lengths, self._columns, capacity, self._device)
-        # A copy: these count up in place, the lengths stay.
-        self._positions = torch.tensor(self._lengths[:, None], device=self._device)
-        self._logits: torch.Tensor | None = None
-        self._chosen: torch.Tensor | None = None
+        return bool(self._alive.any() or self._queue)
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """Draws every row's next token. Gives the rows that are finished with it, by index."""
-        slots = len(self._member)
-        logits = self._prefill() if self._chosen is None else self._decode(self._chosen)
-        place = self._count
-        chosen, log_probs = draw(logits, self._streams[:slots, place : place + 1], self._sampling)
-        tokens, found = chosen.cpu().numpy(), log_probs.cpu().numpy()
-        if not np.isfinite(found).all():
-            raise ComputationFailed(
-                f"{type(self._model).__name__}: logits that are not finite at response token {place}; "
-                "the weights have diverged, or the dtype is too narrow for them (try bfloat16 or float32)"
-            )
-        self._token_ids[self._member, place] = tokens
-        self._log_probs[self._member, place] = found
-        self._count += 1
-
-        stopped = self._stops[tokens]
-        ended = self._alive & (stopped if self._count < self._token_ids.shape[1] else True)
-        finished: list[Finished] = []
-        if ended.any():
-            for slot in sorted(np.flatnonzero(ended), key=lambda slot: int(self._member[slot])):
-                reason = FinishReason.EOS if stopped[slot] else FinishReason.LENGTH
-                index = int(self._member[slot])
-                ids, values = self._token_ids[index, : self._count], self._log_probs[index, : self._count]
-                finished.append((index, ids.copy(), values.copy(), reason))
-            self._alive &= ~ended
-            chosen = self._drop(chosen)
-        self._chosen = chosen
+        """Draws every row's next token. Gives the rows that are finished with it, by id."""
+        logits = self._decode() if self._rows else None
+        free = self._slots - len(self._rows)
+        if self._queue and free:
+            joined = self._join([self._queue.popleft() for _ in range(min(free, len(self._queue)))])
+            logits = joined if logits is None else torch.cat([logits, joined])
+        assert logits is not None
+        rows = len(self._rows)
+        uniform = self._streams[:rows].gather(1, self._places[:rows])
+        chosen, log_probs = draw(logits, uniform, self._sampling)
+        self._chosen[:rows] = chosen
+        self._places[:rows] += 1
+        finished = self._note(chosen.cpu().numpy(), log_probs.cpu().numpy())
+        if finished:
+            self._drop()
         return finished
 
-    def _prefill(self) -> torch.Tensor:
-        """Computes each distinct prompt once, right-padded (no mask, so the fast causal path). Logits [rows, vocabulary]."""
+    def _note(self, tokens: NDArray[np.int64], log_probs: NDArray[np.float32]) -> list[Finished]:
+        """Writes down what was drawn for each row. Gives the rows that are finished with it."""
+        live, slots = np.flatnonzero(self._alive), np.arange(len(self._rows))
+        if not np.isfinite(log_probs[live]).all():
+            raise ComputationFailed(
+                f"{type(self._model).__name__}: logits that are not finite at response token "
+                f"{int(self._counts[live][~np.isfinite(log_probs[live])][0])}; "
+                "the weights have diverged, or the dtype is too narrow for them (try bfloat16 or float32)"
+            )
+        places = self._counts[live]
+        self._token_ids[live, places] = tokens[live]
+        self._log_probs[live, places] = log_probs[live]
+        self._counts[live] += 1
+
+        stopped = self._stops[tokens]
+        ended = slots[self._alive & (stopped | (self._counts[slots] == self._token_ids.shape[1]))]
+        finished: list[Finished] = []
+        for slot in sorted(ended.tolist(), key=lambda slot: self._rows[slot].id):
+            reason = FinishReason.EOS if stopped[slot] else FinishReason.LENGTH
+            count = self._counts[slot]
+            ids, values = self._token_ids[slot, :count], self._log_probs[slot, :count]
+            finished.append((self._rows[slot], ids.copy(), values.copy(), reason))
+        self._alive[ended] = False
+        return finished
+
+    def _join(self, requests: list[GenerationRequest]) -> torch.Tensor:
+        """Takes requests into the free slots. Gives the logits that follow their prompts, [requests, vocabulary]."""
+        first, limit = len(self._rows), self._sampling.max_response_tokens
+        slots = slice(first, first + len(requests))
+        self._rows += requests
+        self._alive = np.concatenate([self._alive, np.ones(len(requests), np.bool_)])
+        self._counts[slots] = 0
+        streams = np.stack([uniforms(self._seed, request.id, limit) for request in requests])
+        self._streams[slots] = torch.from_numpy(streams).to(self._device)
+        self._places[slots] = 0
+        lengths = torch.tensor([[len(request.prompt_ids)] for request in requests], device=self._device)
+        # Where the next token stands: decoding counts it up when it has it.
+        self._positions[slots] = lengths
+        logits = self._prefill([np.asarray(request.prompt_ids, np.int32) for request in requests], first)
+        self._padding.begin(slots, self._cache.end - lengths)
+        return logits
+
+    def _prefill(self, prompts: list[NDArray[np.int32]], first: int) -> torch.Tensor:
+        """Computes each distinct prompt once, right-padded (no mask, so the fast causal path). Logits [prompts, vocabulary]."""
         distinct: dict[bytes, int] = {}
-        owner = [distinct.setdefault(prompt.tobytes(), len(distinct)) for prompt in self._prompts]
-        prompts = [np.frombuffer(key, np.int32) for key in distinct]
-        lengths = [len(prompt) for prompt in prompts]
+        owner = [distinct.setdefault(prompt.tobytes(), len(distinct)) for prompt in prompts]
+        unique = [np.frombuffer(key, np.int32) for key in distinct]
+        lengths = [len(prompt) for prompt in unique]
         logits: torch.Tensor | None = None
         for group in micro_batches(lengths, PREFILL_TOKENS):
-            input_ids = right_pad([prompts[index] for index in group], self._device)
+            input_ids = right_pad([unique[index] for index in group], self._device)
             keep = torch.zeros_like(input_ids, dtype=torch.bool)
             keep[torch.arange(len(group)), torch.tensor([lengths[index] - 1 for index in group])] = True
             cache = prefill_cache()
@@ -194,74 +223,95 @@ class _Wave:
             place = {index: row for row, index in enumerate(group)}
             rows = [row for row, index in enumerate(owner) if index in place]
             sources = [place[owner[row]] for row in rows]
-            self._cache.fill(rows, sources, [int(self._lengths[row]) for row in rows], cache)
+            self._cache.fill([first + row for row in rows], sources, [len(prompts[row]) for row in rows], cache)
             if logits is None:
                 logits = last.new_empty(len(owner), last.shape[1])
             logits[rows] = last[sources]
+        self._cache.rows = first + len(prompts)
         assert logits is not None
         return logits
 
-    def _decode(self, chosen: torch.Tensor) -> torch.Tensor:
-        """One token for every row: ids [rows] -> logits [rows, vocabulary]."""
-        slots = len(self._member)
-        start, end = self._cache.window
-        arguments: dict[str, Any] = self._padding.arguments(slots, start, end + 1)
+    def _decode(self) -> torch.Tensor:
+        """One token for every row: logits [rows, vocabulary]."""
+        rows = len(self._rows)
+        if self._cache.full:
+            self._padding.move(self._cache.move_left())
+        arguments = self._padding.arguments(rows, self._cache.start, self._cache.end + 1)
         if takes(self._model, "position_ids"):
-            arguments["position_ids"] = self._positions[:slots]
+            arguments["position_ids"] = self._positions[:rows]
         logits: torch.Tensor = self._model(
-            input_ids=chosen[:, None], past_key_values=self._cache.layers, use_cache=True, **arguments
+            input_ids=self._chosen[:rows, None], past_key_values=self._cache.layers, use_cache=True, **arguments
         ).logits
         self._cache.advance()
         self._positions += 1
         return logits[:, -1]
 
-    def _drop(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Removes the finished rows from the batch if they are many enough. Gives ``chosen`` of the slots left."""
-        alive = int(self._alive.sum())
-        if alive == 0 or len(self._alive) - alive < DROP_FRACTION * len(self._alive):
-            return chosen
+    def _drop(self) -> None:
+        """Removes the finished rows from the batch if they are many enough, or all."""
+        rows, alive = len(self._rows), int(self._alive.sum())
+        if alive and rows - alive < DROP_FRACTION * rows:
+            # They are decoded on, from the first place, so that they never come to one that there is not.
+            ended = torch.from_numpy(np.flatnonzero(~self._alive)).to(self._device)
+            self._positions[ended] = self._places[ended] = 0
+            return
         holes = np.flatnonzero(~self._alive[:alive])
         movers = alive + np.flatnonzero(self._alive[alive:])
-        self._member[holes] = self._member[movers]
-        self._member = self._member[:alive]
+        for hole, mover in zip(holes, movers, strict=True):
+            self._rows[hole] = self._rows[mover]
+        self._rows = self._rows[:alive]
         self._alive = np.ones(alive, np.bool_)
-        start = self._columns - int(self._lengths[self._member].max())
+        for array in (self._counts, self._token_ids, self._log_probs):
+            array[holes] = array[movers]
         to, source = torch.from_numpy(holes).to(self._device), torch.from_numpy(movers).to(self._device)
-        for tensor in (chosen, self._streams, self._positions, *self._padding.per_slot):
+        for tensor in (self._chosen, self._streams, self._places, self._positions):
             tensor[to] = tensor[source]
-        self._padding.least = self._columns - int(self._lengths[self._member].min())
-        self._cache.keep(alive, to, source, start)
-        return chosen[:alive]
+        start = self._padding.keep(alive, to, source)
+        self._cache.keep(alive, to, source, self._cache.end if start is None else start)
 
 
 class _Padding:
-    """Hides the columns left of the shorter prompts from attention, as cheaply as the model allows."""
+    """Hides the columns before each row's prompt from attention, as cheaply as the model allows."""
 
-    def __init__(
-        self, model: Any, lengths: NDArray[np.int64], columns: int, capacity: int, device: torch.device
-    ) -> None:
-        self.least = columns - int(lengths.min())
-        """The first column that no row has as padding."""
-        pads = torch.from_numpy(columns - lengths).to(device)[:, None]
-        real = torch.arange(capacity, device=device) >= pads
+    def __init__(self, model: Any, slots: int, capacity: int, device: torch.device) -> None:
+        self._begins = np.zeros(slots, np.int64)
+        """The first column of each row."""
+        self._columns = torch.arange(capacity, device=device)
+        self._rows = 0
         self._additive = _takes_additive_mask(model)
-        self._mask = real.long()
+        self._hidden = torch.zeros((), device=device, dtype=torch.int64)
+        self._shown = self._hidden + 1
         if self._additive:
             dtype = model.get_input_embeddings().weight.dtype
             # Half of the least number: adding a score to the least itself can overflow in half precision.
-            hidden = torch.full((), torch.finfo(dtype).min / 2, dtype=dtype, device=device)
-            self._mask = torch.where(real, torch.zeros_like(hidden), hidden)[:, None, None, :]
+            self._hidden = torch.full((), torch.finfo(dtype).min / 2, dtype=dtype, device=device)
+            self._shown = torch.zeros_like(self._hidden)
+        self._mask = self._shown.expand(slots, capacity).clone()
 
-    @property
-    def per_slot(self) -> list[torch.Tensor]:
-        """The tensors that have a row per slot."""
-        return [self._mask]
+    def begin(self, slots: slice, begins: torch.Tensor) -> None:
+        """Rows join in ``slots``, whose first columns are ``begins`` [rows, 1]."""
+        self._begins[slots] = begins[:, 0].cpu().numpy()
+        self._rows = slots.stop
+        self._mask[slots] = torch.where(self._columns >= begins, self._shown, self._hidden)
 
-    def arguments(self, slots: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+    def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> int | None:
+        """Moves rows ``movers`` into ``holes`` and keeps the first ``rows``. Gives the first column that any of them has."""
+        self._rows = rows
+        self._begins[holes.cpu().numpy()] = self._begins[movers.cpu().numpy()]
+        self._mask[holes] = self._mask[movers]
+        return int(self._begins[:rows].min()) if rows else None
+
+    def move(self, columns: int) -> None:
+        """All that is in the cache has moved so many columns to the left."""
+        self._begins -= columns
+        begins = torch.from_numpy(self._begins[:, None]).to(self._columns.device)
+        self._mask.copy_(torch.where(self._columns >= begins, self._shown, self._hidden))
+
+    def arguments(self, rows: int, start: int, stop: int) -> dict[str, torch.Tensor]:
         """The mask for columns [start, stop), or nothing when no row has padding among them."""
-        if self.least <= start:
+        if int(self._begins[: self._rows].max()) <= start:
             return {}
-        return {"attention_mask": self._mask[:slots, ..., start:stop]}
+        mask = self._mask[:rows, start:stop]
+        return {"attention_mask": mask[:, None, None, :] if self._additive else mask}
 
 
 def _takes_additive_mask(model: Any) -> bool:

@@ -57,31 +57,56 @@ class _Layer(_CacheLayer):  # type: ignore[misc]
 
 
 class DecodeCache:
-    """The cache of one batch. ``layers`` is what a model takes as ``past_key_values`` while decoding, one token at a time."""
+    """The cache of one batch. ``layers`` is what a model takes as ``past_key_values`` while decoding, one token at a time.
 
-    def __init__(self, rows: int, prompt_columns: int, capacity: int) -> None:
-        self._shape = (rows, prompt_columns, capacity)
-        self._window = _Window(rows, prompt_columns)
+    All rows end in the same column. Where a row begins is its owner's to know, and to hide what stands before it.
+    """
+
+    def __init__(self, rows: int, end: int, capacity: int) -> None:
+        """``end``: columns that every prompt has room in; ``capacity``: all columns, of prompts and of what is decoded."""
+        self._shape, self._least = (rows, capacity), end
+        self._window = _Window(0, end)
+        self._window.start = end
         self.layers: Any = None
 
+    @property
+    def start(self) -> int:
+        """The first column in use."""
+        return self._window.start
+
+    @property
+    def end(self) -> int:
+        """The column after the last in use."""
+        return self._window.end
+
+    @property
+    def capacity(self) -> int:
+        """All columns there are."""
+        return self._shape[1]
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no column for another token."""
+        return self.end == self.capacity
+
+    @property
+    def rows(self) -> int:
+        """The first so many rows are in use."""
+        return self._window.rows
+
+    @rows.setter
+    def rows(self, rows: int) -> None:
+        self._window.rows = rows
+
     def fill(self, rows: list[int], sources: list[int], lengths: list[int], prefilled: Any) -> None:
-        """Takes over prompts computed with right padding, aligning them to end at the last prompt column.
+        """Takes over prompts computed with right padding, aligning them to end where the rows in use do.
 
         Row ``rows[i]`` becomes the ``lengths[i]`` tokens of row ``sources[i]`` of ``prefilled``, a filled DynamicCache. What
-        stands in the padding columns is arbitrary but finite: attention multiplies it by 0.
+        stands before them is arbitrary but finite: attention multiplies it by 0.
         """
-        count, columns, capacity = self._shape
         if self.layers is None:
-            self.layers = Cache(
-                layers=[
-                    _Layer(
-                        layer.keys.new_empty(count, layer.keys.shape[1], capacity, layer.keys.shape[3]),
-                        layer.values.new_empty(count, layer.values.shape[1], capacity, layer.values.shape[3]),
-                        self._window,
-                    )
-                    for layer in prefilled.layers
-                ]
-            )
+            self._allocate(prefilled)
+        columns, end = max(lengths), self.end
         device = prefilled.layers[0].keys.device
         target = torch.tensor(rows, device=device)
         source = torch.tensor(sources, device=device)[:, None]
@@ -89,17 +114,24 @@ class DecodeCache:
         column = column.clamp(min=0)
         for layer, filled in zip(self.layers.layers, prefilled.layers, strict=True):
             # Indexing with two index tensors around a slice puts the heads last: [rows, columns, heads, head size].
-            layer.keys[target, :, :columns] = filled.keys.transpose(1, 2)[source, column].transpose(1, 2)
-            layer.values[target, :, :columns] = filled.values.transpose(1, 2)[source, column].transpose(1, 2)
+            place = slice(end - columns, end)
+            layer.keys[target, :, place] = filled.keys.transpose(1, 2)[source, column].transpose(1, 2)
+            layer.values[target, :, place] = filled.values.transpose(1, 2)[source, column].transpose(1, 2)
+        self._window.start = min(self.start, end - columns)
+
+    def _allocate(self, prefilled: Any) -> None:
+        rows, capacity = self._shape
+
+        def buffer(like: torch.Tensor) -> torch.Tensor:
+            return like.new_zeros(rows, like.shape[1], capacity, like.shape[3])
+
+        self.layers = Cache(
+            layers=[_Layer(buffer(layer.keys), buffer(layer.values), self._window) for layer in prefilled.layers]
+        )
 
     def advance(self) -> None:
         """Counts the token that every layer has just been given."""
         self._window.end += 1
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """The columns in use, [start, end)."""
-        return self._window.start, self._window.end
 
     def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor, start: int) -> None:
         """Moves rows ``movers`` into ``holes`` and keeps the first ``rows``, and the columns from ``start``."""
@@ -110,6 +142,19 @@ class DecodeCache:
                     used = buffer[:, :, start : window.end]
                     used[holes] = used[movers]
         window.rows, window.start = rows, start
+
+    def move_left(self) -> int:
+        """Moves what is in use to the left, as far as the longest prompt leaves room, and gives by how many columns."""
+        window = self._window
+        columns = min(window.start, window.end - self._least)
+        for layer in self.layers.layers:
+            for buffer in (layer.keys, layer.values):
+                buffer[: window.rows, :, window.start - columns : window.end - columns] = buffer[
+                    : window.rows, :, window.start : window.end
+                ].clone()
+        window.start -= columns
+        window.end -= columns
+        return columns
 
 
 def prefill_cache() -> Any:

@@ -73,15 +73,38 @@ def test_other_rows_in_the_batch_change_no_tokens(kind: str) -> None:
         assert all(t.response_ids.tolist() == together[t.id] for t in tiny.generated(engine, some))
 
 
-def test_waves_change_no_tokens_and_come_in_id_order() -> None:
-    model, asked = tiny.causal("llama"), tiny.requests(11)
-    whole = tiny.generated(TorchEngine(model, STOPS, 32), asked)
-    sampling = SamplingParameters(12)
-    waves = list(TorchEngine(model, STOPS, 4).generate(asked[::-1], sampling, 0, 0, lambda: False))
-    assert [t.response_ids.tolist() for t in sorted(waves, key=lambda t: t.id)] == [
-        t.response_ids.tolist() for t in whole
-    ]
-    assert [t.id.prompt // 4 for t in waves] == sorted(t.id.prompt // 4 for t in waves)
+@pytest.mark.parametrize("slots", [1, 4, 7])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_those_that_wait_for_a_slot_get_the_tokens_that_they_would_get_at_once(kind: str, slots: int) -> None:
+    model, asked = tiny.causal(kind), tiny.requests(40)
+    expected = tiny.generated(TorchEngine(model, STOPS, 64), asked)
+    found = tiny.generated(TorchEngine(model, STOPS, slots), asked[::-1])
+    assert [t.response_ids.tolist() for t in found] == [t.response_ids.tolist() for t in expected]
+    assert np.allclose(*(np.concatenate([t.log_probs for t in some]) for some in (found, expected)), atol=1e-5)
+
+
+def test_a_slot_that_is_free_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked, rows = tiny.causal("llama"), tiny.requests(40), []
+    draw = engine_module.draw
+
+    def counted(logits: torch.Tensor, *arguments: Any) -> Any:
+        rows.append(len(logits))
+        return draw(logits, *arguments)
+
+    monkeypatch.setattr(engine_module, "draw", counted)
+    found = tiny.generated(TorchEngine(model, STOPS, 4), asked)
+    assert sum(rows) == sum(len(t.response_ids) for t in found)
+    assert rows == sorted(rows, reverse=True), "a slot stood empty while others waited for one"
+
+
+def test_positions_that_the_model_does_not_have_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Finished rows are decoded on until half of the batch is; the cache moves to its left end meanwhile.
+    monkeypatch.setattr(engine_module, "DROP_FRACTION", 0.5)
+    model = tiny.causal("gpt2", n_positions=24)
+    asked = tiny.requests(40)
+    found = tiny.generated(TorchEngine(model, STOPS, 6), asked)
+    expected = tiny.generated(TorchEngine(model, STOPS, 64), asked)
+    assert [t.response_ids.tolist() for t in found] == [t.response_ids.tolist() for t in expected]
 
 
 def test_the_seed_and_the_step_decide_the_tokens_the_run_name_does_not() -> None:

@@ -1,0 +1,197 @@
+"""Quartet's services and TRL's trainer on the same checkpoints, prompts and settings: episodes and tokens a second, in pairs.
+
+`make end-to-end`, or python -m benchmarks.end_to_end. The two sides run in turn, several times, so that a machine that is
+faster at one time than at another is so for both. TRL is in an environment of its own, whose Python is called. Writes the
+figures below build/, the table into docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from benchmarks import page
+from quartet.config import Config, load_config
+from quartet.errors import ConfigError
+from quartet.processes import with_parent
+from quartet.telemetry.run_files import RunFiles
+
+WARM_UP = 2
+"""First steps left out on both sides: caches fill, memory is touched for the first time."""
+CONFIGS = ("configs/reviews/ppo.yaml", "configs/reviews/rloo.yaml")
+RUN = "end-to-end"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one run did after its warm-up. ``reward``: the mean of its last half of steps."""
+
+    episodes: float
+    """Per second."""
+    tokens: float
+    """Response tokens per second, up to the first EOS."""
+    seconds: float
+    """Of a step, on average."""
+    reward: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One run of each side, one after the other."""
+
+    quartet: Speed
+    trl: Speed
+
+    @property
+    def ratio(self) -> float:
+        """Quartet's episodes a second over TRL's."""
+        return self.quartet.episodes / self.trl.episodes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.end_to_end",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", action="append", type=Path, help="may be repeated")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--trl", type=Path, default=Path("build/parity-venv/bin/python"), help="a Python that has TRL")
+    parser.add_argument("--folder", type=Path, default=Path("build/end-to-end"), help="where runs and figures are kept")
+    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
+    options = parser.parse_args(arguments)
+    paths = options.config or [Path(path) for path in CONFIGS]
+    shutil.rmtree(options.folder, ignore_errors=True)
+    options.folder.mkdir(parents=True)
+    found: dict[str, list[Pair]] = {}
+    try:
+        if options.steps <= WARM_UP:
+            raise ConfigError(f"--steps {options.steps}: expected more than the {WARM_UP} of the warm-up")
+        if not options.trl.exists():
+            raise ConfigError(f"--trl {options.trl}: is not there; make parity makes an environment that has TRL")
+        for path in paths:
+            _check(load_config(path, []), path)
+        for number in range(options.pairs):
+            for path in paths:
+                pair = measure(path, options.steps, options.trl, options.folder / f"{path.stem}-{number}")
+                found.setdefault(str(path), []).append(pair)
+                print(f"{path}: {pair.ratio:.2f} times TRL's episodes a second", flush=True)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    figures = {path: [asdict(pair) for pair in pairs] for path, pairs in found.items()}
+    (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    text = table(found, options.steps)
+    print(text)
+    page.write(options.page, "end-to-end", text)
+    return 0
+
+
+def _check(config: Config, path: Path) -> None:
+    if config.algorithm.estimator not in ("gae", "rloo"):
+        raise ConfigError(f"{path}: algorithm.estimator {config.algorithm.estimator}: TRL is compared on gae and rloo")
+    if not Path(config.actor.model).is_dir():
+        raise ConfigError(
+            f"{path}: actor.model {config.actor.model}: is not there; make it with python examples/reviews/prepare.py "
+            "POSITIVE NEGATIVE build/reviews"
+        )
+
+
+def measure(path: Path, steps: int, trl: Path, folder: Path) -> Pair:
+    """One run of each side below ``folder``. Raises ConfigError when one fails."""
+    folder.mkdir()
+    return Pair(_quartet(path, steps, folder), _trl(path, steps, trl, folder))
+
+
+def _quartet(path: Path, steps: int, folder: Path) -> Speed:
+    settings = [f"run.name={RUN}", f"run.directory={folder}", f"run.steps={steps}", "gateway.enabled=false"]
+    command = [str(Path(sys.executable).with_name("quartet")), "train", str(path)]
+    _run([*command, *(part for setting in settings for part in ("--set", setting))], folder / "quartet.log")
+    files = RunFiles(folder / RUN)
+    return speed_of_quartet(
+        (files.logs / "orchestrator.log").read_text(),
+        [json.loads(line) for line in files.metrics.read_text().splitlines()],
+        load_config(path, []),
+    )
+
+
+def _trl(path: Path, steps: int, python: Path, folder: Path) -> Speed:
+    out = folder / "trl.jsonl"
+    _run([str(python), "-m", "benchmarks.trl_training", str(path), str(steps), str(out)], folder / "trl.log")
+    return speed_of_trl([json.loads(line) for line in out.read_text().splitlines()])
+
+
+def _run(command: list[str], log: Path) -> None:
+    # Each side divides the cores as it thinks best.
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    with log.open("wb") as output:
+        done = subprocess.run(
+            with_parent(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+    if done.returncode:
+        raise ConfigError(f"{' '.join(command[:3])} ended with status {done.returncode}; see {log}")
+
+
+def speed_of_quartet(log: str, metrics: Sequence[dict[str, float]], config: Config) -> Speed:
+    """From when each step was committed, by the orchestrator's log, and what it was about."""
+    ends = [
+        datetime.fromisoformat(stamp).timestamp()
+        for stamp in re.findall(r"timestamp='([^']+)'.*event='committed'", log)
+    ]
+    responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    warm = metrics[WARM_UP:]
+    seconds = ends[-1] - ends[WARM_UP - 1]
+    return Speed(
+        responses * len(warm) / seconds,
+        sum(step["response_tokens"] for step in warm) / seconds,
+        seconds / len(warm),
+        statistics.fmean(step["reward_mean"] for step in metrics[len(metrics) // 2 :]),
+    )
+
+
+def speed_of_trl(steps: Sequence[dict[str, float]]) -> Speed:
+    """From what ``benchmarks.trl_training`` wrote."""
+    warm = steps[WARM_UP:]
+    seconds = sum(step["seconds"] for step in warm)
+    return Speed(
+        sum(step["responses"] for step in warm) / seconds,
+        sum(step["response_tokens"] for step in warm) / seconds,
+        seconds / len(warm),
+        statistics.fmean(step["reward_mean"] for step in steps[len(steps) // 2 :]),
+    )
+
+
+def table(found: dict[str, list[Pair]], steps: int) -> str:
+    """What the page says: medians over the pairs."""
+    lines = [
+        f"{steps} steps a run, {os.cpu_count()} CPU cores, float32, the first {WARM_UP} steps left out; medians, and "
+        "of the ratio the least and the most.",
+        "",
+        "| config | pairs | seconds a step, TRL | Quartet | episodes/s, TRL | Quartet | tokens/s, TRL | Quartet | times TRL |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for path, pairs in found.items():
+        cells = [
+            f"{statistics.median(getattr(side, name) for side in sides):.{digits}f}"
+            for name, digits in (("seconds", 2), ("episodes", 1), ("tokens", 0))
+            for sides in ([pair.trl for pair in pairs], [pair.quartet for pair in pairs])
+        ]
+        ratios = [pair.ratio for pair in pairs]
+        range_ = f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
+        lines.append(f"| `{path}` | {len(pairs)} | {' | '.join(cells)} | {range_} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

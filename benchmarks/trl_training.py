@@ -1,0 +1,216 @@
+"""TRL's trainers on a config of Quartet's, timed step by step: python -m benchmarks.trl_training CONFIG STEPS OUT.
+
+For an environment that has TRL: `make parity` makes one, and benchmarks.end_to_end calls this in it. PPO for the estimator
+gae, RLOO for rloo; float32 on the CPU, with all its cores. A mini-batch goes through the model in one piece, the fastest way
+that TRL has. OUT gets a JSON object a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quartet.config import Config, load_config
+
+
+class Clock:
+    """Writes down when each step ended, and what it was about."""
+
+    def __init__(self, out: Path) -> None:
+        self._out, self._since = out, time.perf_counter()
+
+    def step(self, responses: int, tokens: int, reward: float) -> None:
+        """A step has ended: so many responses, their tokens up to the first EOS, and their mean score."""
+        now = time.perf_counter()
+        line = {"seconds": now - self._since, "responses": responses, "response_tokens": tokens, "reward_mean": reward}
+        with self._out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self._since = time.perf_counter()
+
+
+def main(path: str, steps: str, out: str) -> None:
+    """Trains for so many steps."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    os.environ |= {"CUDA_VISIBLE_DEVICES": ""}
+    warnings.simplefilter("ignore")
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    config = load_config(Path(path), [])
+    with tempfile.TemporaryDirectory() as folder:
+        train = _ppo if config.algorithm.estimator == "gae" else _rloo
+        train(config, int(steps), folder, Clock(Path(out)))
+
+
+def _common(config: Config, folder: str) -> dict[str, Any]:
+    return {
+        "output_dir": folder,
+        "seed": config.run.seed,
+        "learning_rate": config.actor.learning_rate,
+        "lr_scheduler_type": "constant",
+        "temperature": config.rollout.temperature,
+        "max_grad_norm": config.actor.optimizer.max_grad_norm,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+    }
+
+
+def _model(kind: str, path: str | None) -> Any:
+    import torch
+    import transformers
+
+    return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(path, dtype=torch.float32)
+
+
+def _tokenizer(config: Config) -> Any:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config.actor.model, padding_side="left")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _texts(config: Config) -> list[str]:
+    return [json.loads(line)["text"] for line in Path(config.data.prompts).read_text().splitlines()]
+
+
+def _ppo(config: Config, steps: int, folder: str, clock: Clock) -> None:
+    import datasets
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    class Timed(PPOTrainer):  # type: ignore[misc]
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            found = sys._getframe(1).f_locals
+            tokens = int((~found["padding_mask"]).sum())
+            clock.step(len(found["responses"]), tokens, float(found["scores"].mean()))
+
+    algorithm, batch = config.algorithm, config.rollout.prompts_per_step
+    penalty = algorithm.truncation.penalty if algorithm.truncation.treatment == "penalty" else None
+    settings = PPOConfig(
+        **_common(config, folder),
+        per_device_train_batch_size=batch // algorithm.mini_batches,
+        gradient_accumulation_steps=algorithm.mini_batches,
+        num_mini_batches=algorithm.mini_batches,
+        num_ppo_epochs=algorithm.epochs,
+        total_episodes=batch * steps,
+        local_rollout_forward_batch_size=batch,
+        num_sample_generations=0,
+        response_length=config.rollout.max_response_tokens,
+        stop_token="eos",
+        missing_eos_penalty=penalty,
+        kl_coef=algorithm.kl_coefficient,
+        cliprange=algorithm.clip_ratio,
+        cliprange_value=algorithm.value_clip,
+        vf_coef=1.0,
+        gamma=algorithm.gamma,
+        lam=algorithm.gae_lambda,
+        whiten_rewards=algorithm.whiten_rewards,
+    )
+    tokenizer = _tokenizer(config)
+    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in _texts(config)]
+    trainer = Timed(
+        args=settings,
+        processing_class=tokenizer,
+        model=_model("CausalLM", config.actor.model),
+        ref_model=_model("CausalLM", config.actor.model),
+        reward_model=_model("SequenceClassification", config.reward.model),
+        value_model=_model("SequenceClassification", config.critic.model or config.reward.model),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": prompts}),
+    )
+    trainer.train()
+
+
+def _rloo(config: Config, steps: int, folder: str, clock: Clock) -> None:
+    import datasets
+    import transformers
+    from trl import RLOOConfig, RLOOTrainer
+
+    algorithm, rollout = config.algorithm, config.rollout
+    responses = rollout.prompts_per_step * rollout.samples_per_prompt
+    updates = algorithm.epochs * algorithm.mini_batches
+    seen: dict[str, float] = {}
+
+    class Timed(RLOOTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            made = super()._generate_and_score_completions(inputs)
+            seen["tokens"] = int(made["completion_mask"].sum())
+            return made
+
+        def _calculate_rewards(self, *arguments: Any) -> Any:
+            rewards = super()._calculate_rewards(*arguments)
+            seen["reward"] = float(rewards.mean())
+            return rewards
+
+    class Told(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step % updates == 0:
+                clock.step(responses, int(seen["tokens"]), seen["reward"])
+
+    settings = RLOOConfig(
+        **_common(config, folder),
+        per_device_train_batch_size=responses // algorithm.mini_batches,
+        gradient_accumulation_steps=1,
+        steps_per_generation=algorithm.mini_batches,
+        num_generations=rollout.samples_per_prompt,
+        num_iterations=algorithm.epochs,
+        max_steps=updates * steps,
+        max_completion_length=rollout.max_response_tokens,
+        beta=algorithm.kl_coefficient,
+        epsilon=algorithm.clip_ratio,
+        disable_dropout=True,
+    )
+    tokenizer = _tokenizer(config)
+    trainer = Timed(
+        args=settings,
+        processing_class=tokenizer,
+        model=_model("CausalLM", config.actor.model),
+        reward_funcs=_scorer(config, tokenizer),
+        train_dataset=datasets.Dataset.from_dict({"prompt": _texts(config)}),
+        callbacks=[Told()],
+    )
+    trainer.train()
+
+
+def _scorer(config: Config, tokenizer: Any) -> Callable[..., list[float]]:
+    """The reward model on the very token ids, in one padded batch; TRL's own way would drop EOS."""
+    import torch
+
+    model = _model("SequenceClassification", config.reward.model).eval()
+    model.config.pad_token_id = tokenizer.pad_token_id
+    truncation = config.algorithm.truncation
+    penalty = truncation.penalty if truncation.treatment == "penalty" else 0.0
+
+    def score(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        rows = [tokenizer(text)["input_ids"] + ids for text, ids in zip(prompts, completion_ids, strict=True)]
+        longest = max(map(len, rows))
+        ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for row, tokens in enumerate(rows):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            mask[row, : len(tokens)] = 1
+        with torch.inference_mode():
+            hidden = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
+            scores = model.score(hidden[torch.arange(len(rows)), mask.sum(1) - 1]).squeeze(-1)
+        ended = torch.tensor([tokens[-1] == tokenizer.eos_token_id for tokens in completion_ids])
+        found: list[float] = (scores - torch.where(ended, 0.0, penalty)).tolist()
+        return found
+
+    return score
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
