@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
 from quartet.models.batching import micro_batches, right_pad
-from quartet.models.forward import check_lengths, device_of, logits_at, takes, vocabulary_size
+from quartet.models.forward import attends_to_all, check_lengths, device_of, takes, vocabulary_size
 from quartet.models.kv_cache import DecodeCache, check_cacheable, prefill_cache
+from quartet.models.packing import logits_at
 from quartet.models.sampling import check_sampling, draw
 from quartet.random_streams import uniforms
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, Trajectory
@@ -320,8 +321,5 @@ def _takes_additive_mask(model: Any) -> bool:
     Then none has to be built from the padding at every token. Not for sliding windows (each kind of layer has its own mask) and
     not for models that count positions from the padding mask (ALiBi).
     """
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    whole = set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
-    plain = getattr(config, "_attn_implementation", None) in ("sdpa", "eager")
-    return whole and plain and takes(model, "position_ids")
+    plain = getattr(model.config.get_text_config(), "_attn_implementation", None) in ("sdpa", "eager")
+    return plain and attends_to_all(model) and takes(model, "position_ids")

@@ -1,4 +1,4 @@
-"""One forward pass of a transformers model, with vocabulary logits only where they are needed, and the checks before it."""
+"""What a transformers model can do, and the checks before a forward pass."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ from quartet.errors import InvalidRequest
 from quartet.types import TokenBatch
 
 
-def logits_at(model: nn.Module, input_ids: torch.Tensor, keep: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    """The logits at the positions where ``keep`` bool [rows, longest] is set, row after row: [n, vocabulary].
-
-    ``input_ids`` int64 [rows, longest]; ``arguments`` go to the model. The other positions never meet the vocabulary
-    projection, which for small models is the larger part of the work.
-    """
-    if takes(model, "logits_to_keep"):
-        arguments["logits_to_keep"] = keep
-    logits: torch.Tensor = model(input_ids=input_ids, **arguments).logits
-    # A model that does not know the boolean form, or has no such argument, answers for every position.
-    return logits if logits.ndim == 2 else logits[keep]
+def attends_to_all(model: Any) -> bool:
+    """Whether every layer of the model attends to all tokens before, without a window that slides."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    return set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
 
 
 def takes(model: nn.Module, argument: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -9,8 +10,9 @@ import torch
 from torch import nn
 
 from quartet.errors import ComputationFailed
-from quartet.models.batching import MicroBatch, lay_out, micro_batches, right_pad
-from quartet.models.forward import check_batch, device_of, logits_at
+from quartet.models.batching import MicroBatch, laid_out, micro_batches, right_pad
+from quartet.models.forward import check_batch, device_of
+from quartet.models.packing import hidden_states, logits_at
 from quartet.models.value_head import ValueModel
 from quartet.ppo.distributions import entropy, token_log_probs
 from quartet.types import FloatArray, TokenBatch
@@ -25,7 +27,7 @@ def forward_log_probs(
 
     With gradients where the caller has them on; the entropy's only for "train" (its backward pass costs as much again).
     """
-    logits = logits_at(model, micro_batch.input_ids, micro_batch.predicts, use_cache=False)
+    logits = logits_at(model, micro_batch.input_ids, micro_batch.predicts, micro_batch.packing, use_cache=False)
     log_probs = token_log_probs(logits, micro_batch.targets, temperature)
     if entropy_use == "none":
         return log_probs, None
@@ -34,7 +36,7 @@ def forward_log_probs(
 
 def forward_values(value_model: ValueModel, micro_batch: MicroBatch) -> torch.Tensor:
     """Values of one micro-batch's response tokens, each read at the position that predicts the token: float32 [n]."""
-    values: torch.Tensor = value_model(micro_batch.input_ids, micro_batch.predicts)
+    values: torch.Tensor = value_model(micro_batch.input_ids, micro_batch.predicts, micro_batch.packing)
     return values
 
 
@@ -46,8 +48,7 @@ def response_log_probs(model: Any, batch: TokenBatch, temperature: float, max_to
     check_batch(model, batch)
     found = np.empty(int(batch.response_lengths.sum()), np.float32)
     with torch.inference_mode():
-        for rows in micro_batches(batch.lengths, max_tokens):
-            micro_batch = lay_out(batch, rows, device_of(model))
+        for micro_batch in laid_out(model, batch, max_tokens):
             log_probs, _ = forward_log_probs(model, micro_batch, temperature)
             found[micro_batch.places.cpu().numpy()] = log_probs.float().cpu().numpy()
     return _finite(found, "log-probs", model)
@@ -62,8 +63,7 @@ def response_values(value_model: ValueModel, batch: TokenBatch, max_tokens: int)
     check_batch(value_model, batch)
     found = np.empty(int(batch.response_lengths.sum()), np.float32)
     with torch.inference_mode():
-        for rows in micro_batches(batch.lengths, max_tokens):
-            micro_batch = lay_out(batch, rows, device_of(value_model))
+        for micro_batch in laid_out(value_model, batch, max_tokens):
             found[micro_batch.places.cpu().numpy()] = forward_values(value_model, micro_batch).cpu().numpy()
     return _finite(found, "values", value_model)
 
@@ -76,27 +76,28 @@ def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Fl
     score is not finite.
     """
     check_batch(reward_model, batch)
-    sequences = batch.sequences()
     found = np.empty(len(batch), np.float32)
+    of_some = _decoder_scores if isinstance(getattr(reward_model, "score", None), nn.Module) else _encoder_scores
     with torch.inference_mode():
-        for rows in micro_batches(batch.lengths, max_tokens):
-            input_ids = right_pad([sequences[row] for row in rows], device_of(reward_model))
-            lengths = torch.from_numpy(batch.lengths[rows].astype(np.int64)).to(input_ids.device)
-            found[rows] = _scores(reward_model, input_ids, lengths).float().cpu().numpy()
+        for rows, scores in of_some(reward_model, batch, max_tokens):
+            found[rows] = scores.squeeze(-1).float().cpu().numpy()
     return _finite(found, "scores", reward_model)
 
 
-def _scores(reward_model: Any, input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Scores [rows] of right-padded ``input_ids`` [rows, longest]."""
-    scores: torch.Tensor
-    if isinstance(getattr(reward_model, "score", None), nn.Module):
-        hidden = reward_model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        last = hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1]
-        scores = reward_model.score(last)
-    else:
-        mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
-        scores = reward_model(input_ids=input_ids, attention_mask=mask.long()).logits
-    return scores.squeeze(-1)
+def _decoder_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Sequences of the batch, and their scores [rows, 1]."""
+    for part in laid_out(reward_model, batch, max_tokens):
+        hidden = hidden_states(reward_model.base_model, part.input_ids, part.packing)
+        yield part.rows, reward_model.score(hidden.flatten(0, 1)[part.last])
+
+
+def _encoder_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Iterator[tuple[list[int], torch.Tensor]]:
+    sequences, device = batch.sequences(), device_of(reward_model)
+    for rows in micro_batches(batch.lengths, max_tokens):
+        input_ids = right_pad([sequences[row] for row in rows], device)
+        lengths = torch.from_numpy(batch.lengths[rows].astype(np.int64)).to(device)
+        mask = torch.arange(input_ids.shape[1], device=device) < lengths[:, None]
+        yield rows, reward_model(input_ids=input_ids, attention_mask=mask.long()).logits
 
 
 def _finite(values: FloatArray, name: str, model: nn.Module) -> FloatArray:

@@ -12,6 +12,7 @@ from torch import nn
 
 from quartet.errors import ModelError
 from quartet.models.lora import Adapter
+from quartet.models.packing import Packing, hidden_states
 from quartet.models.snapshot import Writer, host_copy, host_state
 
 HEAD_FILE = "value_head.safetensors"
@@ -62,12 +63,17 @@ class ValueModel(nn.Module):
         """The backbone's token embedding."""
         return self.backbone.get_input_embeddings()
 
-    def forward(self, input_ids: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """Values at the positions where ``keep`` bool [rows, longest] is set, row after row: float32 [n].
+    @property
+    def base_model(self) -> Any:
+        """The backbone, by the name that transformers has for it."""
+        return self.backbone
 
-        ``input_ids`` int64 [rows, longest], padded on the right.
+    def forward(self, input_ids: torch.Tensor, keep: torch.Tensor, packing: Packing | None = None) -> torch.Tensor:
+        """Values at the positions where ``keep`` bool is set, row after row: float32 [n].
+
+        ``keep`` and ``input_ids`` int64 [rows, longest], padded on the right, or [1, tokens] with a ``packing``.
         """
-        hidden = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden = hidden_states(self.backbone, input_ids, packing)
         values: torch.Tensor = self.head(hidden[keep].float()).squeeze(-1)
         return values
 

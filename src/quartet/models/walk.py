@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from quartet.errors import ComputationFailed, InvalidRequest
-from quartet.models.batching import MicroBatch, lay_out, micro_batches
+from quartet.models.batching import MicroBatch, laid_out
 from quartet.models.forward import check_batch, device_of
 from quartet.models.optimizer import apply_gradients
 from quartet.random_streams import permutation
@@ -34,7 +34,7 @@ class Walk:
         _check_flat(experience)
         self._batch: TokenBatch = experience.batch
         self._step, self._settings = experience.step, settings
-        self._max_tokens, self._device = max_tokens, device_of(model)
+        self._model, self._max_tokens, self._device = model, max_tokens, device_of(model)
         # With one mini-batch the order cannot matter: every epoch is the same, and is laid out once.
         self._whole = [self._mini_batch(np.arange(sequences))] if settings.mini_batches == 1 else None
 
@@ -50,8 +50,7 @@ class Walk:
         return torch.from_numpy(np.array(values, np.float32)).to(self._device)
 
     def _mini_batch(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> MiniBatch:
-        groups = micro_batches(self._batch.lengths[rows], self._max_tokens)
-        return [lay_out(self._batch, rows[group].tolist(), self._device) for group in groups]
+        return list(laid_out(self._model, self._batch, self._max_tokens, rows))
 
 
 class Sums:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.errors import InvalidRequest
-from quartet.models.batching import lay_out, micro_batches, right_pad
+from quartet.models.batching import SPREAD, lay_out, micro_batches, right_pad
 from tests.unit.models import tiny
 
 
@@ -19,6 +19,16 @@ def test_every_sequence_is_in_one_micro_batch_within_the_budget(lengths: list[in
     for group in groups:
         assert len(group) == 1 or len(group) * max(lengths[index] for index in group) <= budget
     assert groups == micro_batches(np.array(lengths, np.int32), budget)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200))
+def test_packed_sequences_count_without_pads_and_are_not_spread_too_far(lengths: list[int], budget: int) -> None:
+    groups = micro_batches(lengths, budget, packed=True)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    for group in groups:
+        sizes = [lengths[index] for index in group]
+        assert len(group) == 1 or (sum(sizes) <= budget and len(group) * max(sizes) <= SPREAD * budget)
+    assert len(groups) <= len(micro_batches(lengths, budget))
 
 
 def test_neighbours_in_length_share_a_micro_batch_and_equal_lengths_keep_their_order() -> None:

@@ -1,0 +1,100 @@
+"""Packed sequences against each alone: the same outputs and gradients, and no pads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quartet.models import packing as packing_module
+from quartet.models.batching import laid_out, lay_out
+from quartet.models.packing import NAME, hidden_states, packs
+from quartet.models.scoring import forward_log_probs, response_log_probs
+from quartet.models.value_head import ValueModel
+from tests.unit.models import tiny
+
+PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_packed_sequences_give_what_each_gives_alone(kind: str) -> None:
+    model, batch = tiny.causal(kind), tiny.batch(PROMPTS, RESPONSES)
+    assert packs(model)
+    assert model.config._attn_implementation == "sdpa", "as it was"
+    [together] = laid_out(model, batch, 1000)
+    assert tuple(together.input_ids.shape) == (1, sum(PROMPTS) + sum(RESPONSES))
+    expected = np.concatenate([response_log_probs(model, one, 0.7, 1000) for one in alone(PROMPTS, RESPONSES, batch)])
+    found = torch.empty(sum(RESPONSES))
+    with torch.no_grad():
+        found[together.places] = forward_log_probs(model, together, 0.7)[0]
+    assert np.allclose(found.numpy(), expected, atol=1e-5)
+
+
+def alone(prompts: list[int], responses: list[int], batch: Any) -> list[Any]:
+    """Each sequence as a batch of its own."""
+    ids = batch.sequences()
+    return [
+        type(batch)(sequence, np.array([prompt], np.int32), np.array([response], np.int32))
+        for sequence, prompt, response in zip(ids, prompts, responses, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_gradients_are_those_of_padded_sequences(kind: str) -> None:
+    batch, found = tiny.batch(PROMPTS, RESPONSES), {}
+    for packed in (False, True):
+        model = tiny.causal(kind)
+        micro_batch = lay_out(batch, range(len(batch)), "cpu", packed)
+        log_probs, _ = forward_log_probs(model, micro_batch, 1.0)
+        (log_probs * torch.arange(len(log_probs))).sum().backward()
+        found[packed] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, gradient in found[False].items():
+        assert torch.allclose(found[True][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())), name
+
+
+def test_a_value_model_packs_by_its_backbone() -> None:
+    critic = ValueModel.of_causal_lm(tiny.causal("llama"))
+    torch.nn.init.normal_(critic.head.weight)
+    batch = tiny.batch(PROMPTS, RESPONSES)
+    assert packs(critic)
+    values = {}
+    for packed in (False, True):
+        micro_batch = lay_out(batch, range(len(batch)), "cpu", packed)
+        values[packed] = critic(micro_batch.input_ids, micro_batch.predicts, micro_batch.packing)
+    assert torch.allclose(values[True], values[False], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "bloom"])
+def test_models_that_see_more_than_positions_and_whole_sequences_are_padded(kind: str) -> None:
+    model = tiny.causal(kind)
+    assert not packs(model)
+    [micro_batch] = laid_out(model, tiny.batch(PROMPTS, RESPONSES), 1000)
+    assert micro_batch.packing is None
+    assert tuple(micro_batch.input_ids.shape) == (4, 12)
+
+
+def test_a_model_that_computes_something_else_packed_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.causal("llama")
+    forward = packing_module._attention
+
+    def mixed(*arguments: Any, packing: Any, **more: Any) -> Any:
+        output, weights = forward(*arguments, packing=packing, **more)
+        return output.roll(1, 1), weights
+
+    monkeypatch.setitem(packing_module.AttentionInterface._global_mapping, NAME, mixed)
+    assert not packs(model)
+
+
+def test_the_attention_of_a_model_is_put_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.causal("llama")
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setitem(packing_module.AttentionInterface._global_mapping, NAME, fails)
+    batch = lay_out(tiny.batch(PROMPTS, RESPONSES), range(4), "cpu", packed=True)
+    with pytest.raises(RuntimeError, match="no memory"):
+        hidden_states(model.base_model, batch.input_ids, batch.packing)
+    assert model.config._attn_implementation == "sdpa"
