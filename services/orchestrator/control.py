@@ -102,6 +102,12 @@ class Control:
             return asked
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing is asked for that is to be done between two steps."""
+        with self._changed:
+            return not (self._stopping or self._pausing or self._checkpoint or self._back_to)
+
+    @property
     def stopping(self) -> bool:
         """Whether the run is to stop."""
         with self._changed:

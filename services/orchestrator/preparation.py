@@ -34,7 +34,19 @@ class Preparation:
         self, config: Config, peers: Peers, stream: RolloutStream, board: ProgressBoard, timeline: Timeline
     ) -> None:
         self._config, self._actor, self._board, self._timeline = config, peers.actor, board, timeline
+        self._ahead: tuple[int, PendingResult[int]] | None = None
         self._collector = Collector(stream, peers.scoring(), config.rollout.score_batch, timeline.watch)
+
+    def begin(self, step: int, prompts: Sequence[Prompt], leader_epoch: int) -> None:
+        """Begins the step's generation ahead of ``prepare``, while the step before is brought to its end."""
+        if self._ahead is None:
+            self._ahead = step, self._generate(step, prompts, leader_epoch, 0, self._config.rollout.samples_per_prompt)
+
+    def let_go(self) -> None:
+        """Cancels what has been begun ahead: the actor is wanted for something else first. What it has made comes again."""
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+        self._ahead = None
 
     def prepare(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, course: Course) -> SealedStep:
         """The step's experience, under what ``course`` remembers of the steps before. Raises as the collector."""
@@ -63,29 +75,40 @@ class Preparation:
         }
         self._board.update(phase="generate", scored=0, wanted=len(expected))
 
-        def generate(wanted: Sequence[Prompt], first_sample: int, samples: int) -> PendingResult[int]:
-            call = self._actor.generate(
-                run=config.run.name,
-                step=step,
-                leader_epoch=leader_epoch,
-                prompts=wanted,
-                samples_per_prompt=samples,
-                sampling=run_sampling(config.rollout),
-                seed=config.run.seed,
-                policy_version=step - 1,
-                first_sample=first_sample,
-            )
-            self._timeline.watch(Role.ACTOR, "generate", call)
-            return call
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            generation = self._generate(step, prompts, leader_epoch, 0, samples)
+        else:
+            begun, generation = ahead
+            assert begun == step, f"step {begun} was begun, not {step}"
 
         def replace(indices: set[int], sample: int) -> PendingResult[int]:
-            return generate([prompt for prompt in prompts if prompt.index in indices], sample, 1)
+            wanted = [prompt for prompt in prompts if prompt.index in indices]
+            return self._generate(step, wanted, leader_epoch, sample, 1)
 
         return self._collector.collect(
             expected,
             step - 1,
-            generate(prompts, 0, samples),
+            generation,
             self._board.show_scored,
             {prompt.index: prompt.fields for prompt in prompts} if config.reward.has_functions else {},
             Replacement(config.recovery, replace),
         )
+
+    def _generate(
+        self, step: int, prompts: Sequence[Prompt], leader_epoch: int, first_sample: int, samples: int
+    ) -> PendingResult[int]:
+        config = self._config
+        call = self._actor.generate(
+            run=config.run.name,
+            step=step,
+            leader_epoch=leader_epoch,
+            prompts=prompts,
+            samples_per_prompt=samples,
+            sampling=run_sampling(config.rollout),
+            seed=config.run.seed,
+            policy_version=step - 1,
+            first_sample=first_sample,
+        )
+        self._timeline.watch(Role.ACTOR, "generate", call)
+        return call

@@ -150,6 +150,7 @@ class Training:
 
     def close(self) -> None:
         """Ends what the training started, and its lead. May be called again, and from another thread."""
+        self._preparation.let_go()
         if self._evaluator is not None:
             self._evaluator.close()
         if self._lease is not None:
@@ -206,6 +207,7 @@ class Training:
             self._heed(alerts)
             self._evaluate(step)
             self._hear(step)
+        self._preparation.let_go()
         # A run that was stopped while it paused learns only now that this step is its last.
         self._evaluate(step)
         self._checkpoint(step)
@@ -226,6 +228,7 @@ class Training:
         if self._saving.is_due(step, self._is_last(step) or exposed, asked):
             self._finish_checkpoint()
             self._check_lease()
+            self._preparation.let_go()
             self._saving.begin(step, self._epoch, self._course.state())
 
     def _finish_checkpoint(self) -> None:
@@ -238,6 +241,7 @@ class Training:
         if evaluator is None or step == self._evaluated or not evaluator.is_due(step, last=self._is_last(step)):
             return
         self._evaluated = step
+        self._preparation.let_go()
         self._board.update(phase="evaluate", scored=0, wanted=evaluator.responses)
         try:
             summary = evaluator.evaluate(step, policy_version=step, on_progress=self._board.show_scored)
@@ -336,6 +340,7 @@ class Training:
         # A new epoch also for who led before: what it asked for may still be under way.
         self._lease = Lease(self._redis, self._url, self._run, at_least=1 + max(seen), owner=self._name)
         log.info("leading", epoch=self._epoch)
+        self._preparation.let_go()
         self._control.open()
         self._roll_back()
         self._board.update(phase="going to the last committed step")
@@ -424,7 +429,7 @@ class Training:
         self._board.update(phase="update")
         updating = time.perf_counter()
         with self._traces.part("update"):
-            updates = self._update(step)
+            updates = self._update(step, order)
         failpoint("orchestrator.updated")
         end = time.perf_counter()
         metrics = {
@@ -456,15 +461,27 @@ class Training:
         trained: TrainedModelConfig = getattr(self._config, role)
         return learning_rate_at(self._config, trained, step) * self._changes.learning_rate_factor(role, step)
 
-    def _update(self, step: int) -> dict[Role, UpdateResult]:
+    def _update(self, step: int, order: PromptOrder) -> dict[Role, UpdateResult]:
         calls = {
             client.role: begin_update(client, self._config, step, self._epoch, self._learning_rate(client.role, step))
             for client in self._peers.trained
         }
         for role, call in calls.items():
             self._timeline.watch(role, "update", call)
-        wait_for_all(list(calls.values()))
+
+        def go_ahead() -> None:
+            # The policy is as the next step wants it, whatever the critic still does.
+            if calls[Role.ACTOR].done() and self._goes_straight_on(step):
+                self._preparation.begin(step + 1, order.of_step(step + 1), self._epoch)
+
+        wait_for_all(list(calls.values()), go_ahead)
         return {role: call.result() for role, call in calls.items()}
+
+    def _goes_straight_on(self, step: int) -> bool:
+        """Whether nothing is to be done between ``step`` and the next one, as far as can be seen."""
+        evaluates = self._evaluator is not None and self._evaluator.is_due(step, last=False)
+        saves = self._saving.is_due(step, last=False, asked=False)
+        return step < self._config.run.steps and self._control.idle and not evaluates and not saves
 
     def _commit(self, step: int, collected: CollectedStep, prepared: PreparedStep, metrics: dict[str, float]) -> None:
         self._check_lease()

@@ -1,0 +1,63 @@
+"""What a step does not wait for: the next one's generation begins when the policy is ready, unless something comes between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quartet.demo.world import World
+from quartet.telemetry.run_files import RunFiles
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, figures, json_lines, run_to_the_end, underway
+
+STEPS = 3
+
+
+def begun_ahead(files: RunFiles) -> list[int]:
+    """By step, how many generations were begun between the end of the policy's update and the commit."""
+    found = []
+    for line in json_lines(files.timeline):
+        spans = {(span["service"], span["phase"]): span for span in line["spans"]}
+        start, end = spans["actor", "update"]["end"], spans["orchestrator", "commit"]["start"]
+        begun = [span["start"] for span in line["spans"] if span["phase"] == "generate"]
+        assert max(begun, default=0.0) <= end
+        found.append(sum(start <= at for at in begun))
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(make: MakeConfig) -> Run:
+    return run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every": 0}))
+
+
+def test_the_next_generation_begins_when_the_policy_is_ready_and_before_the_step_is_committed(run: Run) -> None:
+    assert begun_ahead(run.files) == [1, 1, 0]
+
+
+@pytest.mark.parametrize("between", ["checkpoint", "evaluation"])
+def test_what_needs_the_policy_between_two_steps_comes_first(
+    between: str, make: MakeConfig, world: World, run: Run
+) -> None:
+    changes: dict[str, Any] = {
+        "checkpoint": {"checkpoint": {"every": 1}},
+        "evaluation": {
+            "evaluation": {"every": 1, "prompts": 2},
+            "data": {"validation": str(world.prompts)},
+            "checkpoint": {"every": 0},
+        },
+    }[between]
+    changed = run_to_the_end(make(run={"steps": STEPS}, **changes))
+    assert begun_ahead(changed.files) == [0, 0, 0]
+    assert figures(changed) == figures(run)
+
+
+def test_a_guard_that_stops_the_run_lets_go_of_what_was_begun(make: MakeConfig) -> None:
+    guards = {"window": 2, "critic_lost": {"below": 1.0, "action": "stop"}}
+    with underway(make(run={"steps": 30}, checkpoint={"every": 0}, guards=guards)) as going:
+        stopped = going.finish()
+    steps = len(stopped.metrics)
+    assert stopped.code == 1
+    assert steps < 30
+    assert begun_ahead(stopped.files) == [1] * steps, "one that nothing came of was begun"
+    assert (stopped.files.policy / "model.safetensors").exists()
