@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,26 +12,10 @@ from torch import nn
 from quartet.errors import ComputationFailed
 from quartet.models.batching import MicroBatch, laid_out, micro_batches, right_pad
 from quartet.models.forward import check_batch, device_of
-from quartet.models.packing import hidden_states, logits_at
+from quartet.models.log_probs import forward_log_probs
+from quartet.models.packing import hidden_states
 from quartet.models.value_head import ValueModel
-from quartet.ppo.distributions import entropy, token_log_probs
 from quartet.types import FloatArray, TokenBatch
-
-EntropyUse = Literal["none", "report", "train"]
-
-
-def forward_log_probs(
-    model: Any, micro_batch: MicroBatch, temperature: float, entropy_use: EntropyUse = "none"
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs and, if asked for, entropies of one micro-batch's response tokens, in nats: float32 [n] each.
-
-    With gradients where the caller has them on; the entropy's only for "train" (its backward pass costs as much again).
-    """
-    logits = logits_at(model, micro_batch.input_ids, micro_batch.predicts, micro_batch.packing, use_cache=False)
-    log_probs = token_log_probs(logits, micro_batch.targets, temperature)
-    if entropy_use == "none":
-        return log_probs, None
-    return log_probs, entropy(logits if entropy_use == "train" else logits.detach(), temperature)
 
 
 def forward_values(value_model: ValueModel, micro_batch: MicroBatch) -> torch.Tensor:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from quartet.errors import ComputationFailed
+from quartet.models.log_probs import EntropyUse, forward_log_probs
 from quartet.models.optimizer import set_learning_rate
-from quartet.models.scoring import EntropyUse, forward_log_probs, forward_values
+from quartet.models.scoring import forward_values
 from quartet.models.value_head import ValueModel
 from quartet.models.walk import MiniBatch, Sums, Totals, Walk
 from quartet.ppo.losses import importance_weights, kl_loss, loss_weights, policy_loss, value_loss, weighted_sum

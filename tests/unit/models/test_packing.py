@@ -10,8 +10,9 @@ import torch
 
 from quartet.models import packing as packing_module
 from quartet.models.batching import laid_out, lay_out
+from quartet.models.log_probs import forward_log_probs
 from quartet.models.packing import NAME, hidden_states, packs
-from quartet.models.scoring import forward_log_probs, response_log_probs
+from quartet.models.scoring import response_log_probs
 from quartet.models.value_head import ValueModel
 from tests.unit.models import tiny
 
