@@ -119,11 +119,14 @@ def test_each_step_is_one_trace_across_all_services(observed: Observed, collecto
     }
     assert roots == {f"step {step}" for step in range(1, STEPS + 1)}
     assert len(found) == STEPS
+    # That of step 2 is begun in step 1; a checkpoint comes before that of step 3.
+    generations = Counter(len([span for _, span in spans if span.name == "actor Generate"]) for spans in found.values())
+    assert generations == {2: 1, 0: 1, 1: 1}
     for spans in found.values():
         by_id = {span.span_id: (service, span) for service, span in spans}
         assert {service for service, _ in spans} == {"orchestrator", *MODEL_ROLES}
         names = {span.name for _, span in spans}
-        assert {"prepare", "update", "seal", "commit", "acknowledge", "actor Generate", "critic Values"} <= names
+        assert {"prepare", "update", "seal", "commit", "acknowledge", "critic Values"} <= names
         for service, span in spans:
             assert span.end_time_unix_nano >= span.start_time_unix_nano > 0
             assert span.status.code == 0, span
@@ -137,10 +140,10 @@ def test_each_step_is_one_trace_across_all_services(observed: Observed, collecto
 def test_a_step_that_breaks_off_is_a_trace_that_says_so(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     update, left = training.Training._update, ["a secret text"]
 
-    def broken(self: training.Training, step: int) -> Any:
+    def broken(self: training.Training, step: int, order: Any) -> Any:
         if step == 2 and left:
             raise training.ComputationFailed(left.pop())
-        return update(self, step)
+        return update(self, step, order)
 
     monkeypatch.setattr(training.Training, "_update", broken)
     with Collector().listening() as collector:
