@@ -10,11 +10,12 @@ CHAOS_ARGS ?=
 SOAK_ARGS ?=
 DURABILITY_ARGS ?=
 GATEWAY_ARGS ?=
+BENCHMARK_ARGS ?=
 FUZZ_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test chaos faults soak durability-cost gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity clean
+.PHONY: help demo test chaos faults soak durability-cost end-to-end generation gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
@@ -51,6 +52,12 @@ soak: $(VENV)/.installed ## A thousand steps watched for leaks; write docs/durab
 
 durability-cost: $(VENV)/.installed ## What durability costs the review run; write docs/durability.md
 	$(BIN)/python -m benchmarks.durability $(DURABILITY_ARGS)
+
+end-to-end: $(VENV)/.installed $(PARITY)/.installed ## Episodes a second, Quartet beside TRL, in pairs; write docs/performance.md
+	$(BIN)/python -m benchmarks.end_to_end $(BENCHMARK_ARGS)
+
+generation: $(VENV)/.installed ## Tokens a second of the torch engine, beside transformers'; write docs/performance.md
+	$(BIN)/python -m benchmarks.generation $(BENCHMARK_ARGS)
 
 gateway-load: $(VENV)/.installed ## 100 event streams and 50 requests/s while a run trains; write docs/gateway.md
 	$(BIN)/python -m benchmarks.gateway $(GATEWAY_ARGS)

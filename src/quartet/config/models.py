@@ -64,7 +64,7 @@ class TrainedModelConfig(Section):
     lora: LoraConfig | None = None
     """Train adapters instead of the weights; null is off."""
     micro_batch_tokens: Count = 4096
-    """Most tokens, padding included, of one forward pass. Changes speed and memory, not the result."""
+    """Most tokens of one forward pass; pads count, where a model needs them. Changes speed and memory, not the result."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainedModelConfig:
@@ -101,7 +101,7 @@ class RewardSourceConfig(Section):
     dtype: Dtype = "float32"
     """Parameter type of the model."""
     micro_batch_tokens: Count = 16384
-    """Most tokens, padding included, of one forward pass of the model."""
+    """Most tokens of one forward pass of the model; pads count, where it needs them."""
     function: FunctionName | None = None
     """package.module:callable, called as f(prompt, response, fields); fields are the prompt line's own."""
     batched: bool = False
@@ -184,4 +184,4 @@ class ReferenceConfig(Section):
     dtype: Dtype | None = None
     """Parameter type; null: the actor's."""
     micro_batch_tokens: Count = 16384
-    """Most tokens, padding included, of one forward pass."""
+    """Most tokens of one forward pass; pads count, where a model needs them."""
