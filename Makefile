@@ -15,7 +15,7 @@ FUZZ_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test chaos faults soak durability-cost end-to-end generation gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity clean
+.PHONY: help demo test chaos faults soak durability-cost end-to-end generation update gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
@@ -58,6 +58,9 @@ end-to-end: $(VENV)/.installed $(PARITY)/.installed ## Episodes a second, Quarte
 
 generation: $(VENV)/.installed ## Tokens a second of the torch engine, beside transformers'; write docs/performance.md
 	$(BIN)/python -m benchmarks.generation $(BENCHMARK_ARGS)
+
+update: $(VENV)/.installed ## Updates, packed beside padded, and their share of the matmul peak; write docs/performance.md
+	$(BIN)/python -m benchmarks.update $(BENCHMARK_ARGS)
 
 gateway-load: $(VENV)/.installed ## 100 event streams and 50 requests/s while a run trains; write docs/gateway.md
 	$(BIN)/python -m benchmarks.gateway $(GATEWAY_ARGS)

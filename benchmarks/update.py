@@ -1,0 +1,209 @@
+"""Updates: share of the measured matmul peak (MFU), packed beside padded, with as many tokens as a step has.
+
+`make update`, or python -m benchmarks.update. One process, one step's experience of random tokens whose lengths are spread as
+those of responses that end by themselves; packed and padded in turn. FLOPs are counted as in the literature, 6 for each weight
+that a real token meets on the way there and back; attention is left out. Writes the figures below build/, the table into
+docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from benchmarks import page
+from quartet.config import Config, load_config
+from quartet.errors import QuartetError
+from quartet.models import batching
+from quartet.models.forward import vocabulary_size
+from quartet.models.loading import load_causal_lm, load_critic
+from quartet.models.optimizer import create_optimizer
+from quartet.models.scoring import response_log_probs
+from quartet.models.training import update_policy, update_value
+from quartet.types import Experience, TokenBatch
+from services.orchestrator.settings import optimization_at, policy_loss_of, value_loss_of
+
+STEP = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one model: seconds of an update, a figure a round."""
+
+    name: str
+    tokens: int
+    response_tokens: int
+    flops: float
+    """Of one update, of real tokens alone."""
+    packed: list[float]
+    padded: list[float]
+
+    def rate(self) -> float:
+        """FLOP/s of the median packed update."""
+        return self.flops / statistics.median(self.packed)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.update", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, default=Path("configs/reviews/ppo.yaml"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("build/update"), help="where figures are kept")
+    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    try:
+        config = load_config(options.config, [])
+        peak = matmul_peak()
+        results = [of_policy(config, options.rounds), of_critic(config, options.rounds)]
+    except QuartetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    options.folder.mkdir(parents=True, exist_ok=True)
+    figures = {"peak": peak, "results": [asdict(result) for result in results]}
+    (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    text = table(results, peak, options.threads)
+    print(text)
+    page.write(options.page, "update", text)
+    return 0
+
+
+def matmul_peak() -> float:
+    """FLOP/s of large float32 matrix products, the best of several sizes."""
+    best = 0.0
+    for size in (512, 1024, 2048):
+        a, b = torch.randn(size, size), torch.randn(size, size)
+        for _ in range(4):
+            start = time.perf_counter()
+            a @ b
+            best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def experience(config: Config, model: Any) -> Experience:
+    """A step's experience of random tokens: prompts of 5 to 12, responses that end with probability 1/20 at each token."""
+    generator = np.random.default_rng(0)
+    rollout = config.rollout
+    count = rollout.prompts_per_step * rollout.samples_per_prompt
+    prompts = generator.integers(5, 13, count).astype(np.int32)
+    responses = np.minimum(generator.geometric(1 / 20, count), rollout.max_response_tokens).astype(np.int32)
+    ids = generator.integers(3, vocabulary_size(model), int(prompts.sum() + responses.sum())).astype(np.int32)
+    tokens = int(responses.sum())
+
+    def drawn() -> np.ndarray[Any, np.dtype[np.float32]]:
+        return generator.normal(size=tokens).astype(np.float32)
+
+    batch = TokenBatch(ids, prompts, responses)
+    log_probs = response_log_probs(model, batch, 1.0, 16384) if hasattr(model, "lm_head") else drawn()
+    return Experience(
+        run="benchmark",
+        step=STEP,
+        policy_version=0,
+        ids=tuple(map(str, range(count))),
+        batch=batch,
+        scores=np.zeros(count, np.float32),
+        log_probs=log_probs,
+        reference_log_probs=log_probs,
+        values=drawn(),
+        advantages=drawn(),
+        returns=drawn(),
+        actor_mask=np.ones(tokens, np.float32),
+    )
+
+
+def of_policy(config: Config, rounds: int) -> Result:
+    """The policy's update."""
+    model = load_causal_lm(config.actor.model, config.actor.dtype, "cpu")
+    optimizer = create_optimizer(model, config.actor.learning_rate)
+    learned = experience(config, model)
+    settings, loss = optimization_at(config, config.actor, STEP), policy_loss_of(config.algorithm, 1.0)
+    head = model.get_output_embeddings().weight.numel()
+    body = _weights(model.base_model)
+
+    def update() -> None:
+        update_policy(model, optimizer, learned, settings, loss, config.actor.micro_batch_tokens)
+
+    tokens, responses = len(learned.batch.token_ids), len(learned.advantages)
+    flops = 6.0 * settings.epochs * (body * tokens + head * responses)
+    return Result("policy", tokens, responses, flops, *_timed(update, rounds))
+
+
+def of_critic(config: Config, rounds: int) -> Result:
+    """The value model's update."""
+    model = load_critic(config.critic.model or str(config.reward.model), config.critic.dtype, "cpu")
+    optimizer = create_optimizer(model, config.critic.learning_rate)
+    learned = experience(config, model)
+    settings, loss = optimization_at(config, config.critic, STEP), value_loss_of(config.algorithm)
+
+    def update() -> None:
+        update_value(model, optimizer, learned, settings, loss, config.critic.micro_batch_tokens)
+
+    tokens, responses = len(learned.batch.token_ids), len(learned.advantages)
+    flops = 6.0 * settings.epochs * _weights(model.backbone) * tokens
+    return Result("critic", tokens, responses, flops, *_timed(update, rounds))
+
+
+def _weights(backbone: Any) -> int:
+    """Weights that a token is multiplied with: all matrices but the embedding, which is looked up."""
+    embedding = backbone.get_input_embeddings().weight
+    return sum(p.numel() for p in backbone.parameters() if p.ndim > 1 and p is not embedding)
+
+
+def _timed(update: Callable[[], None], rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of each round, packed and padded in turn, after one that is not counted."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(rounds + 1):
+        for packed in (True, False):
+            with _packing(packed):
+                start = time.perf_counter()
+                update()
+                if number:
+                    seconds[packed].append(time.perf_counter() - start)
+    return seconds[True], seconds[False]
+
+
+@contextmanager
+def _packing(packed: bool) -> Iterator[None]:
+    if packed:
+        yield
+        return
+    with mock.patch.object(batching, "packs", return_value=False):
+        yield
+
+
+def table(results: Sequence[Result], peak: float, threads: int) -> str:
+    """What the page says: medians over the rounds."""
+    lines = [
+        f"{threads} of {os.cpu_count()} CPU cores, float32, matmul peak {peak / 1e9:.0f} GFLOP/s; medians, and of the ratio the "
+        "least and the most.",
+        "",
+        "| model | tokens | of them responses | seconds, padded | packed | times padded | MFU, packed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        ratios = [padded / packed for padded, packed in zip(result.padded, result.packed, strict=True)]
+        lines.append(
+            f"| {result.name} | {result.tokens} | {result.response_tokens} | {statistics.median(result.padded):.3f} | "
+            f"{statistics.median(result.packed):.3f} | **{statistics.median(ratios):.2f}** ({min(ratios):.2f} to "
+            f"{max(ratios):.2f}) | {100 * result.rate() / peak:.0f} % |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
