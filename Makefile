@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PARITY := build/parity-venv
+ENGINES := build/engines-venv
+TRITON := build/triton-venv
+# The wheel's Python backend works with this Python alone.
+TRITON_PYTHON ?= /usr/bin/python3
 PYTEST_ARGS ?=
 # Tests of processes mostly wait: two at a time keep two cores busy.
 TEST_WORKERS ?= 2
@@ -15,7 +19,7 @@ FUZZ_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test chaos faults soak durability-cost end-to-end generation update gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity clean
+.PHONY: help demo test chaos faults soak durability-cost end-to-end generation update gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
@@ -127,6 +131,23 @@ $(PARITY)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 parity: $(PARITY)/.installed ## Compare one update with TRL's trainers; write docs/parity.md
 	$(PARITY)/bin/python -m tests.parity
+
+$(ENGINES)/.installed: pyproject.toml constraints.txt
+	@$(TRITON_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' || \
+		{ echo "error: $(TRITON_PYTHON) is older than 3.11; run make engines TRITON_PYTHON=..., the distribution's own" >&2; exit 2; }
+	@echo "installing into $(ENGINES) and $(TRITON): a minute or more, most of it torch"
+	$(TRITON_PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints.txt \
+		$$(grep '^torch==' constraints.txt) pytest pytest-timeout --editable '.[triton]'
+	$(TRITON_PYTHON) -m venv $(TRITON)
+	$(TRITON)/bin/python -m pip install --quiet --no-deps nvidia-pytriton==0.7.0 'numpy<2'
+	$(ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(TRITON)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/engines.pth
+	@touch $@
+
+# The server's Python has a NumPy of its own, below 2, whose arrays its backend can read; the rest it takes from the other.
+engines: $(ENGINES)/.installed ## Hold the generation engines to one contract, Triton's against a real server
+	QUARTET_TRITON_PYTHON=$(TRITON)/bin/python $(ENGINES)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
 
 clean: ## Remove installation, builds and caches; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,8 +1,13 @@
-"""Prints what a pyproject.toml says that its package needs, for pip, so that it can be installed before the package is there."""
+"""Prints what a pyproject.toml says that its package needs, for pip, so that it can be installed before the package is there.
+
+``requirements.py PYPROJECT [EXTRA ...]``
+"""
 
 import sys
 import tomllib
 
 if __name__ == "__main__":
     with open(sys.argv[1], "rb") as file:
-        print("\n".join(tomllib.load(file)["project"]["dependencies"]))
+        project = tomllib.load(file)["project"]
+    extras = [name for extra in sys.argv[2:] for name in project["optional-dependencies"][extra]]
+    print("\n".join([*project["dependencies"], *extras]))

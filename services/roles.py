@@ -17,6 +17,7 @@ from quartet.rpc.compute import ComputeThread
 from quartet.rpc.server import HostedRole
 from quartet.types import Role
 from services.actor.actor import Actor, BufferAccess
+from services.actor.engines import engine_factory
 from services.actor.servicer import ActorServicer
 from services.critic.critic import Critic
 from services.critic.servicer import CriticServicer
@@ -37,7 +38,7 @@ def build_model_role(
 ) -> HostedRole:
     """Loads one role's model. ``certificates``: the process's own. Raises ModelError, ConfigError or ServiceUnavailable."""
     if role is Role.ACTOR:
-        return _build_actor(config, compute, threads, required_buffer_url(config, certificates))
+        return _build_actor(config, compute, threads, certificates)
     if role is Role.CRITIC:
         return _build_critic(config, compute, threads, required_buffer_url(config, certificates))
     if role is Role.REWARD:
@@ -45,7 +46,8 @@ def build_model_role(
     return _build_reference(config, compute, threads)
 
 
-def _build_actor(config: Config, compute: ComputeThread, threads: int, url: str) -> HostedRole:
+def _build_actor(config: Config, compute: ComputeThread, threads: int, certificates: Path | None) -> HostedRole:
+    url = required_buffer_url(config, certificates)
     client = connect(url)
     link = Link(client, url)
 
@@ -53,7 +55,10 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, url: str)
         return BufferAccess(RolloutStream(client, url, run, link.lose), ExperienceStore(client, url, run, link.lose))
 
     device = device_of(config.services.actor)
-    actor = Actor(config.actor, device, config.rollout.max_concurrent, run_root(config), access, config.run.seed)
+    engine = engine_factory(config, certificates)
+    actor = Actor(
+        config.actor, device, config.rollout.max_concurrent, run_root(config), access, config.run.seed, engine
+    )
     return ActorServicer(actor, compute, threads, link.is_lost)
 
 

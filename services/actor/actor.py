@@ -12,7 +12,7 @@ from quartet.buffer.rollouts import RolloutStream
 from quartet.config import ActorConfig
 from quartet.errors import FailedPrecondition, InvalidRequest
 from quartet.failpoints import failpoint
-from quartet.models.engine import TorchEngine
+from quartet.models.engines import EngineFactory, Policy
 from quartet.models.loading import load_causal_lm, snapshot_model, stop_token_ids
 from quartet.models.lora import Adapter
 from quartet.models.scoring import response_log_probs
@@ -29,6 +29,7 @@ from quartet.types import (
     TokenBatch,
     UpdateResult,
 )
+from services.actor.engines import torch_engine
 from services.trained import TrainedModel
 
 FLUSH = 8
@@ -57,12 +58,14 @@ class Actor(TrainedModel):
         run_directory: Path,
         buffer: Callable[[str], BufferAccess],
         seed: int = 0,
+        create_engine: EngineFactory | None = None,
     ) -> None:
         """Loads the model. ``buffer`` gives access to the buffer of a run, by its name; ``seed`` is where an adapter starts.
 
-        Raises ModelError.
+        ``create_engine`` makes what generates, None the engine in torch. Raises ModelError, ConfigError.
         """
-        self._config, self._buffer, self._max_concurrent = config, buffer, max_concurrent
+        self._config, self._buffer = config, buffer
+        self._create_engine = create_engine or torch_engine(max_concurrent)
         super().__init__(config, config.model, device, run_directory, seed)
 
     def _read(self, source: str | Path) -> Any:
@@ -76,9 +79,12 @@ class Actor(TrainedModel):
 
     def _load(self, checkpoint: Path | None) -> None:
         # The engine holds the model that is to go.
-        vars(self).pop("_engine", None)
+        engine = vars(self).pop("_engine", None)
+        if engine is not None:
+            engine.close()
         super()._load(checkpoint)
-        self._engine = TorchEngine(self._model, stop_token_ids(self._model, self._tokenizer), self._max_concurrent)
+        stop_ids = stop_token_ids(self._model, self._tokenizer)
+        self._engine = self._create_engine(Policy(self._model, self._tokenizer, self._adapter, stop_ids, self._score))
 
     def generate(
         self,
@@ -126,13 +132,16 @@ class Actor(TrainedModel):
         """
         self._updates.check_whole()
         if not reference:
-            return response_log_probs(self._model, batch, temperature, self._config.micro_batch_tokens)
+            return self._score(batch, temperature)
         if self._adapter is None:
             raise FailedPrecondition(
                 "log-probs as the reference: this actor has no adapter to turn off; set actor.lora, or ask a reference service"
             )
         with self._adapter.off():
-            return response_log_probs(self._model, batch, temperature, self._config.micro_batch_tokens)
+            return self._score(batch, temperature)
+
+    def _score(self, batch: TokenBatch, temperature: float) -> FloatArray:
+        return response_log_probs(self._model, batch, temperature, self._config.micro_batch_tokens)
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: PolicyLossSettings
@@ -141,9 +150,11 @@ class Actor(TrainedModel):
 
         def apply() -> dict[str, float]:
             experience = self._buffer(run).experience.load(step)
+            self._engine.release()
             metrics = update_policy(
                 self._model, self._optimizer, experience, settings, loss, self._config.micro_batch_tokens
             )
+            self._engine.weights_changed()
             if settings.epochs:
                 self._tokens["trained"] += len(experience.advantages)
             return metrics

@@ -40,6 +40,8 @@ def check_inputs(config: Config) -> list[str]:
         role = Role(key.partition(".")[0])
         if getattr(config.services, role).address is None:
             notes.append(_check_model(key, role, model, config.rollout.max_response_tokens))
+    if config.services.actor.address is None:
+        _check_engine(config)
     for key, function in _functions(config).items():
         notes.append(_check_function(key, function))
     for role in roles_of(config):
@@ -60,6 +62,23 @@ def check_apart(config: Config) -> None:
                 f"services.{role}.address: null; the orchestrator needs to know where the {role} is: "
                 "give it (in docker compose, by QUARTET_ROLES in .env)"
             )
+
+
+def _check_engine(config: Config) -> None:
+    """Raises ConfigError where the engine's package is missing, or has no GPU."""
+    engine = config.rollout.engine
+    if engine == "triton" and importlib.util.find_spec("tritonclient") is None:
+        raise ConfigError(
+            "rollout.engine triton: the package tritonclient is not installed; pip install 'quartet-rlhf[triton]', or set "
+            "rollout.engine torch"
+        )
+    if engine == "tensorrt-llm" and importlib.util.find_spec("tensorrt_llm") is None:
+        raise ConfigError(
+            "rollout.engine tensorrt-llm: the package tensorrt_llm is not installed; run the actor from the image of "
+            "docker/Dockerfile.tensorrt-llm, which has it, or set rollout.engine torch"
+        )
+    if engine == "tensorrt-llm" and not config.services.actor.devices:
+        raise ConfigError("rollout.engine tensorrt-llm: needs a GPU; name it in services.actor.devices, such as [0]")
 
 
 def check_resumable(config: Config, files: RunFiles) -> None:

@@ -24,6 +24,11 @@ def uniforms(seed: int, id: TrajectoryId, count: int) -> NDArray[np.float64]:
     return high
 
 
+def engine_seed(seed: int, id: TrajectoryId) -> int:
+    """The seed of one trajectory for an engine that draws its own numbers, 0 <= seed < 2^63."""
+    return int(_stream("engine", seed, id.step, id.prompt, id.sample).random_raw()) >> 1
+
+
 def permutation(seed: int, step: int, epoch: int, n: int) -> NDArray[np.int64]:
     """The order of ``n`` sequences in one epoch of a step's update, int64 [n]."""
     return np.argsort(_stream("permutation", seed, step, epoch).random_raw(n), kind="stable")

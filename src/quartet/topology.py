@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from ipaddress import ip_address
 from pathlib import Path
 
 from quartet.config import Config, OrchestratorServiceConfig, ServiceConfig
+from quartet.config import is_loopback as is_loopback
 from quartet.types import MODEL_ROLES, Role
 
 
@@ -16,16 +16,6 @@ def listen_address(service: ServiceConfig | OrchestratorServiceConfig) -> str:
         return service.listen
     address = service.address if isinstance(service, ServiceConfig) else None
     return f"127.0.0.1:{address.rpartition(':')[2] if address else 0}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host, with or without the brackets of IPv6, is this machine and can be reached from no other."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def cores() -> int:

@@ -9,6 +9,8 @@ from quartet.config.algorithm import (
     OverlongPenaltyConfig,
     RolloutConfig,
     ScoreConfig,
+    TensorRTLLMConfig,
+    TritonConfig,
     TruncationConfig,
 )
 from quartet.config.loading import load_config, parse_config, wrong_keys
@@ -41,7 +43,7 @@ from quartet.config.operation import (
     WandbConfig,
 )
 from quartet.config.schema import json_schema
-from quartet.config.section import Section
+from quartet.config.section import Section, is_loopback
 from quartet.config.tree import MAX_RESPONSES, Config, is_redacted, redact_url
 
 __all__ = [
@@ -77,10 +79,13 @@ __all__ = [
     "ServiceConfig",
     "ServicesConfig",
     "TelemetryConfig",
+    "TensorRTLLMConfig",
     "TimeoutsConfig",
     "TrainedModelConfig",
+    "TritonConfig",
     "TruncationConfig",
     "WandbConfig",
+    "is_loopback",
     "is_redacted",
     "json_schema",
     "load_config",

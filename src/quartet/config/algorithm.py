@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from quartet.config.section import Count, Finite, Fraction, NonNegative, Positive, Section, WholeNumber
 
@@ -142,6 +143,56 @@ class AlgorithmConfig(Section):
         return self.estimator in NORMALIZED if chosen is None else chosen
 
 
+def _triton_url(value: str) -> str:
+    scheme, separator, address = value.partition("://")
+    host, _, port = address.rpartition(":")
+    if (
+        scheme not in ("grpc", "grpcs")
+        or not separator
+        or not host
+        or set("/@?") & set(address)
+        or not port.isdecimal()
+    ):
+        raise ValueError(
+            "expected grpc://HOST:PORT, or grpcs://HOST:PORT for TLS; the port is that of Triton's gRPC, often 8001"
+        )
+    return value
+
+
+class TritonConfig(Section):
+    """A Triton Inference Server that generates, with the tensors of the TensorRT-LLM backend; needs quartet-rlhf[triton]."""
+
+    url: Annotated[str, AfterValidator(_triton_url)]
+    """grpc://HOST:PORT, or grpcs://HOST:PORT for TLS, without which only a loopback address is taken."""
+    model: str = "tensorrt_llm"
+    """Name of the model on the server."""
+    weights: Literal["lora", "static"] = "lora"
+    """lora: each policy version's adapter is sent along; static: the server's weights stay, and importance sampling corrects."""
+    timeout: Positive = 60.0
+    """Seconds for which the server may say nothing while it owes an answer."""
+    certificate_authority: Path | None = None
+    """PEM file of who signed the server's certificate; null: as security.certificates says, or the system's authorities."""
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether it is TLS."""
+        return self.url.startswith("grpcs://")
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT."""
+        return self.url.partition("://")[2]
+
+
+class TensorRTLLMConfig(Section):
+    """TensorRT-LLM in the actor's process, beside the model that learns."""
+
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.4
+    """Part of the GPU's free memory that its key-value cache takes."""
+    release_memory: bool = True
+    """Shut it down while the policy learns, and load it anew for the next step. Without actor.lora that is done in any case."""
+
+
 class RolloutConfig(Section):
     """How responses are generated."""
 
@@ -157,8 +208,12 @@ class RolloutConfig(Section):
     """Nucleus sampling; 1 is off."""
     top_k: WholeNumber = 0
     """Keep this many tokens; 0 is off."""
-    engine: Literal["torch"] = "torch"
-    """What generates."""
+    engine: Literal["torch", "triton", "tensorrt-llm"] = "torch"
+    """What generates: torch, in the actor; triton, a server at `triton`; tensorrt-llm, in the actor's process."""
+    triton: TritonConfig | None = None
+    """The server of engine triton."""
+    tensorrt_llm: TensorRTLLMConfig | None = None
+    """Settings of engine tensorrt-llm; null: their defaults."""
     max_concurrent: Count = 256
     """Sequences decoded at once."""
     score_batch: Count = 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -25,6 +26,16 @@ def _function_name(value: str) -> str:
 
 
 FunctionName = Annotated[str, AfterValidator(_function_name)]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, with or without the brackets of IPv6, is this machine and can be reached from no other."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 class Section(BaseModel):

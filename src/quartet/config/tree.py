@@ -24,7 +24,7 @@ from quartet.config.operation import (
     TelemetryConfig,
     TimeoutsConfig,
 )
-from quartet.config.section import Section
+from quartet.config.section import Section, is_loopback
 
 MAX_RESPONSES = 65_536
 """Most responses of one step."""
@@ -57,6 +57,7 @@ class Config(Section):
         self._check_sizes()
         self._check_estimator()
         self._check_kl()
+        self._check_engine()
         self._check_parts()
         return self
 
@@ -133,6 +134,36 @@ class Config(Section):
             )
         if controller.kind == "simple" and controller.horizon <= 1:
             raise ValueError(f"{where}: horizon {controller.horizon:g}: expected more than 1 step")
+
+    def _check_engine(self) -> None:
+        engine, triton = self.rollout.engine, self.rollout.triton
+        for name, given in (("triton", triton), ("tensorrt-llm", self.rollout.tensorrt_llm)):
+            if given is not None and engine != name:
+                key = name.replace("-", "_")
+                raise ValueError(f"rollout.{key}: not used with engine {engine}; set engine {name}, or leave it out")
+        if engine != "triton":
+            return
+        if triton is None:
+            raise ValueError("rollout.triton: missing; engine triton needs it: give rollout.triton.url")
+        if triton.weights == "lora" and self.actor.lora is None:
+            raise ValueError(
+                "rollout.triton.weights lora: the server gets an adapter for each policy version, and actor.lora is null; set "
+                "actor.lora, or weights static for a server whose weights never change"
+            )
+        if triton.weights == "static" and self.algorithm.importance_cap is None:
+            raise ValueError(
+                "rollout.triton.weights static: the server samples from another policy than the one that learns, which "
+                "importance sampling corrects for; set algorithm.importance_cap, such as 2"
+            )
+        if (
+            not triton.encrypted
+            and not is_loopback(triton.address.rpartition(":")[0])
+            and not self.security.allow_plaintext
+        ):
+            raise ValueError(
+                f"rollout.triton.url {triton.url}: not a loopback address, and calls are not encrypted; give grpcs://, or "
+                "allow it with security.allow_plaintext"
+            )
 
     def _check_parts(self) -> None:
         if self.evaluation.every and self.data.validation is None:

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
 from quartet.models.batching import micro_batches, right_pad
-from quartet.models.forward import attends_to_all, check_lengths, device_of, takes, vocabulary_size
+from quartet.models.engines.responses import check_requests
+from quartet.models.forward import attends_to_all, device_of, takes, vocabulary_size
 from quartet.models.kv_cache import DecodeCache, check_cacheable, prefill_cache
 from quartet.models.packing import logits_at
-from quartet.models.sampling import check_sampling, draw
+from quartet.models.sampling import draw
 from quartet.random_streams import uniforms
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, Trajectory
 
@@ -62,9 +63,7 @@ class TorchEngine:
         top_k or top_p truncated it, so that they are the ones the trainer computes. Raises InvalidRequest at the call; while
         iterating, Cancelled (``cancelled`` is asked before every token) and ComputationFailed (logits that are not finite).
         """
-        check_sampling(sampling)
-        for request in requests:
-            self._check(request, sampling)
+        check_requests(self._model, requests, sampling)
         ordered = sorted(requests, key=lambda request: request.id)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
 
@@ -85,13 +84,14 @@ class TorchEngine:
                 prompt_ids = np.asarray(request.prompt_ids, np.int32)
                 yield Trajectory(request.id, policy_version, prompt_ids, response_ids, log_probs, reason)
 
-    def _check(self, request: GenerationRequest, sampling: SamplingParameters) -> None:
-        prompt, size = request.prompt_ids, vocabulary_size(self._model)
-        if prompt.ndim != 1 or len(prompt) == 0:
-            raise InvalidRequest(f"prompt of {request.id}: expected at least one token id in one dimension")
-        if int(prompt.min()) < 0 or int(prompt.max()) >= size:
-            raise InvalidRequest(f"prompt of {request.id}: a token id outside the vocabulary 0..{size - 1}")
-        check_lengths(self._model, np.array([len(prompt) + sampling.max_response_tokens], np.int64))
+    def release(self) -> None:
+        """Nothing: the cache goes with the generation."""
+
+    def weights_changed(self) -> None:
+        """Nothing: it decodes with the model itself."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 Finished = tuple[GenerationRequest, NDArray[np.int32], NDArray[np.float32], FinishReason]

@@ -79,6 +79,12 @@ class Adapter:
 
         return write
 
+    def matrices(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Of each layer its name, A [rank, inputs] and B [outputs, rank] times alpha / rank: fp32 copies in host memory."""
+        for name, layer in _layers(self.model).items():
+            a, b = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+            yield name, host_copy(a.float()), host_copy(b.float() * layer.scaling[_NAME])
+
     def read(self, directory: Path) -> None:
         """Puts back the weights that a ``snapshot`` left in ``directory``, in place. Raises ModelError.
 

@@ -1,0 +1,51 @@
+"""An adapter as TensorRT-LLM takes it in requests: one row of weights for each layer, and what each row is for."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet.errors import ModelError
+from quartet.models.lora import Adapter
+
+MODULES = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "gate_proj": 5, "down_proj": 6, "up_proj": 7}
+"""TensorRT-LLM's numbers (attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h, mlp_4h_to_h, mlp_gate) of Hugging Face's layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTensors:
+    """``weights`` float32 [layers, longest]: A [rank, inputs], then B [outputs, rank] times alpha / rank, flattened, then zeros.
+
+    ``config`` int32 [layers, 3]: module, index of the layer, rank. ``task`` is a number of the weights' own: a server that has
+    heard of it has these very weights.
+    """
+
+    weights: NDArray[np.float32]
+    config: NDArray[np.int32]
+    task: int
+
+
+def lora_tensors(adapter: Adapter) -> LoraTensors:
+    """Copies the adapter's weights. Raises ModelError for a layer that TensorRT-LLM has no number for."""
+    rows, config = [], []
+    for name, a, b in adapter.matrices():
+        layer = re.search(r"\.(\d+)\.", name)
+        module = MODULES.get(name.rpartition(".")[2])
+        if layer is None or module is None:
+            raise ModelError(
+                f"actor.lora: TensorRT-LLM takes no adapter of {name}; name others in actor.lora.target_modules: "
+                f"{', '.join(MODULES)}"
+            )
+        rows.append(np.concatenate([a.numpy().ravel(), b.numpy().ravel()]))
+        config.append((module, int(layer[1]), a.shape[0]))
+    weights = np.zeros((len(rows), max(map(len, rows))), np.float32)
+    for index, row in enumerate(rows):
+        weights[index, : len(row)] = row
+    shapes = np.array(config, np.int32)
+    digest = hashlib.blake2b(shapes.tobytes() + weights.tobytes(), digest_size=8).digest()
+    # Within int64, which some servers keep the number in.
+    return LoraTensors(weights, shapes, int.from_bytes(digest, "little") >> 1)

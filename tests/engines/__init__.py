@@ -1,0 +1,1 @@
+"""Every generation engine held to one contract, the Triton engine against a real server."""

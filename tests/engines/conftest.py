@@ -1,0 +1,119 @@
+"""Engines by name, each over the same tiny policy with an adapter; servers that live as long as the session."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from quartet.models.engine import TorchEngine
+from quartet.models.engines import Engine, Policy
+from quartet.models.lora import add_adapter
+from quartet.models.scoring import response_log_probs
+from tests.engines import stand_in
+from tests.engines.triton_server import Model, TritonServer, is_here
+from tests.unit.models import tiny
+
+SERVED = (
+    Model("current"),
+    Model("older", names="older"),
+    Model("whole", decoupled=False),
+    Model("older-whole", names="older", decoupled=False),
+    Model("silent", log_probs="no"),
+    Model("text", names="text", decoupled=False),
+    Model("garbled", names="text", decoupled=False, log_probs="garbled"),
+    Model("seedless", without=("seed",)),
+)
+EOS = 32
+"""A token that the policy is fond of, so that some responses end early, greedy ones as well."""
+ENGINES = (
+    "torch",
+    "triton-current",
+    "triton-older",
+    "triton-whole",
+    "triton-older-whole",
+    "triton-silent",
+    "triton-text",
+)
+ENGINES = (*ENGINES, "tensorrt-llm", "tensorrt-llm-stand-in")
+
+
+def policy(seed: int = 3) -> Policy:
+    """A tiny Llama with an adapter that does something, its one stop token the EOS."""
+    model = tiny.causal("llama")
+    adapter = add_adapter(model, "base", rank=2, alpha=3.0, seed=seed)
+    turn(model, seed)
+    return Policy(
+        model, tokenizer(), adapter, frozenset({EOS}), lambda batch, t: response_log_probs(model, batch, t, 4096)
+    )
+
+
+def turn(model: torch.nn.Module, seed: int) -> None:
+    """Gives the adapter other weights, as an update does."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=generator)
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Words w0, w1, …; no token but the EOS is left out of texts."""
+    words = {f"w{index}": index for index in range(tiny.VOCABULARY)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=f"w{EOS}")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy without its adapter, as the servers have it."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny.saved(tiny.causal("llama"), folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A real tritonserver with every model."""
+    if not is_here():
+        pytest.skip("needs nvidia-pytriton and tritonclient: make engines")
+    server = TritonServer(tmp_path_factory.mktemp("triton"), checkpoint, SERVED)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def subject() -> Policy:
+    """The policy of one test."""
+    return policy()
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, subject: Policy, tmp_path: Path, checkpoint: Path) -> Iterator[Engine]:
+    """One engine after another over the subject."""
+    name: str = request.param
+    if name == "torch":
+        made: Engine = TorchEngine(subject.model, subject.stop_ids, 32)
+    elif name.startswith("triton-"):
+        from tests.engines.triton_engines import engine_of
+
+        made = engine_of(request.getfixturevalue("server"), name.removeprefix("triton-"), subject, tmp_path)
+    else:
+        if name.endswith("stand-in"):
+            stand_in.install(request.getfixturevalue("monkeypatch"))
+        elif importlib.util.find_spec("tensorrt_llm") is None:
+            pytest.skip("needs tensorrt_llm, and so a GPU")
+        from quartet.models.engines.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
+
+        settings = TensorRTLLM(str(checkpoint), tmp_path / "engine", 32, 0.2, True, lora_rank=2)
+        made = TensorRTLLMEngine(settings, subject)
+    yield made
+    made.close()

@@ -1,0 +1,205 @@
+"""A model for Triton's Python backend with the tensors of the TensorRT-LLM backend, over a plain transformers loop.
+
+Runs inside a real tritonserver, as model.py. Which names it speaks, its parameters in config.pbtxt say. Prompts that begin with
+one of the FAULTS make it fail in that way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import triton_python_backend_utils as pb_utils
+
+FAULTS = {60: "crash", 59: "error", 58: "nothing", 57: "hang", 56: "cut", 55: "nan"}
+MODULES = {
+    1: "self_attn.q_proj",
+    2: "self_attn.k_proj",
+    3: "self_attn.v_proj",
+    4: "self_attn.o_proj",
+    5: "mlp.gate_proj",
+    6: "mlp.down_proj",
+    7: "mlp.up_proj",
+}
+
+
+class TritonPythonModel:
+    """What the backend calls."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        config = json.loads(args["model_config"])
+        self.parameters = {name: entry["string_value"] for name, entry in config["parameters"].items()}
+        self.decoupled = config["model_transaction_policy"]["decoupled"]
+        torch.set_num_threads(1)
+        self.model = self._load()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.parameters["checkpoint"])
+        self.adapted: dict[int, Any] = {}
+
+    def _load(self) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(self.parameters["checkpoint"]).eval()
+
+    def execute(self, requests: list[Any]) -> list[Any] | None:
+        if self.decoupled:
+            for request in requests:
+                self._stream(request)
+            return None
+        return [self._answer(request) for request in requests]
+
+    def _stream(self, request: Any) -> None:
+        sender = request.get_response_sender()
+        try:
+            for tensors in self._generate(request, sender.is_cancelled):
+                sender.send(pb_utils.InferenceResponse(tensors))
+        except pb_utils.TritonModelException as error:
+            sender.send(pb_utils.InferenceResponse([], pb_utils.TritonError(str(error))))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            return pb_utils.InferenceResponse(list(self._generate(request, request.is_cancelled))[-1])
+        except pb_utils.TritonModelException as error:
+            return pb_utils.InferenceResponse([], pb_utils.TritonError(str(error)))
+
+    def _generate(self, request: Any, cancelled: Any) -> Any:
+        """The outputs of one response after another: each token's, or all at the end."""
+        text = self.parameters["names"] == "text"
+        asked = self._text_request(request) if text else self._token_request(request)
+        fault = FAULTS.get(asked["prompt"][0])
+        if fault == "crash":
+            os._exit(1)
+        if fault == "error":
+            raise pb_utils.TritonModelException("out of memory")
+        if fault == "hang":
+            while not cancelled():
+                time.sleep(0.01)
+            return
+        if fault == "nothing":
+            yield []
+            return
+        ids: list[int] = []
+        log_probs: list[float] = []
+        model = self._with_adapter(request, text)
+        generator = torch.Generator().manual_seed(asked["seed"])
+        while len(ids) < asked["limit"] and not (ids and ids[-1] in asked["stops"]) and not cancelled():
+            token, log_prob = _next(model, asked, ids, generator)
+            ids.append(token)
+            log_probs.append(log_prob if fault != "nan" else float("nan"))
+            if asked["streaming"]:
+                yield self._tokens([token], log_probs)
+            if fault == "cut":
+                break
+            self._count()
+        if text:
+            yield self._text(ids, asked)
+        elif not asked["streaming"]:
+            shown = ids if _value(request, "exclude_input_in_output") else [*asked["prompt"], *ids]
+            yield self._tokens(shown, log_probs)
+
+    def _count(self) -> None:
+        """A byte for each token, so that a test can see how many were computed."""
+        with open(self.parameters["tokens"], "ab") as file:
+            file.write(b".")
+
+    def _token_request(self, request: Any) -> dict[str, Any]:
+        ids, limit = _array(request, "input_ids"), _value(request, "request_output_len")
+        assert ids.shape == (1, _value(request, "input_lengths"))
+        stops = _array(request, "stop_words_list")
+        if stops is not None:
+            assert stops.shape[:2] == (1, 2)
+            assert stops[0, 1].tolist() == list(range(1, stops.shape[2] + 1)), "each stop word is one token"
+        # No end_id may hide a token.
+        assert _value(request, "end_id") in (None, -1)
+        seed = "random_seed" if self.parameters["names"] == "older" else "seed"
+        return {
+            "prompt": ids[0].tolist(),
+            "limit": limit,
+            "stops": [] if stops is None else stops[0, 0].tolist(),
+            "temperature": _value(request, "temperature"),
+            "greedy": _value(request, "runtime_top_k") == 1,
+            "seed": _value(request, seed) % 2**63,
+            "streaming": self.decoupled and bool(_value(request, "streaming")),
+        }
+
+    def _text_request(self, request: Any) -> dict[str, Any]:
+        text = _value(request, "text_input").decode()
+        return {
+            "prompt": self.tokenizer(text)["input_ids"],
+            "limit": _value(request, "sampling_param_max_tokens"),
+            "stops": [self.tokenizer.eos_token_id],
+            "temperature": _value(request, "sampling_param_temperature"),
+            "greedy": _value(request, "sampling_param_top_k") == 1,
+            "seed": _value(request, "sampling_param_seed") % 2**63,
+            "streaming": False,
+        }
+
+    def _tokens(self, ids: list[int], log_probs: list[float]) -> list[Any]:
+        # As the backend does: new tokens, and the log-probs of all so far.
+        outputs = {
+            "output_ids": np.array([[ids]], np.int32),
+            "sequence_length": np.array([[len(ids)]], np.int32),
+        }
+        if self.parameters["log_probs"] == "yes":
+            outputs["output_log_probs"] = np.array([[log_probs]], np.float32)
+        return [pb_utils.Tensor(name, value) for name, value in outputs.items()]
+
+    def _text(self, ids: list[int], asked: dict[str, Any]) -> list[Any]:
+        stopped = ids[-1] in asked["stops"]
+        text = self.tokenizer.decode(ids[:-1] if stopped else ids)
+        if self.parameters["log_probs"] == "garbled":
+            text += " nonsense"
+        values = {"text_output": text, "finish_reason": "stop" if stopped else "length", "stop_reason": ""}
+        return [pb_utils.Tensor(name, np.array([[value.encode()]], np.object_)) for name, value in values.items()]
+
+    def _with_adapter(self, request: Any, text: bool) -> Any:
+        if text:
+            path = _value(request, "lora_path")
+            return self.model if path is None else self._from_path(_value(request, "lora_id"), path.decode())
+        task, weights = _value(request, "lora_task_id"), _array(request, "lora_weights")
+        if task is None:
+            return self.model
+        if task not in self.adapted:
+            if weights is None:
+                raise pb_utils.TritonModelException(f"LoRA task {task} not found in cache")
+            self.adapted[task] = self._adapt(weights[0], _array(request, "lora_config")[0])
+        return self.adapted[task]
+
+    def _adapt(self, weights: np.ndarray, rows: np.ndarray) -> Any:
+        model = self._load()
+        for row, (module, layer, rank) in zip(weights, rows.tolist(), strict=True):
+            linear = model.model.layers[layer].get_submodule(MODULES[module])
+            outputs, inputs = linear.weight.shape
+            a = torch.from_numpy(row[: rank * inputs].astype(np.float32)).view(rank, inputs)
+            b = torch.from_numpy(row[rank * inputs : rank * (inputs + outputs)].astype(np.float32)).view(outputs, rank)
+            with torch.no_grad():
+                linear.weight += b @ a
+        return model
+
+    def _from_path(self, task: int, path: str) -> Any:
+        import peft
+
+        if task not in self.adapted:
+            self.adapted[task] = peft.PeftModel.from_pretrained(self._load(), path).eval()
+        return self.adapted[task]
+
+
+def _next(model: Any, asked: dict[str, Any], ids: list[int], generator: torch.Generator) -> tuple[int, float]:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*asked["prompt"], *ids]])).logits[0, -1].double()
+    log_probs = torch.log_softmax(logits if asked["greedy"] else logits / asked["temperature"], 0)
+    drawn = log_probs.argmax() if asked["greedy"] else torch.multinomial(log_probs.exp(), 1, generator=generator)
+    return int(drawn), float(log_probs[drawn])
+
+
+def _array(request: Any, name: str) -> Any:
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    return None if tensor is None else tensor.as_numpy()
+
+
+def _value(request: Any, name: str) -> Any:
+    array = _array(request, name)
+    return None if array is None else array.reshape(-1)[0].item() if array.dtype != np.object_ else array.reshape(-1)[0]

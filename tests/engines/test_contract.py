@@ -1,0 +1,154 @@
+"""What every engine must do alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quartet.errors import Cancelled, InvalidRequest
+from quartet.models.engines import Engine, Policy
+from quartet.models.engines.triton import TritonEngine
+from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, Trajectory, TrajectoryId
+from tests.engines.conftest import EOS, turn
+from tests.unit.models import tiny
+
+
+def requests(count: int, first: int = 0) -> list[GenerationRequest]:
+    """Prompts of several lengths. Ids of 55 and more mean faults to the tests' server."""
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(2, 55, generator.integers(1, 9)).astype(np.int32) for _ in range(first + count)]
+    return [GenerationRequest(TrajectoryId("run", 0, i, 0), prompts[i]) for i in range(first, first + count)]
+
+
+def run(engine: Engine, asked: list[GenerationRequest], seed: int = 0, **sampling: Any) -> list[Trajectory]:
+    """The trajectories by id."""
+    parameters = SamplingParameters(**{"max_response_tokens": 10, "temperature": 0.8, **sampling})
+    return sorted(engine.generate(asked, parameters, seed, 7, lambda: False), key=lambda found: found.id)
+
+
+def tokens(found: list[Trajectory]) -> list[list[int]]:
+    return [trajectory.response_ids.tolist() for trajectory in found]
+
+
+def greedy(policy: Policy, request: GenerationRequest, limit: int = 10) -> list[int]:
+    """A plain loop over the model: no cache, no batch."""
+    ids = request.prompt_ids.tolist()
+    for _ in range(limit):
+        with torch.no_grad():
+            ids.append(int(policy.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] in policy.stop_ids:
+            break
+    return ids[len(request.prompt_ids) :]
+
+
+def test_greedy_tokens_are_those_of_a_plain_loop(engine: Engine, subject: Policy) -> None:
+    asked = requests(12)
+    found = run(engine, asked, temperature=0.0)
+    assert tokens(found) == [greedy(subject, request) for request in asked]
+    assert [t.id for t in found] == [r.id for r in asked]
+    assert all((t.prompt_ids == r.prompt_ids).all() for t, r in zip(found, asked, strict=True))
+    assert {t.policy_version for t in found} == {7}
+    assert len({len(t.response_ids) for t in found}) > 1  # some stopped early
+
+
+def test_log_probs_are_near_the_trainers(engine: Engine, subject: Policy) -> None:
+    for temperature in (0.0, 0.7):
+        found = run(engine, requests(8), temperature=temperature)
+        expected = subject.score(TokenBatch.of(found), temperature or 1.0)
+        assert np.allclose(np.concatenate([t.log_probs for t in found]), expected, atol=1e-3)
+
+
+def test_the_seed_decides_and_the_company_does_not(engine: Engine) -> None:
+    asked = requests(10)
+    first = tokens(run(engine, asked))
+    assert tokens(run(engine, asked)) == first
+    assert tokens(run(engine, asked[3:6])) == first[3:6]
+    assert tokens(run(engine, asked, seed=1)) != first
+
+
+def test_samples_of_one_prompt_differ(engine: Engine) -> None:
+    prompt = requests(1)[0].prompt_ids
+    asked = [GenerationRequest(TrajectoryId("run", 0, 0, sample), prompt) for sample in range(6)]
+    assert len({tuple(response) for response in tokens(run(engine, asked))}) > 1
+
+
+def test_a_response_ends_with_its_stop_token_or_at_the_limit(engine: Engine) -> None:
+    found = run(engine, requests(30), max_response_tokens=6)
+    assert {t.finish_reason for t in found} == {FinishReason.EOS, FinishReason.LENGTH}
+    for t in found:
+        stops = [index for index, token in enumerate(t.response_ids) if token == EOS]
+        stopped = t.finish_reason is FinishReason.EOS
+        assert stops == ([len(t.response_ids) - 1] if stopped else [])
+        assert stopped or len(t.response_ids) == 6
+        assert len(t.log_probs) == len(t.response_ids)
+        assert (t.response_ids.dtype, t.log_probs.dtype, t.prompt_ids.dtype) == (np.int32, np.float32, np.int32)
+
+
+def test_stop_tokens_can_be_ignored(engine: Engine, request: pytest.FixtureRequest) -> None:
+    if "triton-text" in request.node.name:
+        with pytest.raises(InvalidRequest, match="ignore EOS"):
+            run(engine, requests(2), ignore_eos=True)
+        return
+    assert {len(t.response_ids) for t in run(engine, requests(12), ignore_eos=True)} == {10}
+
+
+def test_new_weights_are_used_at_once(engine: Engine, subject: Policy) -> None:
+    asked = requests(8)
+    before = run(engine, asked, temperature=0.0)
+    engine.release()
+    turn(subject.model, seed=11)
+    engine.weights_changed()
+    after = run(engine, asked, temperature=0.0)
+    assert tokens(after) == [greedy(subject, request) for request in asked]
+    assert tokens(after) != tokens(before)
+
+
+def test_cancellation_is_seen_and_the_engine_is_good_afterwards(engine: Engine) -> None:
+    asked = requests(8)
+    calls = iter([False, False])
+    running = engine.generate(asked, SamplingParameters(40), 0, 0, lambda: next(calls, True))
+    with pytest.raises(Cancelled):
+        list(running)
+    assert len(run(engine, asked)) == 8
+
+
+def test_whoever_stops_reading_leaves_the_engine_good(engine: Engine) -> None:
+    running = engine.generate(requests(8), SamplingParameters(20), 0, 0, lambda: False)
+    next(running)
+    getattr(running, "close")()  # noqa: B009
+    assert len(run(engine, requests(4))) == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "message"),
+    [
+        ([3] * 60, 5, "positions for 64"),
+        ([], 5, "at least one token"),
+        ([3, tiny.VOCABULARY], 5, "vocabulary"),
+        ([-1], 5, "vocabulary"),
+        ([3], 0, "max_response_tokens"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_at_the_call(engine: Engine, prompt: list[int], limit: int, message: str) -> None:
+    asked = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(prompt, np.int32))]
+    with pytest.raises(InvalidRequest, match=message):
+        engine.generate(asked, SamplingParameters(limit), 0, 0, lambda: False)
+
+
+def test_nothing_asked_is_nothing_given(engine: Engine) -> None:
+    assert run(engine, []) == []
+
+
+def test_a_triton_engine_cancels_what_the_server_computes(engine: Engine, request: pytest.FixtureRequest) -> None:
+    if not isinstance(engine, TritonEngine):
+        pytest.skip("of servers")
+    server = request.getfixturevalue("server")
+    before = server.tokens()
+    running = engine.generate(requests(32), SamplingParameters(50, ignore_eos=False), 0, 0, lambda: False)
+    next(running)
+    getattr(running, "close")()  # noqa: B009
+    run(engine, requests(1), max_response_tokens=1)  # Behind what was not cancelled, if anything.
+    assert server.tokens() - before < 32 * 10

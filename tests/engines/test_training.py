@@ -1,0 +1,78 @@
+"""Whole runs over a real Triton server: every service behind its own server, with a real Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.demo.world import World
+from tests.engines.triton_server import Model, TritonServer
+from tests.training.conftest import MakeConfig, make, world, world_tree
+from tests.training.runs import fleet, orchestrator, run_to_the_end
+
+__all__ = ["make", "world", "world_tree"]
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def triton(server: TritonServer, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """Serves the run's own initial policy. ``server`` is asked for so that without the wheel the tests are skipped."""
+    del server
+    found = TritonServer(
+        tmp_path_factory.mktemp("served"), Path(world.policy), (Model("current"), Model("silent", log_probs="no"))
+    )
+    found.start()
+    yield found
+    found.stop()
+
+
+def rollout(triton: TritonServer, **changes: Any) -> dict[str, Any]:
+    return {"engine": "triton", "triton": {"url": f"grpc://127.0.0.1:{triton.port}", "model": "current", **changes}}
+
+
+@pytest.mark.parametrize("model", ["current", "silent"])
+def test_a_run_with_adapters_trains_on_what_its_policy_sampled(
+    make: MakeConfig, triton: TritonServer, model: str
+) -> None:
+    run = run_to_the_end(
+        make(
+            run={"steps": STEPS},
+            actor={"lora": {"rank": 4}, "learning_rate": 1e-2},
+            rollout=rollout(triton, model=model),
+        )
+    )
+    assert [step["step"] for step in run.metrics] == list(range(1, STEPS + 1))
+    assert max(step["rollout_mismatch_kl"] for step in run.metrics) < 1e-6
+    # The adapters that were sent along moved away from the reference: the server did not go on with the first.
+    assert run.metrics[0]["kl_mean"] == pytest.approx(0.0, abs=1e-3)
+    assert abs(run.metrics[-1]["kl_mean"]) > 1e-3
+    assert not (run.files.root / "engine").exists() or not list((run.files.root / "engine").iterdir())
+
+
+def test_a_run_with_static_weights_reports_how_far_its_policy_has_gone(make: MakeConfig, triton: TritonServer) -> None:
+    run = run_to_the_end(make(run={"steps": STEPS}, rollout=rollout(triton, weights="static")))
+    mismatch = [step["rollout_mismatch_kl"] for step in run.metrics]
+    assert mismatch[0] < 1e-6
+    assert mismatch[-1] > 1e-6
+    assert run.metrics[-1]["importance_weight"] != 1.0
+
+
+def test_a_run_rides_through_a_server_that_dies(make: MakeConfig, triton: TritonServer) -> None:
+    config = make(
+        run={"steps": STEPS},
+        actor={"lora": {"rank": 4}},
+        rollout=rollout(triton),
+        recovery={"attempts": 20, "backoff": 0.2},
+    )
+    with fleet(config) as started, orchestrator(started.config) as going:
+        while going.board.current().step < 1:
+            going.thread.join(0.02)
+        triton.stop()
+        going.thread.join(0.5)
+        triton.start(triton.port)
+        run = going.finish()
+    assert run.code == 0, run.progress.error
+    assert [step["step"] for step in run.metrics] == list(range(1, STEPS + 1))

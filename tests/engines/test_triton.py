@@ -1,0 +1,218 @@
+"""The Triton engine against a real server that fails, lies, hangs, dies, asks for certificates, or is not there."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quartet.errors import (
+    ComputationFailed,
+    MismatchError,
+    QuartetError,
+    ServiceFailed,
+    ServiceUnavailable,
+)
+from quartet.models.engines import Policy
+from quartet.models.optimizer import create_optimizer
+from quartet.models.training import update_policy
+from quartet.rpc.authority import Authority
+from quartet.types import (
+    Experience,
+    GenerationRequest,
+    OptimizationSettings,
+    PolicyLossSettings,
+    SamplingParameters,
+    TokenBatch,
+    Trajectory,
+    TrajectoryId,
+)
+from tests.engines.conftest import policy, turn
+from tests.engines.test_contract import greedy, requests, run, tokens
+from tests.engines.triton_engines import engine_of
+from tests.engines.triton_server import Model, TritonServer, free_port
+
+
+@pytest.fixture
+def own_server(checkpoint: Path, server: TritonServer, tmp_path: Path) -> Iterator[Callable[..., TritonServer]]:
+    """Starts a server that a test may end. ``server`` is asked for so that without the wheel the test is skipped."""
+    del server
+    started = []
+
+    def start(*models: Model, tls: Path | None = None) -> TritonServer:
+        started.append(TritonServer(tmp_path / f"own-{len(started)}", checkpoint, models, tls))
+        started[-1].folder.mkdir()
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.stop()
+
+
+def beginning_with(token: int) -> list[GenerationRequest]:
+    """A good request, and one whose prompt means a fault to the server."""
+    return [*requests(1), GenerationRequest(TrajectoryId("run", 0, 99, 0), np.array([token, 3, 4], np.int32))]
+
+
+@pytest.mark.parametrize(
+    ("token", "error", "message"),
+    [
+        (59, ServiceFailed, "the model failed: out of memory"),
+        (58, ComputationFailed, "response to run/0/99/0: 0 tokens"),
+        (56, ComputationFailed, "ends after 1 of 10 tokens without a stop token"),
+        (55, ComputationFailed, "log-probs that are none"),
+    ],
+    ids=["error", "nothing", "cut", "nan"],
+)
+def test_what_the_server_could_not_generate_is_an_error(
+    server: TritonServer, subject: Policy, tmp_path: Path, token: int, error: type[QuartetError], message: str
+) -> None:
+    engine = engine_of(server, "current", subject, tmp_path)
+    with pytest.raises(error, match=message):
+        run(engine, beginning_with(token))
+    assert len(run(engine, requests(4))) == 4
+
+
+def test_text_that_is_not_its_tokens_is_an_error(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+    with pytest.raises(ComputationFailed, match="tokenised, does not give the same text"):
+        run(engine_of(server, "garbled", subject, tmp_path), requests(2))
+
+
+def test_a_server_that_says_nothing_is_unavailable(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+    engine = engine_of(server, "current", subject, tmp_path, timeout=0.5)
+    with pytest.raises(ServiceUnavailable, match=r"no answer for 0\.5 s; raise rollout\.triton\.timeout"):
+        run(engine, beginning_with(57))
+
+
+def test_a_model_that_crashes_is_an_error(
+    own_server: Callable[..., TritonServer], subject: Policy, tmp_path: Path
+) -> None:
+    engine = engine_of(own_server(Model("current")), "current", subject, tmp_path, timeout=5.0)
+    with pytest.raises((ServiceFailed, ServiceUnavailable)):
+        run(engine, beginning_with(60))
+
+
+def test_a_server_that_is_killed_is_unavailable_and_one_that_is_back_is_used_again(
+    own_server: Callable[..., TritonServer], subject: Policy, tmp_path: Path
+) -> None:
+    server = own_server(Model("current"))
+    engine = engine_of(server, "current", subject, tmp_path)
+    running = engine.generate(requests(32), SamplingParameters(40), 0, 0, lambda: False)
+    next(running)
+    server.stop(signal.SIGKILL)
+    with pytest.raises(ServiceUnavailable, match="start the server, or correct"):
+        list(running)
+    with pytest.raises(ServiceUnavailable, match=r"rollout\.triton\.url"):
+        run(engine, requests(2))
+    server.start(server.port)
+    # It knows no adapter any more: the first request of every generation brings it.
+    found = run(engine, requests(4), temperature=0.0)
+    assert tokens(found) == [greedy(subject, request) for request in requests(4)]
+
+
+def test_a_server_that_is_not_there_is_named(subject: Policy, tmp_path: Path, checkpoint: Path) -> None:
+    pytest.importorskip("tritonclient.grpc")
+    nobody = TritonServer(tmp_path, checkpoint, ())
+    nobody.port = free_port()
+    with pytest.raises(ServiceUnavailable, match=rf"model current of Triton at 127\.0\.0\.1:{nobody.port}: "):
+        run(engine_of(nobody, "current", subject, tmp_path), requests(1))
+
+
+@pytest.mark.parametrize(("model", "message"), [("absent", "unknown model"), ("seedless", "no random_seed")])
+def test_a_model_that_is_another_is_a_mismatch(
+    server: TritonServer, subject: Policy, tmp_path: Path, model: str, message: str
+) -> None:
+    with pytest.raises(MismatchError, match=message) as refused:
+        run(engine_of(server, model, subject, tmp_path), requests(1))
+    assert "rollout.triton.model names the model" in str(refused.value)
+
+
+def test_few_at_once_are_as_good_as_many(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+    few, many = (engine_of(server, "current", subject, tmp_path, max_in_flight=limit) for limit in (2, 32))
+    assert tokens(run(few, requests(9))) == tokens(run(many, requests(9)))
+
+
+def test_static_weights_stay_and_their_mismatch_is_reported_and_corrected(
+    server: TritonServer, subject: Policy, tmp_path: Path
+) -> None:
+    engine = engine_of(server, "current", subject, tmp_path, weights="static")
+    found = run(engine, requests(24), temperature=1.0)
+    assert subject.adapter is not None
+    with subject.adapter.off():
+        base = subject.score(TokenBatch.of(found), 1.0)
+    assert np.allclose(np.concatenate([t.log_probs for t in found]), base, atol=1e-3)
+
+    metrics = updated(subject, found)
+    assert metrics["rollout_mismatch_kl"] > 0.01
+    assert 0.1 < metrics["importance_weight"] < 1.0
+
+
+def test_of_an_adapter_that_is_sent_along_only_rounding_is_left(
+    server: TritonServer, subject: Policy, tmp_path: Path
+) -> None:
+    metrics = updated(subject, run(engine_of(server, "current", subject, tmp_path), requests(24), temperature=1.0))
+    assert metrics["rollout_mismatch_kl"] < 1e-6
+    assert metrics["importance_weight"] == pytest.approx(1.0, abs=1e-4)
+
+
+def updated(subject: Policy, found: list[Trajectory]) -> dict[str, float]:
+    """What an update reports that looks and learns nothing."""
+    batch = TokenBatch.of(found)
+    count = int(batch.response_lengths.sum())
+    flat = {name: np.zeros(count, np.float32) for name in ("reference_log_probs", "values", "advantages", "returns")}
+    experience = Experience(
+        "run", 1, 0, tuple(str(t.id) for t in found), batch, np.zeros(len(found), np.float32),
+        log_probs=np.concatenate([t.log_probs for t in found]), actor_mask=np.ones(count, np.float32), **flat,
+    )  # fmt: skip
+    optimizer = create_optimizer(subject.model, 1e-3, (0.9, 0.95), 1e-8, 0.0)
+    settings = OptimizationSettings(epochs=0, mini_batches=1, learning_rate=1e-3, max_grad_norm=1.0, seed=0)
+    return update_policy(subject.model, optimizer, experience, settings, PolicyLossSettings(importance_cap=2.0), 4096)
+
+
+def test_static_weights_need_log_probs(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="no return_log_probs and output_log_probs"):
+        run(engine_of(server, "silent", subject, tmp_path, weights="static"), requests(1))
+
+
+def test_two_policies_on_one_server_do_not_meet(server: TritonServer, tmp_path: Path) -> None:
+    one, other = policy(3), policy(4)
+    asked = requests(6)
+    for subject in (one, other, one):
+        engine = engine_of(server, "current", subject, tmp_path)
+        assert tokens(run(engine, asked, temperature=0.0)) == [greedy(subject, request) for request in asked]
+
+
+def test_an_adapter_on_disk_is_the_newest_alone(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+    engine = engine_of(server, "text", subject, tmp_path)
+    run(engine, requests(2))
+    turn(subject.model, 5)
+    engine.weights_changed()
+    run(engine, requests(2))
+    assert len(list((tmp_path / "engine").iterdir())) == 1
+    engine.close()
+    assert not (tmp_path / "engine").exists()
+
+
+def test_with_certificates_both_sides_are_known(
+    own_server: Callable[..., TritonServer], subject: Policy, tmp_path: Path
+) -> None:
+    folder = tmp_path / "certificates"
+    authority = Authority(timedelta(days=1))
+    authority.issue(folder / "server", ["127.0.0.1"])
+    authority.issue(folder / "actor", ["actor.quartet"])
+    server = own_server(Model("current"), tls=folder / "server")
+    files = {
+        name: (folder / "actor" / file).read_bytes()
+        for name, file in (("authority", "ca.crt"), ("certificate", "tls.crt"), ("key", "tls.key"))
+    }
+    asked = requests(2)
+    found = run(engine_of(server, "current", subject, tmp_path, encrypted=True, **files), asked, temperature=0.0)
+    assert tokens(found) == [greedy(subject, request) for request in asked]
+    for lacking in ({"encrypted": True, "authority": files["authority"]}, {"encrypted": False}):
+        with pytest.raises(ServiceUnavailable):
+            run(engine_of(server, "current", subject, tmp_path, timeout=3.0, **lacking), asked)

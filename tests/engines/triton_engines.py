@@ -1,0 +1,17 @@
+"""Triton engines of the tests' servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quartet.models.engines import Policy
+from quartet.models.engines.triton import TritonEngine
+from quartet.models.engines.triton import TritonServer as Target
+from tests.engines.triton_server import TritonServer
+
+
+def engine_of(server: TritonServer, model: str, policy: Policy, folder: Path, **changes: Any) -> TritonEngine:
+    """An engine of one of the server's models."""
+    settings: dict[str, Any] = {"timeout": 20.0, "weights": "lora", "max_in_flight": 32, **changes}
+    return TritonEngine(Target(f"127.0.0.1:{server.port}", model, adapters=folder / "engine", **settings), policy)

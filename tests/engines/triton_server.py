@@ -1,0 +1,197 @@
+"""A real tritonserver, from the wheel nvidia-pytriton, on ports of its own on loopback."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MODEL = Path(__file__).with_name("served_model.py")
+PYTHON = "QUARTET_TRITON_PYTHON"
+"""Names a Python that has the wheel, and what the model needs, with a NumPy below 2: the wheel's backend misreads others'."""
+START = 60.0
+"""Seconds for the server and its model."""
+
+TOKEN_INPUTS = {
+    "input_ids": ("INT32", "-1", False),
+    "input_lengths": ("INT32", "1", False),
+    "request_output_len": ("INT32", "1", False),
+    "end_id": ("INT32", "1", True),
+    "pad_id": ("INT32", "1", True),
+    "stop_words_list": ("INT32", "2, -1", True),
+    "temperature": ("FP32", "1", True),
+    "runtime_top_k": ("INT32", "1", True),
+    "runtime_top_p": ("FP32", "1", True),
+    "return_log_probs": ("BOOL", "1", True),
+    "streaming": ("BOOL", "1", True),
+    "lora_task_id": ("UINT64", "1", True),
+    "lora_weights": ("FP32", "-1, -1", True),
+    "lora_config": ("INT32", "-1, 3", True),
+}
+TOKEN_OUTPUTS = {"output_ids": ("INT32", "-1, -1"), "sequence_length": ("INT32", "-1")}
+LOG_PROBS = {"output_log_probs": ("FP32", "-1, -1")}
+TEXT_INPUTS = {
+    "text_input": ("STRING", "-1", False),
+    "sampling_param_max_tokens": ("INT32", "1", True),
+    "sampling_param_temperature": ("FP32", "1", True),
+    "sampling_param_top_k": ("INT32", "1", True),
+    "sampling_param_top_p": ("FP32", "1", True),
+    "sampling_param_seed": ("UINT64", "1", True),
+    "return_finish_reason": ("BOOL", "1", True),
+    "return_stop_reason": ("BOOL", "1", True),
+    "streaming": ("BOOL", "1", True),
+    "lora_id": ("UINT64", "1", True),
+    "lora_name": ("STRING", "1", True),
+    "lora_path": ("STRING", "1", True),
+}
+TEXT_OUTPUTS = dict.fromkeys(("text_output", "finish_reason", "stop_reason"), ("STRING", "-1"))
+
+
+@dataclass(frozen=True)
+class Model:
+    """How one served model speaks. ``names``: current, older or text."""
+
+    name: str
+    names: str = "current"
+    decoupled: bool = True
+    log_probs: str = "yes"
+    without: tuple[str, ...] = ()
+
+
+def is_here() -> bool:
+    """Whether there is a server, and a client for it."""
+    return PYTHON in os.environ and importlib.util.find_spec("tritonclient") is not None
+
+
+@dataclass
+class TritonServer:
+    """Serves ``models`` with the ``checkpoint`` out of ``folder``. ``tls``: a folder with tls.crt, tls.key and ca.crt."""
+
+    folder: Path
+    checkpoint: Path
+    models: tuple[Model, ...]
+    tls: Path | None = None
+    port: int = field(default=0, init=False)
+
+    def start(self, port: int | None = None) -> None:
+        """Returns when all models are ready."""
+        python = Path(os.environ[PYTHON]).absolute()
+        version, wheel = _wheel(python)
+        backends = self.folder / "backends"
+        shutil.copytree(wheel / "tritonserver" / "backends", backends, dirs_exist_ok=True)
+        stub = wheel / "tritonserver" / "python_backend_stubs" / version / "triton_python_backend_stub"
+        shutil.copy(stub, backends / "python")
+        (backends / "python" / "triton_python_backend_stub").chmod(0o755)
+        for model in self.models:
+            self._write(model)
+        self.port = port or free_port()
+        arguments = [
+            str(wheel / "tritonserver" / "bin" / "tritonserver"),
+            f"--model-repository={self.folder / 'repository'}",
+            f"--backend-directory={backends}",
+            f"--backend-config=python,shm-region-prefix-name=quartet{self.port}-",
+            f"--grpc-port={self.port}",
+            "--grpc-address=127.0.0.1",
+            "--disable-auto-complete-config",
+            "--allow-http=false",
+            "--allow-metrics=false",
+        ]
+        if self.tls is not None:
+            arguments += [
+                "--grpc-use-ssl=true",
+                "--grpc-use-ssl-mutual=true",
+                f"--grpc-server-cert={self.tls / 'tls.crt'}",
+                f"--grpc-server-key={self.tls / 'tls.key'}",
+                f"--grpc-root-cert={self.tls / 'ca.crt'}",
+            ]
+        # The backend embeds the distribution's Python, which ignores PYTHONPATH and takes its packages from the first python3.
+        environment = os.environ | {
+            "PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", "")]),
+            "LD_LIBRARY_PATH": str(wheel.parent / "nvidia_pytriton.libs"),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self.log = (self.folder / "server.log").open("wb")
+        (wheel / "tritonserver" / "bin" / "tritonserver").chmod(0o755)
+        self.process = subprocess.Popen(
+            arguments, env=environment, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self._wait()
+
+    def tokens(self) -> int:
+        """How many tokens the models have computed."""
+        path = self.folder / "tokens"
+        return path.stat().st_size if path.exists() else 0
+
+    def stop(self, number: int = signal.SIGKILL) -> None:
+        """Ends it and what it has started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+        self.process.wait()
+        self.log.close()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START
+        ready = self.folder / "server.log"
+        while b"Started GRPCInferenceService" not in ready.read_bytes():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"tritonserver did not start:\n{ready.read_text(errors='replace')[-4000:]}")
+            time.sleep(0.05)
+
+    def _write(self, model: Model) -> None:
+        target = self.folder / "repository" / model.name
+        (target / "1").mkdir(parents=True, exist_ok=True)
+        shutil.copy(MODEL, target / "1" / "model.py")
+        (target / "config.pbtxt").write_text(self._config(model))
+
+    def _config(self, model: Model) -> str:
+        if model.names == "text":
+            inputs, outputs = dict(TEXT_INPUTS), dict(TEXT_OUTPUTS)
+        else:
+            inputs, outputs = dict(TOKEN_INPUTS), dict(TOKEN_OUTPUTS)
+            outputs |= LOG_PROBS if model.log_probs == "yes" else {}
+            inputs["random_seed" if model.names == "older" else "seed"] = ("UINT64", "1", True)
+            if model.names == "current":
+                inputs["exclude_input_in_output"] = ("BOOL", "1", True)
+        parameters = {
+            "names": model.names,
+            "log_probs": model.log_probs,
+            "checkpoint": str(self.checkpoint),
+            "tokens": str(self.folder / "tokens"),
+        }
+        lines = [f'name: "{model.name}"', 'backend: "python"', "max_batch_size: 8"]
+        lines.append(f"model_transaction_policy {{ decoupled: {str(model.decoupled).lower()} }}")
+        lines += [
+            f'input {{ name: "{name}" data_type: TYPE_{kind} dims: [ {dims} ] optional: {str(optional).lower()} }}'
+            for name, (kind, dims, optional) in inputs.items()
+            if name not in model.without
+        ]
+        lines += [
+            f'output {{ name: "{name}" data_type: TYPE_{kind} dims: [ {dims} ] }}'
+            for name, (kind, dims) in outputs.items()
+        ]
+        lines += [
+            f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in parameters.items()
+        ]
+        lines.append("instance_group { count: 1 kind: KIND_CPU }")
+        return "\n".join(lines) + "\n"
+
+
+def _wheel(python: Path) -> tuple[str, Path]:
+    """The version of a Python, and where its pytriton is."""
+    code = "import sys, sysconfig; print('%d.%d' % sys.version_info[:2], sysconfig.get_path('purelib'))"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    return found[0], Path(found[1]) / "pytriton"
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,252 @@
+"""What engines are asked and what they answer, without a server: checks, adapters as tensors, dialects, missing packages."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, MismatchError, ModelError
+from quartet.models.engines import Policy
+from quartet.models.engines.lora_tensors import lora_tensors
+from quartet.models.engines.responses import Answer, trajectories
+from quartet.models.engines.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
+from quartet.models.engines.triton import TritonEngine, TritonServer
+from quartet.models.engines.triton_tensors import Dialect, Partial, Served, dialect_of
+from quartet.models.lora import add_adapter
+from quartet.models.scoring import response_log_probs
+from quartet.random_streams import engine_seed
+from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, TrajectoryId
+from tests.unit.models import tiny
+
+SAMPLING = SamplingParameters(4, temperature=0.7, top_k=5, top_p=0.9)
+
+
+def policy(kind: str = "llama", adapter: bool = False) -> Policy:
+    model = tiny.causal(kind)
+    added = add_adapter(model, "base", rank=2, alpha=3.0) if adapter else None
+    stops = frozenset({tiny.EOS, 7})
+    return Policy(model, tiny.tokenizer(), added, stops, lambda batch, t: response_log_probs(model, batch, t, 4096))
+
+
+def answered(ids: list[int], log_probs: list[float] | None, sampling: SamplingParameters = SAMPLING) -> Any:
+    return trajectories([Answer(tiny.requests(1)[0], ids, log_probs)], policy(), sampling, 3, "engine")[0]
+
+
+def test_an_answer_is_a_trajectory() -> None:
+    found = answered([5, 6, 7], [-1.0, -2.0, -3.0])
+    assert (found.policy_version, found.finish_reason) == (3, FinishReason.EOS)
+    assert found.log_probs.tolist() == [-1.0, -2.0, -3.0]
+    assert answered([5, 6, 8, 9], [-1.0] * 4).finish_reason is FinishReason.LENGTH
+    unstopped = answered([5, 7, 8, 9], [-1.0] * 4, SamplingParameters(4, ignore_eos=True))
+    assert unstopped.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_log_probs_that_lack_are_the_trainers(temperature: float) -> None:
+    subject, asked = policy(), tiny.requests(3)
+    sampling = SamplingParameters(4, temperature=temperature)
+    answers = [
+        Answer(asked[0], [5, 7], None),
+        Answer(asked[1], [6, 7], [-1.0, -2.0]),
+        Answer(asked[2], [8, 9, 3, 4], None),
+    ]
+    found = trajectories(answers, subject, sampling, 0, "engine")
+    assert found[1].log_probs.tolist() == [-1.0, -2.0]
+    for trajectory in (found[0], found[2]):
+        expected = subject.score(TokenBatch.of([trajectory]), temperature or 1.0)
+        assert np.allclose(trajectory.log_probs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "log_probs", "message"),
+    [
+        ([], [], "0 tokens; expected 1 to 4"),
+        ([5] * 5, [-1.0] * 5, "5 tokens; expected 1 to 4"),
+        ([5, tiny.VOCABULARY, 7], [-1.0] * 3, "outside the vocabulary"),
+        ([5, -1, 7], [-1.0] * 3, "outside the vocabulary"),
+        ([5, 7, 8, 9], [-1.0] * 4, "goes on after the stop token 7"),
+        ([5, 6], [-1.0] * 2, "ends after 2 of 4 tokens without a stop token"),
+        ([5, 6, 7], [-1.0] * 2, "2 log-probs for 3 tokens"),
+        ([5, 6, 7], [-1.0, float("nan"), -1.0], "log-probs that are none"),
+        ([5, 6, 7], [-1.0, float("-inf"), -1.0], "log-probs that are none"),
+        ([5, 6, 7], [-1.0, 2.0, -1.0], "log-probs that are none"),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error(ids: list[int], log_probs: list[float], message: str) -> None:
+    with pytest.raises(ComputationFailed, match=message) as failed:
+        answered(ids, log_probs)
+    assert "engine: response to run/0/0/0" in str(failed.value)
+
+
+def test_an_adapters_rows_give_back_what_it_adds() -> None:
+    subject = policy(adapter=True)
+    assert subject.adapter is not None
+    with torch.no_grad():
+        for name, parameter in subject.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    lora = lora_tensors(subject.adapter)
+    layer = subject.model.model.layers[1].mlp.down_proj
+    row = next(i for i, (module, index, _) in enumerate(lora.config.tolist()) if (module, index) == (6, 1))
+    outputs, inputs = layer.get_base_layer().weight.shape
+    a = lora.weights[row, : 2 * inputs].reshape(2, inputs)
+    b = lora.weights[row, 2 * inputs : 2 * (inputs + outputs)].reshape(outputs, 2)
+    assert np.allclose(b @ a, layer.get_delta_weight("default").detach().numpy(), atol=1e-6)
+    assert (lora.weights[row, 2 * (inputs + outputs) :] == 0).all()
+    assert sorted(map(tuple, lora.config.tolist())) == [(m, i, 2) for m in range(1, 8) for i in range(2)]
+
+
+def test_other_weights_have_another_number() -> None:
+    subject = policy(adapter=True)
+    assert subject.adapter is not None
+    before = lora_tensors(subject.adapter)
+    assert lora_tensors(subject.adapter).task == before.task
+    with torch.no_grad():
+        subject.model.model.layers[0].mlp.up_proj.lora_B["default"].weight[0, 0] = 1.0
+    assert lora_tensors(subject.adapter).task != before.task
+    assert 0 <= before.task < 2**63
+
+
+def test_an_adapter_that_servers_cannot_take_is_refused() -> None:
+    subject = policy("gpt2", adapter=True)
+    assert subject.adapter is not None
+    with pytest.raises(
+        ModelError, match=r"takes no adapter of .*c_attn; name others in actor\.lora\.target_modules: q_proj"
+    ):
+        lora_tensors(subject.adapter)
+
+
+def test_seeds_are_of_the_trajectory() -> None:
+    ids = [TrajectoryId("r", step, prompt, sample) for step in (0, 1) for prompt in (0, 1) for sample in (0, 1)]
+    seeds = {engine_seed(seed, id) for seed in (0, 1) for id in ids}
+    assert len(seeds) == 16
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert engine_seed(0, ids[0]) == engine_seed(0, TrajectoryId("other", 0, 0, 0))
+
+
+TOKENS = ("input_ids", "input_lengths", "request_output_len", "temperature", "stop_words_list")
+TEXT = ("text_input", *(f"sampling_param_{name}" for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")))
+
+
+def dialect(
+    *inputs: str, outputs: tuple[str, ...] = ("output_ids", "sequence_length"), decoupled: bool = True
+) -> Dialect:
+    kinds: Mapping[str, str] = dict.fromkeys(inputs, "INT32")
+    return dialect_of(Served("server", kinds, frozenset(outputs), decoupled, True), policy())
+
+
+def tokens(ids: list[int], log_probs: list[float] | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = {"output_ids": np.array([[ids]]), "sequence_length": np.array([[len(ids)]])}
+    return found if log_probs is None else found | {"output_log_probs": np.array([[log_probs]])}
+
+
+def test_token_ids_are_asked_for_with_every_stop_token_as_a_word() -> None:
+    request = tiny.requests(1)[0]
+    found = dialect(*TOKENS, "random_seed").request(request, SAMPLING, seed=5)
+    assert found["input_ids"].tolist() == request.prompt_ids.tolist()
+    assert found["stop_words_list"].tolist() == [[1, 7], [1, 2]]
+    assert found["end_id"].tolist() == [-1]
+    assert found["random_seed"].tolist() == [engine_seed(5, request.id)]
+    assert (found["runtime_top_k"].item(), found["request_output_len"].item()) == (5, 4)
+    greedy = dialect(*TOKENS, "seed").request(request, SamplingParameters(4, temperature=0.0, ignore_eos=True), seed=5)
+    assert (greedy["runtime_top_k"].item(), greedy["temperature"].item()) == (1, 1.0)
+    assert "stop_words_list" not in greedy
+
+
+@pytest.mark.parametrize("so_far", [False, True], ids=["of new tokens", "of all so far"])
+def test_log_probs_come_of_new_tokens_or_of_all_so_far(so_far: bool) -> None:
+    speaks = dialect(*TOKENS, "seed", "return_log_probs", outputs=("output_ids", "sequence_length", "output_log_probs"))
+    partial = Partial(tiny.requests(1)[0])
+    values = [-0.5, -1.5, -2.5]
+    for index, token in enumerate([5, 6, 7]):
+        speaks.receive(partial, tokens([token], values[: index + 1] if so_far else [values[index]]))
+    answer = speaks.finish(partial)
+    assert (answer.token_ids, answer.log_probs) == ([5, 6, 7], values)
+
+
+def test_what_follows_the_length_is_padding() -> None:
+    speaks, partial = dialect(*TOKENS, "seed"), Partial(tiny.requests(1)[0])
+    speaks.receive(partial, {"output_ids": np.array([[[5, 7, -1, -1]]]), "sequence_length": np.array([[2]])})
+    assert speaks.finish(partial).token_ids == [5, 7]
+    assert speaks.finish(partial).log_probs is None
+
+
+def test_a_prompt_before_the_response_is_taken_off_and_must_be_the_prompt() -> None:
+    request = tiny.requests(1)[0]
+    speaks, prompt = dialect(*TOKENS, "seed", decoupled=False), request.prompt_ids.tolist()
+    partial = Partial(request)
+    speaks.receive(partial, tokens([*prompt, 5, 7]))
+    assert speaks.finish(partial).token_ids == [5, 7]
+    with pytest.raises(ComputationFailed, match="does not begin with the prompt"):
+        speaks.receive(Partial(request), tokens([5, 7]))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (("image",), "neither input_ids nor text_input"),
+        (TOKENS, "no random_seed"),
+        (("input_ids", "seed"), "no input_lengths and no request_output_len"),
+        (TEXT[:-1], "no sampling_param_seed"),
+    ],
+)
+def test_a_model_with_other_tensors_is_a_mismatch(inputs: tuple[str, ...], message: str) -> None:
+    with pytest.raises(MismatchError, match=f"{message}.*expected the tensors of the TensorRT-LLM backend"):
+        dialect(*inputs)
+
+
+def spoken(text: str, reason: str, stop: str = "") -> Any:
+    speaks = dialect(*TEXT, "return_finish_reason", outputs=("text_output", "finish_reason", "stop_reason"))
+    partial = Partial(tiny.requests(1)[0])
+    outputs = {"text_output": text, "finish_reason": reason, "stop_reason": stop}
+    speaks.receive(partial, {name: np.array([[value.encode()]], np.object_) for name, value in outputs.items()})
+    return speaks.finish(partial).token_ids
+
+
+def test_text_is_tokenised_again_and_its_stop_token_put_back() -> None:
+    assert spoken("w5 w6", "stop") == [5, 6, 1]
+    assert spoken("w5 w6", "stop", "7") == [5, 6, 7]
+    assert spoken("w5 w6 w8 w9", "length") == [5, 6, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "message"),
+    [
+        ("w5  w6", "stop", "does not give the same text again"),
+        ("w5 unheard", "stop", "does not give the same text again"),
+        ("w5", "timeout", "finish_reason 'timeout'"),
+    ],
+)
+def test_text_that_cannot_be_trusted_is_an_error(text: str, reason: str, message: str) -> None:
+    with pytest.raises(ComputationFailed, match=message):
+        spoken(text, reason)
+
+
+def test_a_prompt_that_is_not_its_text_is_an_error() -> None:
+    speaks = dialect(*TEXT, "return_finish_reason", outputs=("text_output", "finish_reason"))
+    good, bad = (GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(ids, np.int32)) for ids in ([5, 6], [5, 20]))
+    assert speaks.request(good, SAMPLING, 0)["text_input"].tolist() == [b"w5 w6"]
+    # The tokenizer has w2 for a special token, and finds it in w20.
+    with pytest.raises(ComputationFailed, match="its text, tokenised, gives other tokens"):
+        speaks.request(bad, SAMPLING, 0)
+    with pytest.raises(InvalidRequest, match="ignore EOS"):
+        speaks.request(good, SamplingParameters(4, ignore_eos=True), 0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tritonclient") is not None, reason="the package is here")
+def test_without_tritonclient_the_error_says_how_to_get_it(tmp_path: Path) -> None:
+    server = TritonServer("127.0.0.1:1", "m", 1.0, "static", 1, tmp_path)
+    with pytest.raises(ConfigError, match=r"pip install 'quartet-rlhf\[triton\]'"):
+        TritonEngine(server, policy())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt_llm") is not None, reason="the package is here")
+def test_without_tensorrt_llm_the_error_says_where_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"image of docker/Dockerfile\.tensorrt-llm"):
+        TensorRTLLMEngine(TensorRTLLM("m", tmp_path, 1, 0.4, True), policy())
