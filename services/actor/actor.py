@@ -79,9 +79,8 @@ class Actor(TrainedModel):
 
     def _load(self, checkpoint: Path | None) -> None:
         # The engine holds the model that is to go.
-        engine = vars(self).pop("_engine", None)
-        if engine is not None:
-            engine.close()
+        if "_engine" in vars(self):
+            vars(self).pop("_engine").close()
         super()._load(checkpoint)
         stop_ids = stop_token_ids(self._model, self._tokenizer)
         self._engine = self._create_engine(Policy(self._model, self._tokenizer, self._adapter, stop_ids, self._score))

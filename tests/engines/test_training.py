@@ -60,19 +60,14 @@ def test_a_run_with_static_weights_reports_how_far_its_policy_has_gone(make: Mak
     assert run.metrics[-1]["importance_weight"] != 1.0
 
 
-def test_a_run_rides_through_a_server_that_dies(make: MakeConfig, triton: TritonServer) -> None:
-    config = make(
-        run={"steps": STEPS},
-        actor={"lora": {"rank": 4}},
-        rollout=rollout(triton),
-        recovery={"attempts": 20, "backoff": 0.2},
-    )
+def test_a_run_waits_for_a_server_that_went_away(make: MakeConfig, triton: TritonServer) -> None:
+    config = make(actor={"lora": {"rank": 4}}, rollout=rollout(triton), recovery={"attempts": 100, "backoff": 0.1})
+    triton.stop()
     with fleet(config) as started, orchestrator(started.config) as going:
-        while going.board.current().step < 1:
+        while not going.board.current().recoveries:
             going.thread.join(0.02)
-        triton.stop()
-        going.thread.join(0.5)
+            assert going.thread.is_alive(), going.board.current()
         triton.start(triton.port)
         run = going.finish()
     assert run.code == 0, run.progress.error
-    assert [step["step"] for step in run.metrics] == list(range(1, STEPS + 1))
+    assert [step["step"] for step in run.metrics] == [1, 2]

@@ -1,0 +1,61 @@
+"""What a run tells its generation engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quartet.models.engine import TorchEngine
+from quartet.models.engines import Policy
+from quartet.types import Trajectory
+from services import roles
+from tests.training.conftest import MakeConfig
+from tests.training.runs import run_to_the_end
+
+
+def test_an_engine_is_told_before_and_after_each_update(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Telling(TorchEngine):
+        def generate(self, *arguments: Any, **named: Any) -> Iterator[Trajectory]:
+            told.append("generate")
+            return super().generate(*arguments, **named)
+
+        def release(self) -> None:
+            told.append("release")
+
+        def weights_changed(self) -> None:
+            told.append("weights changed")
+
+    def factory(*_: Any) -> Any:
+        return lambda policy: Telling(policy.model, policy.stop_ids, 8)
+
+    monkeypatch.setattr(roles, "engine_factory", factory)
+    run_to_the_end(make())
+    assert told == ["generate", "release", "weights changed"] * 2
+
+
+def test_an_engine_is_closed_when_another_policy_is_loaded(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    from services.actor.actor import Actor
+
+    closed: list[Policy] = []
+
+    class Closing(TorchEngine):
+        def __init__(self, policy: Policy) -> None:
+            super().__init__(policy.model, policy.stop_ids, 8)
+            self._policy = policy
+
+        def close(self) -> None:
+            closed.append(self._policy)
+
+    def no_buffer(run: str) -> Any:
+        raise AssertionError(run)
+
+    config = make()
+    actor = Actor(config.actor, "cpu", 8, tmp_path, no_buffer, create_engine=Closing)
+    actor.restore("run", 0, 1, "")
+    assert len(closed) == 1

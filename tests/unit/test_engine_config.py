@@ -1,0 +1,130 @@
+"""rollout.engine and its sections: what is refused before anything starts, and what an engine is made of."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import Config, parse_config
+from quartet.errors import ConfigError
+from quartet.identity import settings_of
+from quartet.preflight import check_inputs
+from services.actor.engines import engine_factory
+
+URL = "grpc://127.0.0.1:8001"
+LORA = {"rank": 4}
+
+
+def config(engine: str = "triton", lora: dict[str, Any] | None = None, **changes: Any) -> Config:
+    tree: dict[str, Any] = {
+        "data": {"prompts": "p"},
+        "actor": {"model": "a", "lora": lora},
+        "reward": {"model": "r"},
+        "rollout": {"engine": engine, **changes.pop("rollout", {})},
+    }
+    return parse_config(tree | changes, "test")
+
+
+@pytest.mark.parametrize("url", [URL, "grpc://localhost:1", "grpc://[::1]:8001", "grpcs://triton.example:8001"])
+def test_a_server_is_on_loopback_or_speaks_tls(url: str) -> None:
+    triton = config(lora=LORA, rollout={"triton": {"url": url}}).rollout.triton
+    assert triton is not None
+    assert triton.encrypted == url.startswith("grpcs")
+    assert f"{url.split(':')[0]}://{triton.address}" == url
+
+
+def test_plaintext_goes_further_only_where_that_is_allowed() -> None:
+    far = {"triton": {"url": "grpc://triton.example:8001"}}
+    with pytest.raises(ConfigError, match=r"rollout\.triton\.url .*not a loopback address.*grpcs://"):
+        config(lora=LORA, rollout=far)
+    assert config(lora=LORA, rollout=far, security={"allow_plaintext": True}).rollout.triton is not None
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h:1", "h:1", "grpc://h", "grpc://:1", "grpc://h:x", "grpc://u:pass@h:1", "grpc://h:1/x"]
+)
+def test_an_address_of_another_form_is_refused(url: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout\.triton\.url: expected grpc://HOST:PORT, or grpcs://HOST:PORT for TLS"
+    ) as refused:
+        config(lora=LORA, rollout={"triton": {"url": url}})
+    assert "pass@" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"rollout\.triton: missing; engine triton needs it"),
+        ({"rollout": {"triton": {"url": URL}}}, r"weights lora: .*actor\.lora is null"),
+        (
+            {"rollout": {"triton": {"url": URL, "weights": "static"}}, "algorithm": {"importance_cap": None}},
+            r"weights static: .*set algorithm\.importance_cap",
+        ),
+        (
+            {"engine": "torch", "rollout": {"triton": {"url": URL}}},
+            r"rollout\.triton: not used with engine torch; set engine triton",
+        ),
+        (
+            {"engine": "torch", "rollout": {"tensorrt_llm": {}}},
+            r"rollout\.tensorrt_llm: not used with engine torch; set engine tensorrt-llm",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**given)
+
+
+def test_static_weights_need_no_adapter() -> None:
+    config(rollout={"triton": {"url": URL, "weights": "static"}})
+
+
+def test_a_run_may_go_on_with_a_server_elsewhere_but_not_with_another_kind() -> None:
+    here, there, static = (
+        settings_of(config(lora=LORA, rollout={"triton": {"url": url, "weights": weights}}))
+        for url, weights in ((URL, "lora"), ("grpcs://other:1", "lora"), (URL, "static"))
+    )
+    assert here == there
+    assert here != static
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a config whose files are all there."""
+    for name, architecture in (("policy", "LlamaForCausalLM"), ("reward", "LlamaForSequenceClassification")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(f'{{"architectures": ["{architecture}"]}}')
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+    (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
+    return {
+        "data": {"prompts": tmp_path / "prompts.jsonl"},
+        "actor": {"model": str(tmp_path / "policy"), "lora": LORA},
+        "reward": {"model": str(tmp_path / "reward")},
+    }
+
+
+@pytest.mark.parametrize(("engine", "package"), [("triton", "tritonclient"), ("tensorrt-llm", "tensorrt_llm")])
+def test_a_package_that_is_missing_is_named_with_where_to_get_it(
+    checkpoints: dict[str, Any], engine: str, package: str
+) -> None:
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is here")
+    section = {"triton": {"url": URL}} if engine == "triton" else {}
+    tree = checkpoints | {"rollout": {"engine": engine, "prompts_per_step": 1, **section}}
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.engine {engine}: the package {package} is not installed; "
+    ) as refused:
+        check_inputs(parse_config(tree, "test"))
+    assert str(refused.value).endswith("set rollout.engine torch")
+    # Elsewhere it may be.
+    elsewhere = {"services": {"actor": {"address": "far:1"}}, "buffer": {"url": "redis://far"}}
+    check_inputs(parse_config(tree | elsewhere, "test"))
+
+
+def test_a_certificate_authority_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    triton = {"url": "grpcs://h:1", "certificate_authority": str(tmp_path / "absent.crt")}
+    with pytest.raises(ConfigError, match=r"rollout\.triton\.certificate_authority: .*absent\.crt cannot be read"):
+        engine_factory(config(lora=LORA, rollout={"triton": triton}), None)
