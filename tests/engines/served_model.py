@@ -93,16 +93,16 @@ class TritonPythonModel:
                 yield self._tokens([token], log_probs)
             if fault == "cut":
                 break
-            self._count()
+            self._note("tokens")
         if text:
             yield self._text(ids, asked)
         elif not asked["streaming"]:
             shown = ids if _value(request, "exclude_input_in_output") else [*asked["prompt"], *ids]
             yield self._tokens(shown, log_probs)
 
-    def _count(self) -> None:
-        """A byte for each token, so that a test can see how many were computed."""
-        with open(self.parameters["tokens"], "ab") as file:
+    def _note(self, what: str) -> None:
+        """A byte for each, so that a test can see how many there were."""
+        with open(os.path.join(self.parameters["notes"], what), "ab") as file:
             file.write(b".")
 
     def _token_request(self, request: Any) -> dict[str, Any]:
@@ -160,6 +160,8 @@ class TritonPythonModel:
             path = _value(request, "lora_path")
             return self.model if path is None else self._from_path(_value(request, "lora_id"), path.decode())
         task, weights = _value(request, "lora_task_id"), _array(request, "lora_weights")
+        if weights is not None:
+            self._note("adapters")
         if task is None:
             return self.model
         if task not in self.adapted:

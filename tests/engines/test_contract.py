@@ -146,9 +146,9 @@ def test_a_triton_engine_cancels_what_the_server_computes(engine: Engine, reques
     if not isinstance(engine, TritonEngine):
         pytest.skip("of servers")
     server = request.getfixturevalue("server")
-    before = server.tokens()
+    before = server.count("tokens")
     running = engine.generate(requests(32), SamplingParameters(50, ignore_eos=False), 0, 0, lambda: False)
     next(running)
     getattr(running, "close")()  # noqa: B009
     run(engine, requests(1), max_response_tokens=1)  # Behind what was not cancelled, if anything.
-    assert server.tokens() - before < 32 * 10
+    assert server.count("tokens") - before < 32 * 10

@@ -179,6 +179,14 @@ def test_static_weights_need_log_probs(server: TritonServer, subject: Policy, tm
         run(engine_of(server, "silent", subject, tmp_path, weights="static"), requests(1))
 
 
+def test_an_adapter_is_sent_once_for_each_generation(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+    engine = engine_of(server, "current", subject, tmp_path)
+    before = server.count("adapters")
+    for generation in (1, 2):
+        run(engine, requests(12))
+        assert server.count("adapters") == before + generation
+
+
 def test_two_policies_on_one_server_do_not_meet(server: TritonServer, tmp_path: Path) -> None:
     one, other = policy(3), policy(4)
     asked = requests(6)

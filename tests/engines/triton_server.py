@@ -124,9 +124,9 @@ class TritonServer:
         )
         self._wait()
 
-    def tokens(self) -> int:
-        """How many tokens the models have computed."""
-        path = self.folder / "tokens"
+    def count(self, what: str) -> int:
+        """How many ``tokens`` the models have computed, or ``adapters`` they were sent."""
+        path = self.folder / what
         return path.stat().st_size if path.exists() else 0
 
     def stop(self, number: int = signal.SIGKILL) -> None:
@@ -163,7 +163,7 @@ class TritonServer:
             "names": model.names,
             "log_probs": model.log_probs,
             "checkpoint": str(self.checkpoint),
-            "tokens": str(self.folder / "tokens"),
+            "notes": str(self.folder),
         }
         lines = [f'name: "{model.name}"', 'backend: "python"', "max_batch_size: 8"]
         lines.append(f"model_transaction_policy {{ decoupled: {str(model.decoupled).lower()} }}")
