@@ -16,7 +16,7 @@ from services.actor.engines import engine_factory
 
 URL = "grpc://127.0.0.1:8001"
 LORA = {"rank": 4}
-PASSWORD = "not-to-be-told"
+PASSWORD = "not-to-be-told"  # pragma: allowlist secret - an example
 
 
 def config(engine: str = "triton", lora: dict[str, Any] | None = None, **changes: Any) -> Config:
