@@ -84,12 +84,13 @@ class TritonServer:
         python = Path(os.environ[PYTHON]).absolute()
         version, wheel = _wheel(python)
         backends = self.folder / "backends"
-        shutil.copytree(wheel / "tritonserver" / "backends", backends, dirs_exist_ok=True)
-        stub = wheel / "tritonserver" / "python_backend_stubs" / version / "triton_python_backend_stub"
-        shutil.copy(stub, backends / "python")
-        (backends / "python" / "triton_python_backend_stub").chmod(0o755)
-        for model in self.models:
-            self._write(model)
+        if not backends.exists():  # What is left of a server that was killed may still run from there.
+            shutil.copytree(wheel / "tritonserver" / "backends", backends)
+            stub = wheel / "tritonserver" / "python_backend_stubs" / version / "triton_python_backend_stub"
+            shutil.copy(stub, backends / "python")
+            (backends / "python" / "triton_python_backend_stub").chmod(0o755)
+            for model in self.models:
+                self._write(model)
         self.port = port or free_port()
         arguments = [
             str(wheel / "tritonserver" / "bin" / "tritonserver"),
