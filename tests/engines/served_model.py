@@ -16,7 +16,7 @@ import torch
 import transformers
 import triton_python_backend_utils as pb_utils
 
-FAULTS = {60: "crash", 59: "error", 58: "nothing", 57: "hang", 56: "cut", 55: "nan"}
+FAULTS = {60: "crash", 59: "error", 58: "nothing", 57: "hang", 56: "cut", 55: "nan", 0: "endless"}
 MODULES = {
     1: "self_attn.q_proj",
     2: "self_attn.k_proj",
@@ -81,6 +81,8 @@ class TritonPythonModel:
         if fault == "nothing":
             yield []
             return
+        if fault == "endless":
+            asked |= {"limit": 10**6, "stops": []}
         ids: list[int] = []
         log_probs: list[float] = []
         model = self._with_adapter(request, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -66,8 +67,9 @@ def beginning_with(token: int) -> list[GenerationRequest]:
         (58, ComputationFailed, "response to run/0/99/0: 0 tokens"),
         (56, ComputationFailed, "ends after 1 of 10 tokens without a stop token"),
         (55, ComputationFailed, "log-probs that are none"),
+        (0, ComputationFailed, "response to run/0/99/0: more than 10 tokens"),
     ],
-    ids=["error", "nothing", "cut", "nan"],
+    ids=["error", "nothing", "cut", "nan", "endless"],
 )
 def test_what_the_server_could_not_generate_is_an_error(
     server: TritonServer, subject: Policy, tmp_path: Path, token: int, error: type[QuartetError], message: str
@@ -224,3 +226,19 @@ def test_with_certificates_both_sides_are_known(
     for lacking in ({"encrypted": True, "authority": files["authority"]}, {"encrypted": False}):
         with pytest.raises(ServiceUnavailable):
             run(engine_of(server, "current", subject, tmp_path, timeout=3.0, **lacking), asked)
+
+
+def test_no_thread_is_left_behind(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+    engine = engine_of(server, "current", subject, tmp_path)
+
+    def cut_short() -> None:
+        running = engine.generate(requests(8), SamplingParameters(10), 0, 0, lambda: False)
+        next(running)
+        getattr(running, "close")()  # noqa: B009
+
+    for generation in (lambda: run(engine, requests(4)), cut_short):
+        generation()
+        before = threading.active_count()
+        for _ in range(5):
+            generation()
+        assert threading.active_count() <= before + 1

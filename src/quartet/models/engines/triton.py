@@ -134,8 +134,7 @@ class TritonEngine:
                         partial = running.get(response.id)
                         if partial is None:
                             raise ServiceFailed(f"{self._server}: an answer to {response.id!r}, which was not asked")
-                        if response.tensors:
-                            dialect.receive(partial, response.tensors)
+                        self._receive(dialect, partial, response.tensors, sampling.max_response_tokens)
                         if response.final:
                             finished.append(self._finished(dialect, running.pop(response.id)))
                         # From the first answer on the server knows the adapter by its number.
@@ -143,7 +142,13 @@ class TritonEngine:
                         adapter = {name: value for name, value in adapter.items() if name not in _WEIGHTS}
                     yield from trajectories(finished, self._policy, sampling, policy_version, str(self._server))
             finally:
-                client.stop_stream(cancel_requests=True)
+                answers.close()
+
+    def _receive(self, dialect: Dialect, partial: Partial, tensors: Tensors, limit: int) -> None:
+        if tensors:
+            dialect.receive(partial, tensors)
+        if len(partial.token_ids) > limit:
+            raise ComputationFailed(f"{self._server}: response to {partial.request.id}: more than {limit} tokens")
 
     def _finished(self, dialect: Dialect, partial: Partial) -> Answer:
         answer = dialect.finish(partial)
@@ -261,7 +266,7 @@ class _Answers:
     """What arrives on one stream."""
 
     def __init__(self, client: Any, server: TritonServer) -> None:
-        self._server = server
+        self._client, self._server = client, server
         self._arrived: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._last = time.monotonic()
         client.start_stream(lambda result, error: self._arrived.put((result, error)))
@@ -283,6 +288,14 @@ class _Answers:
             found.append(self._read(*self._arrived.get()))
         self._last = time.monotonic()
         return found
+
+    def close(self) -> None:
+        """Cancels what is under way."""
+        stream = self._client._stream
+        self._client.stop_stream(cancel_requests=True)
+        if stream is not None:
+            # tritonclient leaves the thread behind that waits for further requests: it has heard of no end.
+            stream._request_queue.put(None)
 
     def _read(self, result: Any, error: Any) -> _Response:
         if error is not None:
