@@ -24,7 +24,7 @@ class SamplingParams:
     max_tokens: int
     temperature: float
     top_k: int
-    top_p: float
+    top_p: float | None
     seed: int
     ignore_eos: bool
     stop_token_ids: list[int] | None

@@ -122,6 +122,14 @@ def test_an_adapter_that_servers_cannot_take_is_refused() -> None:
         lora_tensors(subject.adapter)
 
 
+def test_attention_is_adapted_as_a_whole() -> None:
+    for targets in (["q_proj", "v_proj"], ["model.layers.0.self_attn.k_proj", "o_proj"]):
+        with pytest.raises(ModelError, match="takes adapters of q_proj, k_proj, v_proj together or of none"):
+            lora_tensors(add_adapter(tiny.causal("llama"), "base", 2, 3.0, targets))
+    for targets in (["q_proj", "k_proj", "v_proj"], ["o_proj", "up_proj"]):
+        lora_tensors(add_adapter(tiny.causal("llama"), "base", 2, 3.0, targets))
+
+
 def test_seeds_are_of_the_trajectory() -> None:
     ids = [TrajectoryId("r", step, prompt, sample) for step in (0, 1) for prompt in (0, 1) for sample in (0, 1)]
     seeds = {engine_seed(seed, id) for seed in (0, 1) for id in ids}

@@ -15,6 +15,9 @@ from quartet.models.lora import Adapter
 MODULES = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "gate_proj": 5, "down_proj": 6, "up_proj": 7}
 """TensorRT-LLM's numbers (attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h, mlp_4h_to_h, mlp_gate) of Hugging Face's layers."""
 
+TOGETHER = ("q_proj", "k_proj", "v_proj")
+"""TensorRT-LLM computes these in one product."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoraTensors:
@@ -30,7 +33,7 @@ class LoraTensors:
 
 
 def lora_tensors(adapter: Adapter) -> LoraTensors:
-    """Copies the adapter's weights. Raises ModelError for a layer that TensorRT-LLM has no number for."""
+    """Copies the adapter's weights. Raises ModelError for layers that TensorRT-LLM does not take."""
     rows, config = [], []
     for name, a, b in adapter.matrices():
         layer = re.search(r"\.(\d+)\.", name)
@@ -42,6 +45,12 @@ def lora_tensors(adapter: Adapter) -> LoraTensors:
             )
         rows.append(np.concatenate([a.numpy().ravel(), b.numpy().ravel()]))
         config.append((module, int(layer[1]), a.shape[0]))
+    attention = {name: {layer for module, layer, _ in config if module == MODULES[name]} for name in TOGETHER}
+    if len(set(map(frozenset, attention.values()))) > 1:
+        raise ModelError(
+            f"actor.lora.target_modules: TensorRT-LLM takes adapters of {', '.join(TOGETHER)} together or of none of them; "
+            f"found {', '.join(name for name in TOGETHER if attention[name])}"
+        )
     weights = np.zeros((len(rows), max(map(len, rows))), np.float32)
     for index, row in enumerate(rows):
         weights[index, : len(row)] = row

@@ -124,7 +124,7 @@ class TensorRTLLMEngine:
             max_tokens=sampling.max_response_tokens,
             temperature=1.0 if greedy else sampling.temperature,
             top_k=1 if greedy else sampling.top_k,
-            top_p=sampling.top_p,
+            top_p=None if greedy else sampling.top_p,
             seed=engine_seed(seed, request.id),
             # Every stop token as a stop word, which stays in the response; of EOS itself versions differ in that.
             ignore_eos=True,
