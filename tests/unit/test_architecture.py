@@ -214,7 +214,7 @@ def test_only_the_gateway_knows_how_http_is_served() -> None:
 
 
 def test_numerics_import_torch_types_and_errors_only() -> None:
-    allowed = {"__future__", "collections", "dataclasses", "math", "typing", "torch", "quartet"}
+    allowed = {"__future__", "collections", "dataclasses", "itertools", "math", "typing", "torch", "quartet"}
     for name in modules():
         if part(name) == "quartet.ppo":
             assert {imported.split(".")[0] for imported, _ in imports(name)} <= allowed, name

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 
 from quartet.errors import InvalidRequest
-from quartet.ppo.ragged import check_flat, from_padded, last_token_index, sequence_sum, to_padded
+from quartet.ppo.ragged import FEW, check_flat, discounted_sum, from_padded, last_token_index, sequence_sum, to_padded
 from tests.unit.ppo.batches import check, draw, gradient, ragged_lengths, seeds, split
 
 
@@ -30,6 +32,22 @@ def test_appending_other_sequences_changes_no_bit_of_a_sum(lengths: list[int], o
     alone = sequence_sum(values, torch.tensor(lengths))
     together = sequence_sum(torch.cat([values, more]), torch.tensor(lengths + others))
     assert torch.equal(together[: len(lengths)], alone)
+
+
+@check
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3 * FEW), st.lists(st.integers(20, 60), max_size=3), seeds)
+def test_a_discounted_sum_has_the_bits_of_a_walk_token_by_token(short: list[int], long: list[int], seed: int) -> None:
+    lengths = random.Random(seed).sample(short + long, len(short + long))
+    values = draw(seed, sum(lengths))
+    expected = []
+    for sequence in split(values, lengths):
+        later = [0.0]
+        for value in reversed(sequence):
+            later.append(value + 0.9405 * later[-1])
+        expected += later[:0:-1]
+    sums = discounted_sum(values, torch.tensor(lengths, dtype=torch.int32), 0.9405)
+    assert sums.dtype == torch.float64
+    assert sums.tolist() == expected
 
 
 def test_a_sum_gives_every_token_its_sequence_gradient() -> None:

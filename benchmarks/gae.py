@@ -1,0 +1,114 @@
+"""Generalized advantages of a million response tokens: milliseconds, by how the tokens are shared out among responses.
+
+`make gae`, or python -m benchmarks.gae. Writes the figures below build/, the table into docs/performance.md. Exits 1 when the
+best of several calls takes longer than it should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks import machine, page
+from quartet.ppo.gae import generalized_advantages
+
+LIMIT = 0.05
+"""Seconds for a million tokens."""
+KINDS = {
+    "many short": "1 to 63 tokens",
+    "few long, many short": "1 % of 4,000 to 8,000 tokens, the others 16 to 512",
+    "few very long": "0.1 % of 32,768 tokens, the others 16 to 512",
+    "equal": "1,000 tokens each",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one kind of batch; ``seconds`` of each call."""
+
+    kind: str
+    tokens: int
+    responses: int
+    longest: int
+    seconds: list[float]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gae", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--folder", type=Path, default=Path("build/gae"), help="where figures are kept")
+    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # As the orchestrator has it.
+    where = machine.describe()
+    results = [measure(kind, lengths_of(kind, options.tokens), options.rounds) for kind in KINDS]
+    options.folder.mkdir(parents=True, exist_ok=True)
+    figures = {"machine": where, "results": [asdict(result) for result in results]}
+    (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    text = table(results, where)
+    print(text)
+    page.write(options.page, "gae", text)
+    return 0 if all(min(result.seconds) < LIMIT * options.tokens / 1e6 for result in results) else 1
+
+
+def lengths_of(kind: str, tokens: int) -> NDArray[np.int64]:
+    """Lengths of responses of one of the KINDS that add up to ``tokens``; always the same."""
+    random = np.random.default_rng(0)
+    count = tokens  # More than enough: each has at least one.
+    usual = random.integers(16, 513, count)
+    drawn = {
+        "many short": lambda: random.integers(1, 64, count),
+        "few long, many short": lambda: np.where(random.random(count) < 0.01, random.integers(4000, 8001, count), usual),
+        "few very long": lambda: np.where(random.random(count) < 0.001, 32_768, usual),
+        "equal": lambda: np.full(count, 1000),
+    }[kind]()
+    ends = np.cumsum(drawn)
+    last = int(np.searchsorted(ends, tokens))
+    found = drawn[: last + 1].astype(np.int64)
+    found[-1] -= ends[last] - tokens
+    return found
+
+
+def measure(kind: str, lengths: NDArray[np.int64], rounds: int) -> Result:
+    """Calls it so many times, after one that is not counted."""
+    tokens, sizes = int(lengths.sum()), torch.from_numpy(lengths)
+    rewards, values = torch.randn(tokens), torch.randn(tokens)
+    seconds = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        generalized_advantages(rewards, values, sizes, 0.99, 0.95)
+        seconds.append(time.perf_counter() - start)
+    return Result(kind, tokens, len(lengths), int(lengths.max()), seconds[1:])
+
+
+def table(results: Sequence[Result], where: str) -> str:
+    """What the page says."""
+    lines = [
+        f"{results[0].tokens:,} tokens, one thread; {where}. At most {1000 * LIMIT:.0f} ms for a million tokens, the best of "
+        f"{len(results[0].seconds)} calls.",
+        "",
+        "| responses | of | longest | ms, best | median |",
+        "|---|---|---|---|---|",
+    ]
+    for result in results:
+        best, median = 1000 * min(result.seconds), 1000 * statistics.median(result.seconds)
+        row = f"{result.responses:,} | {KINDS[result.kind]} | {result.longest:,} | **{best:.1f}** | {median:.1f}"
+        lines.append(f"| {row} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
