@@ -82,6 +82,14 @@ def test_experience_arrives(experience: Experience) -> None:
 
 
 @check
+@given(strategies.experiences())
+def test_experience_put_together_from_its_arrays_has_the_bytes_of_its_message(experience: Experience) -> None:
+    data = codec.experience_to_bytes(experience)
+    message = experience_pb2.Experience.FromString(data)
+    assert data == message.SerializeToString()
+
+
+@check
 @given(strategies.statuses)
 def test_statuses_arrive(status: ServiceStatus) -> None:
     same(codec.status_from_proto(codec.status_to_proto(status)), status)
