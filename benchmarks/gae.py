@@ -71,7 +71,9 @@ def lengths_of(kind: str, tokens: int) -> NDArray[np.int64]:
     usual = random.integers(16, 513, count)
     drawn = {
         "many short": lambda: random.integers(1, 64, count),
-        "few long, many short": lambda: np.where(random.random(count) < 0.01, random.integers(4000, 8001, count), usual),
+        "few long, many short": lambda: np.where(
+            random.random(count) < 0.01, random.integers(4000, 8001, count), usual
+        ),
         "few very long": lambda: np.where(random.random(count) < 0.001, 32_768, usual),
         "equal": lambda: np.full(count, 1000),
     }[kind]()
