@@ -124,6 +124,14 @@ def test_distinct_is_the_share_of_different_ngrams_of_the_whole_batch(responses:
     assert distinct([np.array(ids, np.int32) for ids in responses], n) == pytest.approx(expected)
 
 
+@check
+@given(st.lists(st.lists(st.sampled_from([0, 5, 2**31 - 1]), max_size=15), min_size=1, max_size=6), st.integers(1, 4))
+def test_ids_may_be_as_large_as_they_can_be(responses: list[list[int]], n: int) -> None:
+    small = [[{0: 0, 5: 1, 2**31 - 1: 2}[token] for token in ids] for ids in responses]
+    assert repetition(responses, n) == repetition(small, n)
+    assert distinct(responses, n) == distinct(small, n)
+
+
 def test_distinct_worked_by_hand() -> None:
     assert distinct([[1, 2, 3], [1, 2, 3]], 2) == pytest.approx(2 / 4)
     assert distinct([[1, 2], [3, 4]], 2) == 1.0  # (2, 3) would reach over two responses
