@@ -21,8 +21,6 @@ READ_BLOCK = 0.2
 """Seconds that a read of the stream may wait; failures of generation and scoring are looked for in between."""
 POLL = 0.002
 """Seconds between looks at calls under way."""
-MAX_IN_FLIGHT = 4
-"""Batches under way at once. More would not be scored sooner: each service computes one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +122,8 @@ class Collector:
                     )
             waiting += arrivals.take(deliveries)
             while len(waiting) >= self._score_batch or (waiting and arrivals.complete):
-                self._wait_for_a_place(scoring, on_progress)
                 scoring.begin(waiting[: self._score_batch])
                 waiting = waiting[self._score_batch :]
-            _look(scoring, on_progress)
-
-    @staticmethod
-    def _wait_for_a_place(scoring: Scoring, on_progress: Callable[[int], None]) -> None:
-        scoring.advance()
-        while scoring.under_way >= MAX_IN_FLIGHT:
-            time.sleep(POLL)
             _look(scoring, on_progress)
 
     def _late_repeats(self, arrivals: _Arrivals) -> None:

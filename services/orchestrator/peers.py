@@ -12,8 +12,7 @@ from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.rpc.observation import CallTracer
 from quartet.topology import roles_of
 from quartet.types import Role, ServiceStatus
-from services.orchestrator.collector import MAX_IN_FLIGHT
-from services.orchestrator.scoring import AdapterOff, ReferencePolicy, ScoringServices
+from services.orchestrator.scoring import AdapterOff, ReferencePolicy, ScoringServices, at_once
 
 Statuses = dict[Role, ServiceStatus]
 
@@ -30,7 +29,7 @@ class Peers:
         self._roles = roles_of(config)
         self.actor = ActorClient(self._address(Role.ACTOR), config.timeouts, credentials)
         # Batches wait for one another at a function that is called once for each response.
-        patience = MAX_IN_FLIGHT * config.reward.seconds_of_functions(config.rollout.score_batch)
+        patience = at_once(1) * config.reward.seconds_of_functions(config.rollout.score_batch)
         self.reward = RewardClient(self._address(Role.REWARD), config.timeouts, credentials, patience)
         self.critic: CriticClient | None = None
         self._reference: ReferenceClient | None = None

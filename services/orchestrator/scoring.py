@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +22,8 @@ log = structlog.get_logger()
 
 FAULTS = (ComputationFailed, ServiceFailed, InvalidRequest)
 """What a trajectory may be to blame for, ``Unanswered`` excepted. A service that is gone, busy or late says nothing of it."""
+SPARE = 2
+"""Batches that a service has in hand beside two for each replica: one that it works on, and one that waits there."""
 AS_A_WHOLE = 2
 """Attempts for a batch before each of its trajectories is asked for alone: a fault that passes leaves the same bits then."""
 
@@ -60,6 +64,9 @@ class ReferencePolicy(Protocol):
     def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
         """Begins to compute log-probs, float32 [response tokens]."""
 
+    def replicas(self) -> int:
+        """Processes that share the calls."""
+
 
 class AdapterOff:
     """An actor with a LoRA adapter, as the reference that it is with the adapter off."""
@@ -72,6 +79,10 @@ class AdapterOff:
     def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
         """Begins to compute log-probs, after the generation in hand."""
         return self._actor.reference_log_probs(batch, temperature)
+
+    def replicas(self) -> int:
+        """One: there is one policy."""
+        return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +101,11 @@ Rows = Callable[[Any, Sequence[Trajectory]], list[Any]]
 """Cuts a service's answer into what it says of each trajectory."""
 
 
+def at_once(replicas: int) -> int:
+    """Batches that a service of so many replicas has in hand at once. More would not be scored sooner."""
+    return 2 * replicas + SPARE
+
+
 class _Answers:
     """What one service says of the trajectories of a batch: ``rows``, with SetAside where it could not say anything."""
 
@@ -102,12 +118,24 @@ class _Answers:
         self._next: range | None = None
         """What is asked again at ``_due``, by the lane's clock; the call under way has failed then."""
         self._due = 0.0
-        self._call: PendingResult[Any] | None = lane.ask(trajectories, batch)
+        self._batch: TokenBatch | None = batch
+        """Until it is asked for."""
+        self._call: PendingResult[Any] | None = None
 
     @property
     def ended(self) -> bool:
         """Whether there is a row for every trajectory."""
-        return self._call is None
+        return self._call is None and self._batch is None
+
+    @property
+    def waits_to_try_again(self) -> bool:
+        """Whether the last call has failed, and the next one is not due yet."""
+        return self._next is not None
+
+    def begin(self) -> None:
+        """Sends all of them."""
+        assert self._batch is not None
+        self._call, self._batch = self._lane.ask(self._trajectories, self._batch), None
 
     def advance(self, in_turn: bool) -> None:
         """Takes in what has been answered, and asks again for what has failed, where this batch is ``in_turn`` for that."""
@@ -179,30 +207,54 @@ class _Lane:
         self,
         ask: Ask,
         rows: Rows,
+        replicas: int,
         recovery: RecoveryConfig | None,
         heed: Callable[[SetAside], None],
         clock: Callable[[], float],
     ) -> None:
         """Without ``recovery`` the first failure is raised. ``heed`` hears of each that is set aside; ``clock`` is in seconds."""
-        self.ask, self.rows, self.recovery, self.heed, self.clock = ask, rows, recovery, heed, clock
+        self._begin_call, self.rows, self.recovery, self.heed, self.clock = ask, rows, recovery, heed, clock
+        self._most = at_once(replicas)
+        self._waiting: deque[_Answers] = deque()
         self._under_way: list[_Answers] = []
+        self._news = threading.Event()
+        """Set when a call has ended."""
 
     def begin(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> _Answers:
-        """Sends a batch."""
+        """Sends a batch, as soon as there is room for it."""
         answers = _Answers(self, trajectories, batch)
-        self._under_way.append(answers)
+        self._waiting.append(answers)
+        self._send()
         return answers
 
-    def advance(self) -> None:
-        """Takes in what has been answered. Raises what is no trajectory's fault, whichever batch it happened to."""
+    def ask(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[Any]:
+        """Begins a call."""
+        call = self._begin_call(trajectories, batch)
+        call.when_done(self._news.set)
+        return call
+
+    def advance(self) -> bool:
+        """Takes in what has been answered; whether there was anything. Raises what is no trajectory's fault, of any batch."""
+        if not self._news.is_set() and not any(answers.waits_to_try_again for answers in self._under_way):
+            return False
+        self._news.clear()
         in_turn = True
         for answers in self._under_way:
             answers.advance(in_turn)
             in_turn = in_turn and answers.ended
         self._under_way = [answers for answers in self._under_way if not answers.ended]
+        self._send()
+        return True
+
+    def _send(self) -> None:
+        while self._waiting and len(self._under_way) < self._most:
+            answers = self._waiting.popleft()
+            answers.begin()
+            self._under_way.append(answers)
 
     def cancel(self) -> None:
         """Lets go of every call."""
+        self._waiting.clear()
         for answers in self._under_way:
             answers.cancel()
 
@@ -248,14 +300,15 @@ class Scoring:
             watch(Role.CRITIC, "values", call)
             return call
 
-        def lane(ask: Ask, rows: Rows) -> _Lane:
-            return _Lane(ask, rows, recovery, self._heed, clock)
+        def lane(ask: Ask, rows: Rows, replicas: int) -> _Lane:
+            return _Lane(ask, rows, replicas, recovery, self._heed, clock)
 
-        self._reward, self._reference = lane(ask_reward, _score_rows), lane(ask_reference, _token_rows)
-        self._critic = lane(ask_critic, _token_rows) if services.critic else None
+        self._reward = lane(ask_reward, _score_rows, services.reward.replicas())
+        self._reference = lane(ask_reference, _token_rows, services.reference.replicas())
+        self._critic = lane(ask_critic, _token_rows, services.critic.replicas()) if services.critic else None
 
     def begin(self, trajectories: Sequence[Trajectory]) -> None:
-        """Sends one ragged batch to all services."""
+        """Sends one ragged batch to all services, to each as soon as it has room for it."""
         batch = TokenBatch.of(trajectories)
         scores, log_probs = self._reward.begin(trajectories, batch), self._reference.begin(trajectories, batch)
         values = self._critic.begin(trajectories, batch) if self._critic else None
@@ -267,8 +320,8 @@ class Scoring:
         Raises what is no trajectory's fault, whichever batch it happened to, and TooManySetAside; ServiceFailed in its stead
         where a service failed and said nothing else.
         """
-        for lane in self._lanes():
-            lane.advance()
+        if not sum([lane.advance() for lane in self._lanes()]):
+            return
         for batch in self._under_way:
             if batch.ended:
                 scored, set_aside = batch.split()

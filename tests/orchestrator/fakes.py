@@ -61,6 +61,10 @@ class Scorer:
         self.fields: list[list[str]] = []
         self.calls: list[Answer] = []
         self.temperatures: set[float] = set()
+        self.processes = 1
+
+    def replicas(self) -> int:
+        return self.processes
 
     def _call(self, name: str, compute: Callable[[], Any]) -> Any:
         found = Answer(compute)

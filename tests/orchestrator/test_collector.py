@@ -12,13 +12,12 @@ from quartet.buffer.rollouts import RolloutStream
 from quartet.errors import BufferFailed, ServiceFailed
 from quartet.types import Trajectory, TrajectoryId
 from services.orchestrator.collector import (
-    MAX_IN_FLIGHT,
     CollectedStep,
     Collector,
     raise_failures,
     wait_for_all,
 )
-from services.orchestrator.scoring import ScoringServices
+from services.orchestrator.scoring import ScoringServices, at_once
 from tests.buffer.samples import trajectory
 from tests.orchestrator.fakes import Answer, Scorer
 
@@ -215,8 +214,8 @@ def test_only_a_few_batches_are_under_way_at_once(stream: RolloutStream, run: st
         answered = 0
         while not collecting.done():
             under_way = [call for call in scorer.calls if not call.done()]
-            assert len(under_way) <= 3 * MAX_IN_FLIGHT
-            if len(under_way) == min(3 * MAX_IN_FLIGHT, 3 * 20 - answered):
+            assert len(under_way) <= 3 * at_once(1)
+            if len(under_way) == min(3 * at_once(1), 3 * 20 - answered):
                 for call in under_way[:3]:
                     call.answer()
                     answered += 1

@@ -68,6 +68,9 @@ class PickyScorer:
         self.calls: dict[str, list[Answer]] = {service: [] for service in SERVICES}
         self.fields: list[list[str]] = []
 
+    def replicas(self) -> int:
+        return 1
+
     def _call(self, service: str, batch: TokenBatch, compute: Callable[[], Any]) -> Any:
         asked, failures, fails = names(batch), self._failures[service], False
         self.asked[service].append(asked)

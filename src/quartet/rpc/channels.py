@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -122,6 +123,22 @@ class Peer:
     def close(self) -> None:
         """Closes the channel."""
         self.channel.close()
+
+
+def replicas_at(address: str) -> int:
+    """Processes behind HOST:PORT, or behind gRPC's own list of them, to which a channel sends calls in turn; at least 1.
+
+    A name may stand for several addresses. One that cannot be looked up now counts as one process: the call says what is wrong.
+    """
+    if address.startswith(("ipv4:", "ipv6:")):
+        return len(address.split(","))
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return 1
+    # A process may have an address of each family.
+    return max(Counter(family for family, *_ in found).values())
 
 
 def accepts_connections(address: str) -> bool:

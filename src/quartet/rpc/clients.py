@@ -11,7 +11,7 @@ import numpy as np
 from quartet import codec
 from quartet.config import TimeoutsConfig
 from quartet.errors import FailedPrecondition, MismatchError, ServiceFailed
-from quartet.rpc.channels import Peer, PendingCall
+from quartet.rpc.channels import Peer, PendingCall, replicas_at
 from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.types import (
     FloatArray,
@@ -92,6 +92,10 @@ class ServiceClient:
             f"services.{self.role}.address {self.peer.address}: the {found} service answers there, "
             f"expected the {self.role}; correct the address"
         )
+
+    def replicas(self) -> int:
+        """Processes that share this client's calls, as far as its address tells."""
+        return replicas_at(self.peer.address)
 
     def close(self) -> None:
         """Closes the channel."""
