@@ -52,7 +52,7 @@ PROMPT, LONGEST = 100, 1_600
 """Tokens of each prompt, and of the longest response; the mean is 1,000."""
 SCORE_BATCH = 4
 STEPS = 3
-"""Of a run. The first is left out."""
+"""Of a run. The first is left out; a run of larger steps than usual has two."""
 SEED = 0
 STATED = Times(generate=10e-6, score=8e-6, values=8e-6, update=5e-6)
 """``score`` is of all replicas together."""
@@ -121,7 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure_logs("orchestrator")
     try:
         for case in sorted(cases, key=lambda case: case.trajectories):
-            results.append(measure(case, options.steps, options.folder))
+            steps = options.steps if case.trajectories * 1_000 <= USUAL else 2
+            results.append(measure(case, steps, options.folder))
             print(results[-1].case, [f"{step.ratio:.3f}" for step in results[-1].steps], flush=True)
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -68,10 +68,10 @@ class RolloutStream:
 
         Raises BufferFailed when an entry is not a trajectory: errors never become data.
         """
+        # However short a wait is, Redis looks at it ten times a second only; and it takes 0 for ever.
+        wait = max(1, int(block * 1000)) if block else None
         with translated(self._url):
-            answer = self._client.xreadgroup(
-                GROUP, CONSUMER, {self.key: ">"}, count=count, block=max(1, int(block * 1000))
-            )
+            answer = self._client.xreadgroup(GROUP, CONSUMER, {self.key: ">"}, count=count, block=wait)
         return self._deliveries(answer)
 
     def delivered(self) -> list[Delivery]:
