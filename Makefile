@@ -19,7 +19,7 @@ FUZZ_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test chaos faults soak durability-cost end-to-end generation update gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity engines clean
+.PHONY: help demo test chaos faults soak durability-cost end-to-end generation update transport buffer gae orchestration gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
@@ -65,6 +65,17 @@ generation: $(VENV)/.installed ## Tokens a second of the torch engine, beside tr
 
 update: $(VENV)/.installed ## Updates, packed beside padded, and their share of the matmul peak; write docs/performance.md
 	$(BIN)/python -m benchmarks.update $(BENCHMARK_ARGS)
+transport: $(VENV)/.installed ## Codec and RPC in GB/s; write docs/performance.md
+	$(BIN)/python -m benchmarks.transport $(BENCHMARK_ARGS)
+
+buffer: $(VENV)/.installed ## Trajectories a second through Redis, experience in GB/s; write docs/performance.md
+	$(BIN)/python -m benchmarks.buffer $(BENCHMARK_ARGS)
+
+gae: $(VENV)/.installed ## Advantages of a million tokens; write docs/performance.md
+	$(BIN)/python -m benchmarks.gae $(BENCHMARK_ARGS)
+
+orchestration: $(VENV)/.installed ## What the orchestrator adds to a step of 1 to 256 replicas that sleep; a quarter of an hour
+	$(BIN)/python -m benchmarks.orchestration $(BENCHMARK_ARGS)
 
 gateway-load: $(VENV)/.installed ## 100 event streams and 50 requests/s while a run trains; write docs/gateway.md
 	$(BIN)/python -m benchmarks.gateway $(GATEWAY_ARGS)

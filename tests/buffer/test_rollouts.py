@@ -67,6 +67,16 @@ def test_a_trajectory_appended_twice_is_delivered_twice_with_the_same_id(stream:
     assert first.trajectory.id == second.trajectory.id
 
 
+def test_a_read_that_is_not_to_wait_does_not(stream: RolloutStream) -> None:
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert prompts(stream, block=0.0) == []
+        seconds.append(time.perf_counter() - start)
+    # Redis ends waits ten times a second only. About 0.1 ms on an idle machine.
+    assert min(seconds) < 0.02
+
+
 def test_a_read_waits_for_the_first_entry(stream: RolloutStream, run: str, redis_url: str) -> None:
     with ThreadPoolExecutor(1) as executor:
         reading = executor.submit(prompts, stream, 10, 30.0)

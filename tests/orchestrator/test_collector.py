@@ -17,7 +17,7 @@ from services.orchestrator.collector import (
     raise_failures,
     wait_for_all,
 )
-from services.orchestrator.scoring import ScoringServices, at_once
+from services.orchestrator.scoring import Scoring, ScoringServices, at_once
 from tests.buffer.samples import trajectory
 from tests.orchestrator.fakes import Answer, Scorer
 
@@ -220,6 +220,24 @@ def test_only_a_few_batches_are_under_way_at_once(stream: RolloutStream, run: st
                     call.answer()
                     answered += 1
         assert len(collecting.result(timeout=20).scored) == 20
+
+
+def test_each_service_has_as_many_batches_in_hand_as_its_replicas_can_take(run: str) -> None:
+    reward, reference, critic = Scorer(held=True), Scorer(held=True), Scorer(held=True)
+    reward.processes = 3
+    scoring = Scoring(ScoringServices(reward, reference, critic, 0.7), {})  # type: ignore[arg-type]
+    for prompt in range(20):
+        scoring.begin([trajectory(run, prompt)])
+    assert [len(scorer.calls) for scorer in (reward, reference, critic)] == [8, 4, 4]
+    for call in (reward.calls[5], reward.calls[2], critic.calls[0]):
+        call.answer()
+    scoring.advance()
+    assert [len(scorer.calls) for scorer in (reward, reference, critic)] == [10, 4, 5]
+    assert first_tokens(reward) == [[prompt] for prompt in range(10)]
+    assert scoring.under_way == 20
+    scoring.cancel()
+    scoring.advance()
+    assert len(reward.calls) == 10
 
 
 def test_without_a_critic_values_are_zero_and_nobody_is_asked_for_them(stream: RolloutStream, run: str) -> None:

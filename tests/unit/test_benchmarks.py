@@ -1,4 +1,4 @@
-"""What the benchmarks of durability make of their measurements."""
+"""What the benchmarks make of their measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import durability, page, soak
+from benchmarks import buffer, durability, gae, orchestration, page, simulated, soak, transport
 from benchmarks.durability import cost_of, logged_seconds
 from benchmarks.soak import KIB, Sample, faults_of, rows_of
 from quartet.types import Role
@@ -89,3 +89,70 @@ def test_a_benchmark_writes_between_its_marks_and_nowhere_else(tmp_path: Path) -
     assert path.read_text() == f"above\n{page.begin('soak')}\n\nnew\n\n{page.end('soak')}\nbelow\n"
     with pytest.raises(ValueError, match="lost a mark"):
         page.write(path, "cost", "new")
+
+
+@pytest.mark.parametrize("kind", list(gae.KINDS))
+def test_lengths_add_up_to_the_tokens_that_were_asked_for_and_stay_the_same(kind: str) -> None:
+    lengths = gae.lengths_of(kind, 100_000)
+    assert lengths.sum() == 100_000
+    assert lengths.min() >= 1
+    assert lengths.tolist() == gae.lengths_of(kind, 100_000).tolist()
+
+
+def test_gae_is_told_by_its_best_call() -> None:
+    result = gae.Result("equal", 2000, 2, 1000, [0.03, 0.02, 0.07])
+    assert "| 2 | 1,000 tokens each | 1,000 | **20.0** | 30.0 |" in gae.table([result], "a machine")
+
+
+def test_the_codec_is_as_fast_as_its_slower_way_and_large_messages_are_only_shown() -> None:
+    small, large = (transport.Rate("tensor", size, write=0.004, read=0.001) for size in (2_000_000, 200_000_000))
+    assert small.slower == pytest.approx(5e8)
+    assert transport.counts(small)
+    assert not transport.counts(large)
+    assert transport.counts(transport.Rate("experience", 200_000_000, 0.1, 0.1))
+    text = transport.table([small], [transport.Call(3_000_000, 0.002)], 1234.5, "a machine")
+    assert "| tensor | 2.0 | 0.50 | 2.00 |" in text
+    assert "| 3.0 MB | 2.0 | 1.50 |" in text
+    assert "**1234** a second" in text
+
+
+def test_batches_and_experience_have_the_tokens_that_were_asked_for() -> None:
+    assert len(transport.batch_of(10_500).token_ids) == 10_500
+    assert len(transport.experience_of(9_000).advantages) == pytest.approx(9_000, abs=10)
+
+
+def test_the_buffer_is_as_fast_as_from_the_first_append_to_the_last_read() -> None:
+    rounds = [buffer.Stream(1000, write=0.1, all=0.2), buffer.Stream(1000, write=0.05, all=0.25)]
+    assert rounds[0].rate == pytest.approx(5000)
+    text = buffer.table(rounds, [buffer.Sealed(10, 2_000_000_000, seal=2.0, load=4.0)], "a machine")
+    assert "| appended and read | **5,000** | 4,500 | 4,000 |" in text
+    assert "| 10 | 2000 | 2.000 | 1.00 | 4.000 | 0.50 |" in text
+
+
+def test_the_critical_path_is_that_of_the_slowest_service() -> None:
+    times = simulated.Times(generate=1.0, score=0.0, values=0.0, update=0.5)
+    # Tokens 3, 2, 1: generated after 6 s, then 3 s of updates.
+    assert orchestration.critical_path([3, 2, 1], 1, 1, 1, times) == 9.0
+    # Scores of 4, 3, 2 tokens of a second each, one after the other, from 3 s on.
+    scored = simulated.Times(generate=1.0, score=1.0, values=0.0, update=0.5)
+    assert orchestration.critical_path([3, 2, 1], 1, 1, 1, scored) == 12.0 + 3.0
+    # With two replicas: 3 to 7, 5 to 8, and the last from 7, when the first is free, to 9.
+    assert orchestration.critical_path([3, 2, 1], 1, 1, 2, scored) == 9.0 + 3.0
+    # In batches of two: 7 tokens from 5 on, 2 from 6 on by the other replica. There is one critic only.
+    assert orchestration.critical_path([3, 2, 1], 1, 2, 2, scored) == 12.0 + 3.0
+    assert orchestration.critical_path([3, 2, 1], 1, 1, 2, simulated.Times(1.0, 0.0, 1.0, 0.5)) == 12.0 + 3.0
+
+
+def test_simulated_responses_are_of_every_length_and_always_the_same() -> None:
+    lengths = simulated.response_lengths(range(1000), 1600)
+    assert (min(lengths), max(lengths)) == (pytest.approx(401, abs=9), pytest.approx(1600, abs=9))
+    assert sum(lengths) / 1000 == pytest.approx(1000, rel=0.01)
+    assert simulated.response_lengths([7, 3], 1600) == [lengths[7], lengths[3]]
+
+
+def test_the_orchestrator_is_told_by_the_step_that_was_held_up_the_least() -> None:
+    case = orchestration.Case(8, 500)
+    assert case.times.score == pytest.approx(8 * orchestration.STATED.score)
+    steps = [orchestration.Step(5.0, 4.0, 0.5, 500_000), orchestration.Step(4.2, 4.0, 0.25, 500_000)]
+    text = orchestration.table([orchestration.Result(case, steps, 2**30)], "a machine")
+    assert "| 8 | 500,000 | 500 | 4.00 | 4.20 | **1.050** (1.250) | 0.20 | 0.50 | 1,024 |" in text

@@ -1,0 +1,36 @@
+"""How many processes an address stands for."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from quartet.rpc.channels import replicas_at
+
+
+def test_an_address_is_one_process_and_a_list_as_many_as_it_has() -> None:
+    assert replicas_at("127.0.0.1:5000") == 1
+    assert replicas_at("[::1]:5000") == 1
+    assert replicas_at("ipv4:127.0.0.1:5000,127.0.0.1:5001,127.0.0.1:5002") == 3
+
+
+def test_a_name_is_as_many_processes_as_it_has_addresses_of_one_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    fours = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"10.0.0.{host}", 5000)) for host in range(4)]
+    sixes = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (f"fd00::{host}", 5000, 0, 0)) for host in range(4)]
+
+    def look_up(host: str, port: int, **_: Any) -> list[Any]:
+        assert (host, port) == ("reward", 5000)
+        return [*fours, *sixes]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert replicas_at("reward:5000") == 4
+
+
+def test_a_name_that_nobody_knows_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(*_: Any, **__: Any) -> list[Any]:
+        raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert replicas_at("nowhere:5000") == 1
