@@ -69,7 +69,7 @@ def response_lengths(prompts: Sequence[int], longest: int) -> list[int]:
     """How long the response to each prompt is: a quarter of ``longest`` up to all of it, by the prompt's index."""
     spread = longest - longest // 4
     # A multiplicative hash: neighbours are far apart, and the mean is that of the range.
-    return [longest // 4 + 1 + (prompt * 2_654_435_761 % 2**32) * spread // 2**32 for prompt in prompts]
+    return [longest // 4 + 1 + (int(prompt) * 2_654_435_761 % 2**32) * spread // 2**32 for prompt in prompts]
 
 
 class Core:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import buffer, durability, gae, orchestration, page, simulated, soak, transport
@@ -148,6 +150,8 @@ def test_simulated_responses_are_of_every_length_and_always_the_same() -> None:
     assert (min(lengths), max(lengths)) == (pytest.approx(401, abs=9), pytest.approx(1600, abs=9))
     assert sum(lengths) / 1000 == pytest.approx(1000, rel=0.01)
     assert simulated.response_lengths([7, 3], 1600) == [lengths[7], lengths[3]]
+    # As prompts come from NumPy: what is made of them is to be written as JSON.
+    assert json.dumps(simulated.response_lengths(np.array([7, 3]), 1600)) == str([lengths[7], lengths[3]])
 
 
 def test_the_orchestrator_is_told_by_the_step_that_was_held_up_the_least() -> None:
