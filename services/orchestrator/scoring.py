@@ -254,7 +254,6 @@ class _Lane:
 
     def cancel(self) -> None:
         """Lets go of every call."""
-        self._waiting.clear()
         for answers in self._under_way:
             answers.cancel()
 
