@@ -252,8 +252,8 @@ def table(results: Sequence[Result], where: str) -> str:
     lines = [
         f"{where}; the services are on it, too. Stated times: generation {stated['generate']} a response token, reward and "
         f"reference {stated['score']} a token with all replicas together, the critic {stated['values']} a token, each update "
-        f"{stated['update']} a response token. Responses of {LONGEST // 4} to {LONGEST:,} tokens, scored by {SCORE_BATCH}. Of "
-        f"{len(results[0].steps)} steps the best, in brackets the worst; at most {LIMIT:g} times the critical path is allowed "
+        f"{stated['update']} a response token. Responses of {LONGEST // 4} to {LONGEST:,} tokens, scored by {SCORE_BATCH}. The "
+        f"best step of each run after its first, in brackets the worst; at most {LIMIT:g} times the critical path is allowed "
         "at 1 and 64 replicas.",
         "",
         "| replicas | response tokens | trajectories | critical path, s | wall, s | times | added, s "
