@@ -65,6 +65,7 @@ generation: $(VENV)/.installed ## Tokens a second of the torch engine, beside tr
 
 update: $(VENV)/.installed ## Updates, packed beside padded, and their share of the matmul peak; write docs/performance.md
 	$(BIN)/python -m benchmarks.update $(BENCHMARK_ARGS)
+
 transport: $(VENV)/.installed ## Codec and RPC in GB/s; write docs/performance.md
 	$(BIN)/python -m benchmarks.transport $(BENCHMARK_ARGS)
 
