@@ -23,7 +23,7 @@ from tests.e2e.test_apart import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-STEPS = 40
+STEPS = 200
 FILES = ["docker-compose.yml", "docker/compose.cpu.yaml"]
 IMAGES = ("quartet:0.1.0-cpu", "quartet-redis:0.1.0")
 SERVICES = ("redis", "actor", "critic", "reward", "reference", "orchestrator", "gateway")
