@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
 from quartet.models.batching import micro_batches, right_pad
-from quartet.models.engines.responses import check_requests
+from quartet.models.engines.responses import checked_requests
 from quartet.models.forward import attends_to_all, device_of, takes, vocabulary_size
 from quartet.models.kv_cache import DecodeCache, check_cacheable, prefill_cache
 from quartet.models.packing import logits_at
@@ -63,8 +63,7 @@ class TorchEngine:
         top_k or top_p truncated it, so that they are the ones the trainer computes. Raises InvalidRequest at the call; while
         iterating, Cancelled (``cancelled`` is asked before every token) and ComputationFailed (logits that are not finite).
         """
-        check_requests(self._model, requests, sampling)
-        ordered = sorted(requests, key=lambda request: request.id)
+        ordered = checked_requests(self._model, requests, sampling)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
 
     def _generate(

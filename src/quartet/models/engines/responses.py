@@ -18,8 +18,10 @@ LEAST_LOG_PROB = -1e4
 """Less than any token has that was drawn."""
 
 
-def check_requests(model: Any, requests: Sequence[GenerationRequest], sampling: SamplingParameters) -> None:
-    """Raises InvalidRequest for what the model cannot generate."""
+def checked_requests(
+    model: Any, requests: Sequence[GenerationRequest], sampling: SamplingParameters
+) -> list[GenerationRequest]:
+    """The requests by id. Raises InvalidRequest for what the model cannot generate."""
     check_sampling(sampling)
     size = vocabulary_size(model)
     for request in requests:
@@ -29,6 +31,7 @@ def check_requests(model: Any, requests: Sequence[GenerationRequest], sampling: 
         if int(prompt.min()) < 0 or int(prompt.max()) >= size:
             raise InvalidRequest(f"prompt of {request.id}: a token id outside the vocabulary 0..{size - 1}")
         check_lengths(model, np.array([len(prompt) + sampling.max_response_tokens], np.int64))
+    return sorted(requests, key=lambda request: request.id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from quartet.errors import Cancelled, ConfigError, ServiceFailed
 from quartet.models.engines import Policy
-from quartet.models.engines.responses import Answer, check_requests, trajectories
+from quartet.models.engines.responses import Answer, checked_requests, trajectories
 from quartet.models.forward import max_positions
 from quartet.models.loading import snapshot_model
 from quartet.random_streams import engine_seed
@@ -71,8 +71,7 @@ class TensorRTLLMEngine:
 
         Raises InvalidRequest at the call; while iterating Cancelled, ServiceFailed, ComputationFailed.
         """
-        check_requests(self._policy.model, requests, sampling)
-        ordered = sorted(requests, key=lambda request: request.id)
+        ordered = checked_requests(self._policy.model, requests, sampling)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
 
     def release(self) -> None:

@@ -27,7 +27,7 @@ from quartet.errors import (
 )
 from quartet.models.engines import Policy
 from quartet.models.engines.lora_tensors import LoraTensors, lora_tensors
-from quartet.models.engines.responses import Answer, check_requests, trajectories
+from quartet.models.engines.responses import Answer, checked_requests, trajectories
 from quartet.models.engines.triton_tensors import Dialect, Partial, Served, Tensors, dialect_of
 from quartet.types import GenerationRequest, SamplingParameters, Trajectory
 
@@ -90,8 +90,7 @@ class TritonEngine:
         ``log_probs`` are the server's where it gives them. Raises InvalidRequest at the call; while iterating Cancelled,
         ServiceUnavailable, ServiceFailed, MismatchError, AccessRefused, ComputationFailed.
         """
-        check_requests(self._policy.model, requests, sampling)
-        ordered = sorted(requests, key=lambda request: request.id)
+        ordered = checked_requests(self._policy.model, requests, sampling)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
 
     def release(self) -> None:
