@@ -19,7 +19,7 @@ from quartet.errors import MismatchError, QuartetError, ServiceUnavailable, Unan
 from quartet.rpc.channels import Peer
 from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.telemetry.run_files import RunFiles
-from quartet.types import Role, ServiceStatus
+from quartet.types import TRAINED_ROLES, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
 
 DEADLINE = 1.0
@@ -144,7 +144,7 @@ def _ask(role: str, seen: _Seen) -> ServiceInfo:
         device=status.device or None,
         dtype=status.dtype or None,
         parameters=status.parameters or None,
-        policy_version=status.policy_version if role in (Role.ACTOR, Role.CRITIC) else None,
+        policy_version=status.policy_version if role in TRAINED_ROLES else None,
         step=status.step,
         busy_seconds=status.busy_seconds,
         load=_load(seen, sum(status.busy_seconds.values())) if status.busy_seconds else None,

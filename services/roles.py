@@ -15,6 +15,7 @@ from quartet.errors import ConfigError
 from quartet.rewards.building import build_reward
 from quartet.rpc.compute import ComputeThread
 from quartet.rpc.server import HostedRole
+from quartet.topology import update_threads_of
 from quartet.types import Role
 from services.actor.actor import Actor, BufferAccess
 from services.actor.engines import engine_factory
@@ -57,7 +58,14 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
     device = device_of(config.services.actor)
     engine = engine_factory(config, certificates)
     actor = Actor(
-        config.actor, device, config.rollout.max_concurrent, run_root(config), access, config.run.seed, engine
+        config.actor,
+        device,
+        config.rollout.max_concurrent,
+        run_root(config),
+        access,
+        config.run.seed,
+        engine,
+        update_threads_of(config, Role.ACTOR),
     )
     return ActorServicer(actor, compute, threads, link.is_lost)
 
@@ -72,6 +80,7 @@ def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str
         run_root(config),
         lambda run: ExperienceStore(client, url, run, link.lose),
         config.run.seed,
+        update_threads_of(config, Role.CRITIC),
     )
     return CriticServicer(critic, compute, threads, link.is_lost)
 

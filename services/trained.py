@@ -18,8 +18,9 @@ from quartet.models.loading import count_parameters, load_tokenizer, tokenizer_f
 from quartet.models.lora import Adapter, add_adapter
 from quartet.models.optimizer import OPTIMIZER_FILE, create_optimizer, load_optimizer, snapshot_optimizer
 from quartet.models.snapshot import Writer, write_model
+from quartet.models.threads import torch_threads
 from quartet.models.update_log import UpdateLog
-from quartet.types import Role, SavedFile, SaveKind, ServiceStatus
+from quartet.types import Role, SavedFile, SaveKind, ServiceStatus, UpdateResult
 
 
 class TrainedModel(ABC):
@@ -29,10 +30,21 @@ class TrainedModel(ABC):
     saving: ClassVar[str]
     """The failpoint between the files of a checkpoint."""
 
-    def __init__(self, config: TrainedModelConfig, model: str, device: str, run_directory: Path, seed: int) -> None:
-        """Loads ``model``. What is saved lies below ``run_directory``; ``seed`` is where an adapter starts. Raises ModelError."""
+    def __init__(
+        self,
+        config: TrainedModelConfig,
+        model: str,
+        device: str,
+        run_directory: Path,
+        seed: int,
+        update_threads: int | None,
+    ) -> None:
+        """Loads ``model``. What is saved lies below ``run_directory``; ``seed`` is where an adapter starts.
+
+        ``update_threads``: CPU threads of an update, None for as many as of all else. Raises ModelError.
+        """
         self._trained, self._name, self._device = config, model, device
-        self._root, self._seed = run_directory, seed
+        self._root, self._seed, self._update_threads = run_directory, seed, update_threads
         self._tokenizer = load_tokenizer(model)
         self._fingerprint = tokenizer_fingerprint(self._tokenizer)
         self._updates = UpdateLog()
@@ -115,6 +127,12 @@ class TrainedModel(ABC):
         """
         checkpoint = checkpoint_of(self._root, step, directory)
         self._updates.restore(run, step, leader_epoch, lambda: self._load(checkpoint))
+
+    def _update_once(
+        self, run: str, step: int, leader_epoch: int, apply: Callable[[], dict[str, float]]
+    ) -> UpdateResult:
+        with torch_threads(self._update_threads):
+            return self._updates.once(run, step, leader_epoch, apply)
 
     def status(self) -> ServiceStatus:
         """What the model says of itself; also while there is none, after a restore that failed."""

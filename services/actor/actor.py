@@ -59,14 +59,16 @@ class Actor(TrainedModel):
         buffer: Callable[[str], BufferAccess],
         seed: int = 0,
         create_engine: EngineFactory | None = None,
+        update_threads: int | None = None,
     ) -> None:
         """Loads the model. ``buffer`` gives access to the buffer of a run, by its name; ``seed`` is where an adapter starts.
 
-        ``create_engine`` makes what generates, None the engine in torch. Raises ModelError, ConfigError.
+        ``create_engine`` makes what generates, None the engine in torch; ``update_threads`` as of
+        TrainedModel. Raises ModelError, ConfigError.
         """
         self._config, self._buffer = config, buffer
         self._create_engine = create_engine or torch_engine(max_concurrent)
-        super().__init__(config, config.model, device, run_directory, seed)
+        super().__init__(config, config.model, device, run_directory, seed, update_threads)
 
     def _read(self, source: str | Path) -> Any:
         return load_causal_lm(source, self._config.dtype, self._device)
@@ -158,7 +160,7 @@ class Actor(TrainedModel):
                 self._tokens["trained"] += len(experience.advantages)
             return metrics
 
-        return self._updates.once(run, step, leader_epoch, apply)
+        return self._update_once(run, step, leader_epoch, apply)
 
     def status(self) -> ServiceStatus:
         """What the actor says of itself."""

@@ -39,12 +39,13 @@ class Critic(TrainedModel):
         run_directory: Path,
         experience: Callable[[str], ExperienceStore],
         seed: int = 0,
+        update_threads: int | None = None,
     ) -> None:
         """Loads ``model``. ``experience`` gives access to a run's sealed experience, by its name; ``seed`` is where an adapter
-        starts. Raises ModelError.
+        starts; ``update_threads`` as of TrainedModel. Raises ModelError.
         """
         self._config, self._experience = config, experience
-        super().__init__(config, model, device, run_directory, seed)
+        super().__init__(config, model, device, run_directory, seed, update_threads)
 
     def _read(self, source: str | Path) -> Any:
         return load_critic(source, self._config.dtype, self._device)
@@ -85,4 +86,4 @@ class Critic(TrainedModel):
                 self._tokens["trained"] += len(experience.advantages)
             return metrics
 
-        return self._updates.once(run, step, leader_epoch, apply)
+        return self._update_once(run, step, leader_epoch, apply)

@@ -11,7 +11,7 @@ from quartet.rpc.clients import ActorClient, CriticClient, ReferenceClient, Rewa
 from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.rpc.observation import CallTracer
 from quartet.topology import roles_of
-from quartet.types import Role, ServiceStatus
+from quartet.types import TRAINED_ROLES, Role, ServiceStatus
 from services.orchestrator.scoring import AdapterOff, ReferencePolicy, ScoringServices, at_once
 
 Statuses = dict[Role, ServiceStatus]
@@ -119,7 +119,7 @@ def check_agreement(statuses: Statuses, run: str, needs_reference: bool) -> None
                 f"{role}.model {other.model}: embeds {other.vocabulary_size} token ids, actor.model {actor.model} can draw "
                 f"{actor.vocabulary_size}; resize the {role} model's embeddings to at least as many"
             )
-        if role in (Role.ACTOR, Role.CRITIC) and other.policy_version and other.run != run:
+        if role in TRAINED_ROLES and other.policy_version and other.run != run:
             raise MismatchError(
                 f"services.{role}.address: the {role} there has taken {other.policy_version} updates of run "
                 f"{other.run}; another run would lose them, so restart that service, or give an address of its own"

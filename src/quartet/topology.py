@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from quartet.config import Config, OrchestratorServiceConfig, ServiceConfig
 from quartet.config import is_loopback as is_loopback
-from quartet.types import MODEL_ROLES, Role
+from quartet.types import MODEL_ROLES, TRAINED_ROLES, Role
 
 
 def listen_address(service: ServiceConfig | OrchestratorServiceConfig) -> str:
@@ -41,8 +42,21 @@ def threads_of(config: Config, role: Role) -> int:
     """
     if role is Role.ORCHESTRATOR:
         return 1
-    service: ServiceConfig = getattr(config.services, role)
-    if service.threads is not None:
-        return service.threads
-    here = [other for other in roles_of(config) if getattr(config.services, other).address is None or other is role]
+    told: int | None = getattr(config.services, role).threads
+    if told is not None:
+        return told
+    return _share(config, role, roles_of(config))
+
+
+def update_threads_of(config: Config, role: Role) -> int:
+    """CPU threads of an update by actor or critic: as told, or its share of the cores among those of this machine that learn.
+
+    While they learn, the services that score have nothing to do.
+    """
+    told: int | None = getattr(config.services, role).threads
+    return told or _share(config, role, [other for other in roles_of(config) if other in TRAINED_ROLES])
+
+
+def _share(config: Config, role: Role, roles: Sequence[Role]) -> int:
+    here = [other for other in roles if getattr(config.services, other).address is None or other is role]
     return max(1, cores() // len(here))

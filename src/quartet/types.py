@@ -30,6 +30,7 @@ class Role(enum.StrEnum):
 
 
 MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REWARD, Role.REFERENCE)
+TRAINED_ROLES = (Role.ACTOR, Role.CRITIC)
 
 
 class FinishReason(enum.StrEnum):

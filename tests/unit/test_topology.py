@@ -8,17 +8,19 @@ import pytest
 
 from quartet import topology
 from quartet.config import Config, ServiceConfig, parse_config
-from quartet.topology import cores, listen_address, threads_of
+from quartet.topology import cores, listen_address, threads_of, update_threads_of
 from quartet.types import MODEL_ROLES, Role
 
 
-def config(**services: dict[str, Any]) -> Config:
+def config(estimator: str = "gae", **services: dict[str, Any]) -> Config:
     tree = {
         "data": {"prompts": "p"},
         "actor": {"model": "a"},
         "reward": {"model": "r"},
         "buffer": {"url": "redis://far"},
         "services": services,
+        "algorithm": {"estimator": estimator},
+        "rollout": {"samples_per_prompt": 2},
     }
     return parse_config(tree, "test")
 
@@ -40,7 +42,21 @@ def test_a_service_elsewhere_leaves_its_share_to_the_others(monkeypatch: pytest.
 
 def test_told_threads_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "cores", lambda: 8)
-    assert threads_of(config(actor={"threads": 5}), Role.ACTOR) == 5
+    told = config(actor={"threads": 5})
+    assert (threads_of(told, Role.ACTOR), update_threads_of(told, Role.ACTOR)) == (5, 5)
+
+
+@pytest.mark.parametrize(("estimator", "share"), [("gae", 4), ("rloo", 8)])
+def test_services_that_learn_share_the_cores_while_they_do(
+    estimator: str, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "cores", lambda: 8)
+    assert update_threads_of(config(estimator), Role.ACTOR) == share
+
+
+def test_a_critic_elsewhere_leaves_the_cores_to_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "cores", lambda: 8)
+    assert update_threads_of(config(critic={"address": "far:2"}), Role.ACTOR) == 8
 
 
 def test_there_is_at_least_one_core() -> None:

@@ -24,8 +24,8 @@ from quartet.launcher.access import check_access
 from quartet.preflight import check_inputs, looks_local
 from quartet.rpc.access import OPERATOR
 from quartet.rpc.channels import accepts_connections
-from quartet.topology import cores, listen_address, roles_of, threads_of
-from quartet.types import Role
+from quartet.topology import cores, listen_address, roles_of, threads_of, update_threads_of
+from quartet.types import TRAINED_ROLES, Role
 
 console = Console()
 
@@ -121,7 +121,7 @@ def _needs(config: Config) -> Iterator[Finding]:
             yield Finding(role, answers, seen)
             continue
         missing = [index for index in service.devices if index >= torch.cuda.device_count()]
-        where = f"CUDA {list(service.devices)}" if service.devices else f"CPU, {threads_of(config, role)} threads"
+        where = f"CUDA {list(service.devices)}" if service.devices else f"CPU, {_threads(config, role)}"
         threads += 0 if service.devices else threads_of(config, role)
         listen = listen_address(service).removesuffix(":0")
         port = listen if ":" in listen else f"a free port of {listen}"
@@ -135,12 +135,18 @@ def _needs(config: Config) -> Iterator[Finding]:
         yield _buffer(config)
 
 
+def _threads(config: Config, role: Role) -> str:
+    usual = threads_of(config, role)
+    updating = update_threads_of(config, role) if role in TRAINED_ROLES else usual
+    return f"{usual} threads" if updating == usual else f"{usual} threads, {updating} in updates"
+
+
 def _memory(config: Config, role: Role) -> str:
     models = [model for key, model in config.models.items() if key.partition(".")[0] == role and looks_local(model)]
     weights = sum(path.stat().st_size for model in models for path in Path(model).glob("*.safetensors"))
     if not weights:
         return ""
-    factor = OPTIMIZER_FACTOR if role in (Role.ACTOR, Role.CRITIC) else 1
+    factor = OPTIMIZER_FACTOR if role in TRAINED_ROLES else 1
     return f", about {weights * factor / 2**20:.0f} MiB for weights" + (" and optimizer" if factor > 1 else "")
 
 

@@ -121,7 +121,7 @@ class ServiceConfig(Section):
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """CUDA devices; none: the CPU."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads; null: its share of the cores."""
+    """CPU threads; null: its share of the cores, in an update its share among those that learn."""
     metrics: HostPort = None
     """HOST:PORT at which Prometheus finds its figures; port 0 takes a free one. Null: a free port on 127.0.0.1."""
     health: HostPort = None

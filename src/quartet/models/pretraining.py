@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from transformers.utils import logging
 
 from quartet.errors import InvalidRequest
+from quartet.models.threads import torch_threads
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 """Special tokens, ids 0, 1 and 2. None is added on encode; BOS is there for those who want it."""
@@ -79,14 +80,9 @@ ProgressCallback = Callable[[Progress], None]
 @contextmanager
 def deterministic(seed: int) -> Iterator[None]:
     """One thread and torch's global generator seeded; both are put back afterwards."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        torch.set_num_threads(threads)
+    with torch_threads(1), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def train_tokenizer(
