@@ -84,24 +84,33 @@ class MicroBatch:
 
 
 def laid_out(
-    model: Any, batch: TokenBatch, max_tokens: int, rows: IntArray | NDArray[np.int64] | None = None
+    model: Any,
+    batch: TokenBatch,
+    max_tokens: int,
+    rows: IntArray | NDArray[np.int64] | None = None,
+    whole: bool = False,
 ) -> Iterator[MicroBatch]:
-    """The sequences of ``batch``, or ``rows`` of them, in micro-batches of at most ``max_tokens``, as ``model`` takes them."""
+    """The sequences of ``batch``, or ``rows`` of them, in micro-batches of at most ``max_tokens``, as ``model`` takes them.
+
+    The last token of a sequence predicts none of it and is left out, unless they are to be ``whole``.
+    """
     chosen = np.arange(len(batch)) if rows is None else rows
     packed = packs(model)
-    for group in micro_batches(batch.lengths[chosen], max_tokens, packed):
-        yield lay_out(batch, chosen[group].tolist(), device_of(model), packed)
+    for group in micro_batches(batch.lengths[chosen] - (not whole), max_tokens, packed):
+        yield lay_out(batch, chosen[group].tolist(), device_of(model), packed, whole)
 
 
-def lay_out(batch: TokenBatch, rows: Sequence[int], device: torch.device | str, packed: bool = False) -> MicroBatch:
-    """The sequences ``rows`` of ``batch`` as one micro-batch on ``device``, in the order given."""
+def lay_out(
+    batch: TokenBatch, rows: Sequence[int], device: torch.device | str, packed: bool = False, whole: bool = False
+) -> MicroBatch:
+    """The sequences ``rows`` of ``batch`` as one micro-batch on ``device``, in the order given; ``whole`` as of ``laid_out``."""
     starts = _starts(batch.lengths)
     response_starts = _starts(batch.response_lengths)
     sequences, targets, places = [], [], []
     for row in rows:
         prompt, response = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
         sequence = batch.token_ids[starts[row] : starts[row] + prompt + response]
-        sequences.append(sequence)
+        sequences.append(sequence if whole else sequence[:-1])
         targets.append(sequence[prompt:])
         places.append(np.arange(response_starts[row], response_starts[row] + response))
     lengths = np.array([len(sequence) for sequence in sequences])

@@ -1,7 +1,7 @@
 """Sequences of different lengths in one forward pass without pads: all tokens in one row, and attention within each sequence.
 
 Everything but attention computes token by token, so the model is given one long row. Attention spreads it out into a row per
-sequence, computes them all causally, and puts them back in line.
+sequence, computes them all causally, and puts them back in line; neighbours of much the same length are computed together.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from quartet.models.forward import attends_to_all, device_of, takes, vocabulary_size
 
+ALIKE = 0.6
+"""Sequences are computed together while the shortest has at least this share of the longest one's tokens."""
 NAME = "quartet_packed"
 """Of the attention here, among transformers' own."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -28,27 +31,51 @@ _found: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
-    """Where the sequences of a row of tokens stand.
+class Block:
+    """Sequences that follow one another and are attended to together.
 
-    ``position_ids`` int64 [1, tokens]: from 0 in each sequence. ``places`` int64 [tokens]: of each token in rows x longest, read
-    row after row.
+    ``tokens``: where theirs stand in the row of all. ``places`` int64 [tokens]: of each in rows x longest, row after row.
     """
 
-    position_ids: torch.Tensor
+    tokens: slice
     places: torch.Tensor
     rows: int
     longest: int
 
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where the sequences of a row of tokens stand. ``position_ids`` int64 [1, tokens]: from 0 in each sequence."""
+
+    position_ids: torch.Tensor
+    blocks: tuple[Block, ...]
+
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str) -> Packing:
-        """The packing of sequences that follow one another."""
-        longest = max(lengths)
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        places = positions + np.repeat(np.arange(len(lengths)) * longest, lengths)
-        return cls(
-            torch.from_numpy(positions[None]).to(device), torch.from_numpy(places).to(device), len(lengths), longest
-        )
+        """The packing of sequences that follow one another; the fewest blocks where the longest come first."""
+        blocks, begin, end = [], 0, 0
+        for together in _alike(lengths):
+            begin, end, longest = end, end + sum(together), max(together)
+            places = _positions(together) + np.repeat(np.arange(len(together)) * longest, together)
+            blocks.append(Block(slice(begin, end), torch.from_numpy(places).to(device), len(together), longest))
+        return cls(torch.from_numpy(_positions(lengths)[None]).to(device), tuple(blocks))
+
+
+def _positions(lengths: Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate([np.arange(length) for length in lengths])
+
+
+def _alike(lengths: Sequence[int]) -> list[list[int]]:
+    """The lengths, those together that are computed together."""
+    found: list[list[int]] = []
+    shortest = longest = 0
+    for length in lengths:
+        shortest, longest = min(shortest, length), max(longest, length)
+        if shortest < ALIKE * longest:
+            shortest = longest = length
+            found.append([])
+        found[-1].append(length)
+    return found
 
 
 @contextmanager
@@ -106,10 +133,12 @@ def _can_be_tried(base: Any) -> bool:
 @torch.no_grad()
 def _computes_the_same(base: Any) -> bool:
     device = device_of(base)
-    ids = torch.arange(8, device=device) % vocabulary_size(base)
-    packing = Packing.of((3, 5), device)
-    padded = torch.zeros(10, dtype=torch.int64, device=device).index_copy(0, packing.places, ids).view(2, 5)
-    expected = hidden_states(base, padded).flatten(0, 1)[packing.places]
+    ids = torch.arange(11, device=device) % vocabulary_size(base)
+    # The first two in one block, the last in another.
+    packing = Packing.of((5, 4, 2), device)
+    places = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11], device=device)
+    padded = torch.zeros(15, dtype=torch.int64, device=device).index_copy(0, places, ids).view(3, 5)
+    expected = hidden_states(base, padded).flatten(0, 1)[places]
     try:
         found = hidden_states(base, ids[None], packing)[0]
     except (KeyError, TypeError, ValueError):
@@ -129,14 +158,19 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Of transformers: query, key and value [1, heads, tokens, head size] -> [1, tokens, heads, head size]."""
     packing: Packing = arguments.pop("packing")
+    outputs = []
+    for block in packing.blocks:
+        q, k, v = (_spread(states[0, :, block.tokens], block) for states in (query, key, value))
+        output, _ = sdpa_attention_forward(module, q, k, v, None, **arguments)
+        outputs.append(output.flatten(0, 1)[block.places])
+    return torch.cat(outputs)[None], None
 
-    def spread(tokens: torch.Tensor) -> torch.Tensor:
-        heads, _, size = tokens.shape[1:]
-        rows = tokens.new_zeros(heads, packing.rows * packing.longest, size).index_copy(1, packing.places, tokens[0])
-        return rows.view(heads, packing.rows, packing.longest, size).transpose(0, 1)
 
-    output, _ = sdpa_attention_forward(module, spread(query), spread(key), spread(value), None, **arguments)
-    return output.flatten(0, 1)[packing.places][None], None
+def _spread(states: torch.Tensor, block: Block) -> torch.Tensor:
+    """[heads, tokens, head size] -> [rows, heads, longest, head size], 0 where there is no token."""
+    heads, _, size = states.shape
+    rows = states.new_zeros(block.rows * block.longest, heads, size)
+    return rows.index_copy(0, block.places, states.transpose(0, 1)).view(block.rows, -1, heads, size).transpose(1, 2)
 
 
 AttentionInterface.register(NAME, _attention)

@@ -70,7 +70,7 @@ def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Fl
 
 def _decoder_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Sequences of the batch, and their scores [rows, 1]."""
-    for part in laid_out(reward_model, batch, max_tokens):
+    for part in laid_out(reward_model, batch, max_tokens, whole=True):
         hidden = hidden_states(reward_model.base_model, part.input_ids, part.packing)
         yield part.rows, reward_model.score(hidden.flatten(0, 1)[part.last])
 

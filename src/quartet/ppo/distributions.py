@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,28 @@ def token_log_probs(logits: Tensor, token_ids: Tensor, temperature: float) -> Te
         raise InvalidRequest(
             f"token_ids {tuple(token_ids.shape)}: expected one for each of {logits.shape[0]} logit rows"
         )
-    return _log_softmax(logits, temperature).gather(1, token_ids.long()[:, None]).squeeze(1)
+    found: Tensor = _TokenLogProbs.apply(_scaled(logits, temperature), token_ids.long()[:, None])  # type: ignore[no-untyped-call]
+    return found
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Log-softmax and the choice of one entry a row. Its backward pass writes the gradient of the logits at once.
+
+    Left to themselves the two pass over [n, vocabulary] three more times: for zeros, for the entries among them, for their sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, places: Tensor) -> Tensor:
+        log_probs = torch.log_softmax(logits, dim=1)
+        ctx.save_for_backward(log_probs, places)
+        return log_probs.gather(1, places).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        log_probs, places = ctx.saved_tensors
+        # d log p_i / d logit_j is 1 where j is i, less p_j everywhere.
+        found = log_probs.exp().mul_(-gradient[:, None])
+        return found.scatter_add_(1, places, gradient[:, None]), None
 
 
 def entropy(logits: Tensor, temperature: float) -> Tensor:
@@ -28,17 +51,17 @@ def entropy(logits: Tensor, temperature: float) -> Tensor:
 
     Raises InvalidRequest.
     """
-    log_probs = _log_softmax(logits, temperature)
+    log_probs = torch.log_softmax(_scaled(logits, temperature), dim=1)
     probs = log_probs.exp()
     # A token that cannot occur (logit -inf) adds 0, as p log p does in the limit; 0 * -inf would be NaN.
     return -(probs * log_probs.masked_fill(probs == 0, 0.0)).sum(1)
 
 
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
     if logits.ndim != 2:
         raise InvalidRequest(f"logits {tuple(logits.shape)}: expected [n, vocabulary]")
     if not temperature > 0:
         raise InvalidRequest(f"temperature {temperature}: expected more than 0 (greedy decoding has no log-probs)")
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # At 1 the division would cost a pass over the logits and change nothing.
-    return torch.log_softmax(precise if temperature == 1 else precise / temperature, dim=1)
+    return precise if temperature == 1 else precise / temperature

@@ -51,10 +51,19 @@ def test_padding_is_on_the_right_and_zero() -> None:
 
 def test_layout_finds_each_response_token_and_the_position_before_it() -> None:
     batch = tiny.batch([2, 3, 1], [2, 1, 3])
-    micro_batch = lay_out(batch, [2, 0], "cpu")
-    assert micro_batch.predicts.tolist() == [[True, True, True, False], [False, True, True, False]]
-    sequences = batch.sequences()
+    sequences, micro_batch = batch.sequences(), lay_out(batch, [2, 0], "cpu")
+    assert micro_batch.input_ids.tolist() == [[*sequences[2][:-1]], [*sequences[0][:-1]]]
+    assert micro_batch.predicts.tolist() == [[True, True, True], [False, True, True]]
     assert micro_batch.targets.tolist() == [*sequences[2][1:], *sequences[0][2:]]
     assert micro_batch.places.tolist() == [3, 4, 5, 0, 1]
     assert micro_batch.lengths.tolist() == [3, 2]
     assert len(micro_batch) == 5
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_whole_sequence_has_its_last_token_too(packed: bool) -> None:
+    batch = tiny.batch([2, 3], [2, 1])
+    micro_batch = lay_out(batch, [0, 1], "cpu", packed, whole=True)
+    ends = [sequence[-1] for sequence in batch.sequences()]
+    assert micro_batch.input_ids.flatten()[micro_batch.last].tolist() == ends
+    assert micro_batch.predicts.flatten()[micro_batch.last].tolist() == [False, False]

@@ -11,7 +11,7 @@ import torch
 from quartet.models import packing as packing_module
 from quartet.models.batching import laid_out, lay_out
 from quartet.models.log_probs import forward_log_probs
-from quartet.models.packing import NAME, hidden_states, packs
+from quartet.models.packing import NAME, Packing, hidden_states, packs
 from quartet.models.scoring import response_log_probs
 from quartet.models.value_head import ValueModel
 from tests.unit.models import tiny
@@ -25,7 +25,7 @@ def test_packed_sequences_give_what_each_gives_alone(kind: str) -> None:
     assert packs(model)
     assert model.config._attn_implementation == "sdpa", "as it was"
     [together] = laid_out(model, batch, 1000)
-    assert tuple(together.input_ids.shape) == (1, sum(PROMPTS) + sum(RESPONSES))
+    assert tuple(together.input_ids.shape) == (1, sum(PROMPTS) + sum(RESPONSES) - 4)
     expected = np.concatenate([response_log_probs(model, one, 0.7, 1000) for one in alone(PROMPTS, RESPONSES, batch)])
     found = torch.empty(sum(RESPONSES))
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_models_that_see_more_than_positions_and_whole_sequences_are_padded(kind
     assert not packs(model)
     [micro_batch] = laid_out(model, tiny.batch(PROMPTS, RESPONSES), 1000)
     assert micro_batch.packing is None
-    assert tuple(micro_batch.input_ids.shape) == (4, 12)
+    assert tuple(micro_batch.input_ids.shape) == (4, 11)
 
 
 def test_a_model_that_computes_something_else_packed_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +99,14 @@ def test_the_attention_of_a_model_is_put_back_after_a_failure(monkeypatch: pytes
     with pytest.raises(RuntimeError, match="no memory"):
         hidden_states(model.base_model, batch.input_ids, batch.packing)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_sequences_of_much_the_same_length_are_attended_to_together() -> None:
+    packing = Packing.of([10, 6, 5, 3, 1], "cpu")
+    assert [(block.tokens, block.rows, block.longest) for block in packing.blocks] == [
+        (slice(0, 16), 2, 10),
+        (slice(16, 24), 2, 5),
+        (slice(24, 25), 1, 1),
+    ]
+    assert packing.blocks[1].places.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert packing.position_ids[0, 14:18].tolist() == [4, 5, 0, 1]
