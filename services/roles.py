@@ -18,7 +18,7 @@ from quartet.rpc.server import HostedRole
 from quartet.topology import update_threads_of
 from quartet.types import Role
 from services.actor.actor import Actor, BufferAccess
-from services.actor.engines import engine_factory
+from services.actor.engines import apart_engine, engine_factory
 from services.actor.servicer import ActorServicer
 from services.critic.critic import Critic
 from services.critic.servicer import CriticServicer
@@ -57,8 +57,9 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
     def access(run: str) -> BufferAccess:
         return BufferAccess(RolloutStream(client, url, run, link.lose), ExperienceStore(client, url, run, link.lose))
 
-    device = device_of(config.services.actor)
-    engine = engine_factory(config, certificates)
+    stale = config.rollout.max_staleness > 0
+    device, generates = devices_of_actor(config.services.actor, stale)
+    engine = apart_engine(config.rollout.max_concurrent, generates) if stale else engine_factory(config, certificates)
     actor = Actor(
         config.actor,
         device,
@@ -69,7 +70,7 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
         engine,
         update_threads_of(config, Role.ACTOR),
     )
-    return ActorServicer(actor, compute, threads, link.is_lost)
+    return ActorServicer(actor, compute, threads, link.is_lost, ComputeThread() if stale else None)
 
 
 def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str) -> HostedRole:
@@ -103,13 +104,28 @@ def _build_reference(config: Config, compute: ComputeThread, threads: int) -> Ho
     return ReferenceServicer(reference, compute, threads)
 
 
+def devices_of_actor(service: ServiceConfig, stale: bool) -> tuple[str, str]:
+    """The torch devices on which the policy learns and generates: two where it does both at once and has two.
+
+    Raises ConfigError.
+    """
+    if stale and len(service.devices) == 2:
+        learns, generates = (service.model_copy(update={"devices": (device,)}) for device in service.devices)
+        return device_of(learns), device_of(generates)
+    device = device_of(service)
+    return device, device
+
+
 def device_of(service: ServiceConfig) -> str:
     """The torch device of a service. Raises ConfigError when it is not there."""
     if not service.devices:
         return "cpu"
     found = torch.cuda.device_count()
     if len(service.devices) > 1:
-        raise ConfigError(f"devices {list(service.devices)}: a model on several GPUs is not supported yet; give one")
+        raise ConfigError(
+            f"devices {list(service.devices)}: a model on several GPUs is not supported yet; give one, or to an actor with "
+            "rollout.max_staleness 1 two, one to learn on and one to generate"
+        )
     if service.devices[0] >= found:
         raise ConfigError(
             f"devices {list(service.devices)}: this machine has {found} CUDA devices; give [] for the CPU"

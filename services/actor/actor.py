@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from quartet.buffer.experience import ExperienceStore
@@ -68,6 +69,8 @@ class Actor(TrainedModel):
         """
         self._config, self._buffer = config, buffer
         self._create_engine = create_engine or torch_engine(max_concurrent)
+        self._generating = Lock()
+        self._generates = 0
         super().__init__(config, config.model, device, run_directory, seed, update_threads)
 
     def _read(self, source: str | Path) -> Any:
@@ -98,13 +101,27 @@ class Actor(TrainedModel):
     ) -> tuple[int, int]:
         """Generates one step's trajectories into the rollout stream, each as it finishes.
 
-        Returns (trajectories, response tokens). Raises FailedPrecondition when the policy is not of ``policy_version``.
+        May be called while an update goes on where the engine has weights of its own: these stay as they are until it returns.
+        Returns (trajectories, response tokens). Raises FailedPrecondition when the engine's weights are not of
+        ``policy_version``.
         """
+        with self._generating:
+            return self._generate(requests, sampling, seed, leader_epoch, policy_version, cancelled)
+
+    def _generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParameters,
+        seed: int,
+        leader_epoch: int,
+        policy_version: int,
+        cancelled: Callable[[], bool],
+    ) -> tuple[int, int]:
         self._updates.fence(leader_epoch)
         self._updates.check_whole()
-        if policy_version != self._updates.policy_version:
+        if policy_version != self._generates:
             raise FailedPrecondition(
-                f"generate with policy version {policy_version}: this policy is version {self._updates.policy_version}; "
+                f"generate with policy version {policy_version}: this policy is version {self._generates}; "
                 "restart the actor for a new run"
             )
         for request in requests:
@@ -125,6 +142,12 @@ class Actor(TrainedModel):
         if finished:
             stream.append(finished, leader_epoch)
         return len(requests), tokens
+
+    def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
+        """As of TrainedModel; what is being generated comes to its end first."""
+        with self._generating:
+            super().restore(run, step, leader_epoch, directory)
+            self._generates = self._updates.policy_version
 
     def log_probs(self, batch: TokenBatch, temperature: float, reference: bool = False) -> FloatArray:
         """Log-probs under the current policy, or under the ``reference``, which is the policy without its adapter.
@@ -155,7 +178,10 @@ class Actor(TrainedModel):
             metrics = update_policy(
                 self._model, self._optimizer, experience, settings, loss, self._config.micro_batch_tokens
             )
-            self._engine.weights_changed()
+            # What is generated with the former weights comes to its end first.
+            with self._generating:
+                self._engine.weights_changed()
+                self._generates = step
             if settings.epochs:
                 self._tokens["trained"] += len(experience.advantages)
             return metrics

@@ -8,6 +8,7 @@ from quartet.config import Config
 from quartet.errors import ConfigError
 from quartet.models.engine import TorchEngine
 from quartet.models.engines import Engine, EngineFactory, Policy
+from quartet.models.engines.apart import ApartEngine
 from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
 
 FOLDER = "engine"
@@ -26,6 +27,11 @@ def engine_factory(config: Config, certificates: Path | None) -> EngineFactory:
 def torch_engine(max_concurrent: int) -> EngineFactory:
     """The engine that decodes with the model itself."""
     return lambda policy: TorchEngine(policy.model, policy.stop_ids, max_concurrent)
+
+
+def apart_engine(max_concurrent: int, device: str) -> EngineFactory:
+    """The engine that decodes with a copy of the model, on ``device``."""
+    return lambda policy: ApartEngine(policy.model, policy.stop_ids, max_concurrent, device)
 
 
 def _triton(config: Config, certificates: Path | None) -> EngineFactory:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from operator import itemgetter
 
 import grpc
 import numpy as np
@@ -11,8 +13,9 @@ import numpy as np
 from quartet import codec
 from quartet.config import MAX_RESPONSES
 from quartet.errors import InvalidRequest
+from quartet.rpc.compute import ComputeThread
 from quartet.rpc.role import TrainedRole
-from quartet.types import GenerationRequest, Role, SavedFile, TrajectoryId
+from quartet.types import GenerationRequest, Role, SavedFile, ServiceStatus, TrajectoryId
 from quartet.v1 import actor_pb2, actor_pb2_grpc
 from services.actor.actor import Actor
 
@@ -22,6 +25,38 @@ class ActorServicer(TrainedRole[Actor], actor_pb2_grpc.ActorServiceServicer):
 
     role = Role.ACTOR
 
+    def __init__(
+        self,
+        core: Actor,
+        compute: ComputeThread,
+        threads: int,
+        cut_off: Callable[[], bool],
+        generation: ComputeThread | None = None,
+    ) -> None:
+        """``generation``: the thread that generates, where it is not the one of all other work. The rest as of TrainedRole."""
+        super().__init__(core, compute, threads, cut_off)
+        self._generation = generation or compute
+
+    def status(self) -> ServiceStatus:
+        """As of TrainedRole, of both threads."""
+        status = super().status()
+        if self._generation is self.compute:
+            return status
+        return replace(
+            status,
+            busy_seconds=status.busy_seconds | self._generation.busy_seconds(),
+            work_pending=status.work_pending + self._generation.pending(),
+        )
+
+    def abandoned(self) -> tuple[str, float]:
+        """As ``ComputeThread.abandoned``, of both threads."""
+        return max(super().abandoned(), self._generation.abandoned(), key=itemgetter(1))
+
+    def close(self) -> None:
+        """Waits for the work in hand."""
+        self._generation.close()
+        super().close()
+
     def register(self, server: grpc.Server) -> None:
         """Adds this servicer."""
         actor_pb2_grpc.add_ActorServiceServicer_to_server(self, server)
@@ -30,7 +65,7 @@ class ActorServicer(TrainedRole[Actor], actor_pb2_grpc.ActorServiceServicer):
         """Generates trajectories into the rollout stream."""
         requests, sampling = _generation_requests(request), codec.sampling_from_proto(request.sampling)
         start = time.perf_counter()
-        trajectories, tokens = self.compute.run(
+        trajectories, tokens = self._generation.run(
             "generate",
             context,
             lambda cancelled: self.core.generate(

@@ -39,10 +39,11 @@ class Replacement:
     """The rule for a trajectory that cannot be scored: the next sample of its prompt takes its place.
 
     ``recovery`` says how often it is tried, and how many may be set aside. ``generate`` begins one trajectory of each of the
-    prompts given by index, with the sample index given.
+    prompts given by index, with the sample index given, by the policy of ``policy_version``.
     """
 
     recovery: RecoveryConfig
+    policy_version: int
     generate: Callable[[set[int], int], PendingResult[int]]
 
 
@@ -76,7 +77,7 @@ class Collector:
         start = time.perf_counter()
         recovery = replacement.recovery if replacement else None
         scoring = Scoring(self._services, fields or {}, recovery, watch=self._watch)
-        arrivals = _Arrivals(set(expected), policy_version)
+        arrivals = _Arrivals(dict.fromkeys(expected, policy_version))
         samples = 1 + max(id.sample for id in expected)
         try:
             self._receive(arrivals, generation, scoring, on_progress)
@@ -86,7 +87,7 @@ class Collector:
                 prompts = {prompt for prompt, failed in _set_aside_by_prompt(scoring).items() if failed > replaced}
                 if replacement is None or not prompts:
                     break
-                arrivals.expect(prompts, samples + replaced)
+                arrivals.expect(prompts, samples + replaced, replacement.policy_version)
                 generation = replacement.generate(prompts, samples + replaced)
                 self._receive(arrivals, generation, scoring, on_progress)
                 _wait(generation, scoring, on_progress)
@@ -139,8 +140,8 @@ class Collector:
 class _Arrivals:
     """What a step expects of the stream, what of it has come, and under which entries."""
 
-    expected: set[TrajectoryId]
-    policy_version: int
+    expected: dict[TrajectoryId, int]
+    """And the policy version that generates it."""
     seen: set[TrajectoryId] = field(default_factory=set)
     entry_ids: list[str] = field(default_factory=list)
 
@@ -148,10 +149,11 @@ class _Arrivals:
     def complete(self) -> bool:
         return len(self.seen) == len(self.expected)
 
-    def expect(self, prompts: set[int], sample: int) -> None:
+    def expect(self, prompts: set[int], sample: int, policy_version: int) -> None:
         """Adds one trajectory of each of the prompts."""
         some = next(iter(self.expected))
-        self.expected |= {TrajectoryId(some.run, some.step, prompt, sample) for prompt in prompts}
+        more = {TrajectoryId(some.run, some.step, prompt, sample) for prompt in prompts}
+        self.expected |= dict.fromkeys(more, policy_version)
 
     def take(self, deliveries: Sequence[Delivery]) -> list[Trajectory]:
         """Those that have not come before. Raises BufferFailed for one that was not asked for."""
@@ -159,7 +161,7 @@ class _Arrivals:
         for delivery in deliveries:
             trajectory = delivery.trajectory
             self.entry_ids.append(delivery.entry_id)
-            if trajectory.id not in self.expected or trajectory.policy_version != self.policy_version:
+            if self.expected.get(trajectory.id) != trajectory.policy_version:
                 raise BufferFailed(
                     f"rollout stream: {trajectory.id} of policy version {trajectory.policy_version} was not asked for"
                 )

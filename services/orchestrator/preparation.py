@@ -37,10 +37,11 @@ class Preparation:
         self._ahead: tuple[int, PendingResult[int]] | None = None
         self._collector = Collector(stream, peers.scoring(), config.rollout.score_batch, timeline.watch)
 
-    def begin(self, step: int, prompts: Sequence[Prompt], leader_epoch: int) -> None:
+    def begin(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> None:
         """Begins the step's generation ahead of ``prepare``, while the step before is brought to its end."""
         if self._ahead is None:
-            self._ahead = step, self._generate(step, prompts, leader_epoch, 0, self._config.rollout.samples_per_prompt)
+            samples = self._config.rollout.samples_per_prompt
+            self._ahead = step, self._generate(step, prompts, leader_epoch, policy_version, 0, samples)
 
     def let_go(self) -> None:
         """Cancels what has been begun ahead: the actor is wanted for something else first. What it has made comes again."""
@@ -48,18 +49,20 @@ class Preparation:
             self._ahead[1].cancel()
         self._ahead = None
 
-    def prepare(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, course: Course) -> SealedStep:
+    def prepare(
+        self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int, course: Course
+    ) -> SealedStep:
         """The step's experience, under what ``course`` remembers of the steps before. Raises as the collector."""
-        collected = self._collect(step, prompts, leader_epoch)
+        collected = self._collect(step, prompts, leader_epoch, policy_version)
         with self._timeline.part(Role.ORCHESTRATOR, "prepare"):
-            return self._sealed(step, collected, course)
+            return self._sealed(step, collected, policy_version, course)
 
-    def _sealed(self, step: int, collected: CollectedStep, course: Course) -> SealedStep:
+    def _sealed(self, step: int, collected: CollectedStep, policy_version: int, course: Course) -> SealedStep:
         scores = [item.score for item in collected.scored]
         prepared = prepare_step(
             self._config.run.name,
             step,
-            step - 1,
+            policy_version,
             collected.scored,
             self._config.algorithm,
             course.kl_coefficient,
@@ -68,7 +71,7 @@ class Preparation:
         )
         return SealedStep(step, collected, prepared)
 
-    def _collect(self, step: int, prompts: Sequence[Prompt], leader_epoch: int) -> CollectedStep:
+    def _collect(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> CollectedStep:
         config, samples = self._config, self._config.rollout.samples_per_prompt
         expected = {
             TrajectoryId(config.run.name, step, prompt.index, sample) for prompt in prompts for sample in range(samples)
@@ -77,26 +80,33 @@ class Preparation:
 
         ahead, self._ahead = self._ahead, None
         if ahead is None:
-            generation = self._generate(step, prompts, leader_epoch, 0, samples)
+            generation = self._generate(step, prompts, leader_epoch, policy_version, 0, samples)
         else:
             begun, generation = ahead
             assert begun == step, f"step {begun} was begun, not {step}"
 
         def replace(indices: set[int], sample: int) -> PendingResult[int]:
             wanted = [prompt for prompt in prompts if prompt.index in indices]
-            return self._generate(step, wanted, leader_epoch, sample, 1)
+            return self._generate(step, wanted, leader_epoch, step - 1, sample, 1)
 
         return self._collector.collect(
             expected,
-            step - 1,
+            policy_version,
             generation,
             self._board.show_scored,
             {prompt.index: prompt.fields for prompt in prompts} if config.reward.has_functions else {},
-            Replacement(config.recovery, replace),
+            # By then the policy has taken all updates before the step, whichever generated the others.
+            Replacement(config.recovery, step - 1, replace),
         )
 
     def _generate(
-        self, step: int, prompts: Sequence[Prompt], leader_epoch: int, first_sample: int, samples: int
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        leader_epoch: int,
+        policy_version: int,
+        first_sample: int,
+        samples: int,
     ) -> PendingResult[int]:
         config = self._config
         call = self._actor.generate(
@@ -107,7 +117,7 @@ class Preparation:
             samples_per_prompt=samples,
             sampling=run_sampling(config.rollout),
             seed=config.run.seed,
-            policy_version=step - 1,
+            policy_version=policy_version,
             first_sample=first_sample,
         )
         self._timeline.watch(Role.ACTOR, "generate", call)

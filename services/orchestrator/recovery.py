@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -26,6 +26,7 @@ from services.orchestrator.collector import wait_for_all
 from services.orchestrator.course import Course
 from services.orchestrator.peers import Peers, Statuses
 from services.orchestrator.settings import begin_update
+from services.orchestrator.staleness import Staleness
 
 log = structlog.get_logger()
 
@@ -78,11 +79,15 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How to get to ``step``: where each model goes on from, None for one that is to be restored from ``checkpoint``."""
+    """How to get to ``step``: where each model goes on from, None for one that is to be restored from ``checkpoint``.
+
+    ``policy``: the step to which the actor is brought.
+    """
 
     checkpoint: Checkpoint | None
     step: int
     places: dict[Role, int | None]
+    policy: int
 
     @property
     def base(self) -> int:
@@ -104,6 +109,7 @@ class Recovery:
         """``trusted`` says whether what a model has learned is surely of this run, not of one that has its name."""
         self._config, self._files, self._peers = config, files, peers
         self._experience, self._epoch, self._trusted = experience, leader_epoch, trusted
+        self._staleness = Staleness.of(config)
 
     def to_last_commit(
         self,
@@ -115,8 +121,10 @@ class Recovery:
         """Goes to the last committed step, or, where the buffer has lost what a model needs to get there, as far as it has not.
 
         What came after that step is forgotten: the same seeds bring the same again. A model that has applied ``sealed``, the step
-        that is about to be committed, may stay there. ``newest`` gives the newest checkpoint: with True one of which every byte
-        was looked at. ``course`` is as before the first step. Raises ConfigError when the run's files are damaged.
+        that is about to be committed, may stay there. The actor goes no further than to the policy that generates what comes
+        next, which may be a step behind; ``replay`` then takes it to the others. ``newest`` gives the newest checkpoint: with
+        True one of which every byte was looked at. ``course`` is as before the first step. Raises ConfigError when the run's
+        files are damaged.
         """
         history = self._files.committed()
         plan = self._plan(newest(False), statuses, len(history), sealed)
@@ -139,17 +147,20 @@ class Recovery:
                 "or start the run anew"
             )
 
-        def places(applied: int) -> dict[Role, int | None]:
-            return {client.role: self._place(statuses[client.role], base, applied) for client in self._peers.trained}
+        def plan(step: int, applied: int) -> _Plan:
+            policy = self._staleness.policy_version(applied + 1, base)
+            at_most = {client.role: policy if client.role is Role.ACTOR else applied for client in self._peers.trained}
+            places = {role: self._place(statuses[role], base, most) for role, most in at_most.items()}
+            return _Plan(checkpoint, step, places, min(step, policy))
 
-        found = places(last + 1 if sealed == last + 1 else last)
-        starts = [base if place is None else place for place in found.values()]
+        found = plan(last, last + 1 if sealed == last + 1 else last)
+        starts = [base if place is None else place for place in found.places.values()]
         if self._experience.holds(range(min(starts) + 1, last + 1)):
-            return _Plan(checkpoint, last, found)
+            return found
         step = base
         while self._experience.holds([step + 1]):
             step += 1
-        return _Plan(checkpoint, step, places(step))
+        return plan(step, step)
 
     def _place(self, status: ServiceStatus, base: int, applied: int) -> int | None:
         """The step at which a model may stay: on the way from the checkpoint's to ``applied``."""
@@ -174,7 +185,13 @@ class Recovery:
             directory = f"{path.relative_to(self._files.root).as_posix()}/{client.role}" if path else ""
             wait_for_all([client.restore(self._config.run.name, plan.base, self._epoch, directory)])
             step = plan.base
-        for replay in range(step + 1, plan.step + 1):
+        self.replay(client, step, plan.policy if client.role is Role.ACTOR else plan.step, history)
+
+    def replay(
+        self, client: ActorClient | CriticClient, step: int, to: int, history: Sequence[Mapping[str, float]]
+    ) -> None:
+        """Takes one model from ``step`` ``to`` a later one by the same updates as it took before."""
+        for replay in range(step + 1, to + 1):
             # As it was then: a run that was made longer has another schedule now.
             rate = history[replay - 1].get(f"learning_rate_{client.role}")
             try:

@@ -69,6 +69,11 @@ class Saving:
             self._unsaved = 0
 
     @property
+    def newest_step(self) -> int:
+        """Of the newest checkpoint that is written or under way; 0 without one."""
+        return self._pending.step if self._pending else self._saved
+
+    @property
     def under_way(self) -> bool:
         """Whether a checkpoint has been begun and not finished."""
         return self._pending is not None

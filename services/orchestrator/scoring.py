@@ -295,7 +295,8 @@ class Scoring:
 
         def ask_critic(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[FloatArray]:
             assert services.critic is not None
-            call = services.critic.values(batch, trajectories[0].policy_version)
+            # It has learned from all steps before, also where an older policy generated this one.
+            call = services.critic.values(batch, trajectories[0].id.step - 1)
             watch(Role.CRITIC, "values", call)
             return call
 

@@ -54,6 +54,7 @@ from services.orchestrator.records import evaluation_poison, poison_lines, poiso
 from services.orchestrator.recovery import RECOVERABLE, Attempts, Recovered, Recovery
 from services.orchestrator.saving import Saving
 from services.orchestrator.settings import begin_update, learning_rate_at
+from services.orchestrator.staleness import Staleness
 from services.orchestrator.stopwatch import Stopwatch
 from services.orchestrator.telemetry import Telemetry
 
@@ -100,10 +101,12 @@ class Training:
         self._course = Course(config)
         self._changes = Changes(config, self._files)
         self.commands = Commands(control, self._changes, self._files)
+        self._staleness = Staleness.of(config)
         self._attempts = Attempts(config.recovery)
         self._asked_before = control.stopping
         self._lease: Lease | None = None
         self._identity: Identity
+        self._recovery: Recovery
         self._recovered: Recovered
         self._name = secrets.token_hex(16)
         self._sealed: SealedStep | None = None
@@ -196,6 +199,7 @@ class Training:
     def _take_steps(self, order: PromptOrder) -> int:
         """Steps, evaluations, checkpoints, until the end or a stop. Gives the last step."""
         step = self._course.step
+        self._catch_up(step, order)
         # What was due after the last committed step, where the run broke off before it.
         self._evaluate(step)
         self._checkpoint(step, exposed=not self._recovered.covered)
@@ -216,18 +220,31 @@ class Training:
         self._finish_checkpoint()
         return step
 
+    def _catch_up(self, step: int, order: PromptOrder) -> None:
+        """Takes the policy to ``step`` where recovery left it behind, for the sake of what it generates first."""
+        version = self._policy_version(step + 1)
+        if self._sealed is None and version < step:
+            self._preparation.begin(step + 1, order.of_step(step + 1), self._epoch, version)
+            self._recovery.replay(self._peers.actor, version, step, self._files.committed())
+
+    def _policy_version(self, step: int) -> int:
+        """Updates that the policy which generates ``step`` has taken."""
+        return self._staleness.policy_version(step, self._saving.newest_step)
+
     def _checkpoint(self, step: int, exposed: bool = False) -> None:
         """Begins a checkpoint where one is due. The next step goes on meanwhile; its update waits for ``_finish_checkpoint``.
 
         ``exposed``: the buffer has lost what leads to ``step``, so one is due now, unless a model may be a step ahead already.
         """
-        exposed = exposed and self._sealed is None
+        # Where policies are stale, a checkpoint that is not due would change the policy that generates the next step.
+        exposed = exposed and self._sealed is None and not self._staleness.most
         asked = self._control.take_checkpoint()
         if asked and step == 0:
             self._board.note("no checkpoint saved: no step is taken yet")
         if self._saving.is_due(step, self._is_last(step) or exposed, asked):
             self._finish_checkpoint()
             self._check_lease()
+            # Also what a stale policy generates: by rule the checkpoint's does.
             self._preparation.let_go()
             self._saving.begin(step, self._epoch, self._course.state())
 
@@ -241,7 +258,8 @@ class Training:
         if evaluator is None or step == self._evaluated or not evaluator.is_due(step, last=self._is_last(step)):
             return
         self._evaluated = step
-        self._preparation.let_go()
+        if not self._staleness.most:
+            self._preparation.let_go()
         self._board.update(phase="evaluate", scored=0, wanted=evaluator.responses)
         try:
             summary = evaluator.evaluate(step, policy_version=step, on_progress=self._board.show_scored)
@@ -352,7 +370,7 @@ class Training:
         ours = self._lease.claim(self._identity.id)
         if not ours:
             self._experience.keep_only([])
-        recovery = Recovery(
+        self._recovery = recovery = Recovery(
             self._config,
             self._files,
             self._peers,
@@ -426,6 +444,9 @@ class Training:
             self._experience.seal(prepared.experience)
         failpoint("orchestrator.sealed")
         self._finish_checkpoint()
+        if (version := self._policy_version(step + 1)) < step:
+            # Before the update begins: from then on the policy is on its way to another.
+            self._preparation.begin(step + 1, order.of_step(step + 1), self._epoch, version)
         self._board.update(phase="update")
         updating = time.perf_counter()
         with self._traces.part("update"):
@@ -436,6 +457,7 @@ class Training:
             "step": step,
             **prepared.metrics,
             "set_aside": len(collected.set_aside),
+            **({"staleness": step - 1 - prepared.experience.policy_version} if self._staleness.most else {}),
             **update_metrics(updates),
             **{
                 f"learning_rate_{client.role}": self._learning_rate(client.role, step) for client in self._peers.trained
@@ -455,7 +477,8 @@ class Training:
 
     def _prepare(self, step: int, order: PromptOrder) -> SealedStep:
         with self._traces.part("prepare"):
-            return self._preparation.prepare(step, order.of_step(step), self._epoch, self._course)
+            version = self._policy_version(step)
+            return self._preparation.prepare(step, order.of_step(step), self._epoch, version, self._course)
 
     def _learning_rate(self, role: Role, step: int) -> float:
         trained: TrainedModelConfig = getattr(self._config, role)
@@ -472,7 +495,7 @@ class Training:
         def go_ahead() -> None:
             # The policy is as the next step wants it, whatever the critic still does.
             if calls[Role.ACTOR].done() and self._goes_straight_on(step):
-                self._preparation.begin(step + 1, order.of_step(step + 1), self._epoch)
+                self._preparation.begin(step + 1, order.of_step(step + 1), self._epoch, step)
 
         wait_for_all(list(calls.values()), go_ahead)
         return {role: call.result() for role, call in calls.items()}

@@ -151,7 +151,7 @@ def collect(
         generation,  # type: ignore[arg-type]
         (progress if progress is not None else []).append,
         fields,
-        Replacement(recovery or recovering(), actor.generate),
+        Replacement(recovery or recovering(), 0, actor.generate),
     )
 
 

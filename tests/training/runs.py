@@ -63,7 +63,7 @@ def assert_same(run: Run, expected: Run) -> None:
         lines, wanted = run.trajectories(step), expected.trajectories(step)
         assert [_without_run(line) for line in lines] == [_without_run(line) for line in wanted]
         assert len({line["id"] for line in lines}) == len(lines)
-        assert {line["policy_version"] for line in lines} == {step - 1}
+        assert all(line["policy_version"] < step for line in lines)
 
 
 def _without_run(line: dict[str, Any]) -> dict[str, Any]:

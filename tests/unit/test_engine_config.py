@@ -129,3 +129,20 @@ def test_a_certificate_authority_that_cannot_be_read_is_named(tmp_path: Path) ->
     triton = {"url": "grpcs://h:1", "certificate_authority": str(tmp_path / "absent.crt")}
     with pytest.raises(ConfigError, match=r"rollout\.triton\.certificate_authority: .*absent\.crt cannot be read"):
         engine_factory(config(lora=LORA, rollout={"triton": triton}), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"engine": "tensorrt-llm"}, "engine tensorrt-llm"),
+        ({"engine": "triton", "rollout": {"triton": {"url": URL}}, "lora": LORA}, "engine triton"),
+        ({"engine": "torch", "algorithm": {"importance_cap": None}}, "importance_cap"),
+        ({"engine": "torch", "rollout": {"max_staleness": 2}}, "rollout.max_staleness"),
+    ],
+)
+def test_stale_policies_need_an_engine_with_weights_of_its_own_and_a_correction(
+    changes: dict[str, Any], word: str
+) -> None:
+    rollout = {"max_staleness": 1, **changes.pop("rollout", {})}
+    with pytest.raises(ConfigError, match=word):
+        config(**changes, rollout=rollout)

@@ -216,6 +216,8 @@ class RolloutConfig(Section):
     """Settings of engine tensorrt-llm; null: their defaults."""
     max_concurrent: Count = 256
     """Sequences decoded at once."""
+    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    """Updates that the policy which generates may be behind: 1 generates each step while the one before is learned from."""
     score_batch: Count = 16
     """Finished responses are scored in batches of this many, in the order in which they finish."""
 

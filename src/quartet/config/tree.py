@@ -141,6 +141,8 @@ class Config(Section):
             if given is not None and engine != name:
                 key = name.replace("-", "_")
                 raise ValueError(f"rollout.{key}: not used with engine {engine}; set engine {name}, or leave it out")
+        if self.rollout.max_staleness:
+            self._check_staleness()
         if engine != "triton":
             return
         if triton is None:
@@ -163,6 +165,19 @@ class Config(Section):
             raise ValueError(
                 f"rollout.triton.url {triton.url}: not a loopback address, and calls are not encrypted; give grpcs://, or "
                 "allow it with security.allow_plaintext"
+            )
+
+    def _check_staleness(self) -> None:
+        where = f"rollout.max_staleness {self.rollout.max_staleness}"
+        if self.rollout.engine != "torch":
+            raise ValueError(
+                f"{where}: engine {self.rollout.engine} needs the policy that learns while it generates; set engine torch, "
+                "or max_staleness 0"
+            )
+        if self.algorithm.importance_cap is None:
+            raise ValueError(
+                f"{where}: responses come from an older policy than the one that learns, which importance sampling corrects for; "
+                "set algorithm.importance_cap, such as 2"
             )
 
     def _check_parts(self) -> None:

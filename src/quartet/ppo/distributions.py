@@ -39,7 +39,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return log_probs.gather(1, places).squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         log_probs, places = ctx.saved_tensors
         # d log p_i / d logit_j is 1 where j is i, less p_j everywhere.
         found = log_probs.exp().mul_(-gradient[:, None])

@@ -1,0 +1,121 @@
+"""One step off-policy: each step is generated while the one before is learned from, and a failure still changes no bit."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.demo.world import World
+from quartet.models.engines.apart import ApartEngine
+from quartet.types import Role
+from services.orchestrator.staleness import Staleness
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Fleet, Run, assert_same, json_lines, orchestrator, run_to_the_end, services
+from tests.training.test_recovery import MOMENTS, disturbed
+from tests.training.test_resume import break_off
+from tests.unit.models import tiny
+
+STEPS, EVERY = 7, 5
+STALE: dict[str, Any] = {
+    "run": {"steps": STEPS},
+    "checkpoint": {"every": EVERY},
+    "rollout": {"max_staleness": 1},
+    "algorithm": {"score": {"normalize": "running"}},
+    "recovery": {"backoff": 0.01},
+}
+VERSIONS = [0, 0, 1, 2, 3, 5, 5]
+"""Of the policies that generate the steps: one behind, but after the start and after a checkpoint."""
+
+
+def stale(make: MakeConfig, **changes: Any) -> Any:
+    return make(**{name: {**STALE.get(name, {}), **changes.get(name, {})} for name in {*STALE, *changes}})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make: MakeConfig) -> Run:
+    return run_to_the_end(stale(make))
+
+
+def test_a_step_is_generated_by_the_policy_before_the_last_update_and_weighed_for_it(undisturbed: Run) -> None:
+    found = [{line["policy_version"] for line in undisturbed.trajectories(step)} for step in range(1, STEPS + 1)]
+    assert found == [{version} for version in VERSIONS]
+    behind = [step - 1 - version for step, version in enumerate(VERSIONS, 1)]
+    assert [metrics["staleness"] for metrics in undisturbed.metrics] == behind
+    mismatch = [metrics["rollout_mismatch_kl"] for metrics in undisturbed.metrics]
+    assert [kl > 1e-9 for kl in mismatch] == [bool(steps) for steps in behind], mismatch
+
+
+def test_the_next_step_is_generated_during_the_update(undisturbed: Run) -> None:
+    begun = list[bool]()
+    for line in json_lines(undisturbed.files.timeline):
+        spans = line["spans"]
+        [update] = [span["start"] for span in spans if (span["service"], span["phase"]) == ("actor", "update")]
+        begun.append(any(0 < span["start"] <= update for span in spans if span["phase"] == "generate"))
+    # Steps 1 and 6 are generated when they begin, like 2, which is begun in 1. What follows a checkpoint is not begun before it.
+    assert begun == [True, True, True, True, False, True, False]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("role", [Role.ACTOR, Role.CRITIC])
+def test_a_service_that_went_away_is_brought_back_and_the_same_policies_generate(
+    role: Role, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back: list[threading.Timer] = []
+
+    def lose(started: Fleet) -> None:
+        started.lose(role)
+        back.append(threading.Timer(0.3, started.start, [role]))
+        back[0].start()
+
+    with disturbed(stale(make), moment, lose, monkeypatch) as going:
+        run = going.finish()
+        back[0].join(20)
+    assert_same(run, undisturbed)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_run_that_broke_off_goes_on_to_the_same_bits(
+    step: int, where: str, stays: bool, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = stale(make)
+    if not stays:
+        break_off(config, where, step, monkeypatch)
+        assert_same(run_to_the_end(config), undisturbed)
+        return
+    with services(config) as started:
+        break_off(started, where, step, monkeypatch)
+        with orchestrator(started) as going:
+            assert_same(going.finish(), undisturbed)
+
+
+def test_an_evaluation_changes_nothing(make: MakeConfig, world: World, undisturbed: Run) -> None:
+    evaluated = run_to_the_end(
+        stale(make, evaluation={"every": 1, "prompts": 2}, data={"validation": str(world.prompts)})
+    )
+    assert_same(evaluated, undisturbed)
+    assert evaluated.progress.recoveries == 0
+
+
+def test_the_rule_needs_nothing_but_the_step_and_the_checkpoint() -> None:
+    rule = Staleness(1, EVERY, STEPS)
+    assert [rule.policy_version(step, 0) for step in range(1, STEPS + 1)] == VERSIONS
+    assert rule.policy_version(4, 3) == 3, "a checkpoint that a user asked for"
+    assert rule.policy_version(STEPS + 1, 0) == STEPS, "nothing is generated after the last step"
+    assert [Staleness(0, EVERY, STEPS).policy_version(step, 0) for step in range(1, 5)] == [0, 1, 2, 3]
+
+
+def test_weights_of_its_own_follow_the_policy_only_when_told() -> None:
+    model = tiny.causal("llama")
+    engine = ApartEngine(model, frozenset(), 4, "cpu")
+    before = [parameter.clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert all(map(torch.equal, engine._model.parameters(), before))
+    engine.weights_changed()
+    assert all(map(torch.equal, engine._model.parameters(), model.parameters()))
