@@ -33,6 +33,7 @@ EOS = 32
 """A token that the policy is fond of, so that some responses end early, greedy ones as well."""
 ENGINES = (
     "torch",
+    "torch-static",
     "triton-current",
     "triton-older",
     "triton-whole",
@@ -100,8 +101,8 @@ def subject() -> Policy:
 def engine(request: pytest.FixtureRequest, subject: Policy, tmp_path: Path, checkpoint: Path) -> Iterator[Engine]:
     """One engine after another over the subject."""
     name: str = request.param
-    if name == "torch":
-        made: Engine = TorchEngine(subject.model, subject.stop_ids, 32)
+    if name.startswith("torch"):
+        made: Engine = TorchEngine(subject.model, subject.stop_ids, 32, static=name == "torch-static")
     elif name.startswith("triton-"):
         from tests.engines.triton_engines import engine_of
 

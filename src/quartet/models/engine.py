@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 
@@ -22,8 +23,11 @@ from quartet.models.forward import attends_to_all, device_of, takes, vocabulary_
 from quartet.models.kv_cache import DecodeCache, check_cacheable, prefill_cache
 from quartet.models.packing import logits_at
 from quartet.models.sampling import draw
+from quartet.models.static_decoding import StaticDecoder, why_not
 from quartet.random_streams import uniforms
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, Trajectory
+
+log = structlog.get_logger()
 
 PREFILL_TOKENS = 8192
 """The most prompt tokens, pads included, in one forward pass."""
@@ -35,11 +39,12 @@ DROP_FRACTION = 1 / 8
 class TorchEngine:
     """Generates with a transformers causal LM in this process.
 
-    ``stop_ids`` end a response. ``max_concurrent`` bounds the rows decoded at once, and so the cache's memory. Not for use by two
+    ``stop_ids`` end a response. ``max_concurrent`` bounds the rows decoded at once, and so the cache's memory. ``static``: decode
+    in buffers that stay, if the model fits; None: on a GPU, where steps are then replayed as CUDA graphs. Not for use by two
     threads at once. Raises ModelError for a model whose state is more than keys and values.
     """
 
-    def __init__(self, model: Any, stop_ids: frozenset[int], max_concurrent: int) -> None:
+    def __init__(self, model: Any, stop_ids: frozenset[int], max_concurrent: int, static: bool | None = None) -> None:
         if max_concurrent < 1:
             raise InvalidRequest(f"max_concurrent {max_concurrent}: expected at least 1")
         if not takes(model, "past_key_values"):
@@ -48,6 +53,11 @@ class TorchEngine:
         self._model = model
         self._stop_ids = stop_ids
         self._max_concurrent = max_concurrent
+        # What a GPU gains by graphs a CPU loses by reading more columns than are in use.
+        self._capture = device_of(model).type == "cuda"
+        self._to_be_tried = self._capture if static is None else static
+        self._static: StaticDecoder | None = None
+        self._generations = 0
 
     def generate(
         self,
@@ -75,22 +85,38 @@ class TorchEngine:
         cancelled: Callable[[], bool],
     ) -> Iterator[Trajectory]:
         stop_ids = frozenset[int]() if sampling.ignore_eos else self._stop_ids
-        slots = _Slots(self._model, stop_ids, requests, sampling, seed, self._max_concurrent)
+        if self._to_be_tried:
+            self._try_static()
+        slots = _Slots(self._model, stop_ids, requests, sampling, seed, self._max_concurrent, self._static)
+        self._generations += 1
+        number = self._generations
         while slots.active:
             if cancelled():
                 raise Cancelled("generation was cancelled by its caller")
+            if self._static and number != self._generations:
+                raise Cancelled("generation was cancelled by a later one, which has taken its cache")
             for request, response_ids, log_probs, reason in slots.step():
                 prompt_ids = np.asarray(request.prompt_ids, np.int32)
                 yield Trajectory(request.id, policy_version, prompt_ids, response_ids, log_probs, reason)
 
+    def _try_static(self) -> None:
+        """Once: whether the model can decode in buffers that stay, or why it goes on without."""
+        self._to_be_tried = False
+        reason = why_not(self._model, self._capture)
+        if reason is None:
+            self._static = StaticDecoder(self._model, self._capture)
+        else:
+            log.warning("decodes without CUDA graphs", model=type(self._model).__name__, reason=reason)
+
     def release(self) -> None:
-        """Nothing: the cache goes with the generation."""
+        """Nothing: a cache goes with the generation, or is what CUDA graphs were captured over, which takes long."""
 
     def weights_changed(self) -> None:
-        """Nothing: it decodes with the model itself."""
+        """Nothing: it decodes with the model itself, whose weights stay where they are."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Lets go of the cache and the graphs that stay."""
+        self._static = None
 
 
 Finished = tuple[GenerationRequest, NDArray[np.int32], NDArray[np.float32], FinishReason]
@@ -100,8 +126,7 @@ class _Slots:
     """Rows that are decoded together, and the queue of those that are not yet.
 
     A slot is a place in the batch. The first ``rows`` are in use; when enough of these have finished, rows from the last of them
-    move into their places, and requests of the queue into those that are free then. All rows end in the same column of the cache:
-    a prompt that joins is put to the left of it, and hides what stands before it.
+    move into their places, and requests of the queue into those that are free then.
     """
 
     def __init__(
@@ -112,6 +137,7 @@ class _Slots:
         sampling: SamplingParameters,
         seed: int,
         slots: int,
+        static: StaticDecoder | None,
     ) -> None:
         self._model, self._sampling, self._seed, self._device = model, sampling, seed, device_of(model)
         self._stops = np.zeros(vocabulary_size(model), np.bool_)
@@ -127,18 +153,15 @@ class _Slots:
         self._log_probs = np.zeros((slots, limit), np.float32)
 
         longest = max((len(request.prompt_ids) for request in requests), default=1)
-        columns = longest + limit
-        if slots < len(requests):
-            columns += max(
-                columns // 4, 1
-            )  # So that the cache moves to its left end every so many tokens, and not at each.
-        # Rounded up, as fast attention kernels on GPUs want masks whose rows start at multiples of 16 bytes.
-        self._cache = DecodeCache(slots, longest, -(-columns // 8) * 8)
         with torch.inference_mode():
-            self._padding = _Padding(model, slots, self._cache.capacity, self._device)
+            self._decoder: _WindowDecoder | StaticDecoder
+            if static:
+                static.prepare(slots, longest + limit)
+                self._decoder = static
+            else:
+                self._decoder = _WindowDecoder(model, slots, longest, limit, refilled=slots < len(requests))
             self._streams = torch.zeros((slots, limit), dtype=torch.float64, device=self._device)
             self._places = torch.zeros((slots, 1), dtype=torch.int64, device=self._device)
-            self._positions = torch.zeros((slots, 1), dtype=torch.int64, device=self._device)
             self._chosen = torch.zeros(slots, dtype=torch.int64, device=self._device)
 
     @property
@@ -149,7 +172,7 @@ class _Slots:
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Draws every row's next token. Gives the rows that are finished with it, by id."""
-        logits = self._decode() if self._rows else None
+        logits = self._decoder.logits(self._chosen[: len(self._rows)]) if self._rows else None
         free = self._slots - len(self._rows)
         if self._queue and free:
             joined = self._join([self._queue.popleft() for _ in range(min(free, len(self._queue)))])
@@ -200,11 +223,8 @@ class _Slots:
         streams = np.stack([uniforms(self._seed, request.id, limit) for request in requests])
         self._streams[slots] = torch.from_numpy(streams).to(self._device)
         self._places[slots] = 0
-        lengths = torch.tensor([[len(request.prompt_ids)] for request in requests], device=self._device)
-        # Where the next token stands: decoding counts it up when it has it.
-        self._positions[slots] = lengths
         logits = self._prefill([np.asarray(request.prompt_ids, np.int32) for request in requests], first)
-        self._padding.begin(slots, self._cache.end - lengths)
+        self._decoder.begin(slots, [len(request.prompt_ids) for request in requests])
         return logits
 
     def _prefill(self, prompts: list[NDArray[np.int32]], first: int) -> torch.Tensor:
@@ -223,36 +243,21 @@ class _Slots:
             place = {index: row for row, index in enumerate(group)}
             rows = [row for row, index in enumerate(owner) if index in place]
             sources = [place[owner[row]] for row in rows]
-            self._cache.fill([first + row for row in rows], sources, [len(prompts[row]) for row in rows], cache)
+            self._decoder.fill([first + row for row in rows], sources, [len(prompts[row]) for row in rows], cache)
             if logits is None:
                 logits = last.new_empty(len(owner), last.shape[1])
             logits[rows] = last[sources]
-        self._cache.rows = first + len(prompts)
         assert logits is not None
         return logits
-
-    def _decode(self) -> torch.Tensor:
-        """One token for every row: logits [rows, vocabulary]."""
-        rows = len(self._rows)
-        if self._cache.full:
-            self._padding.move(self._cache.move_left())
-        arguments = self._padding.arguments(rows, self._cache.start, self._cache.end + 1)
-        if takes(self._model, "position_ids"):
-            arguments["position_ids"] = self._positions[:rows]
-        logits: torch.Tensor = self._model(
-            input_ids=self._chosen[:rows, None], past_key_values=self._cache.layers, use_cache=True, **arguments
-        ).logits
-        self._cache.advance()
-        self._positions += 1
-        return logits[:, -1]
 
     def _drop(self) -> None:
         """Removes the finished rows from the batch if they are many enough, or all."""
         rows, alive = len(self._rows), int(self._alive.sum())
         if alive and rows - alive < DROP_FRACTION * rows:
             # They are decoded on, from the first place, so that they never come to one that there is not.
-            ended = torch.from_numpy(np.flatnonzero(~self._alive)).to(self._device)
-            self._positions[ended] = self._places[ended] = 0
+            ended = np.flatnonzero(~self._alive)
+            self._places[torch.from_numpy(ended).to(self._device)] = 0
+            self._decoder.rest(ended)
             return
         holes = np.flatnonzero(~self._alive[:alive])
         movers = alive + np.flatnonzero(self._alive[alive:])
@@ -263,10 +268,65 @@ class _Slots:
         for array in (self._counts, self._token_ids, self._log_probs):
             array[holes] = array[movers]
         to, source = torch.from_numpy(holes).to(self._device), torch.from_numpy(movers).to(self._device)
-        for tensor in (self._chosen, self._streams, self._places, self._positions):
+        for tensor in (self._chosen, self._streams, self._places):
             tensor[to] = tensor[source]
-        start = self._padding.keep(alive, to, source)
-        self._cache.keep(alive, to, source, self._cache.end if start is None else start)
+        self._decoder.keep(alive, to, source)
+
+
+class _WindowDecoder:
+    """Decodes the rows and columns in use, and no others.
+
+    All rows end in the same column of the cache: a prompt that joins is put to the left of it, and hides what stands before it.
+    """
+
+    def __init__(self, model: Any, slots: int, longest: int, limit: int, refilled: bool) -> None:
+        """``longest``: tokens of a prompt; ``limit``: of a response; ``refilled``: rows will take the places of others."""
+        self._model, device = model, device_of(model)
+        columns = longest + limit
+        if refilled:
+            # So that the cache moves to its left end every so many tokens, and not at each.
+            columns += max(columns // 4, 1)
+        # Rounded up, as fast attention kernels on GPUs want masks whose rows start at multiples of 16 bytes.
+        self._cache = DecodeCache(slots, longest, -(-columns // 8) * 8)
+        self._padding = _Padding(model, slots, self._cache.capacity, device)
+        # Where the next token of each row stands.
+        self._positions = torch.zeros((slots, 1), dtype=torch.int64, device=device)
+
+    def fill(self, rows: list[int], sources: list[int], lengths: list[int], prefilled: Any) -> None:
+        """As ``DecodeCache.fill``."""
+        self._cache.fill(rows, sources, lengths, prefilled)
+
+    def begin(self, slots: slice, lengths: list[int]) -> None:
+        """Prompts of these lengths stand in ``slots`` now, the last that are in use."""
+        counts = torch.tensor(lengths, device=self._positions.device)[:, None]
+        self._positions[slots] = counts
+        self._cache.rows = slots.stop
+        self._padding.begin(slots, self._cache.end - counts)
+
+    def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """One more token for each row, int64 [rows]: what follows, [rows, vocabulary]."""
+        rows = len(token_ids)
+        if self._cache.full:
+            self._padding.move(self._cache.move_left())
+        arguments = self._padding.arguments(rows, self._cache.start, self._cache.end + 1)
+        if takes(self._model, "position_ids"):
+            arguments["position_ids"] = self._positions[:rows]
+        logits: torch.Tensor = self._model(
+            input_ids=token_ids[:, None], past_key_values=self._cache.layers, use_cache=True, **arguments
+        ).logits
+        self._cache.advance()
+        self._positions += 1
+        return logits[:, -1]
+
+    def rest(self, rows: NDArray[np.int64]) -> None:
+        """These rows are finished, and are decoded unseen, from the first place, until they are taken out."""
+        self._positions[torch.from_numpy(rows).to(self._positions.device)] = 0
+
+    def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> None:
+        """Moves rows ``movers`` into ``holes`` and keeps the first ``rows``."""
+        self._positions[holes] = self._positions[movers]
+        start = self._padding.keep(rows, holes, movers)
+        self._cache.keep(rows, holes, movers, self._cache.end if start is None else start)
 
 
 class _Padding:

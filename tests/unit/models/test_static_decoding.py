@@ -1,0 +1,295 @@
+"""Decoding in buffers that stay, held to the ordinary way's tokens and log-probs. Graphs need a GPU; the step itself does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quartet.errors import Cancelled, ComputationFailed
+from quartet.models import static_decoding
+from quartet.models.engine import TorchEngine
+from quartet.models.lora import add_adapter
+from quartet.models.static_decoding import COLUMNS, StaticDecoder, why_not
+from quartet.types import SamplingParameters, Trajectory
+from tests.unit.models import tiny
+
+STOPS = frozenset({tiny.EOS, 7, 9})
+WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::is_nonzero", "aten::equal")
+"""Operations that carry numbers between host and device: a GPU's capture refuses them."""
+
+
+def static(model: Any, slots: int = 32) -> TorchEngine:
+    """An engine that decodes so without a GPU, for a model that can."""
+    engine = TorchEngine(model, STOPS, slots, static=True)
+    tiny.generated(engine, tiny.requests(1))
+    assert engine._static is not None
+    return engine
+
+
+def tokens(found: list[Trajectory]) -> list[list[int]]:
+    return [trajectory.response_ids.tolist() for trajectory in found]
+
+
+def log_probs(found: list[Trajectory]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.concatenate([trajectory.log_probs for trajectory in found])
+
+
+@pytest.mark.parametrize("slots", [1, 4, 7, 64])
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_tokens_and_log_probs_are_those_of_the_ordinary_way(kind: str, slots: int) -> None:
+    model, asked = tiny.causal(kind), tiny.requests(40)
+    expected = tiny.generated(TorchEngine(model, STOPS, 64), asked, temperature=0.8)
+    found = tiny.generated(static(model, slots), asked, temperature=0.8)
+    assert tokens(found) == tokens(expected)
+    assert np.allclose(log_probs(found), log_probs(expected), atol=1e-5)
+
+
+def test_rows_that_outgrow_what_is_read_of_the_cache_read_more_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = tiny.causal("llama", max_position_embeddings=256), set()
+    asked = tiny.requests(12, lengths=(1, 90))
+    compute = StaticDecoder._compute
+
+    def seen(self: StaticDecoder, rows: int, columns: int) -> None:
+        read.add(columns)
+        compute(self, rows, columns)
+
+    expected = tiny.generated(TorchEngine(model, STOPS, 5), asked, max_response_tokens=70, ignore_eos=True)
+    monkeypatch.setattr(StaticDecoder, "_compute", seen)
+    engine = TorchEngine(model, STOPS, 5, static=True)
+    found = tiny.generated(engine, asked, max_response_tokens=70, ignore_eos=True)
+    assert tokens(found) == tokens(expected)
+    assert np.allclose(log_probs(found), log_probs(expected), atol=1e-5)
+    assert read == {COLUMNS, 2 * COLUMNS, 3 * COLUMNS}
+
+
+def test_a_sequence_may_fill_every_position() -> None:
+    asked = tiny.requests(3, lengths=(59, 60))
+    expected = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4), asked, max_response_tokens=5)
+    found = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4, True), asked, max_response_tokens=5)
+    assert tokens(found) == tokens(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_fits(dtype: torch.dtype) -> None:
+    model, asked = tiny.causal("qwen2").to(dtype), tiny.requests(8)
+    expected = tiny.generated(TorchEngine(model, STOPS, 8), asked)
+    found = tiny.generated(static(model, 8), asked)
+    # Rounding may tip a draw, after which the rest is another text; of the first tokens none is tipped.
+    first = [[t.log_probs[0] for t in some] for some in (found, expected)]
+    assert np.allclose(*first, atol=0.05)
+
+
+def test_an_adapter_is_decoded_with() -> None:
+    model, asked = tiny.causal("llama"), tiny.requests(8)
+    plain = tokens(tiny.generated(static(model), asked))
+    add_adapter(model, "base", rank=2, alpha=64.0, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.05)
+    expected = tokens(tiny.generated(TorchEngine(model, STOPS, 32), asked))
+    assert tokens(tiny.generated(static(model), asked)) == expected != plain
+
+
+@pytest.mark.parametrize("kind", ["mistral", "bloom"])
+def test_a_model_that_does_not_fit_decodes_the_ordinary_way_and_the_log_says_so_once(kind: str) -> None:
+    model, asked = tiny.causal(kind), tiny.requests(8)
+    engine = TorchEngine(model, STOPS, 4, static=True)
+    with structlog.testing.capture_logs() as lines:
+        found = [tokens(tiny.generated(engine, asked)) for _ in range(2)]
+    assert found == [tokens(tiny.generated(TorchEngine(model, STOPS, 4), asked))] * 2
+    [line] = lines
+    assert (line["log_level"], line["model"]) == ("warning", type(model).__name__)
+    assert "window" in line["reason"]
+
+
+def test_a_model_that_computes_something_else_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_decoding._Layer, "update", lambda self, keys, values, *_, **__: (self.keys, self.values))
+    reason = why_not(tiny.causal("llama"), capture=False)
+    assert reason is not None
+    assert reason.startswith("logits differ by")
+
+
+def test_a_model_that_fails_does_not_fit_but_too_little_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[Exception] = [RuntimeError("operation not permitted when stream is capturing\nmore")]
+
+    def failing(*_: Any) -> None:
+        raise raised[0]
+
+    monkeypatch.setattr(StaticDecoder, "_compute", failing)
+    model = tiny.causal("llama")
+    assert why_not(model, False) == "RuntimeError: operation not permitted when stream is capturing"
+    raised[0] = torch.OutOfMemoryError("no memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        why_not(model, False)
+
+
+def test_what_an_engine_has_done_before_changes_no_bit() -> None:
+    model, asked = tiny.causal("llama", max_position_embeddings=256), tiny.requests(12)
+    fresh = tiny.generated(static(model), asked)
+    used = static(model)
+    tiny.generated(used, tiny.requests(30, step=1, lengths=(1, 90)), max_response_tokens=60)
+    again = tiny.generated(used, asked)
+    assert tokens(again) == tokens(fresh)
+    assert log_probs(again).tobytes() == log_probs(fresh).tobytes()
+
+
+def test_what_else_is_in_the_batch_changes_no_bit_of_a_row() -> None:
+    model = tiny.causal("llama")
+
+    @torch.inference_mode()
+    def first_row(other: list[int], resting: bool) -> torch.Tensor:
+        decoder, prefilled = StaticDecoder(model, False), static_decoding.prefill_cache()
+        decoder.prepare(2, 20)
+        model(input_ids=torch.tensor([[5, 6, 7, 8], other]), past_key_values=prefilled, use_cache=True)
+        decoder.fill([0, 1], [0, 1], [3, 4], prefilled)
+        decoder.begin(slice(0, 2), [3, 4])
+        if resting:
+            decoder.rest(np.array([1]))
+        return torch.stack([decoder.logits(torch.tensor([token, other[0]]))[0].clone() for token in (8, 3, 4)])
+
+    expected = first_row([1, 2, 3, 4], False)
+    assert torch.equal(first_row([20, 30, 40, 50], False), expected)
+    assert torch.equal(first_row([20, 30, 40, 50], True), expected)
+
+
+@pytest.mark.parametrize("taken_out", [True, False])
+@torch.inference_mode()
+def test_rows_that_are_finished_never_come_to_a_column_that_there_is_not(taken_out: bool) -> None:
+    model, prefilled = tiny.causal("llama", max_position_embeddings=256), static_decoding.prefill_cache()
+    decoder = StaticDecoder(model, False)
+    decoder.prepare(4, COLUMNS + 4)
+    model(input_ids=torch.full((4, COLUMNS + 2), 5), past_key_values=prefilled, use_cache=True)
+    decoder.fill([0, 1, 2, 3], [0, 1, 2, 3], [3, 3, 3, COLUMNS + 2], prefilled)
+    decoder.begin(slice(0, 4), [3, 3, 3, COLUMNS + 2])
+    if taken_out:
+        decoder.keep(3, torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
+    rows = 3 if taken_out else 4
+    for _ in range(5):
+        if not taken_out:
+            decoder.rest(np.array([3]))
+        decoder.logits(torch.full((rows,), 5))
+    assert set(decoder._steps) == {(4, COLUMNS)}
+
+
+def test_the_cache_is_as_large_as_the_largest_generation_needs_and_stays() -> None:
+    engine = static(tiny.causal("llama", max_position_embeddings=256), slots=6)
+    tiny.generated(engine, tiny.requests(20, lengths=(60, 61)), max_response_tokens=10)
+    assert engine._static is not None
+    keys, _ = engine._static._keys_values[0]
+    assert (keys.shape[0], keys.shape[2]) == (6, 2 * COLUMNS)
+    tiny.generated(engine, tiny.requests(4))
+    assert engine._static._keys_values[0][0] is keys
+    engine.close()
+    assert engine._static is None
+
+
+class OnTheDeviceAlone(TorchDispatchMode):
+    """Refuses what a capture would."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
+        assert function.name().partition(".")[0] not in WAITING, function.name()
+        return function(*arguments, **(more or {}))
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_step_carries_nothing_between_host_and_device(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    compute, steps = StaticDecoder._compute, []
+
+    def watched(self: StaticDecoder, rows: int, columns: int) -> None:
+        steps.append(rows)
+        with OnTheDeviceAlone():
+            compute(self, rows, columns)
+
+    monkeypatch.setattr(StaticDecoder, "_compute", watched)
+    tiny.generated(static(tiny.causal(kind), 4), tiny.requests(8))
+    assert steps
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), OnTheDeviceAlone():
+        bool(torch.ones(1))
+
+
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What was asked to be captured from now on; it is computed anew instead of replayed."""
+    found: list[Callable[[], None]] = []
+
+    def captured(compute: Callable[[], None], *_: Any) -> Callable[[], None]:
+        compute()  # As capturing does: the replay that follows computes the same step again.
+        found.append(compute)
+        return compute
+
+    monkeypatch.setattr(static_decoding, "_captured", captured)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return found
+
+
+def test_a_step_is_captured_once_for_rows_and_columns_and_replayed_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = tiny.causal("llama"), tiny.requests(40)
+    expected = tokens(tiny.generated(TorchEngine(model, STOPS, 64), asked))
+    found = captures(monkeypatch)
+    engine = static(model, 7)
+    engine._static = StaticDecoder(model, capture=True)
+    assert tokens(tiny.generated(engine, asked)) == expected
+    count = len(found)
+    assert 2 <= count <= 4  # Rows are 7, 4, 2 or 1, whatever number is in use.
+    assert tokens(tiny.generated(engine, asked)) == expected
+    assert len(found) == count
+
+
+def test_graphs_outlive_an_update_in_place_and_go_with_weights_that_are_put_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, other, asked = tiny.causal("llama"), tiny.causal("llama", seed=1), tiny.requests(6)
+    expected = tokens(tiny.generated(TorchEngine(other, STOPS, 6), asked))
+    found = captures(monkeypatch)
+    engine = static(model, 6)
+    engine._static = StaticDecoder(model, capture=True)
+    before = tokens(tiny.generated(engine, asked))
+    count = len(found)
+    model.load_state_dict(other.state_dict())
+    assert tokens(tiny.generated(engine, asked)) == expected != before
+    assert len(found) == count
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    assert tokens(tiny.generated(engine, asked)) == expected
+    assert len(found) == 2 * count
+
+
+def test_weights_that_were_not_finite_leave_nothing_behind() -> None:
+    model, asked = tiny.causal("llama"), tiny.requests(6)
+    engine = static(model)
+    good = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = tokens(tiny.generated(engine, asked))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.fill_(torch.nan)
+    with pytest.raises(ComputationFailed, match="not finite"):
+        tiny.generated(engine, tiny.requests(6, lengths=(30, 31)))
+    model.load_state_dict(good)
+    assert tokens(tiny.generated(engine, asked)) == expected
+
+
+def test_a_generation_whose_cache_a_later_one_has_taken_does_not_go_on() -> None:
+    engine = static(tiny.causal("llama"))
+    first = engine.generate(tiny.requests(6), SamplingParameters(12), 0, 0)
+    next(first)
+    tiny.generated(engine, tiny.requests(6, step=1))
+    with pytest.raises(Cancelled, match="a later one"):
+        list(first)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_graphs_on_a_gpu_draw_what_the_ordinary_way_draws_there(kind: str) -> None:
+    model, asked = tiny.causal(kind).to("cuda"), tiny.requests(40)
+    assert why_not(model, capture=True) is None
+    expected = tiny.generated(TorchEngine(model, STOPS, 7, static=False), asked)
+    engine = TorchEngine(model, STOPS, 7)
+    for _ in range(2):
+        found = tiny.generated(engine, asked)
+        assert tokens(found) == tokens(expected)
+        assert np.allclose(log_probs(found), log_probs(expected), atol=1e-4)
