@@ -1,0 +1,113 @@
+"""Policies in bfloat16, on the CPU: what is rounded to it and what is not, from the draw to the update."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quartet.models.engine import TorchEngine
+from quartet.models.lora import add_adapter
+from quartet.models.optimizer import create_optimizer
+from quartet.models.packing import packs
+from quartet.models.sampling import draw
+from quartet.models.scoring import response_log_probs
+from quartet.models.training import update_policy
+from quartet.types import SamplingParameters, TokenBatch
+from tests.unit.models import tiny, updates
+
+STOPS = frozenset({tiny.EOS, 7, 9})
+LOSS = updates.with_options(entropy_bonus=0.0, kl_loss_coefficient=0.0)
+NEAR = 0.15
+"""Nats that a log-prob may move when weights and activations have 8 bits."""
+
+
+def pair(kind: str) -> tuple[Any, Any]:
+    """The same weights, which bfloat16 can hold, computed with in float32 and in bfloat16."""
+    narrow = tiny.causal(kind, initializer_range=0.1).bfloat16()
+    return copy.deepcopy(narrow).float(), narrow
+
+
+def rounded(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = torch.from_numpy(values).bfloat16().float().numpy()
+    return found
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_log_probs_of_engine_and_trainer_are_float32_and_near_those_of_float32_weights(kind: str) -> None:
+    wide, narrow = pair(kind)
+    found = tiny.generated(TorchEngine(narrow, STOPS, 8), tiny.requests(24), temperature=0.7)
+    batch, drawn = TokenBatch.of(found), np.concatenate([trajectory.log_probs for trajectory in found])
+    trained = response_log_probs(narrow, batch, 0.7, 256)
+    exact = response_log_probs(wide, batch, 0.7, 256)
+    assert (drawn.dtype, trained.dtype) == (np.float32, np.float32)
+    assert np.abs(drawn - exact).max() < NEAR
+    assert np.abs(trained - exact).max() < NEAR
+    # Logits have 8 bits; what is made of them has 24.
+    assert np.any(rounded(drawn) != drawn)
+    assert np.any(rounded(trained) != trained)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}])
+def test_a_draw_from_logits_in_bfloat16_is_that_from_the_same_numbers_in_float32(sampling: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(64, 500, generator=generator)).bfloat16()
+    uniforms = torch.rand((64, 1), dtype=torch.float64, generator=generator)
+    parameters = SamplingParameters(1, **sampling)
+    for found, expected in zip(
+        draw(logits, uniforms, parameters), draw(logits.float(), uniforms, parameters), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    engine = TorchEngine(pair("qwen2")[1], STOPS, 5)
+    first, second = (tiny.generated(engine, tiny.requests(20)) for _ in range(2))
+    assert [t.response_ids.tolist() for t in first] == [t.response_ids.tolist() for t in second]
+    assert all(a.log_probs.tobytes() == b.log_probs.tobytes() for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_packing_fits(kind: str) -> None:
+    assert packs(pair(kind)[1])
+
+
+def test_an_update_is_that_of_float32_as_near_as_its_bits_allow_and_the_same_every_time() -> None:
+    wide, narrow = pair("llama")
+    again = copy.deepcopy(narrow)
+    data = updates.experience(wide)
+    chosen = updates.settings(epochs=1, mini_batches=1, learning_rate=0.01)
+    metrics = [
+        update_policy(model, create_optimizer(model, 0.01), data, chosen, LOSS, 1000) for model in (wide, narrow, again)
+    ]
+    assert {parameter.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
+    # The old log-probs are its own, of the very same forward pass: the ratio starts at 1.
+    assert metrics[1]["approx_kl"] == metrics[1]["clip_fraction"] == 0
+    for name in ("policy_loss", "entropy", "grad_norm", "rollout_mismatch_kl"):
+        assert metrics[1][name] == pytest.approx(metrics[0][name], rel=0.05, abs=0.01), name
+    before, total, wrong = dict(pair("llama")[0].named_parameters()), 0, 0
+    for name, parameter in narrow.named_parameters():
+        moves = [(p.float() - before[name]).detach() for p in (dict(wide.named_parameters())[name], parameter)]
+        clear = moves[0].abs() > 0.005
+        total, wrong = total + int(clear.sum()), wrong + int((moves[0].sign() != moves[1].sign())[clear].sum())
+    assert total > 1000
+    assert wrong / total < 0.05  # Adam's first step is a sign: of gradients near 0 rounding may turn it.
+    assert updates.largest_difference(narrow, again) == 0
+    assert metrics[1] == metrics[2]
+
+
+def test_an_adapter_learns_at_rates_that_round_away_in_weights_of_bfloat16() -> None:
+    model = pair("llama")[1]
+    data = dataclasses.replace(updates.experience(model), actor_mask=np.ones(sum(updates.RESPONSES), np.float32))
+    adapter = add_adapter(model, "base", rank=2, alpha=4.0, seed=0)
+    trained = {name: p.detach().clone() for name, p in adapter.model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    chosen = updates.settings(epochs=3, mini_batches=1, learning_rate=1e-6)
+    update_policy(model, create_optimizer(model, 1e-6), data, chosen, LOSS, 1000)
+    now = dict(adapter.model.named_parameters())
+    moved = [float((now[name].detach() - before).abs().max()) for name, before in trained.items() if "lora_B" in name]
+    assert all(1e-6 < move < 1e-5 for move in moved)
