@@ -82,7 +82,7 @@ class StaticDecoder:
         addresses = [parameter.data_ptr() for parameter in self._model.parameters()]
         if addresses != self._addresses:
             # Updates write into the weights where they are. Where something else put others in their place, graphs read the old.
-            self._steps.clear()
+            self._forget_steps()
             self._addresses = addresses
         # Not only for tidiness: a NaN that a former generation left would reach every row, as attention multiplies it by 0.
         for buffer in (self._positions, *(buffer for pair in self._keys_values for buffer in pair)):
@@ -91,17 +91,21 @@ class StaticDecoder:
 
     def _allocate(self) -> None:
         rows, columns = self._held
-        self._steps.clear()
+        self._forget_steps()
         self._keys_values = []
         self._logits: torch.Tensor | None = None
         self._token_ids = torch.zeros((rows, 1), dtype=torch.int64, device=self._device)
         self._positions = torch.zeros((rows, 1), dtype=torch.int64, device=self._device)
         self._rows, self._columns = (torch.arange(count, device=self._device) for count in (rows, columns))
-        self._pool = torch.cuda.graph_pool_handle() if self._capture else None
         dtype = self._model.get_input_embeddings().weight.dtype
         self._shown = torch.zeros((), dtype=dtype, device=self._device)
         # Half of the least number: adding a score to the least itself can overflow in half precision.
         self._hidden = self._shown + torch.finfo(dtype).min / 2
+
+    def _forget_steps(self) -> None:
+        self._steps.clear()
+        # Graphs share the memory that they compute in. It goes with the last of them, and its handle is good for no other.
+        self._pool = torch.cuda.graph_pool_handle() if self._capture else None
 
     def fill(self, rows: list[int], sources: list[int], lengths: list[int], prefilled: Any) -> None:
         """Row ``rows[i]`` becomes the ``lengths[i]`` tokens of row ``sources[i]`` of ``prefilled``, padded on the right."""
@@ -200,7 +204,7 @@ def _captured(compute: Callable[[], None], device: torch.device, pool: Any) -> C
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads of this process may use the GPU meanwhile: another service, or the status.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             compute()
     replay: Callable[[], None] = graph.replay
     return replay
