@@ -19,7 +19,7 @@ FUZZ_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test chaos faults soak durability-cost end-to-end generation update transport buffer gae orchestration gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity engines clean
+.PHONY: help demo test chaos faults soak durability-cost end-to-end generation precision gpu update transport buffer gae orchestration gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
@@ -62,6 +62,18 @@ end-to-end: $(VENV)/.installed $(PARITY)/.installed ## Episodes a second, Quarte
 
 generation: $(VENV)/.installed ## Tokens a second of the torch engine, beside transformers'; write docs/performance.md
 	$(BIN)/python -m benchmarks.generation $(BENCHMARK_ARGS)
+
+precision: $(VENV)/.installed ## Generation and updates in bfloat16 beside float32 on this CPU; write docs/performance.md
+	$(BIN)/python -m benchmarks.random_models build/half --layers 4 --dtype float32
+	$(BIN)/python -m benchmarks.precision $(BENCHMARK_ARGS)
+
+gpu: $(VENV)/.installed ## A 0.5B policy on one GPU: decode rate, MFU, and PPO beside TRL; figures in build/gpu
+	$(BIN)/python -m benchmarks.random_models build/gpu --for configs/gpu/ppo.yaml
+	$(BIN)/python -m benchmarks.generation --config configs/gpu/ppo.yaml --prompts 128 --tokens 512 --folder build/gpu/generation
+	$(BIN)/python -m benchmarks.update --config configs/gpu/ppo.yaml --full --folder build/gpu/update
+	$(MAKE) $(PARITY)/.installed
+	$(BIN)/python -m benchmarks.end_to_end --config configs/gpu/ppo.yaml --config configs/gpu/rloo.yaml --steps 6 --pairs 2 \
+		--folder build/gpu/end-to-end
 
 update: $(VENV)/.installed ## Updates, packed beside padded, and their share of the matmul peak; write docs/performance.md
 	$(BIN)/python -m benchmarks.update $(BENCHMARK_ARGS)

@@ -2,7 +2,8 @@
 
 `make end-to-end`, or python -m benchmarks.end_to_end. The two sides run in turn, several times, so that a machine that is
 faster at one time than at another is so for both. TRL is in an environment of its own, whose Python is called. Writes the
-figures below build/, the table into docs/performance.md.
+figures below build/, the table into docs/performance.md. Where the configs have the models on a GPU (configs/gpu), TRL has it as
+well, and the table is printed alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from benchmarks import page
+from benchmarks import machine, page
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError
 from quartet.processes import with_parent
@@ -72,16 +73,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
     options = parser.parse_args(arguments)
     paths = options.config or [Path(path) for path in CONFIGS]
-    shutil.rmtree(options.folder, ignore_errors=True)
-    options.folder.mkdir(parents=True)
     found: dict[str, list[Pair]] = {}
     try:
         if options.steps <= WARM_UP:
             raise ConfigError(f"--steps {options.steps}: expected more than the {WARM_UP} of the warm-up")
+        configs = [load_config(path, []) for path in paths]
+        devices = {machine.device_of(config, path) for config, path in zip(configs, paths, strict=True)}
+        dtypes = {config.actor.dtype for config in configs}
+        if len(devices) > 1 or len(dtypes) > 1:
+            raise ConfigError(f"--config: {', '.join(map(str, paths))} differ in device or dtype; give them one by one")
+        for config, path in zip(configs, paths, strict=True):
+            _check(config, path)
+        (device,), (dtype,) = devices, dtypes
         if not options.trl.exists():
             raise ConfigError(f"--trl {options.trl}: is not there; make parity makes an environment that has TRL")
-        for path in paths:
-            _check(load_config(path, []), path)
+        where = machine.describe(device)
+        shutil.rmtree(options.folder, ignore_errors=True)
+        options.folder.mkdir(parents=True)
         for number in range(options.pairs):
             for path in paths:
                 pair = measure(path, options.steps, options.trl, options.folder / f"{path.stem}-{number}")
@@ -90,11 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    figures = {path: [asdict(pair) for pair in pairs] for path, pairs in found.items()}
+    figures = {"machine": where, **{path: [asdict(pair) for pair in pairs] for path, pairs in found.items()}}
     (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
-    text = table(found, options.steps)
+    text = table(found, options.steps, dtype, where)
     print(text)
-    page.write(options.page, "end-to-end", text)
+    if device == "cpu":
+        page.write(options.page, "end-to-end", text)
     return 0
 
 
@@ -103,8 +112,7 @@ def _check(config: Config, path: Path) -> None:
         raise ConfigError(f"{path}: algorithm.estimator {config.algorithm.estimator}: TRL is compared on gae and rloo")
     if not Path(config.actor.model).is_dir():
         raise ConfigError(
-            f"{path}: actor.model {config.actor.model}: is not there; make it with python examples/reviews/prepare.py "
-            "POSITIVE NEGATIVE build/reviews"
+            f"{path}: actor.model {config.actor.model}: is not there; make it as the first lines of {path} say"
         )
 
 
@@ -172,11 +180,11 @@ def speed_of_trl(steps: Sequence[dict[str, float]]) -> Speed:
     )
 
 
-def table(found: dict[str, list[Pair]], steps: int) -> str:
+def table(found: dict[str, list[Pair]], steps: int, dtype: str, where: str) -> str:
     """What the page says: medians over the pairs."""
     lines = [
-        f"{steps} steps a run, {os.cpu_count()} CPU cores, float32, the first {WARM_UP} steps left out; medians, and "
-        "of the ratio the least and the most.",
+        f"{where}. {steps} steps a run, {dtype}, the first {WARM_UP} steps left out; medians, and of the ratio the least and the "
+        "most.",
         "",
         "| config | pairs | seconds a step, TRL | Quartet | episodes/s, TRL | Quartet | tokens/s, TRL | Quartet | times TRL |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -2,7 +2,8 @@
 
 `make generation`, or python -m benchmarks.generation. Real tokens a second, those up to a response's end, with one thread. The
 contenders run in turn, several times. The floor is what reading the weights once a token costs, and the cache as it grows: no
-engine is faster on this memory. Writes the figures below build/, the table into docs/performance.md.
+engine is faster on this memory. Writes the figures below build/, the table into docs/performance.md. Where the config has the
+actor on a GPU (configs/gpu) that is what is measured, and the table is printed alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import statistics
 import sys
 import time
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import page
+from benchmarks import machine, page
 from quartet.config import load_config
 from quartet.data import PromptEncoder, encode_prompts, iterate_prompt_lines
 from quartet.errors import QuartetError
@@ -32,7 +32,7 @@ from quartet.models.loading import load_causal_lm, load_tokenizer, stop_token_id
 from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
 
 COUNTS = (1, 8, 64, 256)
-"""Prompts at once."""
+"""Prompts at once, if nothing else is asked for."""
 CONTENDERS = ("quartet", "generate()", "continuous batching")
 """The last two are transformers'. Its continuous batching has a manager that stays, as for a run of many steps."""
 CALLS = 128
@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--config", type=Path, default=Path("configs/reviews/ppo.yaml"), help="whose policy and prompts"
     )
+    parser.add_argument("--prompts", action="append", type=int, help="at once; may be repeated")
     parser.add_argument("--tokens", type=int, default=48, help="longest response")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -68,25 +69,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
+    counts = options.prompts or COUNTS
     try:
         config = load_config(options.config, [])
-        model = load_causal_lm(config.actor.model, config.actor.dtype, "cpu")
+        device = machine.device_of(config, options.config)
+        where = machine.describe(device)
+        model = load_causal_lm(config.actor.model, config.actor.dtype, device)
         tokenizer = load_tokenizer(config.actor.model)
         stops = stop_token_ids(model, tokenizer)
-        prompts = read_prompts(Path(config.data.prompts), tokenizer, model, stops, COUNTS[-1])
+        prompts = read_prompts(Path(config.data.prompts), tokenizer, model, stops, max(counts))
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    bandwidth = memory_bandwidth()
-    results = [measure(model, stops, prompts[:count], options.tokens, options.rounds) for count in COUNTS]
+    bandwidth = memory_bandwidth(device)
+    results = [measure(model, stops, prompts[:count], options.tokens, options.rounds) for count in counts]
     for result in results:
         result.floor = floor(model, prompts[: result.prompts], options.tokens, bandwidth)
     options.folder.mkdir(parents=True, exist_ok=True)
-    figures = {"bandwidth": bandwidth, "results": [asdict(result) for result in results]}
+    figures = {"machine": where, "bandwidth": bandwidth, "results": [asdict(result) for result in results]}
     (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
-    text = table(results, options.tokens, options.threads, bandwidth)
+    text = table(results, options.tokens, options.threads, bandwidth, where)
     print(text)
-    page.write(options.page, "generation", text)
+    if device == "cpu":
+        page.write(options.page, "generation", text)
     return 0
 
 
@@ -98,13 +103,15 @@ def read_prompts(path: Path, tokenizer: Any, model: Any, stops: frozenset[int], 
     return [prompt.token_ids for prompt in found]
 
 
-def memory_bandwidth() -> float:
-    """Bytes a second that one thread or all read from memory, the best of a few passes over 256 MiB."""
-    data = torch.ones(64 * 2**20)
+def memory_bandwidth(device: str = "cpu") -> float:
+    """Bytes a second that one thread, all, or a GPU read from memory, the best of a few passes: 256 MiB, 4 GiB of a GPU's."""
+    data = torch.ones((64 if device == "cpu" else 1024) * 2**20, device=device)
     seconds = []
     for _ in range(5):
+        machine.synchronize(device)
         start = time.perf_counter()
         data.sum()
+        machine.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return data.numel() * data.element_size() / min(seconds)
 
@@ -122,9 +129,9 @@ def floor(model: Any, prompts: Sequence[Any], tokens: int, bandwidth: float) -> 
 
 def measure(model: Any, stops: frozenset[int], prompts: Sequence[Any], tokens: int, rounds: int) -> Result:
     """Each contender in turn, after one round that is not counted."""
-    paged = copy.deepcopy(model)
+    paged, engine = copy.deepcopy(model), TorchEngine(model, stops, max_concurrent=256)
     ways: dict[str, Callable[[int], int]] = {
-        "quartet": lambda seed: _quartet(model, stops, prompts, tokens, seed),
+        "quartet": lambda seed: _quartet(engine, prompts, tokens, seed),
         "generate()": lambda seed: _generate(model, stops, prompts, tokens, seed),
         "continuous batching": lambda seed: _continuous(paged, stops, prompts, tokens, seed),
     }
@@ -140,8 +147,7 @@ def measure(model: Any, stops: frozenset[int], prompts: Sequence[Any], tokens: i
     return result
 
 
-def _quartet(model: Any, stops: frozenset[int], prompts: Sequence[Any], tokens: int, seed: int) -> int:
-    engine = TorchEngine(model, stops, max_concurrent=256)
+def _quartet(engine: TorchEngine, prompts: Sequence[Any], tokens: int, seed: int) -> int:
     asked = [GenerationRequest(TrajectoryId("r", 1, index, 0), ids) for index, ids in enumerate(prompts)]
     return sum(len(found.response_ids) for found in engine.generate(asked, SamplingParameters(tokens), seed, 0))
 
@@ -162,10 +168,7 @@ def _sampling(model: Any, stops: frozenset[int], tokens: int) -> Any:
 def _generate(model: Any, stops: frozenset[int], prompts: Sequence[Any], tokens: int, seed: int) -> int:
     torch.manual_seed(seed)
     longest = max(map(len, prompts))
-    ids, mask = (
-        torch.zeros((len(prompts), longest), dtype=torch.int64),
-        torch.zeros((len(prompts), longest), dtype=torch.int64),
-    )
+    ids, mask = (torch.zeros((len(prompts), longest), dtype=torch.int64, device=model.device) for _ in range(2))
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
         mask[row, longest - len(prompt) :] = 1
@@ -175,7 +178,7 @@ def _generate(model: Any, stops: frozenset[int], prompts: Sequence[Any], tokens:
 
 def _real(made: torch.Tensor, stops: frozenset[int]) -> int:
     """Tokens up to each row's first stop."""
-    stopped = torch.isin(made, torch.tensor(sorted(stops)))
+    stopped = torch.isin(made, torch.tensor(sorted(stops), device=made.device))
     before = stopped.long().cumsum(1) - stopped.long()
     return int((before == 0).sum())
 
@@ -187,11 +190,11 @@ def _continuous(model: Any, stops: frozenset[int], prompts: Sequence[Any], token
     return sum(len(output.generated_tokens) for output in made.values())
 
 
-def table(results: Sequence[Result], tokens: int, threads: int, bandwidth: float) -> str:
+def table(results: Sequence[Result], tokens: int, threads: int, bandwidth: float, where: str) -> str:
     """What the page says: medians over the rounds."""
     lines = [
-        f"At most {tokens} tokens, natural ends, {threads} of {os.cpu_count()} CPU cores, {bandwidth / 1e9:.1f} GB/s of memory; "
-        "real tokens a second, medians, and of the ratios the least and the most.",
+        f"{where}. At most {tokens} tokens, natural ends, {threads} CPU threads, {bandwidth / 1e9:.1f} GB/s of memory; real "
+        "tokens a second, medians, and of the ratios the least and the most.",
         "",
         f"| prompts | {' | '.join(CONTENDERS)} | {' | '.join(f'times {name}' for name in CONTENDERS[1:])} | of the floor |",
         "|" + "---|" * (2 * len(CONTENDERS) + 1),

@@ -1,8 +1,9 @@
 """TRL's trainers on a config of Quartet's, timed step by step: python -m benchmarks.trl_training CONFIG STEPS OUT.
 
 For an environment that has TRL: `make parity` makes one, and benchmarks.end_to_end calls this in it. PPO for the estimator
-gae, RLOO for rloo; float32 on the CPU, with all its cores. A mini-batch goes through the model in one piece, the fastest way
-that TRL has. OUT gets a JSON object a step.
+gae, RLOO for rloo; in the actor's dtype, on all cores of the CPU or on the actor's GPU. On the CPU a mini-batch goes through
+the model in one piece, the fastest way that TRL has; on a GPU, where its logits would not fit, in pieces of as many tokens as
+Quartet's. OUT gets a JSON object a step.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class Clock:
 def main(path: str, steps: str, out: str) -> None:
     """Trains for so many steps."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    os.environ |= {"CUDA_VISIBLE_DEVICES": ""}
+    config = load_config(Path(path), [])
+    os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.services.actor.devices))}
     warnings.simplefilter("ignore")
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    config = load_config(Path(path), [])
     with tempfile.TemporaryDirectory() as folder:
         train = _ppo if config.algorithm.estimator == "gae" else _rloo
         train(config, int(steps), folder, Clock(Path(out)))
@@ -60,7 +61,7 @@ def _common(config: Config, folder: str) -> dict[str, Any]:
         "max_grad_norm": config.actor.optimizer.max_grad_norm,
         "bf16": False,
         "gradient_checkpointing": False,
-        "use_cpu": True,
+        "use_cpu": not config.services.actor.devices,
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -68,17 +69,31 @@ def _common(config: Config, folder: str) -> dict[str, Any]:
     }
 
 
-def _model(kind: str, path: str | None) -> Any:
-    import torch
+def _rows(config: Config) -> int:
+    """Sequences that go through the model at once: a divisor of the mini-batch."""
+    rollout = config.rollout
+    whole = rollout.prompts_per_step * rollout.samples_per_prompt // config.algorithm.mini_batches
+    if not config.services.actor.devices:
+        return whole
+    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    return max(
+        n for n in range(1, whole + 1) if whole % n == 0 and (n == 1 or n * longest <= config.actor.micro_batch_tokens)
+    )
+
+
+def _model(kind: str, path: str | None, dtype: str) -> Any:
     import transformers
 
-    return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(path, dtype=torch.float32)
+    from quartet.models.loading import DTYPES
+
+    return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(path, dtype=DTYPES[dtype])
 
 
 def _tokenizer(config: Config) -> Any:
-    import transformers
+    from quartet.models.loading import load_tokenizer
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(config.actor.model, padding_side="left")
+    tokenizer = load_tokenizer(config.actor.model)
+    tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -98,16 +113,16 @@ def _ppo(config: Config, steps: int, folder: str, clock: Clock) -> None:
             tokens = int((~found["padding_mask"]).sum())
             clock.step(len(found["responses"]), tokens, float(found["scores"].mean()))
 
-    algorithm, batch = config.algorithm, config.rollout.prompts_per_step
+    algorithm, batch, rows = config.algorithm, config.rollout.prompts_per_step, _rows(config)
     penalty = algorithm.truncation.penalty if algorithm.truncation.treatment == "penalty" else None
     settings = PPOConfig(
         **_common(config, folder),
-        per_device_train_batch_size=batch // algorithm.mini_batches,
-        gradient_accumulation_steps=algorithm.mini_batches,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=batch // rows,
         num_mini_batches=algorithm.mini_batches,
         num_ppo_epochs=algorithm.epochs,
         total_episodes=batch * steps,
-        local_rollout_forward_batch_size=batch,
+        local_rollout_forward_batch_size=rows if config.services.actor.devices else batch,
         num_sample_generations=0,
         response_length=config.rollout.max_response_tokens,
         stop_token="eos",
@@ -125,10 +140,10 @@ def _ppo(config: Config, steps: int, folder: str, clock: Clock) -> None:
     trainer = Timed(
         args=settings,
         processing_class=tokenizer,
-        model=_model("CausalLM", config.actor.model),
-        ref_model=_model("CausalLM", config.actor.model),
-        reward_model=_model("SequenceClassification", config.reward.model),
-        value_model=_model("SequenceClassification", config.critic.model or config.reward.model),
+        model=_model("CausalLM", config.actor.model, config.actor.dtype),
+        ref_model=_model("CausalLM", config.actor.model, config.actor.dtype),
+        reward_model=_model("SequenceClassification", config.reward.model, config.reward.dtype),
+        value_model=_model("SequenceClassification", config.critic.model or config.reward.model, config.critic.dtype),
         train_dataset=datasets.Dataset.from_dict({"input_ids": prompts}),
     )
     trainer.train()
@@ -141,7 +156,7 @@ def _rloo(config: Config, steps: int, folder: str, clock: Clock) -> None:
 
     algorithm, rollout = config.algorithm, config.rollout
     responses = rollout.prompts_per_step * rollout.samples_per_prompt
-    updates = algorithm.epochs * algorithm.mini_batches
+    updates, rows = algorithm.epochs * algorithm.mini_batches, _rows(config)
     seen: dict[str, float] = {}
 
     class Timed(RLOOTrainer):  # type: ignore[misc]
@@ -162,9 +177,9 @@ def _rloo(config: Config, steps: int, folder: str, clock: Clock) -> None:
 
     settings = RLOOConfig(
         **_common(config, folder),
-        per_device_train_batch_size=responses // algorithm.mini_batches,
-        gradient_accumulation_steps=1,
-        steps_per_generation=algorithm.mini_batches,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=responses // algorithm.mini_batches // rows,
+        steps_per_generation=responses // rows,
         num_generations=rollout.samples_per_prompt,
         num_iterations=algorithm.epochs,
         max_steps=updates * steps,
@@ -177,7 +192,7 @@ def _rloo(config: Config, steps: int, folder: str, clock: Clock) -> None:
     trainer = Timed(
         args=settings,
         processing_class=tokenizer,
-        model=_model("CausalLM", config.actor.model),
+        model=_model("CausalLM", config.actor.model, config.actor.dtype),
         reward_funcs=_scorer(config, tokenizer),
         train_dataset=datasets.Dataset.from_dict({"prompt": _texts(config)}),
         callbacks=[Told()],
@@ -189,7 +204,8 @@ def _scorer(config: Config, tokenizer: Any) -> Callable[..., list[float]]:
     """The reward model on the very token ids, in one padded batch; TRL's own way would drop EOS."""
     import torch
 
-    model = _model("SequenceClassification", config.reward.model).eval()
+    model = _model("SequenceClassification", config.reward.model, config.reward.dtype).eval()
+    model = model.to("cuda" if config.services.actor.devices else "cpu")
     model.config.pad_token_id = tokenizer.pad_token_id
     truncation = config.algorithm.truncation
     penalty = truncation.penalty if truncation.treatment == "penalty" else 0.0
@@ -197,14 +213,15 @@ def _scorer(config: Config, tokenizer: Any) -> Callable[..., list[float]]:
     def score(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         rows = [tokenizer(text)["input_ids"] + ids for text, ids in zip(prompts, completion_ids, strict=True)]
         longest = max(map(len, rows))
-        ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
+        ids = torch.full((len(rows), longest), tokenizer.pad_token_id, device=model.device)
         mask = torch.zeros_like(ids)
         for row, tokens in enumerate(rows):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
+            ids[row, : len(tokens)] = torch.tensor(tokens, device=model.device)
             mask[row, : len(tokens)] = 1
         with torch.inference_mode():
             hidden = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
-            scores = model.score(hidden[torch.arange(len(rows)), mask.sum(1) - 1]).squeeze(-1)
+            last = hidden[torch.arange(len(rows), device=model.device), mask.sum(1) - 1]
+            scores = model.score(last).squeeze(-1).float().cpu()
         ended = torch.tensor([tokens[-1] == tokenizer.eos_token_id for tokens in completion_ids])
         found: list[float] = (scores - torch.where(ended, 0.0, penalty)).tolist()
         return found

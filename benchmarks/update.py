@@ -3,14 +3,13 @@
 `make update`, or python -m benchmarks.update. One process, one step's experience of random tokens whose lengths are spread as
 those of responses that end by themselves; packed and padded in turn. FLOPs are counted as in the literature, 6 for each weight
 that a real token meets on the way there and back; attention is left out. Writes the figures below build/, the table into
-docs/performance.md.
+docs/performance.md. Where the config has the actor on a GPU (configs/gpu) it is measured there, and the table is printed alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -24,12 +23,12 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks import page
+from benchmarks import machine, page
 from quartet.config import Config, load_config
 from quartet.errors import QuartetError
 from quartet.models import batching
 from quartet.models.forward import vocabulary_size
-from quartet.models.loading import load_causal_lm, load_critic
+from quartet.models.loading import DTYPES, load_causal_lm, load_critic
 from quartet.models.optimizer import create_optimizer
 from quartet.models.scoring import response_log_probs
 from quartet.models.training import update_policy, update_value
@@ -62,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, default=Path("configs/reviews/ppo.yaml"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--full", action="store_true", help="every prompt and response as long as the config allows")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("build/update"), help="where figures are kept")
     parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
@@ -69,39 +69,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     try:
         config = load_config(options.config, [])
-        peak = matmul_peak()
-        results = [of_policy(config, options.rounds), of_critic(config, options.rounds)]
+        device = machine.device_of(config, options.config)
+        where = machine.describe(device)
+        peak = matmul_peak(device, config.actor.dtype)
+        works = {"policy": of_policy, "critic": of_critic}
+        results = [of(config, device, options.full).timed(name, device, options.rounds) for name, of in works.items()]
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.folder.mkdir(parents=True, exist_ok=True)
-    figures = {"peak": peak, "results": [asdict(result) for result in results]}
+    figures = {"machine": where, "peak": peak, "results": [asdict(result) for result in results]}
     (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
-    text = table(results, peak, options.threads)
+    text = table(results, peak, config.actor.dtype, options.threads, where)
     print(text)
-    page.write(options.page, "update", text)
+    if device == "cpu":
+        page.write(options.page, "update", text)
     return 0
 
 
-def matmul_peak() -> float:
-    """FLOP/s of large float32 matrix products, the best of several sizes."""
+def matmul_peak(device: str = "cpu", dtype: str = "float32") -> float:
+    """FLOP/s of large matrix products, the best of several sizes."""
     best = 0.0
-    for size in (512, 1024, 2048):
-        a, b = torch.randn(size, size), torch.randn(size, size)
+    for size in (512, 1024, 2048) if device == "cpu" else (4096, 8192):
+        a, b = (torch.randn(size, size, device=device).to(DTYPES[dtype]) for _ in range(2))
         for _ in range(4):
+            machine.synchronize(device)
             start = time.perf_counter()
             a @ b
+            machine.synchronize(device)
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best
 
 
-def experience(config: Config, model: Any) -> Experience:
-    """A step's experience of random tokens: prompts of 5 to 12, responses that end with probability 1/20 at each token."""
+def experience(config: Config, model: Any, full: bool = False) -> Experience:
+    """A step's experience of random tokens: prompts of 5 to 12, responses that end with probability 1/20 at each token.
+
+    ``full``: prompts and responses are as long as the config allows.
+    """
     generator = np.random.default_rng(0)
     rollout = config.rollout
     count = rollout.prompts_per_step * rollout.samples_per_prompt
     prompts = generator.integers(5, 13, count).astype(np.int32)
     responses = np.minimum(generator.geometric(1 / 20, count), rollout.max_response_tokens).astype(np.int32)
+    if full:
+        prompts, responses = (
+            np.full(count, n, np.int32) for n in (config.data.max_prompt_tokens, rollout.max_response_tokens)
+        )
     ids = generator.integers(3, vocabulary_size(model), int(prompts.sum() + responses.sum())).astype(np.int32)
     tokens = int(responses.sum())
 
@@ -126,11 +139,26 @@ def experience(config: Config, model: Any) -> Experience:
     )
 
 
-def of_policy(config: Config, rounds: int) -> Result:
+@dataclass(frozen=True)
+class Work:
+    """An update that can be taken again and again, and what it is about."""
+
+    model: Any
+    take: Callable[[], None]
+    learned: Experience
+    flops: float
+
+    def timed(self, name: str, device: str, rounds: int) -> Result:
+        """Seconds of each round, packed and padded in turn, after one that is not counted."""
+        tokens, responses = len(self.learned.batch.token_ids), len(self.learned.advantages)
+        return Result(name, tokens, responses, self.flops, *_timed(self.take, device, rounds))
+
+
+def of_policy(config: Config, device: str, full: bool) -> Work:
     """The policy's update."""
-    model = load_causal_lm(config.actor.model, config.actor.dtype, "cpu")
+    model = load_causal_lm(config.actor.model, config.actor.dtype, device)
     optimizer = create_optimizer(model, config.actor.learning_rate)
-    learned = experience(config, model)
+    learned = experience(config, model, full)
     settings, loss = optimization_at(config, config.actor, STEP), policy_loss_of(config.algorithm, 1.0)
     head = model.get_output_embeddings().weight.numel()
     body = _weights(model.base_model)
@@ -138,24 +166,22 @@ def of_policy(config: Config, rounds: int) -> Result:
     def update() -> None:
         update_policy(model, optimizer, learned, settings, loss, config.actor.micro_batch_tokens)
 
-    tokens, responses = len(learned.batch.token_ids), len(learned.advantages)
-    flops = 6.0 * settings.epochs * (body * tokens + head * responses)
-    return Result("policy", tokens, responses, flops, *_timed(update, rounds))
+    products = body * len(learned.batch.token_ids) + head * len(learned.advantages)
+    return Work(model, update, learned, 6.0 * settings.epochs * products)
 
 
-def of_critic(config: Config, rounds: int) -> Result:
+def of_critic(config: Config, device: str, full: bool) -> Work:
     """The value model's update."""
-    model = load_critic(config.critic.model or str(config.reward.model), config.critic.dtype, "cpu")
+    model = load_critic(config.critic.model or str(config.reward.model), config.critic.dtype, device)
     optimizer = create_optimizer(model, config.critic.learning_rate)
-    learned = experience(config, model)
+    learned = experience(config, model, full)
     settings, loss = optimization_at(config, config.critic, STEP), value_loss_of(config.algorithm)
 
     def update() -> None:
         update_value(model, optimizer, learned, settings, loss, config.critic.micro_batch_tokens)
 
-    tokens, responses = len(learned.batch.token_ids), len(learned.advantages)
-    flops = 6.0 * settings.epochs * _weights(model.backbone) * tokens
-    return Result("critic", tokens, responses, flops, *_timed(update, rounds))
+    products = _weights(model.backbone) * len(learned.batch.token_ids)
+    return Work(model, update, learned, 6.0 * settings.epochs * products)
 
 
 def _weights(backbone: Any) -> int:
@@ -164,14 +190,14 @@ def _weights(backbone: Any) -> int:
     return sum(p.numel() for p in backbone.parameters() if p.ndim > 1 and p is not embedding)
 
 
-def _timed(update: Callable[[], None], rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of each round, packed and padded in turn, after one that is not counted."""
+def _timed(update: Callable[[], None], device: str, rounds: int) -> tuple[list[float], list[float]]:
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(rounds + 1):
         for packed in (True, False):
             with _packing(packed):
                 start = time.perf_counter()
                 update()
+                machine.synchronize(device)
                 if number:
                     seconds[packed].append(time.perf_counter() - start)
     return seconds[True], seconds[False]
@@ -186,11 +212,11 @@ def _packing(packed: bool) -> Iterator[None]:
         yield
 
 
-def table(results: Sequence[Result], peak: float, threads: int) -> str:
+def table(results: Sequence[Result], peak: float, dtype: str, threads: int, where: str) -> str:
     """What the page says: medians over the rounds."""
     lines = [
-        f"{threads} of {os.cpu_count()} CPU cores, float32, matmul peak {peak / 1e9:.0f} GFLOP/s; medians, and of the ratio the "
-        "least and the most.",
+        f"{where}. {threads} CPU threads, {dtype}, matmul peak {peak / 1e9:.0f} GFLOP/s; medians, and of the ratio the least and "
+        "the most.",
         "",
         "| model | tokens | of them responses | seconds, padded | packed | times padded | MFU, packed |",
         "|---|---|---|---|---|---|---|",

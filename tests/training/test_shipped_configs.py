@@ -29,7 +29,7 @@ def test_every_shipped_config_takes_two_steps(
 
 
 def tied_to(world: dict[str, Any], shipped: dict[str, Any]) -> dict[str, Any]:
-    """The world's checkpoints, prompts and sizes, in place of the config's; everything else stays as shipped."""
+    """The world's checkpoints, prompts, sizes and devices, in place of the config's; everything else stays as shipped."""
     samples = shipped.get("rollout", {}).get("samples_per_prompt", 1)
     small = {
         "run": world["run"],
@@ -52,5 +52,8 @@ def tied_to(world: dict[str, Any], shipped: dict[str, Any]) -> dict[str, Any]:
     for role in ("critic", "reference"):
         if shipped.get(role, {}).get("model"):
             small[role] = {"model": world["actor"]["model"]}
+    small["services"] = {
+        role: {"devices": []} for role, service in shipped.get("services", {}).items() if "devices" in service
+    }
     warmups = {role: {"warmup_steps": 0} for role in ("actor", "critic") if shipped.get(role, {}).get("warmup_steps")}
     return merged(small, warmups)

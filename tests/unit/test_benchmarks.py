@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
-from benchmarks import buffer, durability, gae, orchestration, page, simulated, soak, transport
+from benchmarks import (
+    buffer,
+    durability,
+    end_to_end,
+    gae,
+    generation,
+    machine,
+    orchestration,
+    page,
+    precision,
+    random_models,
+    simulated,
+    soak,
+    transport,
+    trl_training,
+    update,
+)
 from benchmarks.durability import cost_of, logged_seconds
 from benchmarks.soak import KIB, Sample, faults_of, rows_of
+from quartet.config import load_config
+from quartet.models.loading import load_causal_lm, load_reward_model, load_tokenizer
 from quartet.types import Role
+
+GPU = Path(__file__).parents[2] / "configs/gpu"
 
 
 def samples(leak: int = 0, files: int = 0, redis: int = 0) -> list[Sample]:
@@ -160,3 +183,83 @@ def test_the_orchestrator_is_told_by_the_step_that_was_held_up_the_least() -> No
     steps = [orchestration.Step(5.0, 4.0, 0.5, 500_000), orchestration.Step(4.2, 4.0, 0.25, 500_000)]
     text = orchestration.table([orchestration.Result(case, steps, 2**30)], "a machine")
     assert "| 8 | 500,000 | 500 | 4.00 | 4.20 | **1.050** (1.250) | 0.20 | 0.50 | 1,024 |" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("benchmark", [generation, update, end_to_end])
+def test_a_benchmark_that_is_to_run_on_a_gpu_says_that_there_is_none(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "figures"
+    folder.mkdir()
+    (folder / "figures.json").write_text("of an earlier run")
+    assert benchmark.main(["--config", str(GPU / "ppo.yaml"), "--folder", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: no GPU here: ")
+    assert "build/gpu/policy in bfloat16, 128 responses of at most 512 tokens" in told
+    assert (folder / "figures.json").read_text() == "of an earlier run"
+
+
+def test_random_models_are_a_policy_a_reward_and_prompts_of_as_many_tokens(tmp_path: Path) -> None:
+    assert random_models.main([str(tmp_path), "--layers", "1", "--vocabulary", "300"]) == 0
+    policy, reward = (load(tmp_path / name, "bfloat16") for load, name in MADE)
+    assert policy.config.num_hidden_layers == reward.config.num_hidden_layers == 1
+    tokenizer = load_tokenizer(tmp_path / "policy")
+    lines = [json.loads(line)["text"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert len(lines) >= 128
+    assert {len(tokenizer(text)["input_ids"]) for text in lines[:50]} == {128}
+
+
+MADE = ((load_causal_lm, "policy"), (load_reward_model, "reward"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_random_models_for_a_gpu_that_is_not_there_are_not_made(tmp_path: Path) -> None:
+    assert random_models.main([str(tmp_path / "out"), "--for", str(GPU / "ppo.yaml")]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_random_models_have_the_shape_of_qwen2() -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(random_models.shape())
+    assert model.num_parameters() == pytest.approx(494e6, rel=0.001)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("ppo", 16), ("rloo", 16)])
+def test_trl_has_whole_mini_batches_on_a_cpu_and_as_many_tokens_as_quartet_at_once_on_a_gpu(
+    name: str, rows: int
+) -> None:
+    config = load_config(GPU / f"{name}.yaml")
+    assert trl_training._rows(config) == rows
+    assert trl_training._rows(load_config(GPU / f"{name}.yaml", ["services.actor.devices=[]"])) == 128
+
+
+def test_tables_begin_with_the_machine_that_they_are_of() -> None:
+    where = machine.describe()
+    left = precision.Kept(1e-5, {"float32": 1.0, "bfloat16": 0.25}, 0.5)
+    speed = end_to_end.Speed(2.0, 20.0, 1.0, 0.0)
+    half = precision.Result(
+        "small", 4, 8, {"float32": [10, 10], "bfloat16": [15, 25]}, {"float32": [2], "bfloat16": [1]}
+    )
+    tables = [
+        generation.table(
+            [generation.Result(1, {name: [1.0] for name in generation.CONTENDERS}, 4.0)], 8, 1, 1e9, where
+        ),
+        update.table([update.Result("policy", 8, 4, 1e9, [1.0], [2.0])], 1e10, "bfloat16", 1, where),
+        end_to_end.table({"ppo.yaml": [end_to_end.Pair(speed, speed)]}, 4, "bfloat16", where),
+        precision.table([half], [left], {"float32": 1e11, "bfloat16": 4e11}, 1, where),
+    ]
+    assert all(text.startswith(f"{where}. ") for text in tables)
+    assert "| policy | 8 | 4 | 2.000 | 1.000 | **2.00** (2.00 to 2.00) | 10 % |" in tables[1]
+    assert "| small | generation, 4 x 8 tokens, tokens/s | 10 | 20 | **2.00** (1.50 to 2.50) |" in tables[3]
+    assert tables[3].endswith("| 1e-05 | 100.0 % | 25.0 % | 0.50 |")
+    assert "| small | update, seconds | 2.00 | 1.00 | **2.00** (2.00 to 2.00) |" in tables[3]
+
+
+def test_experience_is_as_long_as_the_config_allows_where_that_is_asked_for(tmp_path: Path) -> None:
+    random_models.main([str(tmp_path), "--layers", "1", "--vocabulary", "300"])
+    small = [f"actor.model={tmp_path}/policy", "rollout.prompts_per_step=3", "rollout.max_response_tokens=4"]
+    config = load_config(GPU / "ppo.yaml", small)
+    learned = update.of_policy(config, "cpu", full=True).learned
+    assert learned.batch.prompt_lengths.tolist() == [128] * 3
+    assert learned.batch.response_lengths.tolist() == [4] * 3
