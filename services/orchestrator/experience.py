@@ -11,14 +11,17 @@ import torch
 from quartet.config import AlgorithmConfig
 from quartet.ppo import kl, ragged, rewards, statistics
 from quartet.ppo.rewards import RunningMoments
-from quartet.types import Experience, FinishReason, FloatArray, TokenBatch
+from quartet.types import Experience, FinishReason, FloatArray, IntArray, TokenBatch
 from services.orchestrator.advantages import estimate_advantages, treat_scores
 from services.orchestrator.scoring import ScoredTrajectory
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """The experience of a step, the KL of each response (nats, [sequences]), and the step's figures by metric name."""
+    """The experience of a step, the KL of each response (nats, [sequences]), and the step's figures by metric name.
+
+    Those of ``response_figures`` are not among them.
+    """
 
     experience: Experience
     response_kl: FloatArray
@@ -59,7 +62,6 @@ def prepare_step(
         advantages = statistics.whiten(advantages, shift_mean=True, mask=actor_mask)
 
     response_kl = ragged.sequence_sum(kl.kl_estimate(log_probs, reference_log_probs, "k1"), lengths)
-    responses = [t.response_ids for t in trajectories]
     metrics = {
         "reward_mean": float(raw_scores.double().mean()),
         "reward_std": float(raw_scores.double().std(correction=0)),
@@ -70,9 +72,6 @@ def prepare_step(
         "advantage_std": float(estimate.advantages.double().std(correction=0)),
         "response_tokens_mean": float(lengths.double().mean()),
         "eos_rate": float((~truncated).double().mean()),
-        "repetition": statistics.repetition(responses),
-        "distinct_1": statistics.distinct(responses, 1),
-        "distinct_2": statistics.distinct(responses, 2),
         "length_reward_correlation": statistics.correlation(lengths.double(), raw_scores.double()),
         "prompt_tokens": int(batch.prompt_lengths.sum()),
         "response_tokens": int(batch.response_lengths.sum()),
@@ -94,6 +93,15 @@ def prepare_step(
         actor_mask=_array(actor_mask),
     )
     return PreparedStep(experience, _array(response_kl), metrics)
+
+
+def response_figures(responses: Sequence[IntArray]) -> dict[str, float]:
+    """How far responses (ids [response tokens] each) repeat themselves and one another, by metric name. Nobody learns from it."""
+    return {
+        "repetition": statistics.repetition(responses),
+        "distinct_1": statistics.distinct(responses, 1),
+        "distinct_2": statistics.distinct(responses, 2),
+    }
 
 
 def _part_means(scored: Sequence[ScoredTrajectory]) -> dict[str, float]:

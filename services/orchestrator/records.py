@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from quartet.evaluation import stream_name
 from quartet.types import Experience, FinishReason, Role, Trajectory, UpdateResult
 from services.orchestrator.collector import CollectedStep
-from services.orchestrator.experience import PreparedStep
+from services.orchestrator.experience import PreparedStep, response_figures
 from services.orchestrator.scoring import SetAside
 
 _METRICS = {
@@ -20,6 +21,20 @@ _METRICS = {
 }
 _BOTH = ("grad_norm", "optimizer_steps", "skipped_steps")
 """Actor and critic report these alike, so the role is part of the public name."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What is written down of a step's responses and nobody learns from: figures by metric name, an object for each response."""
+
+    figures: dict[str, float]
+    lines: list[dict[str, Any]]
+
+
+def step_record(tokenizer: Any, collected: CollectedStep, prepared: PreparedStep) -> StepRecord:
+    """The record of a prepared step."""
+    figures = response_figures([item.trajectory.response_ids for item in collected.scored])
+    return StepRecord(figures, trajectory_lines(tokenizer, collected, prepared))
 
 
 def update_metrics(updates: Mapping[Role, UpdateResult]) -> dict[str, float]:

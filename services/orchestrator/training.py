@@ -50,7 +50,14 @@ from services.orchestrator.peers import Peers, Statuses, check_agreement, check_
 from services.orchestrator.preparation import Preparation, SealedStep
 from services.orchestrator.progress import ProgressBoard, RunState
 from services.orchestrator.prompts import training_prompts, validation_prompts
-from services.orchestrator.records import evaluation_poison, poison_lines, poison_note, trajectory_lines, update_metrics
+from services.orchestrator.records import (
+    StepRecord,
+    evaluation_poison,
+    poison_lines,
+    poison_note,
+    step_record,
+    update_metrics,
+)
 from services.orchestrator.recovery import RECOVERABLE, Attempts, Recovered, Recovery
 from services.orchestrator.saving import Saving
 from services.orchestrator.settings import begin_update, learning_rate_at
@@ -450,12 +457,13 @@ class Training:
         self._board.update(phase="update")
         updating = time.perf_counter()
         with self._traces.part("update"):
-            updates = self._update(step, order)
+            updates, record = self._update(step, order, self._sealed)
         failpoint("orchestrator.updated")
         end = time.perf_counter()
         metrics = {
             "step": step,
             **prepared.metrics,
+            **record.figures,
             "set_aside": len(collected.set_aside),
             **({"staleness": step - 1 - prepared.experience.policy_version} if self._staleness.most else {}),
             **update_metrics(updates),
@@ -469,7 +477,7 @@ class Training:
         }
         if "entropy" in metrics:
             metrics["entropy_slope"] = self._course.entropy_slope(metrics["entropy"])
-        self._commit(step, collected, prepared, metrics)
+        self._commit(step, collected, prepared, record, metrics)
         self._telemetry.committed(step, start, metrics)
         self._sealed = None
         log.info("committed", step=step, seconds=time.perf_counter() - start, **self._stopwatch.lap())
@@ -484,13 +492,15 @@ class Training:
         trained: TrainedModelConfig = getattr(self._config, role)
         return learning_rate_at(self._config, trained, step) * self._changes.learning_rate_factor(role, step)
 
-    def _update(self, step: int, order: PromptOrder) -> dict[Role, UpdateResult]:
+    def _update(self, step: int, order: PromptOrder, sealed: SealedStep) -> tuple[dict[Role, UpdateResult], StepRecord]:
+        """What the models say of their updates; and, made while they learn, the record of what they learn from."""
         calls = {
             client.role: begin_update(client, self._config, step, self._epoch, self._learning_rate(client.role, step))
             for client in self._peers.trained
         }
         for role, call in calls.items():
             self._timeline.watch(role, "update", call)
+        record = step_record(self._tokenizer, sealed.collected, sealed.prepared)
 
         def go_ahead() -> None:
             # The policy is as the next step wants it, whatever the critic still does.
@@ -498,7 +508,7 @@ class Training:
                 self._preparation.begin(step + 1, order.of_step(step + 1), self._epoch, step)
 
         wait_for_all(list(calls.values()), go_ahead)
-        return {role: call.result() for role, call in calls.items()}
+        return {role: call.result() for role, call in calls.items()}, record
 
     def _goes_straight_on(self, step: int) -> bool:
         """Whether nothing is to be done between ``step`` and the next one, as far as can be seen."""
@@ -506,11 +516,18 @@ class Training:
         saves = self._saving.is_due(step, last=False, asked=False)
         return step < self._config.run.steps and self._control.idle and not evaluates and not saves
 
-    def _commit(self, step: int, collected: CollectedStep, prepared: PreparedStep, metrics: dict[str, float]) -> None:
+    def _commit(
+        self,
+        step: int,
+        collected: CollectedStep,
+        prepared: PreparedStep,
+        record: StepRecord,
+        metrics: dict[str, float],
+    ) -> None:
         self._check_lease()
         with self._stopwatch.part("commit"), self._timeline.part(Role.ORCHESTRATOR, "commit"):
             self._telemetry.keep_tokens(step, prepared)
-            self._files.write_trajectories(step, trajectory_lines(self._tokenizer, collected, prepared))
+            self._files.write_trajectories(step, record.lines)
             self._files.write_poison(step, poison_lines(self._tokenizer, collected.set_aside))
             self._files.append_metrics(metrics)
         self._attempts.progressed(step)

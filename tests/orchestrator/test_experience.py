@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from quartet.config import AlgorithmConfig
 from quartet.ppo.rewards import RunningMoments
 from quartet.types import FinishReason, Trajectory, TrajectoryId
-from services.orchestrator.experience import PreparedStep, prepare_step
+from services.orchestrator.experience import PreparedStep, prepare_step, response_figures
 from services.orchestrator.scoring import ScoredTrajectory
 
 check = settings(max_examples=60, deadline=None, derandomize=True)
@@ -319,7 +319,7 @@ def test_normalised_scores_are_moved_before_anything_else_but_the_metrics_tell_t
 
 
 def test_the_figures_of_a_step() -> None:
-    items = [*TWO, scored(2, 5.0, [-1.0] * 6, [-1.0] * 6, [0.0] * 6, response_ids=[5, 6, 7, 5, 6, 7])]
+    items = [*TWO, scored(2, 5.0, [-1.0] * 6, [-1.0] * 6, [0.0] * 6)]
     prepared = prepare(items, coefficient=0.3, **RAW)
     metrics = prepared.metrics
     assert prepared.response_kl.tolist() == [-0.25, -0.25, 0.0]
@@ -331,8 +331,6 @@ def test_the_figures_of_a_step() -> None:
     assert metrics["response_tokens"] == 9
     assert metrics["prompt_tokens"] == 6
     assert metrics["eos_rate"] == pytest.approx(2 / 3)
-    # One of the four 3-grams of the last response repeats an earlier one; the others are too short to repeat.
-    assert metrics["repetition"] == pytest.approx(1 / 4 / 3)
     returns, values = prepared.experience.returns.astype(float), prepared.experience.values.astype(float)
     expected = 1 - np.var(returns - values) / np.var(returns)
     assert metrics["explained_variance"] == pytest.approx(expected, abs=1e-5)
@@ -362,13 +360,17 @@ def test_without_a_critic_nothing_is_said_of_one() -> None:
     assert "explained_variance" not in prepare(TWO, estimator="rloo").metrics
 
 
-def test_the_monitors_of_a_step() -> None:
-    items = [
-        scored(0, 1.0, [-1.0] * 4, [-1.0] * 4, [0.0] * 4, response_ids=[5, 6, 5, 6]),
-        scored(1, -1.0, [-1.0] * 2, [-1.0] * 2, [0.0] * 2, response_ids=[5, 7]),
-    ]
-    metrics = prepare(items).metrics
+def test_longer_responses_with_better_scores_are_seen() -> None:
+    items = [scored(0, 1.0, [-1.0] * 4, [-1.0] * 4, [0.0] * 4), scored(1, -1.0, [-1.0] * 2, [-1.0] * 2, [0.0] * 2)]
+    assert prepare(items).metrics["length_reward_correlation"] == pytest.approx(1.0)
+
+
+def test_how_far_responses_repeat_themselves_and_one_another() -> None:
+    def figures(*responses: list[int]) -> dict[str, float]:
+        return response_figures([np.array(ids, np.int32) for ids in responses])
+
     # Of 6 tokens 3 differ; of the 4 pairs 56 65 56 57 three.
-    assert metrics["distinct_1"] == pytest.approx(3 / 6)
-    assert metrics["distinct_2"] == pytest.approx(3 / 4)
-    assert metrics["length_reward_correlation"] == pytest.approx(1.0)
+    alike = figures([5, 6, 5, 6], [5, 7])
+    assert (alike["distinct_1"], alike["distinct_2"]) == pytest.approx((3 / 6, 3 / 4))
+    # One of the four 3-grams of the last response repeats an earlier one; the others are too short to repeat.
+    assert figures([5], [5, 6], [5, 6, 7, 5, 6, 7])["repetition"] == pytest.approx(1 / 4 / 3)

@@ -215,9 +215,9 @@ def test_a_run_that_is_stopped_while_it_recovers_takes_a_step_that_one_model_has
     real = training.Training._update
     lost: list[int] = []
 
-    def lose_critic(self: Any, step: int, order: Any) -> Any:
+    def lose_critic(self: Any, step: int, *arguments: Any) -> Any:
         if step != 3 or lost:
-            return real(self, step, order)
+            return real(self, step, *arguments)
         lost.append(step)
         settled = begin_update(self._peers.actor, self._config, step, self._epoch)
         assert settled.result().step == 3

@@ -140,10 +140,10 @@ def test_each_step_is_one_trace_across_all_services(observed: Observed, collecto
 def test_a_step_that_breaks_off_is_a_trace_that_says_so(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     update, left = training.Training._update, ["a secret text"]
 
-    def broken(self: training.Training, step: int, order: Any) -> Any:
+    def broken(self: training.Training, step: int, *arguments: Any) -> Any:
         if step == 2 and left:
             raise training.ComputationFailed(left.pop())
-        return update(self, step, order)
+        return update(self, step, *arguments)
 
     monkeypatch.setattr(training.Training, "_update", broken)
     with Collector().listening() as collector:
