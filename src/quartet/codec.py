@@ -86,11 +86,18 @@ _SAVE_KIND_NAMES = {number: kind for kind, number in _SAVE_KINDS.items()}
 
 def tensor_to_proto(array: NDArray[Any]) -> tensor_pb2.Tensor:
     """A float32 or int32 array of any shape."""
+    message = tensor_pb2.Tensor()
+    _write_tensor(message, array)
+    return message
+
+
+def _write_tensor(message: tensor_pb2.Tensor, array: NDArray[Any]) -> None:
     data_type = _DATA_TYPES.get(array.dtype.newbyteorder("<"))
     if data_type is None:
         raise InvalidRequest(f"tensor of {array.dtype}: expected float32 or int32")
-    data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
-    return tensor_pb2.Tensor(dtype=data_type, shape=array.shape, data=data)
+    message.dtype = data_type
+    message.shape.extend(array.shape)
+    message.data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
 
 
 def _vector(message: tensor_pb2.Tensor, name: str, dtype: np.dtype[Any], length: int | None) -> NDArray[Any]:
@@ -125,11 +132,16 @@ def floats_from_proto(message: tensor_pb2.Tensor, name: str, length: int | None 
 
 def batch_to_proto(batch: TokenBatch) -> trajectory_pb2.TokenBatch:
     """Ragged sequences to their message."""
-    return trajectory_pb2.TokenBatch(
-        token_ids=tensor_to_proto(batch.token_ids),
-        prompt_lengths=tensor_to_proto(batch.prompt_lengths),
-        response_lengths=tensor_to_proto(batch.response_lengths),
-    )
+    message = trajectory_pb2.TokenBatch()
+    write_batch(message, batch)
+    return message
+
+
+def write_batch(message: trajectory_pb2.TokenBatch, batch: TokenBatch) -> None:
+    """Ragged sequences into their message, which may be a field: protobuf copies twice what is made first and put there then."""
+    _write_tensor(message.token_ids, batch.token_ids)
+    _write_tensor(message.prompt_lengths, batch.prompt_lengths)
+    _write_tensor(message.response_lengths, batch.response_lengths)
 
 
 def batch_from_proto(message: trajectory_pb2.TokenBatch) -> TokenBatch:
@@ -174,16 +186,16 @@ def sampling_from_proto(message: trajectory_pb2.SamplingParameters) -> SamplingP
 
 def trajectory_to_bytes(trajectory: Trajectory) -> bytes:
     """The entry of the rollout stream."""
-    return trajectory_pb2.Trajectory(
+    message = trajectory_pb2.Trajectory(
         id=trajectory_pb2.TrajectoryId(
             run=trajectory.id.run, step=trajectory.id.step, prompt=trajectory.id.prompt, sample=trajectory.id.sample
         ),
         policy_version=trajectory.policy_version,
-        prompt_ids=tensor_to_proto(trajectory.prompt_ids),
-        response_ids=tensor_to_proto(trajectory.response_ids),
-        log_probs=tensor_to_proto(trajectory.log_probs),
         finish_reason=_FINISH[trajectory.finish_reason],
-    ).SerializeToString()
+    )
+    for name in ("prompt_ids", "response_ids", "log_probs"):
+        _write_tensor(getattr(message, name), getattr(trajectory, name))
+    return message.SerializeToString()
 
 
 def trajectory_from_bytes(data: bytes) -> Trajectory:

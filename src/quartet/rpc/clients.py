@@ -154,9 +154,8 @@ class ActorClient(ServiceClient):
     def _begin_log_probs(
         self, batch: TokenBatch, temperature: float, reference: bool, timeout: float
     ) -> PendingResult[FloatArray]:
-        request = actor_pb2.ActorServiceLogProbsRequest(
-            batch=codec.batch_to_proto(batch), temperature=temperature, reference=reference
-        )
+        request = actor_pb2.ActorServiceLogProbsRequest(temperature=temperature, reference=reference)
+        codec.write_batch(request.batch, batch)
         tokens = int(batch.response_lengths.sum())
         pending = self.peer.start(self._stub.LogProbs, request, timeout, "LogProbs")
         return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.log_probs, "log_probs", tokens))
@@ -212,7 +211,8 @@ class CriticClient(ServiceClient):
         The result raises FailedPrecondition unless the value model has taken ``policy_version`` updates: a critic that was
         restarted in the middle of a step would answer as it was at its start.
         """
-        request = critic_pb2.ValuesRequest(batch=codec.batch_to_proto(batch))
+        request = critic_pb2.ValuesRequest()
+        codec.write_batch(request.batch, batch)
         tokens = int(batch.response_lengths.sum())
         pending = self.peer.start(self._stub.Values, request, self.timeouts.score, "Values")
 
@@ -273,7 +273,8 @@ class RewardClient(ServiceClient):
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> PendingResult[Scores]:
         """Begins to score. ``fields``: of each sequence the prompt's own fields as a JSON object, or nothing."""
-        request = reward_pb2.ScoreRequest(batch=codec.batch_to_proto(batch), fields=fields)
+        request = reward_pb2.ScoreRequest(fields=fields)
+        codec.write_batch(request.batch, batch)
         pending = self.peer.start(self._stub.Score, request, self._deadline, "Score")
         return PendingResult(pending, lambda answer: codec.scores_from_proto(answer, len(batch)))
 
@@ -289,9 +290,8 @@ class ReferenceClient(ServiceClient):
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
         """Begins to compute log-probs, float32 [response tokens]."""
-        request = reference_pb2.ReferenceServiceLogProbsRequest(
-            batch=codec.batch_to_proto(batch), temperature=temperature
-        )
+        request = reference_pb2.ReferenceServiceLogProbsRequest(temperature=temperature)
+        codec.write_batch(request.batch, batch)
         tokens = int(batch.response_lengths.sum())
         pending = self.peer.start(self._stub.LogProbs, request, self.timeouts.score, "LogProbs")
         return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.log_probs, "log_probs", tokens))
