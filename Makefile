@@ -19,7 +19,7 @@ FUZZ_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test chaos faults soak durability-cost end-to-end generation precision gpu update transport buffer gae orchestration gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity engines clean
+.PHONY: help demo test chaos faults soak durability-cost end-to-end generation precision gpu update growth transport buffer gae orchestration gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
@@ -77,6 +77,9 @@ gpu: $(VENV)/.installed ## A 0.5B policy on one GPU: decode rate, MFU, and PPO b
 
 update: $(VENV)/.installed ## Updates, packed beside padded, and their share of the matmul peak; write docs/performance.md
 	$(BIN)/python -m benchmarks.update $(BENCHMARK_ARGS)
+
+growth: $(VENV)/.installed ## Seconds of a step as batch, responses and model grow; write docs/performance.md
+	$(BIN)/python -m benchmarks.growth $(BENCHMARK_ARGS)
 
 transport: $(VENV)/.installed ## Codec and RPC in GB/s; write docs/performance.md
 	$(BIN)/python -m benchmarks.transport $(BENCHMARK_ARGS)

@@ -52,7 +52,7 @@ PROMPT, LONGEST = 100, 1_600
 """Tokens of each prompt, and of the longest response; the mean is 1,000."""
 SCORE_BATCH = 4
 STEPS = 3
-"""Of a run. The first is left out; a run of larger steps than usual has two."""
+"""Of a run. The first is left out; a run of larger steps than usual has that one alone, with a commit that nothing hides."""
 SEED = 0
 STATED = Times(generate=10e-6, score=8e-6, values=8e-6, update=5e-6)
 """``score`` is of all replicas together."""
@@ -88,7 +88,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """The steps of one case after the first, and the most memory that the orchestrator has had by then, in bytes."""
+    """The steps of one case after the first, or that one alone, and the most memory that the orchestrator has had, in bytes."""
 
     case: Case
     steps: list[Step]
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure_logs("orchestrator")
     try:
         for case in sorted(cases, key=lambda case: case.trajectories):
-            steps = options.steps if case.trajectories * 1_000 <= USUAL else 2
+            steps = options.steps if case.trajectories * 1_000 <= USUAL else 1
             results.append(measure(case, steps, options.folder))
             print(results[-1].case, [f"{step.ratio:.3f}" for step in results[-1].steps], flush=True)
     except QuartetError as error:
@@ -161,14 +161,18 @@ def _last_end(arrivals: Sequence[tuple[float, int]], seconds: float, count: int)
 
 
 class Clock:
-    """Looks at the clocks at every commit."""
+    """Looks at the clocks before the first step and at every commit."""
 
     def __init__(self) -> None:
-        self.commits: list[tuple[float, float]] = []
+        self.times: list[tuple[float, float]] = []
+
+    def look(self) -> None:
+        """Notes wall and processor time."""
+        self.times.append((time.perf_counter(), time.process_time()))
 
     def step(self, metrics: dict[str, float]) -> None:
         """A step was committed."""
-        self.commits.append((time.perf_counter(), time.process_time()))
+        self.look()
 
     def alert(self, alert: Alert) -> None:
         """What the guards think of it does not matter."""
@@ -189,11 +193,12 @@ def measure(case: Case, steps: int, folder: Path) -> Result:
         RunFiles(config.run_directory).write_config(config.to_yaml())
         board, clock = ProgressBoard(config.run.name, steps), Clock()
         board.observer = clock
-        Training(config, server.url, board, Control()).run()
+        Training(config, server.url, board, Control(), clock.look).run()
     shutil.rmtree(root)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    pairs = zip(clock.commits, clock.commits[1:], strict=False)
-    return Result(case, [_step(case, number, *pair) for number, pair in enumerate(pairs, 2)], memory)
+    pairs = zip(clock.times, clock.times[1:], strict=False)
+    found = [_step(case, number, *pair) for number, pair in enumerate(pairs, 1)]
+    return Result(case, found[1:] or found, memory)
 
 
 def _step(case: Case, number: int, before: tuple[float, float], after: tuple[float, float]) -> Step:
@@ -253,8 +258,8 @@ def table(results: Sequence[Result], where: str) -> str:
         f"{where}; the services are on it, too. Stated times: generation {stated['generate']} a response token, reward and "
         f"reference {stated['score']} a token with all replicas together, the critic {stated['values']} a token, each update "
         f"{stated['update']} a response token. Responses of {LONGEST // 4} to {LONGEST:,} tokens, scored by {SCORE_BATCH}. The "
-        f"best step of each run after its first, in brackets the worst; at most {LIMIT:g} times the critical path is allowed "
-        "at 1 and 64 replicas.",
+        f"best step of each run after its first, in brackets the worst; above {USUAL:,} tokens the first, with its commit, which "
+        f"others have beside the next generation. At most {LIMIT:g} times the critical path is allowed at 1 and 64 replicas.",
         "",
         "| replicas | response tokens | trajectories | critical path, s | wall, s | times | added, s "
         "| own CPU s per 1,000 trajectories | memory, MiB |",

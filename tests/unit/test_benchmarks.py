@@ -17,6 +17,7 @@ from benchmarks import (
     end_to_end,
     gae,
     generation,
+    growth,
     machine,
     orchestration,
     page,
@@ -263,3 +264,18 @@ def test_experience_is_as_long_as_the_config_allows_where_that_is_asked_for(tmp_
     learned = update.of_policy(config, "cpu", full=True).learned
     assert learned.batch.prompt_lengths.tolist() == [128] * 3
     assert learned.batch.response_lengths.tolist() == [4] * 3
+
+
+def test_growth_is_held_against_what_is_in_proportion() -> None:
+    def result(seconds: float, parameters: int, **point: int) -> growth.Result:
+        return growth.Result(growth.Point(**point), parameters, dict.fromkeys(growth.PHASES, seconds))
+
+    first, later = result(2.0, 10, prompts=16, tokens=32), result(12.0, 40, prompts=64, tokens=32)
+    assert (first.growth(first, "prompts", "step"), later.growth(first, "prompts", "step")) == (1.0, 1.5)
+    assert later.growth(first, "model", "step") == 1.5
+    assert first.rate("step") == 256
+
+
+def test_a_step_of_the_growth_curve_has_its_phases() -> None:
+    seconds = growth.measure(growth.Point(prompts=2, tokens=2), rounds=1).seconds
+    assert seconds["step"] >= seconds["generation"] + seconds["update"] > 0

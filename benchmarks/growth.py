@@ -1,0 +1,224 @@
+"""Growth: how a step's seconds grow with its batch, its responses' length and the model's size, beside what is in proportion.
+
+`make growth`, or python -m benchmarks.growth. One process, one thread, random weights, responses that all have the full length. A
+step is that of REINFORCE with a reward that costs nothing, its parts one after the other: generation, the reference's log-probs,
+advantages, an update of one epoch; services and buffer are `make orchestration`'s. Writes the figures below build/, the tables
+into docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import machine, page
+from quartet.config import Config, parse_config
+from quartet.models.engine import TorchEngine
+from quartet.models.optimizer import create_optimizer
+from quartet.models.scoring import response_log_probs
+from quartet.models.training import update_policy
+from quartet.types import (
+    Experience,
+    FloatArray,
+    GenerationRequest,
+    SamplingParameters,
+    TokenBatch,
+    Trajectory,
+    TrajectoryId,
+)
+from services.orchestrator.experience import prepare_step
+from services.orchestrator.scoring import ScoredTrajectory
+from services.orchestrator.settings import optimization_at, policy_loss_of
+
+VOCABULARY = 2_048
+PROMPT = 8
+"""Tokens of each prompt."""
+MODELS = {"1M": (128, 2), "5M": (256, 5), "20M": (512, 6), "60M": (768, 8)}
+"""Width and layers of a Llama, by about how many parameters it has."""
+PHASES = ("generation", "update", "step")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A step's size: ``prompts`` with one response each, of so many ``tokens``."""
+
+    prompts: int = 64
+    tokens: int = 32
+    model: str = "1M"
+
+
+AXES: dict[str, tuple[Point, ...]] = {
+    "prompts": tuple(Point(prompts=count) for count in (16, 32, 64, 128, 256, 512)),
+    "tokens": tuple(Point(tokens=count) for count in (16, 32, 64, 128, 256)),
+    "model": tuple(Point(prompts=16, model=name) for name in MODELS),
+}
+"""What grows along each axis, by the name of the field; all else stays."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one point: the model's parameters, and seconds of each phase, medians over the rounds."""
+
+    point: Point
+    parameters: int
+    seconds: dict[str, float]
+
+    def rate(self, phase: str) -> float:
+        """Response tokens a second."""
+        return self.point.prompts * self.point.tokens / self.seconds[phase]
+
+    def growth(self, first: Result, axis: str, phase: str) -> float:
+        """Seconds over those of ``first`` grown in proportion: 1 is proportional, less is better."""
+        return self.seconds[phase] / first.seconds[phase] * first.size(axis) / self.size(axis)
+
+    def size(self, axis: str) -> int:
+        """What grows along the axis, as a number."""
+        return self.parameters if axis == "model" else int(getattr(self.point, axis))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.growth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("build/growth"), help="where figures are kept")
+    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the tables go")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    where = machine.describe()
+    results = {axis: [measure(point, options.rounds) for point in points] for axis, points in AXES.items()}
+    options.folder.mkdir(parents=True, exist_ok=True)
+    figures = {
+        "machine": where,
+        "results": {axis: [asdict(result) for result in found] for axis, found in results.items()},
+    }
+    (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    text = tables(results, where, options.threads)
+    print(text)
+    page.write(options.page, "growth", text)
+    return 0
+
+
+def policy(name: str) -> Any:
+    """A Llama of random weights, always the same."""
+    width, layers = MODELS[name]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=-(-8 * width // 48) * 16,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
+
+
+def measure(point: Point, rounds: int) -> Result:
+    """Steps of one size, after one that is not counted."""
+    model = policy(point.model)
+    step = Step(point, model)
+    timed = [step.seconds(number) for number in range(rounds + 1)][1:]
+    seconds = {phase: statistics.median(each[phase] for each in timed) for phase in PHASES}
+    return Result(point, sum(parameter.numel() for parameter in model.parameters()), seconds)
+
+
+class Step:
+    """One step after the other on one model."""
+
+    def __init__(self, point: Point, model: Any) -> None:
+        self._point, self._config = point, _config(point)
+        self._model, self._reference = model, copy.deepcopy(model)
+        self._engine = TorchEngine(model, frozenset(), self._config.rollout.max_concurrent)
+        self._optimizer = create_optimizer(model, self._config.actor.learning_rate)
+        drawn = np.random.default_rng(0).integers(0, VOCABULARY, (point.prompts, PROMPT)).astype(np.int32)
+        self._prompts = list(drawn)
+
+    def seconds(self, step: int) -> dict[str, float]:
+        """Takes a step; how long each phase took."""
+        start = time.perf_counter()
+        generated = self._generate(step)
+        made = time.perf_counter()
+        experience = self._experience(generated, step)
+        updating = time.perf_counter()
+        actor, algorithm = self._config.actor, self._config.algorithm
+        settings, loss = optimization_at(self._config, actor, 1), policy_loss_of(algorithm, 1.0)
+        update_policy(self._model, self._optimizer, experience, settings, loss, actor.micro_batch_tokens)
+        end = time.perf_counter()
+        return {"generation": made - start, "update": end - updating, "step": end - start}
+
+    def _generate(self, step: int) -> list[Trajectory]:
+        requests = [
+            GenerationRequest(TrajectoryId("growth", step, index, 0), ids) for index, ids in enumerate(self._prompts)
+        ]
+        sampling = SamplingParameters(self._point.tokens, ignore_eos=True)
+        return sorted(self._engine.generate(requests, sampling, 0, step), key=lambda item: item.id)
+
+    def _experience(self, generated: Sequence[Trajectory], step: int) -> Experience:
+        tokens, limit = self._point.tokens, self._config.reference.micro_batch_tokens
+        rows: list[FloatArray] = []
+        for first in range(0, len(generated), self._config.rollout.score_batch):
+            batch = generated[first : first + self._config.rollout.score_batch]
+            log_probs = response_log_probs(self._reference, TokenBatch.of(batch), 1.0, limit)
+            rows += np.split(log_probs, len(batch))
+        scored = [
+            ScoredTrajectory(item, float(item.response_ids[-1] % 7), row, np.zeros(tokens, np.float32))
+            for item, row in zip(generated, rows, strict=True)
+        ]
+        return prepare_step("growth", step, step, scored, self._config.algorithm, 0.05, None, tokens).experience
+
+
+def _config(point: Point) -> Config:
+    return parse_config(
+        {
+            "run": {"name": "growth", "steps": 1},
+            "data": {"prompts": "none"},
+            "algorithm": {"estimator": "reinforce", "epochs": 1},
+            "rollout": {"prompts_per_step": point.prompts, "max_response_tokens": point.tokens},
+            "actor": {"model": "random", "learning_rate": 1e-5},
+            "reward": {"model": "none"},
+        },
+        "benchmarks.growth",
+    )
+
+
+def tables(results: dict[str, list[Result]], where: str, threads: int) -> str:
+    """What the page says: a table for each axis."""
+    lines = [
+        f"{where}; {threads} of {os.cpu_count()} cores, float32. Prompts of {PROMPT} tokens; seconds, response tokens a second, "
+        "and in bold the seconds over those of the first row grown in proportion: 1 is proportional, less is better."
+    ]
+    for axis, found in results.items():
+        first = found[0]
+        lines += ["", f"| {axis} | of | " + " | ".join(f"{phase}, s | tokens/s | growth" for phase in PHASES) + " |"]
+        lines.append("|" + "---|" * (2 + 3 * len(PHASES)))
+        for result in found:
+            point = result.point
+            others = {"prompts": f"{point.prompts} prompts", "tokens": f"{point.tokens} tokens", "model": point.model}
+            of = ", ".join(text for name, text in others.items() if name != axis)
+            cells = [
+                f"{result.seconds[phase]:.3f} | {result.rate(phase):,.0f} | **{result.growth(first, axis, phase):.2f}**"
+                for phase in PHASES
+            ]
+            shown = f"{result.parameters / 1e6:.1f}M" if axis == "model" else str(result.size(axis))
+            lines.append(f"| {shown} | {of} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
