@@ -29,6 +29,26 @@ def cores() -> int:
     return found if quota == "max" else max(1, min(found, round(int(quota) / int(period))))
 
 
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """Memory that is free on this machine, and no more than its control group's limit leaves (a container's).
+
+    Pages of files that can be dropped count as free. All of the machine's memory, where its system does not tell. ``root``: where
+    the system tells it.
+    """
+    try:
+        lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+        free = 1024 * int(lines["MemAvailable"].split()[0])
+    except (OSError, ValueError, KeyError):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        of_files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+    except (OSError, ValueError, KeyError):  # No group, or no limit: "max".
+        return free
+    return max(0, min(free, limit - used + int(of_files)))
+
+
 def roles_of(config: Config) -> tuple[Role, ...]:
     """The model services of this run: no critic for estimators without one, no reference where the actor answers for it."""
     absent = {Role.CRITIC: not config.has_critic, Role.REFERENCE: not config.has_reference}
@@ -63,3 +83,17 @@ def update_threads_of(config: Config, role: Role) -> int:
 def _share(config: Config, role: Role, roles: Sequence[Role]) -> int:
     here = [other for other in roles if getattr(config.services, other).address is None or other is role]
     return max(1, cores() // len(here))
+
+
+def sharers(config: Config, role: Role) -> int:
+    """Model services that share memory with ``role``, itself counted: of the same machine, and on the same device."""
+    own: ServiceConfig = getattr(config.services, role)
+    here = [getattr(config.services, other) for other in roles_of(config) if other is not role]
+    near = [other for other in here if other.address is None or _machine(other) == _machine(own)]
+    return 1 + sum(bool(other.devices == own.devices) for other in near)
+
+
+def _machine(service: ServiceConfig) -> str:
+    """Where others find it; empty for this machine."""
+    host = service.address.rpartition(":")[0] if service.address else ""
+    return "" if is_loopback(host) else host

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quartet import topology
 from quartet.config import Config, ServiceConfig, parse_config
-from quartet.topology import cores, listen_address, threads_of, update_threads_of
+from quartet.topology import cores, free_host_bytes, listen_address, sharers, threads_of, update_threads_of
 from quartet.types import MODEL_ROLES, Role
 
 
@@ -74,3 +75,53 @@ def test_there_is_at_least_one_core() -> None:
 )
 def test_a_service_listens_as_told_or_on_loopback(service: ServiceConfig, expected: str) -> None:
     assert listen_address(service) == expected
+
+
+@pytest.mark.parametrize(
+    ("services", "expected"),
+    [
+        ({}, [4, 4, 4, 4]),
+        # Each GPU has a memory of its own; the critic's is shared with the reward model.
+        ({"actor": {"devices": [0]}, "critic": {"devices": [1]}, "reward": {"devices": [1]}}, [1, 2, 2, 1]),
+        # Elsewhere; a service that is told its own address finds those that have none beside it.
+        ({"critic": {"address": "far:1"}}, [3, 4, 3, 3]),
+        ({role: {"address": f"{role}:1"} for role in MODEL_ROLES}, [1, 1, 1, 1]),
+        ({role: {"address": f"box:{port}"} for port, role in enumerate(MODEL_ROLES, 1)}, [4, 4, 4, 4]),
+        ({"actor": {"address": "127.0.0.1:1"}, "critic": {"address": "localhost:2"}}, [4, 4, 4, 4]),
+    ],
+)
+def test_memory_is_shared_with_the_services_of_the_same_machine_and_device(
+    services: dict[str, Any], expected: list[int]
+) -> None:
+    assert [sharers(config(**services), role) for role in MODEL_ROLES] == expected
+
+
+def system(root: Path, available: int, limit: str = "max", used: int = 0, of_files: int = 0) -> Path:
+    (root / "proc").mkdir()
+    (root / "proc/meminfo").write_text(f"MemTotal: 999 kB\nMemAvailable: {available} kB\n")
+    group = root / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(f"{limit}\n")
+    (group / "memory.current").write_text(f"{used}\n")
+    (group / "memory.stat").write_text(f"anon 5\ninactive_file {of_files}\n")
+    return root
+
+
+def test_what_the_machine_has_available_is_free(tmp_path: Path) -> None:
+    assert free_host_bytes(system(tmp_path, available=500)) == 500 * 1024
+
+
+def test_no_more_is_free_than_the_control_groups_limit_leaves(tmp_path: Path) -> None:
+    assert free_host_bytes(system(tmp_path, 500, limit="9000", used=6000, of_files=1000)) == 4000
+
+
+def test_a_control_group_that_is_full_leaves_nothing(tmp_path: Path) -> None:
+    assert free_host_bytes(system(tmp_path, 500, limit="9000", used=9500)) == 0
+
+
+def test_a_limit_above_what_is_available_changes_nothing(tmp_path: Path) -> None:
+    assert free_host_bytes(system(tmp_path, 5, limit="900000", used=0)) == 5 * 1024
+
+
+def test_a_system_that_does_not_tell_is_taken_for_empty(tmp_path: Path) -> None:
+    assert free_host_bytes(tmp_path) > 0

@@ -27,13 +27,18 @@ Figures = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def forward_log_probs(
-    model: Any, micro_batch: MicroBatch, temperature: float, entropy_use: EntropyUse = "none"
+    model: Any,
+    micro_batch: MicroBatch,
+    temperature: float,
+    entropy_use: EntropyUse = "none",
+    at_a_time: int | None = None,
 ) -> Figures:
     """Log-probs and, if asked for, entropies of one micro-batch's response tokens, in nats: float32 [n] each.
 
     With gradients where the caller has them on; the entropy's only for "train" (its backward pass costs as much again).
+    ``at_a_time``: tokens whose logits are made at a time, None for ``tokens_at_a_time``.
     """
-    rows = max(1, MOST_LOGITS // vocabulary_size(model))
+    rows = at_a_time or tokens_at_a_time(model)
     if len(micro_batch) <= rows or not _head_is_apart(model):
         logits = logits_at(model, micro_batch.input_ids, micro_batch.predicts, micro_batch.packing, use_cache=False)
         return _figures(logits, micro_batch.targets, temperature, entropy_use)
@@ -51,6 +56,11 @@ def forward_log_probs(
     ]
     log_probs, entropies = zip(*found, strict=True)
     return torch.cat(log_probs), None if entropy_use == "none" else torch.cat(entropies)
+
+
+def tokens_at_a_time(model: Any) -> int:
+    """Tokens whose logits are made at a time, where they are more."""
+    return max(1, MOST_LOGITS // vocabulary_size(model))
 
 
 def _figures(logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy_use: EntropyUse) -> Figures:

@@ -1,0 +1,169 @@
+"""What an update needs of memory is counted, not guessed: held against counts of larger passes, and formulas."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quartet.errors import ModelError
+from quartet.models import memory
+from quartet.models.batching import lay_out
+from quartet.models.log_probs import forward_log_probs
+from quartet.models.lora import add_adapter
+from quartet.models.memory import (
+    Activations,
+    Kept,
+    UpdateMemory,
+    free_gpu_bytes,
+    kept_bytes,
+    measure_policy,
+    measure_value,
+)
+from quartet.models.packing import packs
+from quartet.models.recomputation import recomputing
+from quartet.models.scoring import forward_values
+from quartet.models.value_head import ValueModel
+from quartet.types import TokenBatch
+from tests.unit.models import tiny
+
+KINDS = ("llama", "gpt2", "mistral", "bloom")
+"""Two that are packed and two that are padded; the last keeps a score for each pair of tokens."""
+
+
+def test_storages_count_once_and_parameters_not_at_all() -> None:
+    layer = torch.nn.Linear(8, 8)
+    data = torch.ones(5, 8)
+
+    def forward() -> torch.Tensor:
+        hidden = layer(data)
+        return hidden * hidden.view(5, 8) + layer(data)
+
+    # The input, which both products keep, and the hidden states with their view.
+    assert kept_bytes(layer, forward) == data.nbytes + 5 * 8 * 4
+
+
+def micro_batch(model: Any, lengths: list[int]) -> Any:
+    sizes = np.array(lengths, np.int32)
+    token_ids = np.arange(sizes.sum() + len(sizes), dtype=np.int32) % tiny.VOCABULARY
+    return lay_out(TokenBatch(token_ids, np.ones_like(sizes), sizes), range(len(sizes)), "cpu", packs(model))
+
+
+def worst(model: Any) -> Any:
+    """Sequences of 60 tokens, and for a packed model shorter ones that attention spreads out to as many."""
+    return micro_batch(model, [60, *[36] * 3] * 11 if packs(model) else [60] * 20)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_larger_pass_keeps_is_foretold(kind: str, recomputes: bool) -> None:
+    model = tiny.causal(kind)
+    large, even = worst(model), micro_batch(model, [60] * 20)
+    with recomputing(model, recomputes):
+        found = memory.kept(model, memory.policy_forward(model, "report", whole=True), 60)
+        counted, of_even = (
+            kept_bytes(model, lambda given=given: forward_log_probs(model, given, 1.0, "report"))
+            for given in (large, even)
+        )
+    assert found.bytes(large.input_ids.numel(), 60) == pytest.approx(counted, rel=0.01)
+    assert found.bytes(even.input_ids.numel(), 60) >= of_even
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_is_what_a_value_model_keeps(kind: str) -> None:
+    model = ValueModel.of_causal_lm(tiny.causal(kind))
+    large = worst(model)
+    counted = kept_bytes(model, lambda: forward_values(model, large))
+    assert measure_value(model, 60).kept.bytes(large.input_ids.numel(), 60) == pytest.approx(counted, rel=0.01)
+
+
+def test_attention_that_keeps_a_score_for_each_pair_of_tokens_counts_with_the_longest_sequence() -> None:
+    scores = measure_value(ValueModel.of_causal_lm(tiny.causal("bloom")), 60)
+    none = measure_value(ValueModel.of_causal_lm(tiny.causal("llama")), 60)
+    assert scores.kept.whole.pair >= 4 * 2 * 4  # heads, layers, bytes
+    assert none.kept.whole.pair == 0
+
+
+def test_gradients_and_moments_are_of_what_learns() -> None:
+    model = tiny.causal("llama")
+    assert measure_policy(model, 60, "report").state == 3 * sum(parameter.nbytes for parameter in model.parameters())
+    adapter = add_adapter(model, "base", 2, 4.0)
+    learned = sum(a.nbytes + b.nbytes for _, a, b in adapter.matrices())
+    assert measure_policy(model, 60, "report").state == 3 * learned
+
+
+def test_logits_that_are_made_some_at_a_time_are_not_kept() -> None:
+    found = measure_policy(tiny.causal("llama"), 60, "report").kept
+    assert found.whole.token - found.parts.token >= 4 * tiny.VOCABULARY * 0.8
+    few = Activations(found.whole, found.parts, rows=8, logits=found.logits)
+    assert few.bytes(1000, 60) < found.bytes(1000, 60)
+    assert few.bytes(8, 60) == found.bytes(8, 60)
+
+
+def test_gradient_checkpointing_needs_less() -> None:
+    found = measure_policy(tiny.causal("llama", num_hidden_layers=8), 60, "report")
+    assert found.token_bytes(True) < 0.7 * found.token_bytes(False)
+
+
+def test_to_measure_changes_nothing() -> None:
+    model = tiny.causal("llama")
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    measure_policy(model, 60, "train")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+    assert not model.training
+
+
+@pytest.mark.parametrize("longest", [2, 3, 5, 40])
+def test_sequences_may_be_short(longest: int) -> None:
+    assert measure_policy(tiny.causal("llama"), longest, "report").token_bytes(False) > 0
+
+
+def needs(longest: int) -> UpdateMemory:
+    """8 bytes of state and 8 a token, 2 a token with gradient checkpointing."""
+    plain, again = (Activations(Kept(0, size, 0), Kept(0, size, 0), 0, 0) for size in (8.0, 2.0))
+    return UpdateMemory(8, plain, again, longest)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "expected"),
+    [
+        (10**6, 100, 4096),
+        (4096, 100, 4096),
+        (4095, 100, 2048),
+        (300, 100, 256),
+        (128, 100, 128),
+        # The longest sequence fits, alone: no power of two between.
+        (110, 100, 60),
+        (99, 100, 0),
+        (5000, 5000, 4096),
+        (4999, 5000, 0),
+        (0, 1, 0),
+    ],
+)
+def test_the_most_tokens_are_a_power_of_two_that_fits_beside_the_longest_sequence(
+    tokens: int, longest: int, expected: int
+) -> None:
+    free = (8 + 8 * tokens) / memory.SHARE + 0.1
+    assert needs(longest).most_tokens(4096, free, False) == expected
+    assert needs(longest).most_tokens(4096, (8 + 2 * tokens) / memory.SHARE + 0.1, True) == expected
+
+
+def test_what_the_allocator_of_a_gpu_holds_in_reserve_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    assert free_gpu_bytes(torch.device("cuda", 0)) == 1200
+
+
+def test_a_trial_that_finds_no_room_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 MiB")
+
+    monkeypatch.setattr(memory, "forward_values", full)
+    with pytest.raises(ModelError, match="no room on cpu: tried to allocate 2 MiB; leave this service more"):
+        measure_value(ValueModel.of_causal_lm(tiny.causal("llama")), 60)

@@ -1,0 +1,83 @@
+"""Gradient checkpointing: the same bits, less that is kept, and nothing left of it afterwards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.models.lora import add_adapter
+from quartet.models.memory import kept_bytes
+from quartet.models.optimizer import create_optimizer
+from quartet.models.packing import packs
+from quartet.models.recomputation import recomputed_layers, recomputing
+from quartet.models.training import update_policy, update_value
+from quartet.models.value_head import ValueModel
+from quartet.types import ValueLossSettings
+from tests.unit.models import tiny, updates
+
+PACKED = {"llama": True, "gpt2": True, "gpt_neox": True, "qwen2": True, "mistral": False, "bloom": False}
+
+
+def update(model: Any, recomputes: bool) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """The metrics and the weights after an update in several mini-batches and micro-batches."""
+    learned = copy.deepcopy(model)
+    optimizer = create_optimizer(learned, 0.05)
+    with recomputing(learned, recomputes):
+        if isinstance(learned, ValueModel):
+            experience = updates.experience(None)
+            found = update_value(learned, optimizer, experience, updates.settings(), ValueLossSettings(), 20)
+        else:
+            found = update_policy(learned, optimizer, updates.experience(learned), updates.settings(), updates.LOSS, 20)
+    return found, [parameter.detach() for parameter in learned.parameters()]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("trained", ["policy", "value"])
+@pytest.mark.parametrize("kind", PACKED)
+def test_an_update_has_the_same_bits(kind: str, trained: str, lora: bool) -> None:
+    policy = tiny.causal(kind, seed=1)
+    model = policy if trained == "policy" else ValueModel.of_causal_lm(policy)
+    if lora:
+        add_adapter(policy if trained == "policy" else policy.base_model, "base", 2, 4.0)
+    assert packs(model) is PACKED[kind]
+    (kept, weights), (recomputed, same) = update(model, False), update(model, True)
+    assert recomputed == kept
+    assert all(torch.equal(one, other) for one, other in zip(weights, same, strict=True))
+    before = [parameter.detach() for parameter in model.parameters()]
+    assert any(not torch.equal(one, other) for one, other in zip(weights, before, strict=True))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", PACKED)
+def test_less_is_kept(kind: str, lora: bool) -> None:
+    model = tiny.causal(kind, num_hidden_layers=4)
+    if lora:
+        add_adapter(model, "base", 2, 4.0)
+    ids = torch.arange(40)[None] % tiny.VOCABULARY
+
+    def forward() -> Any:
+        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+    kept = kept_bytes(model, forward)
+    with recomputing(model):
+        recomputed = kept_bytes(model, forward)
+    assert recomputed < 0.5 * kept
+    # What goes into each layer is still there.
+    assert recomputed >= recomputed_layers(model) * ids.numel() * 32 * 4
+
+
+def test_afterwards_it_is_off_also_after_an_error() -> None:
+    model = tiny.causal("llama")
+
+    def fail() -> None:
+        with recomputing(model):
+            assert model.is_activation_checkpointing
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert not model.is_activation_checkpointing
+    assert not any(module.training for module in model.modules())
