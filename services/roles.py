@@ -15,11 +15,12 @@ from quartet.errors import ConfigError
 from quartet.rewards.building import build_reward
 from quartet.rpc.compute import ComputeThread
 from quartet.rpc.server import HostedRole
-from quartet.topology import update_threads_of
+from quartet.topology import sharers, update_threads_of
 from quartet.types import Role
 from services.actor.actor import Actor, BufferAccess
 from services.actor.engines import apart_engine, engine_factory
 from services.actor.servicer import ActorServicer
+from services.budget import UpdateLimits
 from services.critic.critic import Critic
 from services.critic.servicer import CriticServicer
 from services.reference.reference import Reference
@@ -69,6 +70,7 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
         config.run.seed,
         engine,
         update_threads_of(config, Role.ACTOR),
+        limits_of(config, Role.ACTOR),
     )
     return ActorServicer(actor, compute, threads, link.is_lost, ComputeThread() if stale else None)
 
@@ -84,6 +86,7 @@ def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str
         lambda run: ExperienceStore(client, url, run, link.lose),
         config.run.seed,
         update_threads_of(config, Role.CRITIC),
+        limits_of(config, Role.CRITIC),
     )
     return CriticServicer(critic, compute, threads, link.is_lost)
 
@@ -131,6 +134,18 @@ def device_of(service: ServiceConfig) -> str:
             f"devices {list(service.devices)}: this machine has {found} CUDA devices; give [] for the CPU"
         )
     return f"cuda:{service.devices[0]}"
+
+
+def limits_of(config: Config, role: Role) -> UpdateLimits:
+    """What the run asks of a role's updates at most."""
+    rollout, engine = config.rollout, config.rollout.tensorrt_llm
+    stays = role is Role.ACTOR and rollout.engine == "tensorrt-llm" and engine is not None and not engine.release_memory
+    return UpdateLimits(
+        longest=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        trains_entropy=config.algorithm.entropy_bonus != 0,
+        part=1 - engine.memory_fraction if engine is not None and stays else 1.0,
+        shared_by=sharers(config, role),
+    )
 
 
 def run_root(config: Config) -> Path:

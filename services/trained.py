@@ -16,11 +16,13 @@ from quartet.models.forward import max_positions
 from quartet.models.freezing import freeze_parameters
 from quartet.models.loading import count_parameters, load_tokenizer, tokenizer_fingerprint
 from quartet.models.lora import Adapter, add_adapter
+from quartet.models.memory import UpdateMemory
 from quartet.models.optimizer import OPTIMIZER_FILE, create_optimizer, load_optimizer, snapshot_optimizer
 from quartet.models.snapshot import Writer, write_model
 from quartet.models.threads import torch_threads
 from quartet.models.update_log import UpdateLog
 from quartet.types import Role, SavedFile, SaveKind, ServiceStatus, UpdateResult
+from services.budget import Budget, UpdateLimits, find_budget, free_bytes
 
 
 class TrainedModel(ABC):
@@ -38,10 +40,12 @@ class TrainedModel(ABC):
         run_directory: Path,
         seed: int,
         update_threads: int | None,
+        limits: UpdateLimits | None = None,
     ) -> None:
         """Loads ``model``. What is saved lies below ``run_directory``; ``seed`` is where an adapter starts.
 
-        ``update_threads``: CPU threads of an update, None for as many as of all else. Raises ModelError.
+        ``update_threads``: CPU threads of an update, None for as many as of all else. ``limits`` of the updates, whose memory is
+        looked at; None: nobody looks. Raises ModelError, ConfigError.
         """
         self._trained, self._name, self._device = config, model, device
         self._root, self._seed, self._update_threads = run_directory, seed, update_threads
@@ -53,6 +57,7 @@ class TrainedModel(ABC):
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self._parameters = count_parameters(self._model)
         self._positions = max_positions(self._model) or 0
+        self._budget = self._find_budget(limits)
 
     @abstractmethod
     def _read(self, source: str | Path) -> Any:
@@ -65,6 +70,17 @@ class TrainedModel(ABC):
     @abstractmethod
     def _snapshot(self, adapter: Adapter | None, merged: bool) -> Writer:
         """Copies the weights: all of them, with the adapter ``merged`` into them where there is one, or the adapter's alone."""
+
+    @abstractmethod
+    def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
+        """What an update needs, with sequences of at most ``longest`` tokens."""
+
+    def _find_budget(self, limits: UpdateLimits | None) -> Budget:
+        config = self._trained
+        if limits is None or None not in (config.micro_batch_tokens, config.gradient_checkpointing):
+            return Budget(self.role, config.scoring_tokens, config.gradient_checkpointing)
+        longest = min(limits.longest, self._positions) if self._positions else limits.longest
+        return find_budget(self.role, config, self._measure(longest, limits), free_bytes(self._model, limits))
 
     def _read_adapter(self, adapter: Adapter, checkpoint: Path) -> None:
         """Puts back what ``_snapshot`` of an adapter alone has written. Raises ModelError."""
@@ -136,7 +152,7 @@ class TrainedModel(ABC):
 
     def status(self) -> ServiceStatus:
         """What the model says of itself; also while there is none, after a restore that failed."""
-        return ServiceStatus(
+        status = ServiceStatus(
             role=self.role,
             model=self._name,
             device=self._device,
@@ -152,6 +168,7 @@ class TrainedModel(ABC):
             broken=self._updates.broken,
             tokens=dict(self._tokens),
         )
+        return self._budget.told_in(status)
 
     @property
     def policy_version(self) -> int:

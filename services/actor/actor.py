@@ -16,6 +16,8 @@ from quartet.failpoints import failpoint
 from quartet.models.engines import EngineFactory, Policy
 from quartet.models.loading import load_causal_lm, snapshot_model, stop_token_ids
 from quartet.models.lora import Adapter
+from quartet.models.memory import UpdateMemory, measure_policy
+from quartet.models.recomputation import recomputing
 from quartet.models.scoring import response_log_probs
 from quartet.models.snapshot import Writer
 from quartet.models.training import update_policy
@@ -31,6 +33,7 @@ from quartet.types import (
     UpdateResult,
 )
 from services.actor.engines import torch_engine
+from services.budget import UpdateLimits
 from services.trained import TrainedModel
 
 FLUSH = 8
@@ -61,20 +64,24 @@ class Actor(TrainedModel):
         seed: int = 0,
         create_engine: EngineFactory | None = None,
         update_threads: int | None = None,
+        limits: UpdateLimits | None = None,
     ) -> None:
         """Loads the model. ``buffer`` gives access to the buffer of a run, by its name; ``seed`` is where an adapter starts.
 
-        ``create_engine`` makes what generates, None the engine in torch; ``update_threads`` as of
+        ``create_engine`` makes what generates, None the engine in torch; ``update_threads`` and ``limits`` as of
         TrainedModel. Raises ModelError, ConfigError.
         """
         self._config, self._buffer = config, buffer
         self._create_engine = create_engine or torch_engine(max_concurrent)
         self._generating = Lock()
         self._generates = 0
-        super().__init__(config, config.model, device, run_directory, seed, update_threads)
+        super().__init__(config, config.model, device, run_directory, seed, update_threads, limits)
 
     def _read(self, source: str | Path) -> Any:
         return load_causal_lm(source, self._config.dtype, self._device)
+
+    def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
+        return measure_policy(self._model, longest, "train" if limits.trains_entropy else "report")
 
     def _adapted(self) -> Any:
         return self._model
@@ -165,7 +172,7 @@ class Actor(TrainedModel):
             return self._score(batch, temperature)
 
     def _score(self, batch: TokenBatch, temperature: float) -> FloatArray:
-        return response_log_probs(self._model, batch, temperature, self._config.micro_batch_tokens)
+        return response_log_probs(self._model, batch, temperature, self._config.scoring_tokens)
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: PolicyLossSettings
@@ -175,9 +182,9 @@ class Actor(TrainedModel):
         def apply() -> dict[str, float]:
             experience = self._buffer(run).experience.load(step)
             self._engine.release()
-            metrics = update_policy(
-                self._model, self._optimizer, experience, settings, loss, self._config.micro_batch_tokens
-            )
+            tokens, again = self._budget.settle(settings.micro_batch_tokens)
+            with recomputing(self._model, again):
+                metrics = update_policy(self._model, self._optimizer, experience, settings, loss, tokens)
             # What is generated with the former weights comes to its end first.
             with self._generating:
                 self._engine.weights_changed()

@@ -11,6 +11,8 @@ from quartet.config import CriticConfig
 from quartet.failpoints import failpoint
 from quartet.models.loading import load_critic
 from quartet.models.lora import Adapter
+from quartet.models.memory import UpdateMemory, measure_value
+from quartet.models.recomputation import recomputing
 from quartet.models.scoring import response_values
 from quartet.models.snapshot import Writer
 from quartet.models.training import update_value
@@ -22,6 +24,7 @@ from quartet.types import (
     UpdateResult,
     ValueLossSettings,
 )
+from services.budget import UpdateLimits
 from services.trained import TrainedModel
 
 
@@ -40,15 +43,19 @@ class Critic(TrainedModel):
         experience: Callable[[str], ExperienceStore],
         seed: int = 0,
         update_threads: int | None = None,
+        limits: UpdateLimits | None = None,
     ) -> None:
         """Loads ``model``. ``experience`` gives access to a run's sealed experience, by its name; ``seed`` is where an adapter
-        starts; ``update_threads`` as of TrainedModel. Raises ModelError.
+        starts; ``update_threads`` and ``limits`` as of TrainedModel. Raises ModelError, ConfigError.
         """
         self._config, self._experience = config, experience
-        super().__init__(config, model, device, run_directory, seed, update_threads)
+        super().__init__(config, model, device, run_directory, seed, update_threads, limits)
 
     def _read(self, source: str | Path) -> Any:
         return load_critic(source, self._config.dtype, self._device)
+
+    def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
+        return measure_value(self._model, longest)
 
     def _adapted(self) -> Any:
         # The head is small and begins at nothing learned: it is trained in full beside an adapter.
@@ -70,7 +77,7 @@ class Critic(TrainedModel):
         """
         self._updates.check_whole()
         failpoint("critic.scoring")
-        return response_values(self._model, batch, self._config.micro_batch_tokens)
+        return response_values(self._model, batch, self._config.scoring_tokens)
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: ValueLossSettings
@@ -79,9 +86,9 @@ class Critic(TrainedModel):
 
         def apply() -> dict[str, float]:
             experience = self._experience(run).load(step)
-            metrics = update_value(
-                self._model, self._optimizer, experience, settings, loss, self._config.micro_batch_tokens
-            )
+            tokens, again = self._budget.settle(settings.micro_batch_tokens)
+            with recomputing(self._model, again):
+                metrics = update_value(self._model, self._optimizer, experience, settings, loss, tokens)
             if settings.epochs:
                 self._tokens["trained"] += len(experience.advantages)
             return metrics

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quartet.config import MOST_MICRO_BATCH_TOKENS
 from quartet.evaluation import stream_name
-from quartet.types import Experience, FinishReason, Role, Trajectory, UpdateResult
+from quartet.types import Experience, FinishReason, Role, ServiceStatus, Trajectory, UpdateResult
 from services.orchestrator.collector import CollectedStep
 from services.orchestrator.experience import PreparedStep, response_figures
 from services.orchestrator.scoring import SetAside
@@ -44,6 +45,22 @@ def update_metrics(updates: Mapping[Role, UpdateResult]) -> dict[str, float]:
         names = {name: name for name in _METRICS[role]} | {name: f"{name}_{role}" for name in _BOTH}
         found |= {public: result.metrics[name] for name, public in names.items() if name in result.metrics}
     return found
+
+
+def memory_notes(status: ServiceStatus, tokens: int) -> list[str]:
+    """What a user should know of a service whose updates have micro-batches of ``tokens``: nothing where memory is ample."""
+    if not status.free_bytes:
+        return []
+    room = f"{status.token_bytes / 2**20:.2g} MiB a token, {status.free_bytes / 2**30:.2g} GiB free at its start"
+    if tokens > status.micro_batch_tokens_held:
+        return [
+            f"{status.role}: the run's updates are of {tokens} tokens at a time, and its memory holds "
+            f"{status.micro_batch_tokens_held} ({room}): it may run out; leave it more"
+        ]
+    again = ", with gradient checkpointing" if status.gradient_checkpointing else ""
+    if again or tokens < MOST_MICRO_BATCH_TOKENS:
+        return [f"{status.role}: updates of {tokens} tokens at a time{again} ({room})"]
+    return []
 
 
 def trajectory_lines(tokenizer: Any, collected: CollectedStep, prepared: PreparedStep) -> list[dict[str, Any]]:

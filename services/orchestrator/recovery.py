@@ -19,6 +19,7 @@ from quartet.errors import (
     ServiceFailed,
     ServiceUnavailable,
 )
+from quartet.identity import Identity
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import Role, ServiceStatus
@@ -104,11 +105,12 @@ class Recovery:
         peers: Peers,
         experience: ExperienceStore,
         leader_epoch: int,
+        identity: Identity,
         trusted: Callable[[ServiceStatus], bool] = lambda _: True,
     ) -> None:
         """``trusted`` says whether what a model has learned is surely of this run, not of one that has its name."""
         self._config, self._files, self._peers = config, files, peers
-        self._experience, self._epoch, self._trusted = experience, leader_epoch, trusted
+        self._experience, self._epoch, self._identity, self._trusted = experience, leader_epoch, identity, trusted
         self._staleness = Staleness.of(config)
 
     def to_last_commit(
@@ -194,8 +196,9 @@ class Recovery:
         for replay in range(step + 1, to + 1):
             # As it was then: a run that was made longer has another schedule now.
             rate = history[replay - 1].get(f"learning_rate_{client.role}")
+            tokens = self._identity.micro_batch_tokens_of(client.role)
             try:
-                wait_for_all([begin_update(client, self._config, replay, self._epoch, rate)])
+                wait_for_all([begin_update(client, self._config, replay, self._epoch, rate, tokens)])
             except BufferFailed:
                 # Damaged is as good as lost: the next attempt takes the steps again.
                 self._experience.discard([replay])

@@ -21,11 +21,16 @@ def learning_rate_at(config: Config, trained: TrainedModelConfig, step: int) -> 
 
 
 def optimization_at(
-    config: Config, trained: TrainedModelConfig, step: int, learning_rate: float | None = None
+    config: Config,
+    trained: TrainedModelConfig,
+    step: int,
+    learning_rate: float | None = None,
+    micro_batch_tokens: int = 0,
 ) -> OptimizationSettings:
     """How ``trained`` walks through the experience of ``step``. The policy rests while the critic warms up.
 
     ``learning_rate`` where it is not the schedule's: it was another when the step was first taken, or a user has changed it.
+    ``micro_batch_tokens`` as they are kept with the run.
     """
     algorithm = config.algorithm
     resting = trained is config.actor and step <= algorithm.critic_warmup_steps
@@ -36,6 +41,7 @@ def optimization_at(
         max_grad_norm=trained.optimizer.max_grad_norm,
         seed=config.run.seed,
         skip_non_finite=algorithm.non_finite == "skip",
+        micro_batch_tokens=micro_batch_tokens,
     )
 
 
@@ -67,11 +73,12 @@ def begin_update(
     step: int,
     leader_epoch: int,
     learning_rate: float | None = None,
+    micro_batch_tokens: int = 0,
 ) -> PendingResult[UpdateResult]:
     """Begins the update of ``step``. It says the same whenever it is said again, with the ``learning_rate`` that it had."""
     if isinstance(client, ActorClient):
-        optimization = optimization_at(config, config.actor, step, learning_rate)
+        optimization = optimization_at(config, config.actor, step, learning_rate, micro_batch_tokens)
         loss = policy_loss_of(config.algorithm, config.rollout.temperature)
         return client.update(config.run.name, step, leader_epoch, optimization, loss)
-    optimization = optimization_at(config, config.critic, step, learning_rate)
+    optimization = optimization_at(config, config.critic, step, learning_rate, micro_batch_tokens)
     return client.update(config.run.name, step, leader_epoch, optimization, value_loss_of(config.algorithm))

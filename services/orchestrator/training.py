@@ -15,7 +15,7 @@ from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.lease import Lease
 from quartet.buffer.rollouts import RolloutStream
 from quartet.checkpoints import DamagedCheckpoint, roll_back, whole_checkpoint
-from quartet.config import Config, TrainedModelConfig
+from quartet.config import MOST_MICRO_BATCH_TOKENS, Config, TrainedModelConfig
 from quartet.data import PromptOrder
 from quartet.errors import (
     AnotherLeads,
@@ -53,6 +53,7 @@ from services.orchestrator.prompts import training_prompts, validation_prompts
 from services.orchestrator.records import (
     StepRecord,
     evaluation_poison,
+    memory_notes,
     poison_lines,
     poison_note,
     step_record,
@@ -135,7 +136,8 @@ class Training:
         self._tokenizer = load_tokenizer(self._config.actor.model)
         order = training_prompts(self._config, self._tokenizer, statuses, self._board.note)
         self._evaluator = self._make_evaluator(statuses)
-        self._identity = self._identify()
+        self._identity = self._identify(statuses)
+        self._tell_of_memory(statuses)
         self._telemetry.begin(self._tokenizer, self._identity.id)
         self._prepared()
         while True:
@@ -187,18 +189,32 @@ class Training:
         wait_for_server(self._redis, self._url, self._config.timeouts.load)
         statuses = self._peers.wait_until_back(self._show_waiting)
         check_same(before, statuses)
+        anew = {role: status for role, status in statuses.items() if status.free_bytes != before[role].free_bytes}
+        self._tell_of_memory(anew)
         check_agreement(statuses, self._run, needs_reference=not self._config.has_reference)
         return statuses
 
-    def _identify(self) -> Identity:
+    def _identify(self, statuses: Statuses) -> Identity:
         """Who the run is: as it was, where it has taken a step. Raises ConfigError for a config that another run had."""
         found = Identity.read(self._files.identity)
-        if found is not None and (self._files.committed() or self._saving.newest(verify=False)):
+        begun = bool(self._files.committed()) or self._saving.newest(verify=False) is not None
+        sizes = {client.role: statuses[client.role].micro_batch_tokens for client in self._peers.trained}
+        if begun and found is None:
+            # From before runs had an identity, when this was the default.
+            sizes = dict.fromkeys(sizes, MOST_MICRO_BATCH_TOKENS)
+        if begun and found is not None:
             found.check(self._config, self._files.root)
-            return found
-        new = Identity.new(self._config)
-        new.write(self._files.identity)
-        return new
+            identity = found.completed(sizes)
+        else:
+            identity = Identity.new(self._config, sizes)
+        if identity != found:
+            identity.write(self._files.identity)
+        return identity
+
+    def _tell_of_memory(self, statuses: Statuses) -> None:
+        for role, status in statuses.items():
+            for note in memory_notes(status, self._identity.micro_batch_tokens_of(role)):
+                self._board.note(note)
 
     def _show_waiting(self, role: Role) -> None:
         self._board.update(phase=f"waiting for {role}")
@@ -383,6 +399,7 @@ class Training:
             self._peers,
             self._experience,
             self._epoch,
+            self._identity,
             trusted=lambda status: ours or status.leader_epoch <= led,
         )
         sealed = self._sealed.step if self._sealed else None
@@ -495,7 +512,14 @@ class Training:
     def _update(self, step: int, order: PromptOrder, sealed: SealedStep) -> tuple[dict[Role, UpdateResult], StepRecord]:
         """What the models say of their updates; and, made while they learn, the record of what they learn from."""
         calls = {
-            client.role: begin_update(client, self._config, step, self._epoch, self._learning_rate(client.role, step))
+            client.role: begin_update(
+                client,
+                self._config,
+                step,
+                self._epoch,
+                self._learning_rate(client.role, step),
+                self._identity.micro_batch_tokens_of(client.role),
+            )
             for client in self._peers.trained
         }
         for role, call in calls.items():

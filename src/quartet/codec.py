@@ -305,6 +305,7 @@ def optimization_to_proto(settings: OptimizationSettings) -> update_pb2.Optimiza
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,
         skip_non_finite=settings.skip_non_finite,
+        micro_batch_tokens=settings.micro_batch_tokens,
     )
 
 
@@ -322,6 +323,7 @@ def optimization_from_proto(message: update_pb2.OptimizationSettings) -> Optimiz
         max_grad_norm=message.max_grad_norm,
         seed=message.seed,
         skip_non_finite=message.skip_non_finite,
+        micro_batch_tokens=message.micro_batch_tokens,
     )
 
 
@@ -464,6 +466,11 @@ def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:
         buffer_unreachable=status.buffer_unreachable,
         work_pending=status.work_pending,
         tokens=status.tokens,
+        micro_batch_tokens=status.micro_batch_tokens,
+        micro_batch_tokens_held=status.micro_batch_tokens_held,
+        gradient_checkpointing=status.gradient_checkpointing,
+        token_bytes=status.token_bytes,
+        free_bytes=status.free_bytes,
     )
 
 
@@ -492,4 +499,9 @@ def status_from_proto(message: status_pb2.RoleStatus) -> ServiceStatus:
         buffer_unreachable=message.buffer_unreachable,
         work_pending=message.work_pending,
         tokens=dict(message.tokens),
+        micro_batch_tokens=message.micro_batch_tokens,
+        micro_batch_tokens_held=message.micro_batch_tokens_held,
+        gradient_checkpointing=message.gradient_checkpointing,
+        token_bytes=message.token_bytes,
+        free_bytes=message.free_bytes,
     )

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quartet.config import Config
+from quartet.config import MOST_MICRO_BATCH_TOKENS, Config
 from quartet.errors import ConfigError
 from quartet.files import sha256, storing, write_durably
+from quartet.types import Role
 
 MAY_CHANGE = (
     "run.steps",
     "run.directory",
     "data.prompts",
+    "actor.gradient_checkpointing",
+    "critic.gradient_checkpointing",
     "evaluation.judge",
     "evaluation.timeout",
     "rollout.triton.url",
@@ -41,20 +45,32 @@ its prompts; how often there is one may change where there was one at all.
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """``id`` tells a run from any other of its name; ``settings`` by key and the prompts' checksum must stay as they are."""
+    """``id`` tells a run from any other of its name; ``settings`` by key and the prompts' checksum must stay as they are.
+
+    ``micro_batch_tokens``: by role, as the services found them when the run began. How a mini-batch is split decides the last
+    bits.
+    """
 
     id: str
     settings: dict[str, Any]
     prompts_sha256: str
+    micro_batch_tokens: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def new(cls, config: Config) -> Identity:
-        """Of a run that begins with this config. Reads the prompts file."""
-        return cls(secrets.token_hex(8), settings_of(config), sha256(config.data.prompts))
+    def new(cls, config: Config, micro_batch_tokens: Mapping[Role, int]) -> Identity:
+        """Of a run that begins with this config, with what was found where the config leaves it open. Reads the prompts file."""
+        asked = {Role.ACTOR: config.actor.micro_batch_tokens, Role.CRITIC: config.critic.micro_batch_tokens}
+        sizes = {role.value: asked[role] or found for role, found in micro_batch_tokens.items()}
+        return cls(secrets.token_hex(8), settings_of(config), sha256(config.data.prompts), sizes)
 
     def write(self, path: Path) -> None:
         """Writes it to the run's ``run.json``."""
-        content = {"id": self.id, "prompts_sha256": self.prompts_sha256, "settings": self.settings}
+        content = {
+            "id": self.id,
+            "prompts_sha256": self.prompts_sha256,
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "settings": self.settings,
+        }
         with storing(path):
             write_durably(path, json.dumps(content, indent=2) + "\n")
 
@@ -63,11 +79,22 @@ class Identity:
         """What ``write`` wrote; None when there is nothing. Raises ConfigError when it cannot be read."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            return cls(str(content["id"]), dict(content["settings"]), str(content["prompts_sha256"]))
+            # Runs from before these could be found have them in their settings alone.
+            sizes = {str(role): int(tokens) for role, tokens in content.get("micro_batch_tokens", {}).items()}
+            return cls(str(content["id"]), dict(content["settings"]), str(content["prompts_sha256"]), sizes)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(f"run {path}: cannot be read; put the file back, or start the run anew") from None
+
+    def micro_batch_tokens_of(self, role: Role) -> int:
+        """What every update of ``role`` is split by; 0 where the run leaves it to the service."""
+        return self.micro_batch_tokens.get(role) or int(self.settings.get(f"{role}.micro_batch_tokens") or 0)
+
+    def completed(self, micro_batch_tokens: Mapping[Role, int]) -> Identity:
+        """The same, with what was found for a role of which nothing is known yet, such as the critic that a branch has got."""
+        new = {role.value: found for role, found in micro_batch_tokens.items() if not self.micro_batch_tokens_of(role)}
+        return replace(self, micro_batch_tokens={**self.micro_batch_tokens, **new})
 
     def check(self, config: Config, root: Path) -> None:
         """Raises ConfigError unless the run in ``root`` can go on with this config."""
@@ -93,11 +120,18 @@ def check_settings(before: dict[str, Any], now: dict[str, Any], root: Path) -> N
                 f"--resume: {key} is {now[key]!r}, the run in {root} had none: evaluations are held against one before the first "
                 "step; leave it at 0, or start a new run"
             )
+        if _was_the_default(key, before.get(key)) and now.get(key) is None:
+            continue
         if before.get(key) != now.get(key) and key != "evaluation.every":
             raise ConfigError(
                 f"--resume: {key} is {now.get(key)!r}, the run in {root} had {before.get(key)!r}; "
                 "give the run's own config, or start a new run"
             )
+
+
+def _was_the_default(key: str, before: Any) -> bool:
+    """Of a run from before it could be found, which goes on with what it had."""
+    return key in ("actor.micro_batch_tokens", "critic.micro_batch_tokens") and before == MOST_MICRO_BATCH_TOKENS
 
 
 def _may_change(key: str) -> bool:

@@ -206,7 +206,8 @@ class OptimizationSettings:
     """How a service walks through one step's experience. ``seed`` orders the mini-batches.
 
     ``epochs`` 0 takes note of the step and leaves the weights as they are. ``skip_non_finite``: a NaN or infinite loss or
-    gradient skips its optimizer step; else it ends the update with an error.
+    gradient skips its optimizer step; else it ends the update with an error. ``micro_batch_tokens``: most tokens of a forward
+    pass, 0 for as many as the service itself found or was configured for.
     """
 
     epochs: int
@@ -215,6 +216,7 @@ class OptimizationSettings:
     max_grad_norm: float
     seed: int
     skip_non_finite: bool = False
+    micro_batch_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +294,9 @@ class ServiceStatus:
     ``answers_as_reference``: an actor whose adapter can be off. ``broken``: an update or a restore broke off, and only a restore
     makes the model usable again. ``buffer_unreachable``: the rollout buffer was, when the role last tried. ``work_pending``:
     calls that wait for the compute thread. ``tokens``: response tokens since the start, "generated" and "trained".
+    ``micro_batch_tokens``: of an update that does not say otherwise, which uses ``gradient_checkpointing`` or not;
+    ``micro_batch_tokens_held``: most that the memory held at the start, when ``free_bytes`` were free and a token needed
+    ``token_bytes``; 0 where nobody looked.
     """
 
     role: Role
@@ -313,3 +318,8 @@ class ServiceStatus:
     buffer_unreachable: bool = False
     work_pending: int = 0
     tokens: dict[str, int] = field(default_factory=dict)
+    micro_batch_tokens: int = 0
+    micro_batch_tokens_held: int = 0
+    gradient_checkpointing: bool = False
+    token_bytes: int = 0
+    free_bytes: int = 0

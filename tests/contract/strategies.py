@@ -103,6 +103,11 @@ statuses = st.builds(
     buffer_unreachable=st.booleans(),
     work_pending=uint32,
     tokens=st.dictionaries(names, uint64, max_size=3),
+    micro_batch_tokens=uint32,
+    micro_batch_tokens_held=uint32,
+    gradient_checkpointing=st.booleans(),
+    token_bytes=uint64,
+    free_bytes=uint64,
 )
 samplings = st.builds(
     SamplingParameters,
@@ -121,6 +126,7 @@ optimizations = st.builds(
     _settings,
     uint64,
     st.booleans(),
+    uint32,
 )
 non_negative32 = st.floats(0, 2.0**40, width=32)
 policy_losses = st.builds(

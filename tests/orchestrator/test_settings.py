@@ -76,6 +76,7 @@ def test_every_setting_of_the_optimisation_is_passed_on() -> None:
     )
     assert optimization_at(found, found.actor, 4) == expected
     assert optimization_at(found, found.critic, 4) == replace(expected, learning_rate=0.5, max_grad_norm=0.0)
+    assert optimization_at(found, found.actor, 4, 0.25, 512) == replace(expected, micro_batch_tokens=512)
 
 
 @pytest.mark.parametrize("value_clip", [0.0, 0.45])

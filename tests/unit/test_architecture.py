@@ -78,14 +78,15 @@ ALLOWED: dict[str, set[str]] = {
     | LIBRARY
     | {"quartet.v1", "quartet.demo", "quartet.launcher", "quartet.preflight"},
     "services": set(),
-    "services.trained": SERVICE,
-    "services.actor": SERVICE | {"services.trained"},
-    "services.critic": SERVICE | {"services.trained"},
+    "services.budget": SERVICE,
+    "services.trained": SERVICE | {"services.budget"},
+    "services.actor": SERVICE | {"services.budget", "services.trained"},
+    "services.critic": SERVICE | {"services.budget", "services.trained"},
     "services.reward": SERVICE,
     "services.reference": SERVICE,
     "services.orchestrator": SERVICE | {"quartet.preflight"},
     "services.roles": SERVICE
-    | {f"services.{name}" for name in ("actor", "critic", "reward", "reference", "orchestrator")},
+    | {f"services.{name}" for name in ("actor", "critic", "reward", "reference", "orchestrator", "budget")},
     "services.observation": SERVICE,
     "gateway": FOUNDATION
     | FILES

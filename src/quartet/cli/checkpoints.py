@@ -22,13 +22,13 @@ from quartet.checkpoints import (
     step_of,
     whole_checkpoint,
 )
-from quartet.config import Config, is_redacted, load_config, redact_url
+from quartet.config import MOST_MICRO_BATCH_TOKENS, Config, is_redacted, load_config, redact_url
 from quartet.errors import ConfigError
 from quartet.files import write_durably
 from quartet.identity import Identity
 from quartet.preflight import check_inputs
 from quartet.telemetry.run_files import RunFiles
-from quartet.types import Role
+from quartet.types import TRAINED_ROLES, Role
 
 console = Console()
 
@@ -116,7 +116,7 @@ def branch(run: Path, which: str, name: str, overrides: list[str]) -> None:
         _check_models(before, config, checkpoint)
         _check_evaluations(before, config)
         _check_run(before, config, checkpoint)
-        identity = Identity.new(config)
+        identity = Identity.new(config, _sizes(files))
         new = RunFiles(config.run_directory)
         with new.claimed():
             new.check_unused()
@@ -135,6 +135,14 @@ def branch(run: Path, which: str, name: str, overrides: list[str]) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _sizes(files: RunFiles) -> dict[Role, int]:
+    """The micro-batches of the run that is branched off: its branch has the same, unless its config says otherwise."""
+    parent = Identity.read(files.identity)
+    if parent is None:
+        return dict.fromkeys(TRAINED_ROLES, MOST_MICRO_BATCH_TOKENS)
+    return {role: parent.micro_batch_tokens_of(role) for role in TRAINED_ROLES}
 
 
 def _check_run(before: Config, config: Config, checkpoint: Checkpoint) -> None:

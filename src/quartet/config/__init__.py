@@ -15,6 +15,7 @@ from quartet.config.algorithm import (
 )
 from quartet.config.loading import load_config, parse_config, wrong_keys
 from quartet.config.models import (
+    MOST_MICRO_BATCH_TOKENS,
     ActorConfig,
     CriticConfig,
     LoraConfig,
@@ -48,6 +49,7 @@ from quartet.config.tree import MAX_RESPONSES, Config, is_redacted, redact_url
 
 __all__ = [
     "MAX_RESPONSES",
+    "MOST_MICRO_BATCH_TOKENS",
     "ActorConfig",
     "AlgorithmConfig",
     "BufferConfig",

@@ -19,6 +19,9 @@ from quartet.config.section import (
     WholeNumber,
 )
 
+MOST_MICRO_BATCH_TOKENS = 4096
+"""Of an update whose micro-batches are found by the free memory: larger ones did not pay."""
+
 
 class OptimizerConfig(Section):
     """AdamW."""
@@ -63,8 +66,17 @@ class TrainedModelConfig(Section):
     """Patterns of parameter names that keep their weights, such as *embed_tokens* or *.layers.0.*"""
     lora: LoraConfig | None = None
     """Train adapters instead of the weights; null is off."""
-    micro_batch_tokens: Count = 4096
-    """Most tokens of one forward pass; pads count, where a model needs them. Changes speed and memory, not the result."""
+    micro_batch_tokens: Count | None = None
+    """Most tokens of one forward pass; pads count, where a model needs them. Changes speed and memory, not the result. null:
+    4096, and fewer for updates where the memory that is free at the start holds no more; kept with the run."""
+    gradient_checkpointing: bool | None = None
+    """Compute activations again on the way back instead of keeping them: less memory, about a third more work, the same bits.
+    null: where the free memory is too small otherwise."""
+
+    @property
+    def scoring_tokens(self) -> int:
+        """Most tokens of one forward pass without gradients, which keeps little."""
+        return self.micro_batch_tokens or MOST_MICRO_BATCH_TOKENS
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainedModelConfig:

@@ -120,6 +120,11 @@ class RoleStatus(_message.Message):
     BUFFER_UNREACHABLE_FIELD_NUMBER: _builtins.int
     WORK_PENDING_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    MICRO_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    MICRO_BATCH_TOKENS_HELD_FIELD_NUMBER: _builtins.int
+    GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Which role this is."""
     model: _builtins.str
@@ -154,6 +159,18 @@ class RoleStatus(_message.Message):
     """A role that uses the rollout buffer could not reach it when it last tried, and has not since: its calls would fail."""
     work_pending: _builtins.int
     """Calls that wait for the thread that computes, the one that it works on included."""
+    micro_batch_tokens: _builtins.int
+    """Most tokens of one forward pass of an update that does not say otherwise, as configured or as the free memory allowed. 0 for a
+    frozen model.
+    """
+    micro_batch_tokens_held: _builtins.int
+    """Most that the memory held at the start, with gradient checkpointing where it may be used. 0 where nobody looked."""
+    gradient_checkpointing: _builtins.bool
+    """Such an update computes activations again on the way back instead of keeping them."""
+    token_bytes: _builtins.int
+    """Bytes that such an update needs for each token of the longest sequence. 0 where nobody looked."""
+    free_bytes: _builtins.int
+    """Bytes that were free at the start for gradients, optimizer and activations. 0 where nobody looked."""
     @_builtins.property
     def busy_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds spent computing, by kind of work ("generate", "log_probs", "update", ...), since the start."""
@@ -184,10 +201,15 @@ class RoleStatus(_message.Message):
         buffer_unreachable: _builtins.bool = ...,
         work_pending: _builtins.int = ...,
         tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        micro_batch_tokens: _builtins.int = ...,
+        micro_batch_tokens_held: _builtins.int = ...,
+        gradient_checkpointing: _builtins.bool = ...,
+        token_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_as_reference", b"answers_as_reference", "broken", b"broken", "buffer_unreachable", b"buffer_unreachable", "busy_seconds", b"busy_seconds", "device", b"device", "dtype", b"dtype", "free_bytes", b"free_bytes", "gradient_checkpointing", b"gradient_checkpointing", "leader_epoch", b"leader_epoch", "max_sequence_tokens", b"max_sequence_tokens", "micro_batch_tokens", b"micro_batch_tokens", "micro_batch_tokens_held", b"micro_batch_tokens_held", "model", b"model", "parameters", b"parameters", "policy_version", b"policy_version", "role", b"role", "run", b"run", "step", b"step", "threads", b"threads", "token_bytes", b"token_bytes", "tokenizer_fingerprint", b"tokenizer_fingerprint", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size", "work_pending", b"work_pending"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

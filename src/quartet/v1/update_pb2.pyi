@@ -57,6 +57,7 @@ class OptimizationSettings(_message.Message):
     MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SKIP_NON_FINITE_FIELD_NUMBER: _builtins.int
+    MICRO_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     epochs: _builtins.int
     """Passes over the experience. 0 takes note of the step and leaves the weights as they are. At most 1000."""
     mini_batches: _builtins.int
@@ -71,6 +72,10 @@ class OptimizationSettings(_message.Message):
     """A NaN or infinite loss or gradient skips its optimizer step. Otherwise it ends the update with an error, before it
     reaches the weights.
     """
+    micro_batch_tokens: _builtins.int
+    """Most tokens of one forward pass: how a mini-batch is split decides the last bits. 0 is as many as the service found or was
+    configured for.
+    """
     def __init__(
         self,
         *,
@@ -80,10 +85,11 @@ class OptimizationSettings(_message.Message):
         max_grad_norm: _builtins.float = ...,
         seed: _builtins.int = ...,
         skip_non_finite: _builtins.bool = ...,
+        micro_batch_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "mini_batches", b"mini_batches", "seed", b"seed", "skip_non_finite", b"skip_non_finite"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "micro_batch_tokens", b"micro_batch_tokens", "mini_batches", b"mini_batches", "seed", b"seed", "skip_non_finite", b"skip_non_finite"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

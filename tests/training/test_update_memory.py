@@ -1,0 +1,175 @@
+"""How updates are split is found once, kept with the run, and the same for all of it, whatever memory is free later."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quartet.config import Config, parse_config
+from quartet.telemetry.run_files import RunFiles
+from quartet.types import TRAINED_ROLES
+from services import trained
+from services.orchestrator import recovery, training
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, assert_same, fleet, merged, orchestrator, run_to_the_end, underway
+from tests.training.test_resume import break_off
+
+COMMON: dict[str, Any] = {"run": {"steps": 4}, "checkpoint": {"every": 2}, "recovery": {"backoff": 0.01}}
+SMALL = 2.5 * 2**20
+"""Free bytes at which the tiny models' updates are split, as ample memory would not."""
+
+
+def changed(config: Config, **changes: Any) -> Config:
+    return parse_config(merged(config.model_dump(mode="json"), changes), "test")
+
+
+@pytest.fixture
+def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Leaves services that start from now on so many bytes of free memory."""
+    return lambda size: monkeypatch.setattr(trained, "free_bytes", lambda model, limits: int(size))
+
+
+@pytest.fixture(scope="module")
+def small(make: MakeConfig) -> Run:
+    """A run to its end in little memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trained, "free_bytes", lambda model, limits: int(SMALL))
+        return run_to_the_end(make(**COMMON))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Role, step and tokens of every update that is asked for."""
+    found: list[tuple[str, int, int]] = []
+    real = training.begin_update
+
+    def begin(client: Any, config: Any, step: int, epoch: int, rate: Any, tokens: int) -> Any:
+        found.append((client.role.value, step, tokens))
+        return real(client, config, step, epoch, rate, tokens)
+
+    for module in (training, recovery):
+        monkeypatch.setattr(module, "begin_update", begin)
+    return found
+
+
+def recorded(files: RunFiles) -> dict[str, int]:
+    found: dict[str, int] = json.loads(files.identity.read_text())["micro_batch_tokens"]
+    return found
+
+
+def test_what_was_found_is_written_with_the_run_and_told(small: Run) -> None:
+    found = recorded(small.files)
+    assert found.keys() == {"actor", "critic"}
+    assert all(tokens < 4096 and tokens & (tokens - 1) == 0 for tokens in found.values())
+    assert any(note.startswith(f"actor: updates of {found['actor']} tokens at a time") for note in small.progress.notes)
+
+
+def test_ample_memory_is_not_worth_a_note(make: MakeConfig) -> None:
+    run = run_to_the_end(make(**COMMON))
+    assert recorded(run.files) == {"actor": 4096, "critic": 4096}
+    assert not any("tokens at a time" in note for note in run.progress.notes)
+
+
+@pytest.mark.parametrize("free", [2**40, SMALL * 0.7])
+def test_a_run_that_goes_on_where_other_memory_is_free_has_the_same_bits(
+    free: float, make: MakeConfig, small: Run, leave: Any, monkeypatch: pytest.MonkeyPatch, asked: Any
+) -> None:
+    config = make(**COMMON)
+    leave(SMALL)
+    break_off(config, "generate", 4, monkeypatch)
+    before = recorded(RunFiles(config.run_directory))
+    leave(free)
+    run = run_to_the_end(config)
+    assert_same(run, small)
+    assert recorded(run.files) == before == recorded(small.files)
+    assert {(role, tokens) for role, _, tokens in asked} == set(before.items())
+    short = [note for note in run.progress.notes if "it may run out" in note]
+    assert bool(short) == (free < SMALL)
+
+
+def test_so_has_one_whose_service_comes_back_in_the_middle(
+    make: MakeConfig, small: Run, leave: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**COMMON)
+    leave(SMALL)
+    with fleet(config) as started:
+        real, lost = training.begin_update, []
+
+        def begin(client: Any, *arguments: Any) -> Any:
+            if arguments[1] == 3 and not lost:
+                lost.append(client.role)
+                leave(2**40)
+                for role in TRAINED_ROLES:
+                    started.restart(role)
+            return real(client, *arguments)
+
+        monkeypatch.setattr(training, "begin_update", begin)
+        with orchestrator(started.config) as going:
+            run = going.finish()
+    assert lost
+    assert_same(run, small)
+
+
+def test_a_number_in_the_config_is_what_every_update_asks_for(make: MakeConfig, asked: Any) -> None:
+    run = run_to_the_end(make(**COMMON, actor={"micro_batch_tokens": 48}))
+    assert recorded(run.files) == {"actor": 48, "critic": 4096}
+    assert {(role, tokens) for role, _, tokens in asked} == {("actor", 48), ("critic", 4096)}
+
+
+def test_a_run_from_before_numbers_could_be_found_goes_on_with_the_one_that_it_had(
+    make: MakeConfig, leave: Any, monkeypatch: pytest.MonkeyPatch, asked: Any
+) -> None:
+    numbers = {role: {"micro_batch_tokens": 4096} for role in ("actor", "critic")}
+    config = make(**COMMON)
+    old = changed(config, **numbers)
+    break_off(old, "generate", 3, monkeypatch)
+    files = RunFiles(config.run_directory)
+    identity = json.loads(files.identity.read_text())
+    del identity["micro_batch_tokens"]
+    for role in numbers:
+        assert identity["settings"].pop(f"{role}.gradient_checkpointing", None) is None
+    files.identity.write_text(json.dumps(identity))
+    asked.clear()
+    leave(SMALL)
+    run = run_to_the_end(config)
+    assert run.code == 0, run.progress.error
+    assert {tokens for _, _, tokens in asked} == {4096}
+    assert any("it may run out" in note or "gradient checkpointing" in note for note in run.progress.notes)
+
+
+def test_so_does_one_from_before_runs_had_an_identity(
+    make: MakeConfig, leave: Any, monkeypatch: pytest.MonkeyPatch, asked: Any
+) -> None:
+    config = make(**COMMON)
+    break_off(config, "generate", 3, monkeypatch)
+    RunFiles(config.run_directory).identity.unlink()
+    asked.clear()
+    leave(SMALL)
+    run = run_to_the_end(config)
+    assert run.code == 0, run.progress.error
+    assert {tokens for _, _, tokens in asked} == {4096}
+
+
+@pytest.mark.parametrize(("before", "now"), [(48, None), (None, 48), (4096, 48)])
+def test_another_number_is_another_run(
+    before: int | None, now: int | None, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**COMMON, actor={"micro_batch_tokens": before})
+    break_off(config, "generate", 3, monkeypatch)
+    with underway(changed(config, actor={"micro_batch_tokens": now})) as going:
+        run = going.finish()
+    assert run.code == 2
+    assert "actor.micro_batch_tokens" in run.progress.error
+
+
+def test_gradient_checkpointing_may_change_while_a_run_goes_on(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**COMMON)
+    undisturbed = run_to_the_end(make(**COMMON))
+    break_off(config, "generate", 3, monkeypatch)
+    on = {"gradient_checkpointing": True}
+    assert_same(run_to_the_end(changed(config, actor=on, critic=on)), undisturbed)
