@@ -328,6 +328,10 @@ class ServiceInfo(Model):
     parameters: int | None = None
     policy_version: int | None = None
     step: int | None = None
+    micro_batch_tokens: int | None = None
+    """Most tokens of one forward pass of an update that does not say otherwise, as configured or as its memory allowed."""
+    gradient_checkpointing: bool | None = None
+    """Whether such an update computes activations again on the way back."""
     busy_seconds: dict[str, float] = {}
     """Seconds of work done since its start, by kind."""
     load: float | None = None

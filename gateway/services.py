@@ -146,6 +146,8 @@ def _ask(role: str, seen: _Seen) -> ServiceInfo:
         parameters=status.parameters or None,
         policy_version=status.policy_version if role in TRAINED_ROLES else None,
         step=status.step,
+        micro_batch_tokens=status.micro_batch_tokens or None,
+        gradient_checkpointing=status.gradient_checkpointing if status.micro_batch_tokens else None,
         busy_seconds=status.busy_seconds,
         load=_load(seen, sum(status.busy_seconds.values())) if status.busy_seconds else None,
     )

@@ -24,7 +24,7 @@ from quartet.launcher.access import check_access
 from quartet.preflight import check_inputs, looks_local
 from quartet.rpc.access import OPERATOR
 from quartet.rpc.channels import accepts_connections
-from quartet.topology import cores, listen_address, roles_of, threads_of, update_threads_of
+from quartet.topology import cores, free_host_bytes, listen_address, roles_of, sharers, threads_of, update_threads_of
 from quartet.types import TRAINED_ROLES, Role
 
 console = Console()
@@ -127,7 +127,7 @@ def _needs(config: Config) -> Iterator[Finding]:
         threads += 0 if service.devices else threads_of(config, role)
         listen = listen_address(service).removesuffix(":0")
         port = listen if ":" in listen else f"a free port of {listen}"
-        detail = f"{where}, listens on {port}{_memory(config, role)}"
+        detail = f"{where}, listens on {port}{_memory(config, role)}{_updates(config, role)}"
         yield Finding(role, not missing, f"{detail}; CUDA {missing} not there" if missing else detail)
     if threads > max(cores(), len(roles)):
         yield Finding(
@@ -150,6 +150,21 @@ def _memory(config: Config, role: Role) -> str:
         return ""
     factor = OPTIMIZER_FACTOR if role in TRAINED_ROLES else 1
     return f", about {weights * factor / 2**20:.0f} MiB for weights" + (" and optimizer" if factor > 1 else "")
+
+
+def _updates(config: Config, role: Role) -> str:
+    """What the service will look at when it starts, where nobody has told it the size of its micro-batches."""
+    if role not in TRAINED_ROLES or getattr(config, role).micro_batch_tokens is not None:
+        return ""
+    import torch
+
+    from quartet.models.memory import free_gpu_bytes
+
+    devices = getattr(config.services, role).devices
+    if any(index >= torch.cuda.device_count() for index in devices):
+        return ""
+    free = (free_gpu_bytes(torch.device("cuda", devices[0])) if devices else free_host_bytes()) // sharers(config, role)
+    return f", micro_batch_tokens found at its start: {free / 2**30:.1f} GiB are free for it now, its weights included"
 
 
 def _buffer(config: Config) -> Finding:
