@@ -110,7 +110,7 @@ def test_gradient_checkpointing_comes_where_the_longest_sequence_would_not_fit(
 ) -> None:
     leave(needed(LONGEST) - 1)
     status = status_of(Role.ACTOR, config(), services)
-    assert (status.micro_batch_tokens, status.gradient_checkpointing) == (64, True)
+    assert (status.micro_batch_tokens, status.gradient_checkpointing) == (32, True)
 
 
 @pytest.mark.parametrize(

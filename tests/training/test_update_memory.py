@@ -73,7 +73,7 @@ def test_ample_memory_is_not_worth_a_note(make: MakeConfig) -> None:
     assert not any("tokens at a time" in note for note in run.progress.notes)
 
 
-@pytest.mark.parametrize("free", [2**40, SMALL * 0.7])
+@pytest.mark.parametrize("free", [2**40, SMALL * 0.5])
 def test_a_run_that_goes_on_where_other_memory_is_free_has_the_same_bits(
     free: float, make: MakeConfig, small: Run, leave: Any, monkeypatch: pytest.MonkeyPatch, asked: Any
 ) -> None:

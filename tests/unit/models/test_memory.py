@@ -138,7 +138,7 @@ def needs(longest: int) -> UpdateMemory:
         (300, 100, 256),
         (128, 100, 128),
         # The longest sequence fits, alone: no power of two between.
-        (110, 100, 60),
+        (110, 100, 64),
         (99, 100, 0),
         (5000, 5000, 4096),
         (4999, 5000, 0),
