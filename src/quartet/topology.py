@@ -86,11 +86,11 @@ def _share(config: Config, role: Role, roles: Sequence[Role]) -> int:
 
 
 def sharers(config: Config, role: Role) -> int:
-    """Model services that share memory with ``role``, itself counted: of the same machine, and on the same device."""
+    """Model services that share memory with ``role``, itself counted: of the same machine, on the device that it learns on."""
     own: ServiceConfig = getattr(config.services, role)
     here = [getattr(config.services, other) for other in roles_of(config) if other is not role]
     near = [other for other in here if other.address is None or _machine(other) == _machine(own)]
-    return 1 + sum(bool(other.devices == own.devices) for other in near)
+    return 1 + sum(bool(own.devices[0] in other.devices if own.devices else not other.devices) for other in near)
 
 
 def _machine(service: ServiceConfig) -> str:

@@ -83,6 +83,8 @@ def test_a_service_listens_as_told_or_on_loopback(service: ServiceConfig, expect
         ({}, [4, 4, 4, 4]),
         # Each GPU has a memory of its own; the critic's is shared with the reward model.
         ({"actor": {"devices": [0]}, "critic": {"devices": [1]}, "reward": {"devices": [1]}}, [1, 2, 2, 1]),
+        # An actor that generates on the second learns on the first, with the critic beside it.
+        ({"actor": {"devices": [0, 1]}, "critic": {"devices": [0]}, "reward": {"devices": [1]}}, [2, 2, 2, 1]),
         # Elsewhere; a service that is told its own address finds those that have none beside it.
         ({"critic": {"address": "far:1"}}, [3, 4, 3, 3]),
         ({role: {"address": f"{role}:1"} for role in MODEL_ROLES}, [1, 1, 1, 1]),
