@@ -147,7 +147,9 @@ WORK: dict[str, tuple[Role, Callable[[Any], Any]]] = {
 }
 ROWS = {Role.ACTOR: 2, Role.CRITIC: 3, Role.REWARD: 4, Role.REFERENCE: 6}
 """Of a forward pass, by role: each divides the sequences."""
-TRIAL = [(2, 5), (1, 8)]
+TOKENS = {Role.ACTOR: 4, Role.CRITIC: 4, Role.REWARD: 5, Role.REFERENCE: 4}
+"""Of a sequence, by role: only a score is read at the last one."""
+TRIAL = [(3, 5), (1, 11)]
 """Whether a model can be packed is tried first; a service that looks at its updates' memory does so when it starts."""
 
 
@@ -157,20 +159,21 @@ def test_a_forward_pass_is_as_large_as_the_models_section_allows(
     work: str, services: Services, changed: MakeConfig, passes: Passes
 ) -> None:
     role, call = WORK[work]
-    client = services.start(role, changed(**{name: {"micro_batch_tokens": 5 * rows} for name, rows in ROWS.items()}))
+    most = TOKENS[role] * ROWS[role]
+    client = services.start(role, changed(**{role: {"micro_batch_tokens": most}}))
     passes.clear()
     call(client)
     trial = [] if role in TRAINED else TRIAL
-    assert [shape for shape, _ in passes] == [*trial, *[(1, 5 * ROWS[role])] * (SEQUENCES // ROWS[role])]
+    assert [shape for shape, _ in passes] == [*trial, *[(1, most)] * (SEQUENCES // ROWS[role])]
 
 
 def test_an_adapters_reference_passes_are_as_large_as_the_actors(
     services: Services, changed: MakeConfig, passes: Passes
 ) -> None:
-    client = services.start(Role.ACTOR, changed(actor={"lora": {"rank": 2}, "micro_batch_tokens": 20}))
+    client = services.start(Role.ACTOR, changed(actor={"lora": {"rank": 2}, "micro_batch_tokens": 16}))
     passes.clear()
     client.reference_log_probs(BATCH, 1.0).result()
-    assert [shape for shape, _ in passes] == [(1, 20)] * 3
+    assert [shape for shape, _ in passes] == [(1, 16)] * 3
 
 
 def test_as_many_sequences_are_decoded_at_once_as_the_rollout_allows(
