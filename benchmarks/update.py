@@ -104,19 +104,24 @@ def matmul_peak(device: str = "cpu", dtype: str = "float32") -> float:
 def experience(config: Config, model: Any, full: bool = False) -> Experience:
     """A step's experience of random tokens: prompts of 5 to 12, responses that end with probability 1/20 at each token.
 
-    ``full``: prompts and responses are as long as the config allows.
+    The samples of a prompt share it. ``full``: prompts and responses are as long as the config allows.
     """
     generator = np.random.default_rng(0)
     rollout = config.rollout
     count = rollout.prompts_per_step * rollout.samples_per_prompt
-    prompts = generator.integers(5, 13, count).astype(np.int32)
+    prompts = np.repeat(generator.integers(5, 13, rollout.prompts_per_step), rollout.samples_per_prompt).astype(
+        np.int32
+    )
     responses = np.minimum(generator.geometric(1 / 20, count), rollout.max_response_tokens).astype(np.int32)
     if full:
         prompts, responses = (
             np.full(count, n, np.int32) for n in (config.data.max_prompt_tokens, rollout.max_response_tokens)
         )
-    ids = generator.integers(3, vocabulary_size(model), int(prompts.sum() + responses.sum())).astype(np.int32)
-    tokens = int(responses.sum())
+    top, tokens = vocabulary_size(model), int(responses.sum())
+    asked = [generator.integers(3, top, size) for size in prompts[:: rollout.samples_per_prompt]]
+    answers = np.split(generator.integers(3, top, tokens), np.cumsum(responses)[:-1])
+    pairs = [(asked[index // rollout.samples_per_prompt], answer) for index, answer in enumerate(answers)]
+    ids = np.concatenate([part for pair in pairs for part in pair]).astype(np.int32)
 
     def drawn() -> np.ndarray[Any, np.dtype[np.float32]]:
         return generator.normal(size=tokens).astype(np.float32)
@@ -164,9 +169,9 @@ def of_policy(config: Config, device: str, full: bool) -> Work:
     body = _weights(model.base_model)
 
     def update() -> None:
-        update_policy(model, optimizer, learned, settings, loss, config.actor.micro_batch_tokens)
+        update_policy(model, optimizer, learned, settings, loss, config.actor.scoring_tokens)
 
-    products = body * len(learned.batch.token_ids) + head * len(learned.advantages)
+    products = body * distinct_tokens(learned.batch, config) + head * len(learned.advantages)
     return Work(model, update, learned, 6.0 * settings.epochs * products)
 
 
@@ -178,10 +183,16 @@ def of_critic(config: Config, device: str, full: bool) -> Work:
     settings, loss = optimization_at(config, config.critic, STEP), value_loss_of(config.algorithm)
 
     def update() -> None:
-        update_value(model, optimizer, learned, settings, loss, config.critic.micro_batch_tokens)
+        update_value(model, optimizer, learned, settings, loss, config.critic.scoring_tokens)
 
-    products = _weights(model.backbone) * len(learned.batch.token_ids)
+    products = _weights(model.backbone) * distinct_tokens(learned.batch, config)
     return Work(model, update, learned, 6.0 * settings.epochs * products)
+
+
+def distinct_tokens(batch: TokenBatch, config: Config) -> int:
+    """Tokens that a model has to compute: a prompt of several samples once, and no last token, which predicts nothing."""
+    prompts = int(batch.prompt_lengths[:: config.rollout.samples_per_prompt].sum())
+    return prompts + int(batch.response_lengths.sum()) - len(batch)
 
 
 def _weights(backbone: Any) -> int:

@@ -149,7 +149,7 @@ ROWS = {Role.ACTOR: 2, Role.CRITIC: 3, Role.REWARD: 4, Role.REFERENCE: 6}
 """Of a forward pass, by role: each divides the sequences."""
 TOKENS = {Role.ACTOR: 4, Role.CRITIC: 4, Role.REWARD: 5, Role.REFERENCE: 4}
 """Of a sequence, by role: only a score is read at the last one."""
-TRIAL = [(3, 5), (1, 11)]
+TRIAL = [(3, 5), (1, 9)]
 """Whether a model can be packed is tried first; a service that looks at its updates' memory does so when it starts."""
 
 

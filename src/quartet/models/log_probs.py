@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quartet.models.batching import MicroBatch
 from quartet.models.forward import device_of, vocabulary_size
-from quartet.models.packing import hidden_states, logits_at
+from quartet.models.packing import hidden_states, logits_at, read
 from quartet.ppo.distributions import entropy, token_log_probs
 
 EntropyUse = Literal["none", "report", "train"]
@@ -51,7 +51,7 @@ def forward_log_probs(
     found = [
         checkpoint(of_some, states, targets, use_reentrant=False, preserve_rng_state=False)
         for states, targets in zip(
-            torch.split(hidden[micro_batch.predicts], rows), torch.split(micro_batch.targets, rows), strict=True
+            torch.split(read(hidden, micro_batch.predicts), rows), torch.split(micro_batch.targets, rows), strict=True
         )
     ]
     log_probs, entropies = zip(*found, strict=True)

@@ -1,7 +1,8 @@
 """Sequences of different lengths in one forward pass without pads: all tokens in one row, and attention within each sequence.
 
 Everything but attention computes token by token, so the model is given one long row. Attention spreads it out into a row per
-sequence, computes them all causally, and puts them back in line; neighbours of much the same length are computed together.
+sequence, computes them all causally, and puts them back in line; neighbours of much the same length are computed together. A
+prompt that several sequences begin with stands in the row once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ ALIKE = 0.6
 """Sequences are computed together while the shortest has at least this share of the longest one's tokens."""
 NAME = "quartet_packed"
 """Of the attention here, among transformers' own."""
+Places = NDArray[np.int64]
+"""Where the tokens of a sequence stand in the row of all, int64 [tokens], rising."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest difference of a hidden state, over the largest hidden state, between packed and padded."""
 _found: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -32,12 +35,13 @@ _found: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Sequences that follow one another and are attended to together.
+    """Sequences that are attended to together.
 
-    ``tokens``: where theirs stand in the row of all. ``places`` int64 [tokens]: of each in rows x longest, row after row.
+    ``sources`` int64 [rows x longest]: which token of the row of all stands there, any where there is none. ``places`` int64:
+    where in rows x longest the tokens stand that are these sequences' alone or theirs first, in the order of the row of all.
     """
 
-    tokens: slice
+    sources: torch.Tensor
     places: torch.Tensor
     rows: int
     longest: int
@@ -51,30 +55,36 @@ class Packing:
     blocks: tuple[Block, ...]
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device | str) -> Packing:
-        """The packing of sequences that follow one another; the fewest blocks where the longest come first."""
-        blocks, begin, end = [], 0, 0
-        for together in _alike(lengths):
-            begin, end, longest = end, end + sum(together), max(together)
-            places = _positions(together) + np.repeat(np.arange(len(together)) * longest, together)
-            blocks.append(Block(slice(begin, end), torch.from_numpy(places).to(device), len(together), longest))
-        return cls(torch.from_numpy(_positions(lengths)[None]).to(device), tuple(blocks))
+    def of(cls, sequences: Sequence[Places], device: torch.device | str) -> Packing:
+        """The packing of sequences, each given by where its tokens stand in the row of all; the fewest blocks where the longest
+        come first. Tokens that no sequence before has stand behind those of all before.
+        """
+        positions = np.zeros(1 + max(int(sequence[-1]) for sequence in sequences), np.int64)
+        blocks, seen = [], 0
+        for together in _alike(sequences):
+            longest = max(map(len, together))
+            # What follows a sequence's end it never sees, and nobody reads.
+            sources, places = np.zeros((len(together), longest), np.int64), []
+            for row, sequence in enumerate(together):
+                sources[row, : len(sequence)] = sequence
+                positions[sequence] = np.arange(len(sequence))
+                places.append(row * longest + np.flatnonzero(sequence >= seen))
+                seen = max(seen, 1 + int(sequence[-1]))
+            at, taken = (torch.from_numpy(array).to(device) for array in (sources.ravel(), np.concatenate(places)))
+            blocks.append(Block(at, taken, len(together), longest))
+        return cls(torch.from_numpy(positions[None]).to(device), tuple(blocks))
 
 
-def _positions(lengths: Sequence[int]) -> NDArray[np.int64]:
-    return np.concatenate([np.arange(length) for length in lengths])
-
-
-def _alike(lengths: Sequence[int]) -> list[list[int]]:
-    """The lengths, those together that are computed together."""
-    found: list[list[int]] = []
+def _alike(sequences: Sequence[Places]) -> list[list[Places]]:
+    """The sequences, those together that are computed together."""
+    found: list[list[Places]] = []
     shortest = longest = 0
-    for length in lengths:
-        shortest, longest = min(shortest, length), max(longest, length)
+    for sequence in sequences:
+        shortest, longest = min(shortest, len(sequence)), max(longest, len(sequence))
         if shortest < ALIKE * longest:
-            shortest = longest = length
+            shortest = longest = len(sequence)
             found.append([])
-        found[-1].append(length)
+        found[-1].append(sequence)
     return found
 
 
@@ -98,17 +108,25 @@ def packed_attention(model: Any, packing: Packing | None) -> Iterator[dict[str, 
 def logits_at(
     model: nn.Module, input_ids: torch.Tensor, keep: torch.Tensor, packing: Packing | None = None, **arguments: Any
 ) -> torch.Tensor:
-    """The logits at the positions where ``keep`` bool is set, row after row: [n, vocabulary].
+    """The logits at the positions ``keep``: [n, vocabulary].
 
-    ``keep`` and ``input_ids`` int64 [rows, longest], or [1, tokens] with a ``packing``; ``arguments`` go to the model. The other
-    positions never meet the vocabulary projection, which for small models is the larger part of the work.
+    These are positions int64 [n] in a row [1, tokens] with a ``packing``; or bool like ``input_ids`` int64 [rows, longest], read
+    row after row. ``arguments`` go to the model. The other positions never meet the vocabulary projection, which for small models
+    is the larger part of the work.
     """
     if takes(model, "logits_to_keep"):
         arguments["logits_to_keep"] = keep
     with packed_attention(model, packing) as more:
         logits: torch.Tensor = model(input_ids=input_ids, **arguments, **more).logits
+    if packing is not None and logits.shape[1] == len(keep) and takes(model, "logits_to_keep"):
+        return logits[0]
     # A model that does not know the boolean form, or has no such argument, answers for every position.
-    return logits if logits.ndim == 2 else logits[keep]
+    return logits if logits.ndim == 2 else read(logits, keep)
+
+
+def read(states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """``states`` [rows, longest, size], or [1, tokens, size], at the positions ``keep``, as of ``logits_at``: [n, size]."""
+    return states[keep] if keep.dtype == torch.bool else states[0].index_select(0, keep)
 
 
 def hidden_states(backbone: Any, input_ids: torch.Tensor, packing: Packing | None = None) -> torch.Tensor:
@@ -133,12 +151,12 @@ def _can_be_tried(base: Any) -> bool:
 @torch.no_grad()
 def _computes_the_same(base: Any) -> bool:
     device = device_of(base)
-    ids = torch.arange(11, device=device) % vocabulary_size(base)
-    # The first two in one block, the last in another.
-    packing = Packing.of((5, 4, 2), device)
-    places = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11], device=device)
-    padded = torch.zeros(15, dtype=torch.int64, device=device).index_copy(0, places, ids).view(3, 5)
-    expected = hidden_states(base, padded).flatten(0, 1)[places]
+    ids = torch.arange(9, device=device) % vocabulary_size(base)
+    # The first two in one block, with two tokens in common, the last in another.
+    rows = [[0, 1, 2, 3, 4], [0, 1, 5, 6], [7, 8]]
+    packing = Packing.of([np.array(row) for row in rows], device)
+    padded = torch.stack([ids[row + [0] * (5 - len(row))] for row in rows])
+    expected = hidden_states(base, padded).flatten(0, 1)[[0, 1, 2, 3, 4, 7, 8, 10, 11]]
     try:
         found = hidden_states(base, ids[None], packing)[0]
     except (KeyError, TypeError, ValueError):
@@ -160,17 +178,16 @@ def _attention(
     packing: Packing = arguments.pop("packing")
     outputs = []
     for block in packing.blocks:
-        q, k, v = (_spread(states[0, :, block.tokens], block) for states in (query, key, value))
+        q, k, v = (_spread(states[0], block) for states in (query, key, value))
         output, _ = sdpa_attention_forward(module, q, k, v, None, **arguments)
         outputs.append(output.flatten(0, 1)[block.places])
     return torch.cat(outputs)[None], None
 
 
 def _spread(states: torch.Tensor, block: Block) -> torch.Tensor:
-    """[heads, tokens, head size] -> [rows, heads, longest, head size], 0 where there is no token."""
-    heads, _, size = states.shape
-    rows = states.new_zeros(block.rows * block.longest, heads, size)
-    return rows.index_copy(0, block.places, states.transpose(0, 1)).view(block.rows, -1, heads, size).transpose(1, 2)
+    """[heads, tokens, head size] -> [rows, heads, longest, head size]."""
+    found = states.transpose(0, 1).index_select(0, block.sources)
+    return found.view(block.rows, block.longest, *found.shape[1:]).transpose(1, 2)
 
 
 AttentionInterface.register(NAME, _attention)

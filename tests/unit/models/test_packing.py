@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from quartet.models import packing as packing_module
-from quartet.models.batching import laid_out, lay_out
+from quartet.models.batching import laid_out, lay_out, micro_batches
 from quartet.models.log_probs import forward_log_probs
 from quartet.models.packing import NAME, Packing, hidden_states, packs
 from quartet.models.scoring import response_log_probs
 from quartet.models.value_head import ValueModel
+from quartet.types import TokenBatch
 from tests.unit.models import tiny
 
 PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]
@@ -102,11 +103,51 @@ def test_the_attention_of_a_model_is_put_back_after_a_failure(monkeypatch: pytes
 
 
 def test_sequences_of_much_the_same_length_are_attended_to_together() -> None:
-    packing = Packing.of([10, 6, 5, 3, 1], "cpu")
-    assert [(block.tokens, block.rows, block.longest) for block in packing.blocks] == [
-        (slice(0, 16), 2, 10),
-        (slice(16, 24), 2, 5),
-        (slice(24, 25), 1, 1),
+    ends = np.cumsum([10, 6, 5, 3, 1])
+    packing = Packing.of([np.arange(end - size, end) for end, size in zip(ends, [10, 6, 5, 3, 1], strict=True)], "cpu")
+    assert [(block.rows, block.longest, len(block.places)) for block in packing.blocks] == [
+        (2, 10, 16),
+        (2, 5, 8),
+        (1, 1, 1),
     ]
     assert packing.blocks[1].places.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert packing.blocks[1].sources.tolist()[:8] == [16, 17, 18, 19, 20, 21, 22, 23]
     assert packing.position_ids[0, 14:18].tolist() == [4, 5, 0, 1]
+
+
+def samples_of(prompts: list[int], lengths: list[list[int]]) -> TokenBatch:
+    """For each prompt, of so many tokens, responses of ``lengths``."""
+    generator, sequences, sizes = np.random.default_rng(0), [], []
+    for prompt, responses in zip(prompts, lengths, strict=True):
+        asked = generator.integers(3, 30, prompt)
+        for response in responses:
+            sequences += [asked, generator.integers(3, 30, response)]
+            sizes.append((prompt, response))
+    flat = np.concatenate(sequences).astype(np.int32)
+    return TokenBatch(flat, *(np.array(column, np.int32) for column in zip(*sizes, strict=True)))
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_prompt_of_several_samples_is_computed_once_and_means_the_same(kind: str) -> None:
+    prompts, responses = [7, 4], [[3, 9, 1], [6, 2]]
+    model, batch = tiny.causal(kind), samples_of(prompts, responses)
+    [together] = laid_out(model, batch, 1000)
+    assert together.input_ids.numel() == sum(prompts) + sum(map(sum, responses)) - len(batch)
+    found, gradients = {}, {}
+    for packed in (False, True):
+        model.zero_grad()
+        micro_batch = together if packed else lay_out(batch, together.rows, "cpu")
+        log_probs, _ = forward_log_probs(model, micro_batch, 0.7)
+        (log_probs * torch.arange(len(log_probs))).sum().backward()
+        found[packed] = log_probs.detach()
+        gradients[packed] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    assert torch.allclose(found[True], found[False], atol=1e-5)
+    for name, gradient in gradients[False].items():
+        assert torch.allclose(gradients[True][name], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max())), name
+
+
+def test_samples_of_a_prompt_share_a_micro_batch_where_it_has_room() -> None:
+    lengths, prompts = [9, 3, 8, 2, 7, 1], [0, 0, 1, 1, 2, 2]
+    assert micro_batches(lengths, 12, packed=True, prompts=prompts) == [[0, 1], [2, 3], [4, 5]]
+    assert micro_batches(lengths, 12, packed=True) == [[0], [2], [4, 1, 3], [5]]
+    assert micro_batches(lengths, 20, packed=True, prompts=prompts) == [[0, 2, 1], [4, 3, 5]]

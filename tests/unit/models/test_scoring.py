@@ -34,7 +34,7 @@ def test_log_probs_agree_with_a_plain_forward(kind: str, max_tokens: int) -> Non
 def test_vocabulary_logits_are_computed_for_response_tokens_only() -> None:
     model, batch = tiny.causal("llama"), tiny.batch(PROMPTS, RESPONSES)
     rows: list[int] = []
-    model.lm_head.register_forward_hook(lambda _, __, output: rows.append(output.shape[0]))
+    model.lm_head.register_forward_hook(lambda _, __, output: rows.append(output.flatten(0, -2).shape[0]))
     response_log_probs(model, batch, 1.0, 10_000)
     assert rows == [sum(RESPONSES)]
 
