@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "rloo": {"algorithm": {"estimator": "rloo"}, "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2}},
     "lora": {"actor": {"lora": {"rank": 2}, "learning_rate": 0.01}},
+    "bfloat16": {"actor": {"dtype": "bfloat16"}, "critic": {"dtype": "bfloat16"}},
 }
 
 

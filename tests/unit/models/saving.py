@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from quartet.models.loading import snapshot_model
 from quartet.models.lora import Adapter
-from quartet.models.optimizer import OPTIMIZER_FILE, snapshot_optimizer
+from quartet.models.optimizer import OPTIMIZER_FILE, MasterAdamW, snapshot_optimizer
 from quartet.models.snapshot import Writer, write_model
 from quartet.models.value_head import ValueModel
 
@@ -34,7 +32,7 @@ def save_critic_adapter(critic: ValueModel, directory: Path, adapter: Adapter, t
     write_model(directory, critic.snapshot_adapter(adapter), *_of(tokenizer))
 
 
-def save_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
+def save_optimizer(optimizer: MasterAdamW, path: Path) -> None:
     """The optimizer's state in a file of this name."""
     folder = path.with_name(f"{path.name}-folder")
     folder.mkdir()

@@ -1,0 +1,203 @@
+"""Float32 masters of parameters in half precision: what steps are taken in, what the model sees of them, how they are kept."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from quartet.errors import ModelError
+from quartet.models.freezing import freeze_parameters
+from quartet.models.loading import load_causal_lm, load_critic
+from quartet.models.lora import add_adapter
+from quartet.models.optimizer import MasterAdamW, apply_gradients, create_optimizer, load_optimizer
+from quartet.models.training import update_policy, update_value
+from quartet.types import ValueLossSettings
+from tests.unit.models import tiny, updates
+from tests.unit.models.saving import save_optimizer, save_policy
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+def narrow(kind: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
+    return tiny.causal(kind, initializer_range=0.1).to(dtype)
+
+
+def learn(model: Any, optimizer: torch.optim.Optimizer, seed: int = 0, rate: float = 1e-3) -> dict[str, float]:
+    data = updates.experience(model, seed)
+    return update_policy(model, optimizer, data, updates.settings(learning_rate=rate), updates.LOSS, 40)
+
+
+def learning(optimizer: MasterAdamW) -> torch.Tensor:
+    return torch.cat([weight.detach().flatten() for weight in optimizer.learning()]).double()
+
+
+def plain_adamw(parameters: list[Any], decay: float) -> torch.optim.AdamW:
+    matrices, rest = ([p for p in parameters if (p.ndim > 1) is matrix] for matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.1, fused=True)
+
+
+def test_float32_learns_to_the_bits_of_plain_adamw_and_has_no_copy(tmp_path: Path) -> None:
+    ours, theirs = tiny.causal("llama"), tiny.causal("llama")
+    optimizer, plain = create_optimizer(ours, 0.1, weight_decay=0.1), plain_adamw(list(theirs.parameters()), 0.1)
+    for seed in range(3):
+        assert learn(ours, optimizer, seed) == learn(theirs, plain, seed)
+    assert updates.largest_difference(ours, theirs) == 0
+    assert not optimizer.rounded
+    assert {id(weight) for weight in optimizer.learning()} == {id(p) for p in ours.parameters()}
+    save_optimizer(optimizer, tmp_path / "o")
+    names = {name.partition(".")[2] for name in safetensors.torch.load_file(tmp_path / "o")}
+    assert names == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_step_is_that_of_float32_copies_clipped_there_and_then_rounded(dtype: torch.dtype) -> None:
+    model = narrow(dtype=dtype)
+    optimizer = create_optimizer(model, 1e-3, weight_decay=0.1)
+    copies = [p.detach().float().requires_grad_() for p in model.parameters()]
+    plain = plain_adamw(copies, 0.1)
+    plain.param_groups[0]["lr"] = plain.param_groups[1]["lr"] = 1e-3
+    addresses = [p.data_ptr() for p in model.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for parameter, wide in zip(model.parameters(), copies, strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+            wide.grad = parameter.grad.float()
+        expected = float(torch.nn.utils.clip_grad_norm_([p for g in plain.param_groups for p in g["params"]], 0.5))
+        plain.step()
+        assert apply_gradients(optimizer, [torch.zeros(())], 0.5, "policy") == expected
+        for parameter, wide in zip(model.parameters(), copies, strict=True):
+            assert torch.equal(parameter, wide.to(dtype))
+            assert parameter.grad is None
+    masters = {id(parameter): master for master, parameter in optimizer.rounded.items()}
+    for parameter, wide in zip(model.parameters(), copies, strict=True):
+        assert torch.equal(masters[id(parameter)], wide)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    assert {value.dtype for entry in optimizer.state.values() for value in entry.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_at_a_small_rate_the_masters_move_as_float32_does_and_the_weights_follow_in_time(kind: str) -> None:
+    half = narrow(kind)
+    moves = []
+    for model in (copy.deepcopy(half).float(), half):
+        optimizer = create_optimizer(model, 1e-6)
+        before = learning(optimizer)
+        data, chosen = updates.experience(model), updates.settings(epochs=1, mini_batches=1, learning_rate=1e-6)
+        update_policy(model, optimizer, data, chosen, updates.LOSS, 1000)
+        moves.append(learning(optimizer) - before)
+    assert torch.cosine_similarity(*moves, dim=0) > 0.9
+    assert (moves[1] != 0).double().mean() > 0.9
+    weights = [p.detach().clone() for p in half.parameters()]
+    for seed in range(20):
+        learn(half, optimizer, seed, 1e-5)
+    changed = [float((p != old).double().mean()) for p, old in zip(half.parameters(), weights, strict=True)]
+    assert np.mean(changed) > 0.05
+    assert all(torch.equal(parameter, master.bfloat16()) for master, parameter in optimizer.rounded.items())
+
+
+def test_what_takes_no_gradient_has_no_master_and_keeps_its_bits() -> None:
+    model = narrow()
+    freeze_parameters(model, ["*embed_tokens*", "*.layers.0.*"])
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = create_optimizer(model, 0.1, weight_decay=0.1)
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    assert {id(p) for p in optimizer.rounded.values()} == trained
+    learn(model, optimizer)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old) is (id(parameter) not in trained)
+
+
+def test_adapter_and_value_head_are_float32_already_and_have_no_copy(tmp_path: Path) -> None:
+    model = narrow()
+    add_adapter(model, "base", rank=2, alpha=4.0)
+    assert not create_optimizer(model, 0.1).rounded
+    critic = load_critic(tiny.saved(tiny.classifier("llama"), tmp_path / "m"), dtype="bfloat16")
+    optimizer = create_optimizer(critic, 0.1)
+    assert {id(p) for p in optimizer.rounded.values()} == {id(p) for p in critic.backbone.parameters()}
+    head = critic.head.weight.detach().clone()
+    data = updates.experience(None)
+    update_value(critic, optimizer, data, updates.settings(), ValueLossSettings(), 40)
+    assert not torch.equal(critic.head.weight, head)
+
+
+def test_a_mini_batch_that_is_given_up_leaves_no_gradient_behind() -> None:
+    model = narrow()
+    optimizer = create_optimizer(model, 0.1)
+    loss = dataclasses.replace(updates.LOSS, max_update_kl=1e-9)
+    chosen = updates.settings(epochs=3)
+    assert update_policy(model, optimizer, updates.experience(model), chosen, loss, 40)["optimizer_steps"] == 1
+    assert all(p.grad is None for p in [*model.parameters(), *optimizer.learning()])
+
+
+def saved(folder: Path, dtype: str = "bfloat16") -> tuple[Any, MasterAdamW]:
+    """A policy that has learned a little, in ``folder`` with its optimizer, as a checkpoint has both."""
+    model = load_causal_lm(tiny.saved(tiny.causal("llama"), folder / "start"), dtype)
+    optimizer = create_optimizer(model, 1e-3, weight_decay=0.1)
+    learn(model, optimizer)
+    save_policy(model, None, folder / "policy")
+    save_optimizer(optimizer, folder / "optimizer")
+    return model, optimizer
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_learning_goes_on_from_saved_masters_bit_for_bit_and_the_policy_is_saved_in_its_own_type(
+    dtype: str, tmp_path: Path
+) -> None:
+    model, optimizer = saved(tmp_path, dtype)
+    stored = safetensors.torch.load_file(tmp_path / "policy" / "model.safetensors")
+    assert {str(value.dtype) for value in stored.values()} == {f"torch.{dtype}"}
+    resumed = load_causal_lm(tmp_path / "policy", dtype)
+    other = create_optimizer(resumed, 0.0, weight_decay=0.1)
+    assert not torch.equal(learning(other), learning(optimizer))
+    load_optimizer(other, tmp_path / "optimizer")
+    assert torch.equal(learning(other), learning(optimizer))
+    for seed in range(3):
+        assert learn(resumed, other, seed) == learn(model, optimizer, seed)
+    assert torch.equal(learning(other), learning(optimizer))
+    assert updates.largest_difference(model, resumed) == 0
+
+
+def without_masters(path: Path, drop: Any = lambda name: True) -> None:
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        kept = {n: file.get_tensor(n) for n in file.keys() if not (n.endswith(".master") and drop(n))}  # noqa: SIM118
+    safetensors.torch.save_file(kept, path, metadata=metadata)
+
+
+def test_a_checkpoint_without_masters_begins_with_the_weights(tmp_path: Path) -> None:
+    model, optimizer = saved(tmp_path)
+    without_masters(tmp_path / "optimizer")
+    resumed = load_causal_lm(tmp_path / "policy", "bfloat16")
+    other = create_optimizer(resumed, 0.0)
+    load_optimizer(other, tmp_path / "optimizer")
+    assert all(torch.equal(master, parameter.float()) for master, parameter in other.rounded.items())
+    assert len(other.state) == len(list(model.parameters()))
+    for ours, theirs in zip(optimizer.learning(), other.learning(), strict=True):
+        assert all(torch.equal(other.state[theirs][name], value) for name, value in optimizer.state[ours].items())
+
+
+def test_masters_that_do_not_fit_are_refused_with_the_file_and_nothing_is_changed(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "optimizer"
+    wide = load_causal_lm(tmp_path / "policy", "float32")
+    with pytest.raises(ModelError, match=rf"{path}: has float32 masters of \d+ parameters, the model 0 "):
+        load_optimizer(create_optimizer(wide, 0.1), path)
+    for start in (tmp_path / "start", tmp_path / "policy"):
+        # Of another checkpoint; in another type.
+        dtype = "bfloat16" if start.name == "start" else "float16"
+        optimizer = create_optimizer(load_causal_lm(start, dtype), 0.1)
+        before = learning(optimizer)
+        with pytest.raises(ModelError, match=rf"{path}: the master of parameter \d+, .* does not round to"):
+            load_optimizer(optimizer, path)
+        assert torch.equal(learning(optimizer), before)
+    without_masters(path, lambda name: name == "3.master")
+    with pytest.raises(ModelError, match=rf"{path}: has float32 masters of (\d+) parameters"):
+        load_optimizer(create_optimizer(load_causal_lm(tmp_path / "policy", "bfloat16"), 0.1), path)
