@@ -29,7 +29,7 @@ from quartet.errors import QuartetError
 from quartet.models import batching
 from quartet.models.forward import vocabulary_size
 from quartet.models.loading import DTYPES, load_causal_lm, load_critic
-from quartet.models.optimizer import create_optimizer
+from quartet.models.optimizer import MasterAdamW, create_optimizer
 from quartet.models.scoring import response_log_probs
 from quartet.models.training import update_policy, update_value
 from quartet.types import Experience, TokenBatch
@@ -148,7 +148,7 @@ def experience(config: Config, model: Any, full: bool = False) -> Experience:
 class Work:
     """An update that can be taken again and again, and what it is about."""
 
-    model: Any
+    optimizer: MasterAdamW
     take: Callable[[], None]
     learned: Experience
     flops: float
@@ -172,7 +172,7 @@ def of_policy(config: Config, device: str, full: bool) -> Work:
         update_policy(model, optimizer, learned, settings, loss, config.actor.scoring_tokens)
 
     products = body * distinct_tokens(learned.batch, config) + head * len(learned.advantages)
-    return Work(model, update, learned, 6.0 * settings.epochs * products)
+    return Work(optimizer, update, learned, 6.0 * settings.epochs * products)
 
 
 def of_critic(config: Config, device: str, full: bool) -> Work:
@@ -186,7 +186,7 @@ def of_critic(config: Config, device: str, full: bool) -> Work:
         update_value(model, optimizer, learned, settings, loss, config.critic.scoring_tokens)
 
     products = _weights(model.backbone) * distinct_tokens(learned.batch, config)
-    return Work(model, update, learned, 6.0 * settings.epochs * products)
+    return Work(optimizer, update, learned, 6.0 * settings.epochs * products)
 
 
 def distinct_tokens(batch: TokenBatch, config: Config) -> int:

@@ -237,7 +237,7 @@ def test_trl_has_whole_mini_batches_on_a_cpu_and_as_many_tokens_as_quartet_at_on
 
 def test_tables_begin_with_the_machine_that_they_are_of() -> None:
     where = machine.describe()
-    left = precision.Kept(1e-5, {"float32": 1.0, "bfloat16": 0.25}, 0.5)
+    moves = precision.Moves(1e-5, 1.0, 0.9, 0.25, 0.5)
     speed = end_to_end.Speed(2.0, 20.0, 1.0, 0.0)
     half = precision.Result(
         "small", 4, 8, {"float32": [10, 10], "bfloat16": [15, 25]}, {"float32": [2], "bfloat16": [1]}
@@ -248,12 +248,12 @@ def test_tables_begin_with_the_machine_that_they_are_of() -> None:
         ),
         update.table([update.Result("policy", 8, 4, 1e9, [1.0], [2.0])], 1e10, "bfloat16", 1, where),
         end_to_end.table({"ppo.yaml": [end_to_end.Pair(speed, speed)]}, 4, "bfloat16", where),
-        precision.table([half], [left], {"float32": 1e11, "bfloat16": 4e11}, 1, where),
+        precision.table([half], [moves], {"float32": 1e11, "bfloat16": 4e11}, 1, where),
     ]
     assert all(text.startswith(f"{where}. ") for text in tables)
     assert "| policy | 8 | 4 | 2.000 | 1.000 | **2.00** (2.00 to 2.00) | 10 % |" in tables[1]
     assert "| small | generation, 4 x 8 tokens, tokens/s | 10 | 20 | **2.00** (1.50 to 2.50) |" in tables[3]
-    assert tables[3].endswith("| 1e-05 | 100.0 % | 25.0 % | 0.50 |")
+    assert tables[3].endswith("| 1e-05 | 100.0 % | 90.0 % | 25.0 % | 0.50 |")
     assert "| small | update, seconds | 2.00 | 1.00 | **2.00** (2.00 to 2.00) |" in tables[3]
 
 

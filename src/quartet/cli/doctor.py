@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 from rich.console import Console
 from rich.table import Table
 
@@ -29,8 +31,9 @@ from quartet.types import TRAINED_ROLES, Role
 
 console = Console()
 
-OPTIMIZER_FACTOR = 4
-"""A trained fp32 parameter costs itself, its gradient and AdamW's two moments."""
+TRAINED_BYTES = 16
+"""What a parameter that learns costs: in float32 itself, its gradient and AdamW's two moments, 4 bytes each; in half precision
+itself and its gradient, 2 bytes each, a float32 master and the moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +92,7 @@ def _bf16(torch: Any) -> str:
         return best
 
     ratio = seconds(torch.float32) / seconds(torch.bfloat16)
-    # What trains whole weights keeps no float32 copy of them, which small updates need.
-    worth = "worth it for generating, for what is not trained, and for what trains an adapter"
-    verdict = worth if ratio > 1.2 else "not worth it: use float32"
+    verdict = "worth it" if ratio > 1.2 else "not worth it: use float32"
     return f"matrix product {ratio:.1f} times the speed of float32 on this {device}; {verdict}"
 
 
@@ -145,11 +146,21 @@ def _threads(config: Config, role: Role) -> str:
 
 def _memory(config: Config, role: Role) -> str:
     models = [model for key, model in config.models.items() if key.partition(".")[0] == role and looks_local(model)]
-    weights = sum(path.stat().st_size for model in models for path in Path(model).glob("*.safetensors"))
-    if not weights:
-        return ""
-    factor = OPTIMIZER_FACTOR if role in TRAINED_ROLES else 1
-    return f", about {weights * factor / 2**20:.0f} MiB for weights" + (" and optimizer" if factor > 1 else "")
+    files = [path for model in models for path in Path(model).glob("*.safetensors")]
+    if role in TRAINED_ROLES and not getattr(config, role).lora:
+        needed, what = TRAINED_BYTES * sum(map(_parameters, files)), "weights, gradients and optimizer"
+    else:
+        needed, what = sum(path.stat().st_size for path in files), "weights"
+    return f", about {needed / 2**20:.1f} MiB for {what}" if needed else ""
+
+
+def _parameters(path: Path) -> int:
+    """How many are in a file, of which the head alone is read; 0 of one that is broken, which who loads it will say."""
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    except (OSError, safetensors.SafetensorError):
+        return 0
 
 
 def _updates(config: Config, role: Role) -> str:

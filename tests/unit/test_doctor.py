@@ -1,0 +1,50 @@
+"""The doctor's estimates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.cli.doctor import TRAINED_BYTES, _memory
+from quartet.config import Config
+from quartet.models.optimizer import create_optimizer
+from quartet.models.training import update_policy
+from quartet.types import Role
+from tests.unit.models import tiny, updates
+
+
+def config(folder: Path, dtype: torch.dtype, **actor: Any) -> Config:
+    model = str(tiny.saved(tiny.causal("llama", vocab_size=4096).to(dtype), folder / "m"))
+    tree = {"data": {"prompts": "p.jsonl"}, "actor": {"model": model, **actor}, "reward": {"model": model}}
+    return Config.model_validate({"run": {"name": "r", "steps": 1}, "critic": {"model": model}, **tree})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_learns_is_said_to_take_what_it_keeps(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny.causal("llama", vocab_size=4096).to(dtype)
+    optimizer = create_optimizer(model, 0.1)
+    update_policy(model, optimizer, updates.experience(model), updates.settings(), updates.LOSS, 1000)
+    moments = [entry[name] for entry in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    # A gradient is of its parameter's type.
+    kept = [*model.parameters(), *model.parameters(), *optimizer.rounded, *moments]
+    total, count = sum(t.nbytes for t in kept), sum(p.numel() for p in model.parameters())
+    assert total == TRAINED_BYTES * count
+    for role in (Role.ACTOR, Role.CRITIC):
+        told = _memory(config(tmp_path, dtype), role)
+        assert told == f", about {total / 2**20:.1f} MiB for weights, gradients and optimizer"
+
+
+def test_what_trains_an_adapter_or_nothing_takes_its_weights(tmp_path: Path) -> None:
+    chosen = config(tmp_path, torch.bfloat16, lora={"rank": 2})
+    size = (tmp_path / "m" / "model.safetensors").stat().st_size
+    for role in (Role.ACTOR, Role.REWARD):
+        assert _memory(chosen, role) == f", about {size / 2**20:.1f} MiB for weights"
+
+
+def test_weights_that_cannot_be_read_are_not_counted(tmp_path: Path) -> None:
+    chosen = config(tmp_path, torch.bfloat16)
+    (tmp_path / "m" / "model.safetensors").write_bytes(b"\x10")
+    assert not _memory(chosen, Role.ACTOR)
