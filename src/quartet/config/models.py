@@ -51,7 +51,7 @@ class TrainedModelConfig(Section):
     """What actor and critic share: how a model that takes updates is kept and trained."""
 
     dtype: Dtype = "float32"
-    """Parameter type."""
+    """Parameter type; steps are taken in float32 in any case."""
     learning_rate: Positive = 1e-5
     """Learning rate after the warm-up."""
     warmup_steps: WholeNumber = 0
