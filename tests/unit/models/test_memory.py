@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.cli.doctor import TRAINED_BYTES
 from quartet.errors import ModelError
 from quartet.models import memory
 from quartet.models.batching import lay_out
@@ -93,6 +94,12 @@ def test_gradients_and_moments_are_of_what_learns() -> None:
     adapter = add_adapter(model, "base", 2, 4.0)
     learned = sum(a.nbytes + b.nbytes for _, a, b in adapter.matrices())
     assert measure_policy(model, 60, "report").state == 3 * learned
+
+
+def test_moments_of_half_precision_are_float32_and_with_weight_and_master_make_what_the_doctor_says() -> None:
+    model = tiny.causal("llama").bfloat16()
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    assert measure_policy(model, 60, "report").state == TRAINED_BYTES * weights - 2 * weights - 4 * weights
 
 
 def test_logits_that_are_made_some_at_a_time_are_not_kept() -> None:
