@@ -31,6 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--resume", action="store_true", help="go on where the last call stopped; failed cases run again"
     )
     parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="of runs one step off-policy, in a folder of their own; no table is written",
+    )
+    parser.add_argument(
         "--folder", type=Path, default=Path("build/chaos"), help="where results and common runs are kept"
     )
     parser.add_argument("--page", type=Path, default=Path("docs/durability.md"), help="where the table goes")
@@ -41,9 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _chosen(options.only) if options.only else CASES
     if not (options.resume or options.only):
         shutil.rmtree(options.folder, ignore_errors=True)
+    if options.stale:
+        options.folder /= "stale"
     recorded = options.folder / "results.jsonl"
     results = _read(recorded) if options.resume else {}
-    ground = Ground(options.folder)
+    ground = Ground(options.folder, options.stale)
     for number, case in enumerate(chosen, 1):
         if case.name in results and not results[case.name].problems:
             continue
@@ -52,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file.write(json.dumps({**asdict(result), "at": time.time()}) + "\n")
         _show(f"{number}/{len(chosen)}", result)
     failed = [case for case in chosen if results[case.name].problems]
-    if results.keys() >= {case.name for case in CASES}:
+    if results.keys() >= {case.name for case in CASES} and not options.stale:
         minutes = sum(result.total_seconds for result in results.values()) / 60
         about = f"{minutes:.0f} minutes on {os.cpu_count()} CPU cores"
         options.page.write_text(
