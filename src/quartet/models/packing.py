@@ -114,13 +114,15 @@ def logits_at(
     row after row. ``arguments`` go to the model. The other positions never meet the vocabulary projection, which for small models
     is the larger part of the work.
     """
-    if takes(model, "logits_to_keep"):
+    # As many positions as tokens: nothing would be spared, and the answer's shape would not tell which they are.
+    some = packing is None or len(keep) != input_ids.shape[1]
+    if some and takes(model, "logits_to_keep"):
         arguments["logits_to_keep"] = keep
     with packed_attention(model, packing) as more:
         logits: torch.Tensor = model(input_ids=input_ids, **arguments, **more).logits
-    if packing is not None and logits.shape[1] == len(keep) and takes(model, "logits_to_keep"):
+    if packing is not None and some and logits.shape[1] == len(keep):
         return logits[0]
-    # A model that does not know the boolean form, or has no such argument, answers for every position.
+    # A model that does not know the form of ``keep``, or has no such argument, answers for every position.
     return logits if logits.ndim == 2 else read(logits, keep)
 
 

@@ -128,8 +128,14 @@ def samples_of(prompts: list[int], lengths: list[list[int]]) -> TokenBatch:
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_prompt_of_several_samples_is_computed_once_and_means_the_same(kind: str) -> None:
-    prompts, responses = [7, 4], [[3, 9, 1], [6, 2]]
+@pytest.mark.parametrize(
+    ("prompts", "responses"),
+    # The second predicts as many tokens as it has; the third has responses of the last token alone.
+    [([7, 4], [[3, 9, 1], [6, 2]]), ([3], [[2, 5, 4]]), ([5], [[1, 1]])],
+)
+def test_a_prompt_of_several_samples_is_computed_once_and_means_the_same(
+    kind: str, prompts: list[int], responses: list[list[int]]
+) -> None:
     model, batch = tiny.causal(kind), samples_of(prompts, responses)
     [together] = laid_out(model, batch, 1000)
     assert together.input_ids.numel() == sum(prompts) + sum(map(sum, responses)) - len(batch)
