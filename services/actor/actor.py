@@ -105,15 +105,17 @@ class Actor(TrainedModel):
         leader_epoch: int,
         policy_version: int,
         cancelled: Callable[[], bool],
+        begun: Callable[[], None] = lambda: None,
     ) -> tuple[int, int]:
         """Generates one step's trajectories into the rollout stream, each as it finishes.
 
-        May be called while an update goes on where the engine has weights of its own: these stay as they are until it returns.
+        May be called while an update goes on where the engine has weights of its own: from when ``begun`` is called these stay as
+        they are until it returns.
         Returns (trajectories, response tokens). Raises FailedPrecondition when the engine's weights are not of
         ``policy_version``.
         """
         with self._generating:
-            return self._generate(requests, sampling, seed, leader_epoch, policy_version, cancelled)
+            return self._generate(requests, sampling, seed, leader_epoch, policy_version, cancelled, begun)
 
     def _generate(
         self,
@@ -123,6 +125,7 @@ class Actor(TrainedModel):
         leader_epoch: int,
         policy_version: int,
         cancelled: Callable[[], bool],
+        begun: Callable[[], None],
     ) -> tuple[int, int]:
         self._updates.fence(leader_epoch)
         self._updates.check_whole()
@@ -134,6 +137,7 @@ class Actor(TrainedModel):
         for request in requests:
             if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self._vocabulary:
                 raise InvalidRequest(f"prompt {request.id}: token ids must lie in 0..{self._vocabulary - 1}")
+        begun()
         stream = self._buffer(requests[0].id.run).rollouts
         tokens = 0
         finished = []

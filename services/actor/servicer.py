@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from operator import itemgetter
 
@@ -65,11 +66,17 @@ class ActorServicer(TrainedRole[Actor], actor_pb2_grpc.ActorServiceServicer):
         """Generates trajectories into the rollout stream."""
         requests, sampling = _generation_requests(request), codec.sampling_from_proto(request.sampling)
         start = time.perf_counter()
+
+        def begun() -> None:
+            # Where the caller went away there is nobody to tell, and gRPC raises an error without a type.
+            with suppress(Exception):
+                context.send_initial_metadata(())
+
         trajectories, tokens = self._generation.run(
             "generate",
             context,
             lambda cancelled: self.core.generate(
-                requests, sampling, request.seed, request.leader_epoch, request.policy_version, cancelled
+                requests, sampling, request.seed, request.leader_epoch, request.policy_version, cancelled, begun
             ),
         )
         seconds = time.perf_counter() - start

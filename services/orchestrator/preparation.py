@@ -41,7 +41,11 @@ class Preparation:
         """Begins the step's generation ahead of ``prepare``, while the step before is brought to its end."""
         if self._ahead is None:
             samples = self._config.rollout.samples_per_prompt
-            self._ahead = step, self._generate(step, prompts, leader_epoch, policy_version, 0, samples)
+            call = self._generate(step, prompts, leader_epoch, policy_version, 0, samples)
+            self._ahead = step, call
+            if policy_version < step - 1:
+                # From then on its weights stay, whatever the policy goes on to learn.
+                call.wait_until_begun()
 
     def let_go(self) -> None:
         """Cancels what has been begun ahead: the actor is wanted for something else first. What it has made comes again."""

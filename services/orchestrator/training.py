@@ -246,7 +246,8 @@ class Training:
     def _catch_up(self, step: int, order: PromptOrder) -> None:
         """Takes the policy to ``step`` where recovery left it behind, for the sake of what it generates first."""
         version = self._policy_version(step + 1)
-        if self._sealed is None and version < step:
+        sealed = self._sealed is not None and self._sealed.step == step + 1
+        if version < step and not sealed:
             self._preparation.begin(step + 1, order.of_step(step + 1), self._epoch, version)
             self._recovery.replay(self._peers.actor, version, step, self._files.committed())
 
@@ -267,8 +268,10 @@ class Training:
         if self._saving.is_due(step, self._is_last(step) or exposed, asked):
             self._finish_checkpoint()
             self._check_lease()
-            # Also what a stale policy generates: by rule the checkpoint's does.
             self._preparation.let_go()
+            if self._staleness.most:
+                # A stale policy has generated the next step already; by rule the checkpoint's does.
+                self._stream.reset(self._epoch)
             self._saving.begin(step, self._epoch, self._course.state())
 
     def _finish_checkpoint(self) -> None:

@@ -43,6 +43,10 @@ its prompts; how often there is one may change where there was one at all.
 """
 
 
+CAME_LATER = {"rollout.max_staleness": 0}
+"""Settings that the first runs did not have, with what they did."""
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """``id`` tells a run from any other of its name; ``settings`` by key and the prompts' checksum must stay as they are.
@@ -109,11 +113,14 @@ class Identity:
 def settings_of(config: Config) -> dict[str, Any]:
     """The settings that decide what a step learns, by key."""
     flat = _flat(config.model_dump(mode="json"))
-    return {key: value for key, value in flat.items() if not _may_change(key)}
+    # Where policies may be stale, checkpoints decide which of them generates a step.
+    also = {"checkpoint.every"} if config.rollout.max_staleness else set()
+    return {key: value for key, value in flat.items() if key in also or not _may_change(key)}
 
 
 def check_settings(before: dict[str, Any], now: dict[str, Any], root: Path) -> None:
     """Raises ConfigError naming the first setting that is another than the run in ``root`` had."""
+    before = CAME_LATER | before
     for key in sorted(before.keys() | now.keys()):
         if key == "evaluation.every" and not before.get(key) and now.get(key):
             raise ConfigError(

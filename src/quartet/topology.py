@@ -75,7 +75,7 @@ def update_threads_of(config: Config, role: Role) -> int:
     """
     told: int | None = getattr(config.services, role).threads
     if config.rollout.max_staleness:
-        # The next step is generated meanwhile. As many, since torch has one number of threads for all that is computed at once.
+        # The next step is generated meanwhile, and torch has one number for all threads that compute at once.
         return threads_of(config, role)
     return told or _share(config, role, [other for other in roles_of(config) if other in TRAINED_ROLES])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.config import Config, parse_config
+from quartet.identity import CAME_LATER
 from quartet.telemetry.run_files import RunFiles
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, merged, orchestrator, run_to_the_end, services
@@ -72,6 +74,19 @@ def test_an_orchestrator_with_other_settings_does_not_go_on_with_the_run(
     assert run.code == 2
     assert f"{section}.{name} is {value}" in run.progress.error
     assert len(run.metrics) == 2
+
+
+def test_a_run_from_before_a_setting_was_there_goes_on_with_what_it_did(
+    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(**COMMON)
+    break_off(config, "generate", 3, monkeypatch)
+    path = RunFiles(config.run_directory).identity
+    identity = json.loads(path.read_text())
+    for key in CAME_LATER:
+        del identity["settings"][key]
+    path.write_text(json.dumps(identity))
+    assert_same(run_to_the_end(config), undisturbed)
 
 
 def test_other_prompts_under_the_same_path_are_refused_and_the_same_under_another_are_not(

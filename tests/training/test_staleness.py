@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from quartet.demo.world import World
 from quartet.models.engines.apart import ApartEngine
 from quartet.types import Role
+from services.actor import servicer
 from services.orchestrator.staleness import Staleness
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Fleet, Run, assert_same, json_lines, orchestrator, run_to_the_end, services
+from tests.training.runs import Fleet, Run, assert_same, json_lines, orchestrator, run_to_the_end, services, underway
+from tests.training.test_live_control import asked, steps_kept
 from tests.training.test_recovery import MOMENTS, disturbed
 from tests.training.test_resume import break_off
 from tests.unit.models import tiny
@@ -99,6 +102,42 @@ def test_an_evaluation_changes_nothing(make: MakeConfig, world: World, undisturb
     )
     assert_same(evaluated, undisturbed)
     assert evaluated.progress.recoveries == 0
+
+
+def test_a_checkpoint_that_a_user_asks_for_is_kept_and_generates_the_next_step(
+    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = stale(make, checkpoint={"keep": 9})
+    with asked(config, {3: lambda running: running.commands.checkpoint()}, monkeypatch) as going:
+        run = going.finish()
+    assert (run.code, run.progress.recoveries) == (0, 0), run.progress.notes
+    assert steps_kept(run) == ["step-000003", "step-000005", "step-000007"]
+    assert [run.trajectories(step)[0]["policy_version"] for step in range(1, STEPS + 1)] == [0, 0, 1, 3, 3, 5, 5]
+
+
+def test_an_update_waits_for_the_generation_that_needs_the_weights_before_it(
+    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = servicer._generation_requests
+
+    def slowly(request: Any) -> Any:
+        time.sleep(0.1)
+        return read(request)
+
+    monkeypatch.setattr(servicer, "_generation_requests", slowly)
+    run = run_to_the_end(stale(make))
+    assert_same(run, undisturbed)
+    assert run.progress.recoveries == 0
+
+
+def test_how_often_there_is_a_checkpoint_stays_as_it_was(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = stale(make)
+    break_off(config, "committed", 3, monkeypatch)
+    other = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": 4})})
+    with underway(other) as going:
+        run = going.finish()
+    assert run.code == 2
+    assert "checkpoint.every is 4" in run.progress.error
 
 
 def test_the_rule_needs_nothing_but_the_step_and_the_checkpoint() -> None:

@@ -138,6 +138,7 @@ def test_a_certificate_authority_that_cannot_be_read_is_named(tmp_path: Path) ->
         ({"engine": "triton", "rollout": {"triton": {"url": URL}}, "lora": LORA}, "engine triton"),
         ({"engine": "torch", "algorithm": {"importance_cap": None}}, "importance_cap"),
         ({"engine": "torch", "rollout": {"max_staleness": 2}}, "rollout.max_staleness"),
+        ({"engine": "torch", "timeouts": {"update": 1.0}}, "timeouts.update 1"),
     ],
 )
 def test_stale_policies_need_an_engine_with_weights_of_its_own_and_a_correction(

@@ -67,7 +67,8 @@ class TrainedModelConfig(Section):
     lora: LoraConfig | None = None
     """Train adapters instead of the weights; null is off."""
     micro_batch_tokens: Count | None = None
-    """Most tokens of one forward pass; pads count, where a model needs them. Changes speed and memory, not the result. null:
+    """Most tokens of one forward pass; pads count, where a model needs them. Changes speed and memory, and no more of the
+    result than its last bits. null:
     4096, and fewer for updates where the memory that is free at the start holds no more; kept with the run."""
     gradient_checkpointing: bool | None = None
     """Compute activations again on the way back instead of keeping them: less memory, about a third more work, the same bits.

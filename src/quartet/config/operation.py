@@ -119,7 +119,7 @@ class ServiceConfig(Section):
     listen: HostPort = None
     """HOST:PORT to listen on; port 0 takes a free one. Null: 127.0.0.1 and the port of `address`, or a free one."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """CUDA devices; none: the CPU. One, but an actor whose policies may be stale may have a second to generate on."""
+    """CUDA devices; none: the CPU. One; the actor with rollout.max_staleness 1 may have a second, to generate on."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads; null: its share of the cores, in an update its share among those that learn."""
     metrics: HostPort = None

@@ -174,6 +174,11 @@ class Config(Section):
                 f"{where}: engine {self.rollout.engine} needs the policy that learns while it generates; set engine torch, "
                 "or max_staleness 0"
             )
+        if self.timeouts.update < self.timeouts.generate:
+            raise ValueError(
+                f"timeouts.update {self.timeouts.update:g}: with rollout.max_staleness an update ends when what is generated "
+                f"meanwhile has come to its end; give at least timeouts.generate {self.timeouts.generate:g}"
+            )
         if self.algorithm.importance_cap is None:
             raise ValueError(
                 f"{where}: responses come from an older policy than the one that learns, which importance sampling corrects for; "

@@ -239,7 +239,7 @@ def _frozen_dropout(model: _Module) -> _Module:
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
+            if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
     return model.eval()
 

@@ -32,14 +32,28 @@ def recomputing(model: Any, on: bool = True) -> Iterator[None]:
         }
     )
     # Asked of a layer alone; what is in it stays in evaluation mode.
-    for layer in layers:
-        layer.training = True
+    with _without_dropout(base.config):
+        for layer in layers:
+            layer.training = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
+            base.activation_checkpointing_disable()
+
+
+@contextmanager
+def _without_dropout(config: Any) -> Iterator[None]:
+    """A layer may read its rates from the model's config, and now it believes that it trains."""
+    rates = {name: value for name, value in vars(config).items() if "drop" in name and isinstance(value, float)}
+    for name in rates:
+        setattr(config, name, 0.0)
     try:
         yield
     finally:
-        for layer in layers:
-            layer.training = False
-        base.activation_checkpointing_disable()
+        for name, value in rates.items():
+            setattr(config, name, value)
 
 
 def _attending_as_now(config: Any) -> AbstractContextManager[None]:

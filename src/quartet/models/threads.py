@@ -11,8 +11,11 @@ import torch
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
     """While it lasts torch computes with ``count`` threads; None leaves them."""
+    if count is None:
+        yield
+        return
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

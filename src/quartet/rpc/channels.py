@@ -165,6 +165,10 @@ class PendingCall:
         """Has ``heard`` called, by another thread, when the answer or the failure is there; at once if it is."""
         self._future.add_done_callback(lambda _: heard())
 
+    def wait_until_begun(self) -> None:
+        """Returns when the service has sent its initial metadata, or when the call has ended."""
+        self._future.initial_metadata()
+
     def result(self) -> Any:
         """The answer. Raises the domain exception of its status code."""
         try:

@@ -57,6 +57,10 @@ class PendingResult(Generic[T]):
         """Has ``heard`` called, by another thread, when the answer or the failure is there; at once if it is."""
         self._pending.when_done(heard)
 
+    def wait_until_begun(self) -> None:
+        """Returns when the service says that it has begun, or when the call has ended."""
+        self._pending.wait_until_begun()
+
     def result(self) -> T:
         """The answer. Raises the domain exception that the service answered with."""
         if self._found is None:

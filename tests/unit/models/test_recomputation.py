@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import FalconConfig, FalconForCausalLM
 
+from quartet.models.loading import load_causal_lm
 from quartet.models.lora import add_adapter
 from quartet.models.memory import kept_bytes
 from quartet.models.optimizer import create_optimizer
@@ -81,3 +84,22 @@ def test_afterwards_it_is_off_also_after_an_error() -> None:
         fail()
     assert not model.is_activation_checkpointing
     assert not any(module.training for module in model.modules())
+
+
+def test_dropout_that_layers_read_from_the_models_config_stays_off(tmp_path: Path) -> None:
+    config = FalconConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=0,
+        eos_token_id=1,
+        hidden_dropout=0.5,
+        attention_dropout=0.5,
+    )
+    FalconForCausalLM(config).save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path))
+    plain, recomputed = update(model, False), update(model, True)
+    assert plain[0] == recomputed[0]
+    assert all(map(torch.equal, plain[1], recomputed[1]))
+    assert model.config.hidden_dropout == 0.5, "what is saved says what the model was trained with"
