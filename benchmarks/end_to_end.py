@@ -184,15 +184,16 @@ def table(found: dict[str, list[Pair]], steps: int, dtype: str, where: str) -> s
     """What the page says: medians over the pairs."""
     lines = [
         f"{where}. {steps} steps a run, {dtype}, the first {WARM_UP} steps left out; medians, and of the ratio the least and the "
-        "most.",
+        "most. The reward is the mean of the last half of the steps.",
         "",
-        "| config | pairs | seconds a step, TRL | Quartet | episodes/s, TRL | Quartet | tokens/s, TRL | Quartet | times TRL |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| config | pairs | seconds a step, TRL | Quartet | episodes/s, TRL | Quartet | tokens/s, TRL | Quartet "
+        "| reward, TRL | Quartet | times TRL |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for path, pairs in found.items():
         cells = [
             f"{statistics.median(getattr(side, name) for side in sides):.{digits}f}"
-            for name, digits in (("seconds", 2), ("episodes", 1), ("tokens", 0))
+            for name, digits in (("seconds", 2), ("episodes", 1), ("tokens", 0), ("reward", 2))
             for sides in ([pair.trl for pair in pairs], [pair.quartet for pair in pairs])
         ]
         ratios = [pair.ratio for pair in pairs]

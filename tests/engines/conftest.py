@@ -13,6 +13,7 @@ import transformers
 
 from quartet.models.engine import TorchEngine
 from quartet.models.engines import Engine, Policy
+from quartet.models.engines.apart import ApartEngine
 from quartet.models.lora import add_adapter
 from quartet.models.scoring import response_log_probs
 from tests.engines import stand_in
@@ -34,6 +35,7 @@ EOS = 32
 ENGINES = (
     "torch",
     "torch-static",
+    "torch-apart",
     "triton-current",
     "triton-older",
     "triton-whole",
@@ -101,8 +103,11 @@ def subject() -> Policy:
 def engine(request: pytest.FixtureRequest, subject: Policy, tmp_path: Path, checkpoint: Path) -> Iterator[Engine]:
     """One engine after another over the subject."""
     name: str = request.param
-    if name.startswith("torch"):
-        made: Engine = TorchEngine(subject.model, subject.stop_ids, 32, static=name == "torch-static")
+    made: Engine
+    if name == "torch-apart":
+        made = ApartEngine(subject.model, subject.stop_ids, 32, "cpu")
+    elif name.startswith("torch"):
+        made = TorchEngine(subject.model, subject.stop_ids, 32, static=name == "torch-static")
     elif name.startswith("triton-"):
         from tests.engines.triton_engines import engine_of
 
