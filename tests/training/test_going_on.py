@@ -38,7 +38,7 @@ def begun(config: Config, identified: bool) -> RunFiles:
     files = RunFiles(config.run_directory)
     files.write_config(config.to_yaml())
     if identified:
-        Identity.new(config).write(files.identity)
+        Identity.new(config, {}).write(files.identity)
     return files
 
 

@@ -79,8 +79,14 @@ UNUSUAL: dict[str, dict[str, Any]] = {
         "schedule": "linear",
         "final_learning_rate": 5e-4,
         "optimizer": {"max_grad_norm": 0.7},
+        "micro_batch_tokens": 512,
     },
-    "critic": {"learning_rate": 4e-3, "schedule": "linear", "optimizer": {"max_grad_norm": 0.3}},
+    "critic": {
+        "learning_rate": 4e-3,
+        "schedule": "linear",
+        "optimizer": {"max_grad_norm": 0.3},
+        "micro_batch_tokens": 256,
+    },
 }
 
 
@@ -94,14 +100,14 @@ def test_what_a_step_asks_of_the_services_is_what_the_config_says(make: MakeConf
     assert set(of_each(asked["Reference.log_probs"], "temperature")) == {0.5}
     loss = PolicyLossSettings(0.5, 0.15, 0.3, 4.0, 0.01, "k3", 0.2, "token", "sequence_mean", 3.0, 50.0)
     actor = [
-        OptimizationSettings(epochs, 2, pytest.approx(rate), 0.7, 11, True)  # type: ignore[arg-type]
+        OptimizationSettings(epochs, 2, pytest.approx(rate), 0.7, 11, True, 512)  # type: ignore[arg-type]
         for epochs, rate in ((0, 1e-3), (3, 2e-3), (3, 2e-3), (3, 1.25e-3))
     ]
     assert of_each(asked["Actor.update"], "step", "settings", "loss") == [
         (step, settings, loss) for step, settings in enumerate(actor, 1)
     ]
     critic = [
-        OptimizationSettings(3, 2, pytest.approx(rate), 0.3, 11, True)  # type: ignore[arg-type]
+        OptimizationSettings(3, 2, pytest.approx(rate), 0.3, 11, True, 256)  # type: ignore[arg-type]
         for rate in (4e-3, 3e-3, 2e-3, 1e-3)
     ]
     assert of_each(asked["Critic.update"], "step", "settings", "loss") == [
