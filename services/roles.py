@@ -69,7 +69,7 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
         access,
         config.run.seed,
         engine,
-        _update_threads(config, Role.ACTOR),
+        update_threads_of(config, Role.ACTOR),
         limits_of(config, Role.ACTOR),
     )
     return ActorServicer(actor, compute, threads, link.is_lost, ComputeThread() if stale else None)
@@ -85,7 +85,7 @@ def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str
         run_root(config),
         lambda run: ExperienceStore(client, url, run, link.lose),
         config.run.seed,
-        _update_threads(config, Role.CRITIC),
+        update_threads_of(config, Role.CRITIC),
         limits_of(config, Role.CRITIC),
     )
     return CriticServicer(critic, compute, threads, link.is_lost)
@@ -105,11 +105,6 @@ def _build_reference(config: Config, compute: ComputeThread, threads: int) -> Ho
         config.reference.micro_batch_tokens,
     )
     return ReferenceServicer(reference, compute, threads)
-
-
-def _update_threads(config: Config, role: Role) -> int | None:
-    # Torch has one number for all threads that compute at once, and the next step is generated during the update.
-    return None if config.rollout.max_staleness else update_threads_of(config, role)
 
 
 def devices_of_actor(service: ServiceConfig, stale: bool) -> tuple[str, str]:

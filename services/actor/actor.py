@@ -115,44 +115,32 @@ class Actor(TrainedModel):
         ``policy_version``.
         """
         with self._generating:
-            return self._generate(requests, sampling, seed, leader_epoch, policy_version, cancelled, begun)
-
-    def _generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        sampling: SamplingParameters,
-        seed: int,
-        leader_epoch: int,
-        policy_version: int,
-        cancelled: Callable[[], bool],
-        begun: Callable[[], None],
-    ) -> tuple[int, int]:
-        self._updates.fence(leader_epoch)
-        self._updates.check_whole()
-        if policy_version != self._generates:
-            raise FailedPrecondition(
-                f"generate with policy version {policy_version}: this policy is version {self._generates}; "
-                "restart the actor for a new run"
-            )
-        for request in requests:
-            if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self._vocabulary:
-                raise InvalidRequest(f"prompt {request.id}: token ids must lie in 0..{self._vocabulary - 1}")
-        begun()
-        stream = self._buffer(requests[0].id.run).rollouts
-        tokens = 0
-        finished = []
-        for trajectory in self._engine.generate(requests, sampling, seed, policy_version, cancelled):
-            if tokens == 0:
-                failpoint("actor.generating")
-            tokens += len(trajectory.response_ids)
-            self._tokens["generated"] += len(trajectory.response_ids)
-            finished.append(trajectory)
-            if len(finished) == FLUSH:
+            self._updates.fence(leader_epoch)
+            self._updates.check_whole()
+            if policy_version != self._generates:
+                raise FailedPrecondition(
+                    f"generate with policy version {policy_version}: this policy is version {self._generates}; "
+                    "restart the actor for a new run"
+                )
+            for request in requests:
+                if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self._vocabulary:
+                    raise InvalidRequest(f"prompt {request.id}: token ids must lie in 0..{self._vocabulary - 1}")
+            begun()
+            stream = self._buffer(requests[0].id.run).rollouts
+            tokens = 0
+            finished = []
+            for trajectory in self._engine.generate(requests, sampling, seed, policy_version, cancelled):
+                if tokens == 0:
+                    failpoint("actor.generating")
+                tokens += len(trajectory.response_ids)
+                self._tokens["generated"] += len(trajectory.response_ids)
+                finished.append(trajectory)
+                if len(finished) == FLUSH:
+                    stream.append(finished, leader_epoch)
+                    finished = []
+            if finished:
                 stream.append(finished, leader_epoch)
-                finished = []
-        if finished:
-            stream.append(finished, leader_epoch)
-        return len(requests), tokens
+            return len(requests), tokens
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
         """As of TrainedModel; what is being generated comes to its end first."""

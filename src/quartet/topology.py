@@ -68,15 +68,15 @@ def threads_of(config: Config, role: Role) -> int:
     return _share(config, role, roles_of(config))
 
 
-def update_threads_of(config: Config, role: Role) -> int:
+def update_threads_of(config: Config, role: Role) -> int | None:
     """CPU threads of an update by actor or critic: as told, or its share of the cores among those of this machine that learn.
 
-    While they learn, the services that score have nothing to do.
+    While they learn, the services that score have nothing to do. None, to leave them as they are, where the next step is
+    generated meanwhile: torch has one number for all threads that compute at once.
     """
-    told: int | None = getattr(config.services, role).threads
     if config.rollout.max_staleness:
-        # The next step is generated meanwhile, and torch has one number for all threads that compute at once.
-        return threads_of(config, role)
+        return None
+    told: int | None = getattr(config.services, role).threads
     return told or _share(config, role, [other for other in roles_of(config) if other in TRAINED_ROLES])
 
 

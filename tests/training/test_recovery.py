@@ -80,11 +80,8 @@ def disturbed(
             yield going
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("role", [Role.ACTOR, Role.CRITIC, Role.REWARD, Role.REFERENCE])
-def test_a_service_that_went_away_is_waited_for_and_brought_back_to_the_last_commit(
-    role: Role, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def lost_for_a_while(config: Config, moment: str, role: Role, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run that loses a service right before a moment of step 4, and has it back a little later."""
     back: list[threading.Timer] = []
 
     def lose(started: Fleet) -> None:
@@ -92,10 +89,18 @@ def test_a_service_that_went_away_is_waited_for_and_brought_back_to_the_last_com
         back.append(threading.Timer(0.3, started.start, [role]))
         back[0].start()
 
-    with disturbed(make(**SHORT), moment, lose, monkeypatch) as going:
+    with disturbed(config, moment, lose, monkeypatch) as going:
         run = going.finish()
         back[0].join(20)
-    assert_same(run, undisturbed)
+    return run
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("role", [Role.ACTOR, Role.CRITIC, Role.REWARD, Role.REFERENCE])
+def test_a_service_that_went_away_is_waited_for_and_brought_back_to_the_last_commit(
+    role: Role, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_same(lost_for_a_while(make(**SHORT), moment, role, monkeypatch), undisturbed)
 
 
 def test_a_recovery_is_shown_and_the_run_ends_as_if_nothing_had_been(

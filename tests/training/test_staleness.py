@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -15,9 +14,9 @@ from quartet.types import Role
 from services.actor import servicer
 from services.orchestrator.staleness import Staleness
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Fleet, Run, assert_same, json_lines, orchestrator, run_to_the_end, services, underway
+from tests.training.runs import Run, assert_same, json_lines, orchestrator, run_to_the_end, services, underway
 from tests.training.test_live_control import asked, steps_kept
-from tests.training.test_recovery import MOMENTS, disturbed
+from tests.training.test_recovery import MOMENTS, lost_for_a_while
 from tests.training.test_resume import break_off
 from tests.unit.models import tiny
 
@@ -66,17 +65,7 @@ def test_the_next_step_is_generated_during_the_update(undisturbed: Run) -> None:
 def test_a_service_that_went_away_is_brought_back_and_the_same_policies_generate(
     role: Role, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    back: list[threading.Timer] = []
-
-    def lose(started: Fleet) -> None:
-        started.lose(role)
-        back.append(threading.Timer(0.3, started.start, [role]))
-        back[0].start()
-
-    with disturbed(stale(make), moment, lose, monkeypatch) as going:
-        run = going.finish()
-        back[0].join(20)
-    assert_same(run, undisturbed)
+    assert_same(lost_for_a_while(stale(make), moment, role, monkeypatch), undisturbed)
 
 
 @pytest.mark.parametrize("stays", [False, True])

@@ -140,7 +140,7 @@ def _needs(config: Config) -> Iterator[Finding]:
 
 def _threads(config: Config, role: Role) -> str:
     usual = threads_of(config, role)
-    updating = update_threads_of(config, role) if role in TRAINED_ROLES else usual
+    updating = (update_threads_of(config, role) if role in TRAINED_ROLES else None) or usual
     return f"{usual} threads" if updating == usual else f"{usual} threads, {updating} in updates"
 
 

@@ -25,16 +25,25 @@ class _Window:
         self.rows, self.start, self.end = rows, 0, end
 
 
-class _Layer(_CacheLayer):  # type: ignore[misc]
-    """One layer's keys and values [rows, heads, capacity, head size], as transformers' models use a cache layer."""
+class BufferLayer(_CacheLayer):  # type: ignore[misc]
+    """One layer's keys and values [rows, heads, columns, head size], as transformers' models use a cache layer."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: _Window) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
-        self.keys, self.values, self.window = keys, values, window
+        self.keys, self.values = keys, values
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        raise NotImplementedError("the buffers are there from the start")
+        """Never called: the buffers are there from the start."""
+        raise NotImplementedError
+
+
+class _Layer(BufferLayer):
+    """A layer of which only the window is in use."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: _Window) -> None:
+        super().__init__(keys, values)
+        self.window = window
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from quartet.models.forward import attends_to_all, device_of, takes, vocabulary_size
-from quartet.models.kv_cache import prefill_cache
+from quartet.models.kv_cache import BufferLayer, prefill_cache
 from quartet.models.packing import TOLERANCE
 
 COLUMNS = 64
@@ -23,20 +23,13 @@ COLUMNS = 64
 TRIAL = ((5, 3), 3)
 """Prompt lengths of the trial, and how many tokens are decoded."""
 
-# What transformers asks of a cache layer. Its own annotations leave room for layers without keys yet.
-_CacheLayer: Any = CacheLayerMixin
 
-
-class _Layer(_CacheLayer):  # type: ignore[misc]
-    """One layer's keys and values [rows, heads, columns, head size], into which each row's new token is put at its position."""
+class _Layer(BufferLayer):
+    """A layer into which each row's new token is put at its own position."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, places: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.keys, self.values, self._places = keys, values, places
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        raise NotImplementedError("the buffers are there from the start")
+        super().__init__(keys, values)
+        self._places = places
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
