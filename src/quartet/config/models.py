@@ -75,8 +75,8 @@ class TrainedModelConfig(Section):
     null: where the free memory is too small otherwise."""
 
     @property
-    def scoring_tokens(self) -> int:
-        """Most tokens of one forward pass without gradients, which keeps little."""
+    def most_tokens_at_once(self) -> int:
+        """Most tokens of one forward pass where memory asks for no fewer, as without gradients it does not."""
         return self.micro_batch_tokens or MOST_MICRO_BATCH_TOKENS
 
     @model_validator(mode="after")
