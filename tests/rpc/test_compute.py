@@ -78,13 +78,14 @@ def test_work_gives_its_result_and_raises_its_error(compute: ComputeThread) -> N
 
 
 def test_work_runs_one_piece_at_a_time_in_the_order_of_its_arrival_on_one_thread(compute: ComputeThread) -> None:
-    release, running, most, order, threads = threading.Event(), 0, 0, [], set()
+    begun, release, running, most, order, threads = threading.Event(), threading.Event(), 0, 0, [], set()
 
     def work(number: int) -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
         if number == 0:
+            begun.set()
             assert release.wait(10)
         order.append(number)
         threads.add(threading.current_thread().name)
@@ -95,8 +96,9 @@ def test_work_runs_one_piece_at_a_time_in_the_order_of_its_arrival_on_one_thread
         for number in range(MAX_PENDING_WORK):
             caller = Call()
             calls.append(callers.submit(compute.run, "w", caller, lambda _, n=number: work(n)))
-            # Callbacks are registered just before the work is queued; the next caller comes after.
-            wait_until(lambda: compute._executor._work_queue.qsize() + 1 > number)  # noqa: B023
+            # The first is in hand and no longer queued; each later caller comes when the one before it is queued.
+            assert begun.wait(10)
+            wait_until(lambda: compute._executor._work_queue.qsize() == number)  # noqa: B023
         release.set()
         for call in calls:
             call.result(timeout=10)
