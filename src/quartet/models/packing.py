@@ -34,45 +34,41 @@ _found: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Sequences that are attended to together.
+class Packing:
+    """Where the sequences of a row of tokens stand, there and where attention has spread them out.
 
-    ``sources`` int64 [rows x longest]: which token of the row of all stands there, any where there is none. ``places`` int64:
-    where in rows x longest the tokens stand that are these sequences' alone or theirs first, in the order of the row of all.
+    ``position_ids`` int64 [1, tokens]: from 0 in each sequence. ``blocks``: rows and longest of the sequences that are attended
+    to together; spread out, one block's rows x longest follow another's. ``sources`` int64 [all of these]: which token of the row
+    stands there, any where there is none. ``places`` int64 [tokens]: where each token stands among them, in the first of its
+    sequences.
     """
 
+    position_ids: torch.Tensor
+    blocks: tuple[tuple[int, int], ...]
     sources: torch.Tensor
     places: torch.Tensor
-    rows: int
-    longest: int
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Where the sequences of a row of tokens stand. ``position_ids`` int64 [1, tokens]: from 0 in each sequence."""
-
-    position_ids: torch.Tensor
-    blocks: tuple[Block, ...]
 
     @classmethod
     def of(cls, sequences: Sequence[Places], device: torch.device | str) -> Packing:
         """The packing of sequences, each given by where its tokens stand in the row of all; the fewest blocks where the longest
         come first. Tokens that no sequence before has stand behind those of all before.
         """
-        positions = np.zeros(1 + max(int(sequence[-1]) for sequence in sequences), np.int64)
-        blocks, seen = [], 0
+        positions = np.zeros((1, 1 + max(int(sequence[-1]) for sequence in sequences)), np.int64)
+        blocks, sources, places = list[tuple[int, int]](), list[Places](), list[Places]()
+        seen = start = 0
         for together in _alike(sequences):
             longest = max(map(len, together))
-            # What follows a sequence's end it never sees, and nobody reads.
-            sources, places = np.zeros((len(together), longest), np.int64), []
-            for row, sequence in enumerate(together):
-                sources[row, : len(sequence)] = sequence
-                positions[sequence] = np.arange(len(sequence))
-                places.append(row * longest + np.flatnonzero(sequence >= seen))
+            blocks.append((len(together), longest))
+            for sequence in together:
+                positions[0, sequence] = np.arange(len(sequence))
+                places.append(start + np.flatnonzero(sequence >= seen))
+                start += longest
+                # What follows a sequence's end it never sees, and nobody reads.
+                sources.append(np.pad(sequence, (0, longest - len(sequence))))
                 seen = max(seen, 1 + int(sequence[-1]))
-            at, taken = (torch.from_numpy(array).to(device) for array in (sources.ravel(), np.concatenate(places)))
-            blocks.append(Block(at, taken, len(together), longest))
-        return cls(torch.from_numpy(positions[None]).to(device), tuple(blocks))
+        flat = (positions, np.concatenate(sources), np.concatenate(places))
+        position_ids, at, taken = (torch.from_numpy(array).to(device) for array in flat)
+        return cls(position_ids, tuple(blocks), at, taken)
 
 
 def _alike(sequences: Sequence[Places]) -> list[list[Places]]:
@@ -178,18 +174,23 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Of transformers: query, key and value [1, heads, tokens, head size] -> [1, tokens, heads, head size]."""
     packing: Packing = arguments.pop("packing")
+    # All blocks at once: each for itself would have a gradient of its own for the whole row on the way back.
+    spread = [_spread(states[0], packing) for states in (query, key, value)]
     outputs = []
-    for block in packing.blocks:
-        q, k, v = (_spread(states[0], block) for states in (query, key, value))
+    for q, k, v in zip(*spread, strict=True):
         output, _ = sdpa_attention_forward(module, q, k, v, None, **arguments)
-        outputs.append(output.flatten(0, 1)[block.places])
-    return torch.cat(outputs)[None], None
+        outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs).index_select(0, packing.places)[None], None
 
 
-def _spread(states: torch.Tensor, block: Block) -> torch.Tensor:
-    """[heads, tokens, head size] -> [rows, heads, longest, head size]."""
-    found = states.transpose(0, 1).index_select(0, block.sources)
-    return found.view(block.rows, block.longest, *found.shape[1:]).transpose(1, 2)
+def _spread(states: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
+    """[heads, tokens, head size] -> for each block [rows, heads, longest, head size]."""
+    found = states.transpose(0, 1).index_select(0, packing.sources)
+    parts = torch.split(found, [rows * longest for rows, longest in packing.blocks])
+    return [
+        part.view(rows, longest, *found.shape[1:]).transpose(1, 2)
+        for part, (rows, longest) in zip(parts, packing.blocks, strict=True)
+    ]
 
 
 AttentionInterface.register(NAME, _attention)

@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from transformers.utils import logging
 
 from quartet.errors import InvalidRequest
+from quartet.models.products import multiply_fast
 from quartet.models.threads import torch_threads
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -326,6 +327,7 @@ def _train(
     stage: str,
 ) -> None:
     """Takes ``schedule.steps`` steps of AdamW on ``loss``; weight decay for matrices alone. Leaves ``model`` in eval mode."""
+    multiply_fast(model)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(

@@ -105,13 +105,9 @@ def test_the_attention_of_a_model_is_put_back_after_a_failure(monkeypatch: pytes
 def test_sequences_of_much_the_same_length_are_attended_to_together() -> None:
     ends = np.cumsum([10, 6, 5, 3, 1])
     packing = Packing.of([np.arange(end - size, end) for end, size in zip(ends, [10, 6, 5, 3, 1], strict=True)], "cpu")
-    assert [(block.rows, block.longest, len(block.places)) for block in packing.blocks] == [
-        (2, 10, 16),
-        (2, 5, 8),
-        (1, 1, 1),
-    ]
-    assert packing.blocks[1].places.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert packing.blocks[1].sources.tolist()[:8] == [16, 17, 18, 19, 20, 21, 22, 23]
+    assert packing.blocks == ((2, 10), (2, 5), (1, 1))
+    assert packing.places.tolist() == [*range(16), *range(20, 28), 30]
+    assert packing.sources.tolist()[20:28] == [16, 17, 18, 19, 20, 21, 22, 23]
     assert packing.position_ids[0, 14:18].tolist() == [4, 5, 0, 1]
 
 

@@ -1,0 +1,101 @@
+"""The products of linear layers on a CPU, by oneDNN where that is the faster of the two libraries that torch has.
+
+torch gives a float32 product to MKL, which leaves AVX-512 alone on AMD's processors; oneDNN, which torch has for other types,
+does not, and takes half of the time there (docs/adr/0025-products-by-onednn.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+LEAST = 2**20
+"""Multiplications of a product from which on oneDNN is called: below, the call takes longer than the product."""
+_CPU = Path("/proc/cpuinfo")
+
+
+def multiply_fast(model: nn.Module) -> None:
+    """Has the linear layers of ``model`` compute by oneDNN, where that is faster on this machine; their weights stay what they
+    are, and so does all else.
+
+    Decided by the processor alone, so that a run has the same bits on machines of one kind.
+    """
+    if not onednn_is_faster():
+        return
+    for module in model.modules():
+        # Of exactly these classes: others compute in their own way.
+        if type(module) is nn.Linear:
+            module.__class__ = _Linear
+        elif type(module) is Conv1D:
+            module.__class__ = _Conv1D
+
+
+@functools.cache
+def onednn_is_faster() -> bool:
+    """Whether this is a processor on which MKL does not use the widest instructions that there are, and oneDNN does."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    return _CPU.is_file() and "AuthenticAMD" in _CPU.read_text()
+
+
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``inputs`` [..., in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [..., out]. With gradients."""
+    rows = inputs.numel() // inputs.shape[-1] if inputs.shape[-1] else 0
+    if inputs.device.type != "cpu" or inputs.dtype != torch.float32 or rows * weight.numel() < LEAST:
+        return functional.linear(inputs, weight, bias)
+    flat = inputs.reshape(rows, inputs.shape[-1])
+    if torch.is_grad_enabled():
+        found: Tensor = _Product.apply(flat, weight, bias)  # type: ignore[no-untyped-call]
+    else:
+        found = _product(flat, weight, bias)
+    return found.view(*inputs.shape[:-1], weight.shape[0])
+
+
+def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``left`` [n, k] times ``right`` [m, k] transposed: [n, m]. ``left`` is copied unless its rows are contiguous."""
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+    return found
+
+
+class _Product(torch.autograd.Function):
+    """A linear layer with its three products: the outputs', and on the way back the inputs' and the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return _product(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        inputs, weight = ctx.saved_tensors
+        of_inputs, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            _product(gradient, weight.t()) if of_inputs else None,
+            _weight_gradient(gradient, inputs) if of_weight else None,
+            gradient.sum(0) if of_bias else None,
+        )
+
+
+def _weight_gradient(gradient: Tensor, inputs: Tensor) -> Tensor:
+    """``gradient`` [n, out] transposed times ``inputs`` [n, in]: [out, in]. The narrower of them is the one that is copied."""
+    if gradient.shape[1] <= inputs.shape[1]:
+        return _product(gradient.t(), inputs.t())
+    return _product(inputs.t(), gradient.t()).t().contiguous()
+
+
+class _Linear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+class _Conv1D(Conv1D):
+    """GPT-2's linear layer, whose weight is [in, out]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight.t(), self.bias)

@@ -1,0 +1,171 @@
+"""Linear layers by oneDNN against torch's own: the same numbers, the same gradients, the same layers otherwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from quartet.models import products
+from quartet.models.loading import load_causal_lm
+from quartet.models.lora import add_adapter
+from quartet.models.products import linear, multiply_fast, onednn_is_faster
+from tests.unit.models import tiny
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch was built without oneDNN"
+)
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """oneDNN on any processor and for any product; gives the shapes of those that it was called for."""
+    called: list[tuple[int, ...]] = []
+    product = products._product
+
+    def noted(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        called.append((*left.shape, right.shape[0]))
+        return product(left, right, bias)
+
+    monkeypatch.setattr(products, "LEAST", 0)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "_product", noted)
+    return called
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 40),
+    inputs=st.integers(1, 40),
+    outputs=st.integers(1, 40),
+    bias=st.booleans(),
+    extra=st.booleans(),
+)
+def test_outputs_and_gradients_are_those_of_a_linear_layer(
+    rows: int, inputs: int, outputs: int, bias: bool, extra: bool
+) -> None:
+    generator = torch.Generator().manual_seed(rows + 100 * inputs + 10_000 * outputs)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    of = [drawn(rows, inputs)[None] if extra else drawn(rows, inputs), drawn(outputs, inputs)]
+    of += [drawn(outputs)] if bias else []
+    weights = drawn(*of[0].shape[:-1], outputs)
+
+    def all_of(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        arguments = [tensor.to(dtype).requires_grad_() for tensor in of]
+        found = function(*arguments)
+        (found * weights.to(dtype)).sum().backward()
+        return [found.detach(), *(argument.grad for argument in arguments if argument.grad is not None)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "LEAST", 0)
+        found = all_of(linear, torch.float32)
+    expected = all_of(functional.linear, torch.float64)
+    assert len(found) == len(expected) == 1 + len(of)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        assert torch.allclose(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_model_computes_the_same_and_keeps_its_weights(kind: str, everywhere: list[tuple[int, ...]]) -> None:
+    ids, found = torch.arange(24).view(2, 12), []
+    plain = tiny.causal(kind)
+    fast = copy.deepcopy(plain)
+    multiply_fast(fast)
+    for model in (plain, fast):
+        logits = model(input_ids=ids).logits
+        logits.logsumexp(-1).sum().backward()
+        found.append((logits.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
+    assert everywhere
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-5)
+    for name, gradient in found[0][1].items():
+        assert torch.allclose(found[1][1][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())), name
+    assert plain.state_dict().keys() == fast.state_dict().keys()
+
+
+def test_what_does_not_learn_costs_no_product_on_the_way_back(everywhere: list[tuple[int, ...]]) -> None:
+    inputs, weight = torch.randn(6, 4), torch.randn(5, 4)
+    linear(inputs, weight.requires_grad_()).sum().backward()
+    assert everywhere == [(6, 4, 5), (4, 6, 5)], "outputs and the weight's gradient"
+    everywhere.clear()
+    linear(inputs.requires_grad_(), weight.detach()).sum().backward()
+    assert everywhere == [(6, 4, 5), (6, 5, 4)], "outputs and the inputs' gradient"
+
+
+def test_small_products_and_other_types_are_left_to_torch(
+    everywhere: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(3, 2)
+    linear(torch.randn(4, 2, dtype=torch.bfloat16), weight.bfloat16())
+    assert linear(torch.randn(0, 2), weight).shape == (0, 3)
+    everywhere.clear()
+    monkeypatch.setattr(products, "LEAST", 4 * 2 * 3 + 1)
+    linear(torch.randn(4, 2), weight)
+    assert everywhere == []
+    linear(torch.randn(5, 2), weight)
+    assert everywhere == [(5, 2, 3)]
+
+
+def test_layers_stay_linear_layers(everywhere: list[tuple[int, ...]]) -> None:
+    class Own(nn.Linear):
+        """Computes in its own way."""
+
+    model = nn.Sequential(nn.Linear(2, 2), Own(2, 2), Conv1D(2, 2))
+    multiply_fast(model)
+    assert [type(layer) is kind for layer, kind in zip(model, (nn.Linear, Own, Conv1D), strict=True)] == [
+        False,
+        True,
+        False,
+    ]
+    assert isinstance(model[0], nn.Linear)
+    assert isinstance(model[2], Conv1D)
+
+
+def test_an_adapter_goes_on_such_layers(everywhere: list[tuple[int, ...]]) -> None:
+    model = tiny.causal("gpt2")
+    multiply_fast(model)
+    adapter = add_adapter(model, "base", rank=2, alpha=4.0, target_modules=[], seed=0)
+    everywhere.clear()
+    logits = model(input_ids=torch.arange(6)[None]).logits
+    with adapter.off():
+        assert torch.equal(model(input_ids=torch.arange(6)[None]).logits, logits), "an adapter starts at 0"
+    assert everywhere
+
+
+def test_checkpoints_are_loaded_with_fast_layers(
+    tmp_path: Path, everywhere: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = load_causal_lm(tiny.saved(tiny.causal("llama"), tmp_path / "model"))
+    everywhere.clear()
+    model(input_ids=torch.zeros(1, 3, dtype=torch.int64))
+    assert len(everywhere) == 2 * 7 + 1
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+    plain: Any = load_causal_lm(tmp_path / "model")
+    everywhere.clear()
+    plain(input_ids=torch.zeros(1, 3, dtype=torch.int64))
+    assert everywhere == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "vendor", "faster"),
+    [("AVX512", "AuthenticAMD", True), ("AVX512", "GenuineIntel", False), ("AVX2", "AuthenticAMD", False)],
+)
+def test_the_processor_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: str, vendor: str, faster: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\n")
+    monkeypatch.setattr(products, "_CPU", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert onednn_is_faster.__wrapped__() is faster
