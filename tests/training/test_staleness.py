@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from quartet.demo.world import World
 from quartet.models.engines.apart import ApartEngine
 from quartet.types import Role
 from services.actor import servicer
+from services.critic.critic import Critic
 from services.orchestrator.staleness import Staleness
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, json_lines, orchestrator, run_to_the_end, services, underway
@@ -50,7 +53,7 @@ def test_a_step_is_generated_by_the_policy_before_the_last_update_and_weighed_fo
     assert [kl > 1e-9 for kl in mismatch] == [bool(steps) for steps in behind], mismatch
 
 
-def test_the_next_step_is_generated_during_the_update(undisturbed: Run) -> None:
+def test_the_next_step_is_begun_before_the_update(undisturbed: Run) -> None:
     begun = list[bool]()
     for line in json_lines(undisturbed.files.timeline):
         spans = line["spans"]
@@ -58,6 +61,29 @@ def test_the_next_step_is_generated_during_the_update(undisturbed: Run) -> None:
         begun.append(any(0 < span["start"] <= update for span in spans if span["phase"] == "generate"))
     # Steps 1 and 6 are generated when they begin, like 2, which is begun in 1. What follows a checkpoint is not begun before it.
     assert begun == [True, True, True, True, False, True, False]
+
+
+def test_the_next_step_is_generated_while_the_models_learn(
+    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, update = ApartEngine._generate, Critic.update
+    learned_from, in_time = defaultdict[int, threading.Event](threading.Event), list[bool]()
+
+    def held(engine: Any, requests: Any, sampling: Any, seed: int, policy_version: int, cancelled: Any) -> Any:
+        step, trajectories = requests[0].id.step, generate(engine, requests, sampling, seed, policy_version, cancelled)
+        yield next(trajectories)
+        if policy_version < step - 1:
+            in_time.append(learned_from[step - 1].wait(10))
+        yield from trajectories
+
+    def learns(critic: Critic, run: str, step: int, *arguments: Any) -> Any:
+        learned_from[step].set()
+        return update(critic, run, step, *arguments)
+
+    monkeypatch.setattr(ApartEngine, "_generate", held)
+    monkeypatch.setattr(Critic, "update", learns)
+    assert_same(run_to_the_end(stale(make)), undisturbed)
+    assert in_time == [True] * 5
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

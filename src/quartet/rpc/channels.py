@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import grpc
 import structlog
+from google.protobuf.message import Message
 
 from quartet.errors import AccessRefused, Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
 from quartet.rpc.credentials import LOCAL, Credentials
@@ -151,6 +154,67 @@ def accepts_connections(address: str) -> bool:
     return True
 
 
+class ToldAtOnce:
+    """A unary method whose initial metadata is there when it comes.
+
+    gRPC for Python has a unary call's only with its answer, and a stream's when they come; to the service the two are the same.
+    """
+
+    def __init__(self, channel: grpc.Channel, method: str, response: type[Message]) -> None:
+        """``method`` is /PACKAGE.SERVICE/NAME."""
+        self._call: Any = channel.unary_stream(
+            method,
+            request_serializer=lambda request: request.SerializeToString(),
+            response_deserializer=response.FromString,
+        )
+
+    def future(self, request: Message, timeout: float, metadata: Sequence[tuple[str, str]]) -> AnswerToCome:
+        """Begins a call."""
+        return AnswerToCome(self._call(request, timeout=timeout, metadata=metadata))
+
+
+class AnswerToCome:
+    """The one answer of a stream, as gRPC's futures have a unary call's."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._answer: Future[Any] = Future()
+        threading.Thread(target=self._read, name="answer", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            [answer] = self._stream
+        except Exception as error:
+            self._answer.set_exception(error)
+        else:
+            self._answer.set_result(answer)
+
+    def initial_metadata(self) -> Any:
+        """Waits for the service's initial metadata, or for the end of the call."""
+        return self._stream.initial_metadata()
+
+    def done(self) -> bool:
+        """Whether the answer, or the failure, is there."""
+        return self._answer.done()
+
+    def code(self) -> grpc.StatusCode:
+        """Of the call that has ended."""
+        found: grpc.StatusCode = self._stream.code()
+        return found
+
+    def add_done_callback(self, heard: Callable[[AnswerToCome], None]) -> None:
+        """Has ``heard`` called when the answer or the failure is there; at once if it is."""
+        self._answer.add_done_callback(lambda _: heard(self))
+
+    def result(self) -> Any:
+        """The answer. Raises grpc.RpcError."""
+        return self._answer.result()
+
+    def cancel(self) -> None:
+        """Ends the call."""
+        self._stream.cancel()
+
+
 class PendingCall:
     """A call under way."""
 
@@ -166,7 +230,7 @@ class PendingCall:
         self._future.add_done_callback(lambda _: heard())
 
     def wait_until_begun(self) -> None:
-        """Returns when the service has sent its initial metadata, or when the call has ended."""
+        """Returns when the service has sent its initial metadata, or when the call has ended; at once only of ``ToldAtOnce``."""
         self._future.initial_metadata()
 
     def result(self) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from quartet import codec
 from quartet.config import TimeoutsConfig
 from quartet.errors import FailedPrecondition, MismatchError, ServiceFailed
-from quartet.rpc.channels import Peer, PendingCall, replicas_at
+from quartet.rpc.channels import Peer, PendingCall, ToldAtOnce, replicas_at
 from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.types import (
     FloatArray,
@@ -114,6 +114,7 @@ class ActorClient(ServiceClient):
     def __init__(self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL) -> None:
         super().__init__(address, timeouts, credentials)
         self._stub = actor_pb2_grpc.ActorServiceStub(self.peer.channel)
+        self._generate = ToldAtOnce(self.peer.channel, "/quartet.v1.ActorService/Generate", actor_pb2.GenerateResponse)
 
     def generate(
         self,
@@ -144,7 +145,7 @@ class ActorClient(ServiceClient):
             policy_version=policy_version,
             first_sample=first_sample,
         )
-        pending = self.peer.start(self._stub.Generate, request, self.timeouts.generate, "Generate")
+        pending = self.peer.start(self._generate, request, self.timeouts.generate, "Generate")
         return PendingResult(pending, lambda answer: int(answer.trajectories))
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
