@@ -9,6 +9,11 @@ from torch import Tensor
 
 from quartet.errors import InvalidRequest
 
+CACHED = 2**17
+"""Numbers that a core's cache still holds when they are passed over again."""
+LEAST_LOG_PROB = -1e30
+"""Less than that of any token whose probability is above 0 in float64."""
+
 
 def token_log_probs(logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
     """Log-probability in nats of each token: logits [n, vocabulary], ids [n] -> [n].
@@ -51,10 +56,15 @@ def entropy(logits: Tensor, temperature: float) -> Tensor:
 
     Raises InvalidRequest.
     """
-    log_probs = torch.log_softmax(_scaled(logits, temperature), dim=1)
-    probs = log_probs.exp()
+    scaled = _scaled(logits, temperature)
+    rows = max(1, CACHED // scaled.shape[1]) if scaled.device.type == "cpu" else max(1, len(scaled))
+    return torch.cat([_entropy(some) for some in torch.split(scaled, rows)])
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    log_probs = torch.log_softmax(logits, dim=1)
     # A token that cannot occur (logit -inf) adds 0, as p log p does in the limit; 0 * -inf would be NaN.
-    return -(probs * log_probs.masked_fill(probs == 0, 0.0)).sum(1)
+    return -(log_probs.exp() * log_probs.clamp(min=LEAST_LOG_PROB)).sum(1)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
