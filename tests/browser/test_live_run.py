@@ -19,7 +19,11 @@ from tests.training.runs import Fleet, Underway, json_lines
 
 @pytest.fixture(scope="module")
 def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Underway, Fleet]]:
-    with live(make, tmp_path_factory.mktemp("browser"), "watched", steps=5000) as found:
+    models = {
+        "actor": {"micro_batch_tokens": 2048},
+        "critic": {"micro_batch_tokens": 1024, "gradient_checkpointing": True},
+    }
+    with live(make, tmp_path_factory.mktemp("browser"), "watched", steps=5000, **models) as found:
         eventually(found[0].board.current, lambda progress: progress.step >= 3)
         yield found
 
@@ -117,6 +121,16 @@ def test_a_dead_service_turns_red_and_green_again(window: Window, going: tuple[U
     services.start(Role.REWARD)
     window.page.wait_for_selector('[data-role="reward"][data-health="serving"]')
     window.page.get_by_text("processes serving").wait_for()
+
+
+def test_models_that_learn_say_how_their_updates_are_taken(window: Window) -> None:
+    window.show("runs/watched/services")
+    cards = window.page.locator("[data-role]")
+    told = {"actor": "at most 2,048 tokens", "critic": "at most 1,024 tokens, gradient checkpointing"}
+    for role, words in told.items():
+        label = window.page.locator(f'[data-role="{role}"] dt', has_text="Micro-batch")
+        assert label.locator("xpath=following-sibling::dd[1]").inner_text() == words
+    assert cards.filter(has_text="Micro-batch").count() == len(told) < cards.count()
 
 
 def test_an_alert_that_comes_while_the_run_is_read_is_counted(

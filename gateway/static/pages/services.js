@@ -93,9 +93,16 @@ function card(service) {
       ["Parameters", service.parameters === null ? null : whole(service.parameters)],
       ["Policy version", service.policy_version === null ? null : whole(service.policy_version)],
       ["Step", service.step === null ? null : whole(service.step)],
+      ["Micro-batch", microBatch(service)],
     ]),
     busy(service.busy_seconds),
   );
+}
+
+/** How an update that does not say otherwise is split; null for a model that does not learn. */
+function microBatch({ micro_batch_tokens: tokens, gradient_checkpointing: again }) {
+  if (tokens === null) return null;
+  return `at most ${plural(tokens, "token")}${again ? ", gradient checkpointing" : ""}`;
 }
 
 function load({ load: share }) {
