@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from quartet.demo.world import World
 from quartet.telemetry.run_files import RunFiles
+from services.actor import actor
+from services.critic import critic
+from services.orchestrator import records
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, figures, json_lines, run_to_the_end, underway
 
 STEPS = 3
+PATIENCE = 20.0
+"""Seconds that those who meet wait for one another."""
 
 
 def begun_ahead(files: RunFiles) -> list[int]:
@@ -33,6 +40,23 @@ def run(make: MakeConfig) -> Run:
 
 def test_the_next_generation_begins_when_the_policy_is_ready_and_before_the_step_is_committed(run: Run) -> None:
     assert begun_ahead(run.files) == [1, 1, 0]
+
+
+def test_what_is_written_down_of_a_step_is_made_while_both_models_learn(
+    make: MakeConfig, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(3)
+
+    def meeting(work: Callable[..., Any]) -> Callable[..., Any]:
+        def meets(*arguments: Any) -> Any:
+            together.wait(PATIENCE)
+            return work(*arguments)
+
+        return meets
+
+    for module, name in ((actor, "update_policy"), (critic, "update_value"), (records, "trajectory_lines")):
+        monkeypatch.setattr(module, name, meeting(getattr(module, name)))
+    assert figures(run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every": 0}))) == figures(run)
 
 
 @pytest.mark.parametrize("between", ["checkpoint", "evaluation"])
