@@ -17,11 +17,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks import machine, page
+from benchmarks.options import add_shared, parser_of
 from benchmarks.transport import best, experience_of
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded import EmbeddedRedis
@@ -65,16 +65,10 @@ class Sealed:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.buffer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("buffer", __doc__)
     parser.add_argument("--trajectories", type=int, default=20_000)
     parser.add_argument("--tokens", type=int, default=10_000_000, help="of the largest experience")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path("build/buffer"), help="where figures are kept")
-    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
+    add_shared(parser, "build/buffer", rounds=5)
     parser.add_argument("--write", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.write:

@@ -6,7 +6,6 @@ Exits 1 when all parts together take 3 % of a step or more.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import page
+from benchmarks.options import add_shared, parser_of
 from quartet.config import Config, TimeoutsConfig, load_config
 from quartet.errors import ConfigError, QuartetError
 from quartet.processes import with_parent
@@ -72,15 +72,10 @@ class Cost:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.durability",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("durability", __doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/reviews/ppo.yaml"))
     parser.add_argument("--steps", type=int, default=33)
-    parser.add_argument("--folder", type=Path, default=Path("build/durability"), help="where the run is kept")
-    parser.add_argument("--page", type=Path, default=Path("docs/durability.md"), help="where the table goes")
+    add_shared(parser, "build/durability", "docs/durability.md", kept="the run is")
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config, [])

@@ -8,7 +8,6 @@ well, and the table is printed alone.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 
 from benchmarks import machine, page
+from benchmarks.options import add_shared, parser_of
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError
 from quartet.processes import with_parent
@@ -60,17 +60,12 @@ class Pair:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.end_to_end",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("end_to_end", __doc__)
     parser.add_argument("--config", action="append", type=Path, help="may be repeated")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--trl", type=Path, default=Path("build/parity-venv/bin/python"), help="a Python that has TRL")
-    parser.add_argument("--folder", type=Path, default=Path("build/end-to-end"), help="where runs and figures are kept")
-    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
+    add_shared(parser, "build/end-to-end", kept="runs and figures are")
     options = parser.parse_args(arguments)
     paths = options.config or [Path(path) for path in CONFIGS]
     found: dict[str, list[Pair]] = {}

@@ -6,20 +6,19 @@ best of several calls takes longer than it should.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from benchmarks import machine, page
+from benchmarks.options import add_shared, parser_of
 from quartet.ppo.gae import generalized_advantages
 
 LIMIT = 0.05
@@ -44,13 +43,9 @@ class Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gae", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("gae", __doc__)
     parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--folder", type=Path, default=Path("build/gae"), help="where figures are kept")
-    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
+    add_shared(parser, "build/gae", rounds=30)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # As the orchestrator has it.
     where = machine.describe()

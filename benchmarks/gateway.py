@@ -8,7 +8,6 @@ or the run slows down by more than those shares.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -28,6 +27,7 @@ import psutil
 import yaml
 
 from benchmarks import page
+from benchmarks.options import add_shared, parser_of
 from quartet.demo.world import make_world
 from quartet.processes import with_parent
 from quartet.types import MODEL_ROLES
@@ -63,13 +63,10 @@ class Load:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gateway", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("gateway", __doc__)
     parser.add_argument("--turns", type=int, default=6, help="how often the load goes on and off")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of a turn")
-    parser.add_argument("--folder", type=Path, default=Path("build/gateway-load"), help="where the run is kept")
-    parser.add_argument("--page", type=Path, default=Path("docs/gateway.md"), help="where the table goes")
+    add_shared(parser, "build/gateway-load", "docs/gateway.md", kept="the run is")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)

@@ -8,7 +8,6 @@ actor on a GPU (configs/gpu) that is what is measured, and the table is printed 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import statistics
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks import machine, page
+from benchmarks.options import add_shared, parser_of
 from quartet.config import load_config
 from quartet.data import PromptEncoder, encode_prompts, iterate_prompt_lines
 from quartet.errors import QuartetError
@@ -53,20 +53,13 @@ class Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.generation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("generation", __doc__)
     parser.add_argument(
         "--config", type=Path, default=Path("configs/reviews/ppo.yaml"), help="whose policy and prompts"
     )
     parser.add_argument("--prompts", action="append", type=int, help="at once; may be repeated")
     parser.add_argument("--tokens", type=int, default=48, help="longest response")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("build/generation"), help="where figures are kept")
-    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
+    add_shared(parser, "build/generation", rounds=5, threads=True)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     counts = options.prompts or COUNTS

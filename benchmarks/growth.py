@@ -8,7 +8,6 @@ into docs/performance.md.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -17,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import machine, page
+from benchmarks.options import add_shared, parser_of
 from quartet.config import Config, parse_config
 from quartet.models.engine import TorchEngine
 from quartet.models.optimizer import create_optimizer
@@ -90,13 +89,8 @@ class Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.growth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("build/growth"), help="where figures are kept")
-    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the tables go")
+    parser = parser_of("growth", __doc__)
+    add_shared(parser, "build/growth", written="the tables go", rounds=3, threads=True)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     where = machine.describe()

@@ -10,7 +10,6 @@ adds more than it should.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 import resource
@@ -29,6 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import machine, page
+from benchmarks.options import add_shared, parser_of
 from benchmarks.simulated import VOCABULARY, Times, replicas, response_lengths
 from quartet.buffer.embedded import EmbeddedRedis
 from quartet.config import Config, parse_config
@@ -101,16 +101,11 @@ class Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.orchestration",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("orchestration", __doc__)
     parser.add_argument("--replicas", type=int, nargs="*", default=REPLICAS)
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="of the growth curve, with 64 replicas")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--folder", type=Path, default=Path("build/orchestration"), help="where figures are kept")
-    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
+    add_shared(parser, "build/orchestration")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # As the orchestrator has it.
     where = machine.describe()

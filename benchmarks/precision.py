@@ -7,7 +7,6 @@ float32 weights do, in an update of the review policy. Writes the figures below 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,6 +19,7 @@ import torch
 
 from benchmarks import machine, page
 from benchmarks.generation import read_prompts
+from benchmarks.options import add_shared, parser_of
 from benchmarks.update import Work, matmul_peak, of_policy
 from quartet.config import Config, load_config
 from quartet.errors import QuartetError
@@ -71,15 +71,8 @@ class Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.precision",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("build/precision"), help="where figures are kept")
-    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
+    parser = parser_of("precision", __doc__)
+    add_shared(parser, "build/precision", rounds=5, threads=True)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     where = machine.describe()

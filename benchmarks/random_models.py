@@ -6,7 +6,6 @@ what the weights are; that responses hardly ever end by themselves makes every r
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import torch
 import transformers
 
 from benchmarks import machine
+from benchmarks.options import parser_of
 from quartet.config import load_config
 from quartet.errors import ConfigError
 
@@ -29,11 +29,7 @@ PROMPTS, WORDS = 1024, 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.random_models",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("random_models", __doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)

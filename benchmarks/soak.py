@@ -6,7 +6,6 @@ Exits 1 unless everything stays flat.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ import numpy as np
 import yaml
 
 from benchmarks import page
+from benchmarks.options import add_shared, parser_of
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded import EmbeddedRedis
 from quartet.demo.world import Recipe, make_world
@@ -75,14 +75,9 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("soak", __doc__)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument(
-        "--folder", type=Path, default=Path("build/soak"), help="where the run and the figures are kept"
-    )
-    parser.add_argument("--page", type=Path, default=Path("docs/durability.md"), help="where the table goes")
+    add_shared(parser, "build/soak", "docs/durability.md", kept="the run and the figures are")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)

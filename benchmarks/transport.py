@@ -8,17 +8,16 @@ than it should be.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks import machine, page
+from benchmarks.options import add_shared, parser_of
 from benchmarks.simulated import replicas
 from quartet import codec
 from quartet.config import TimeoutsConfig
@@ -65,14 +64,8 @@ class Call:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.transport",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--folder", type=Path, default=Path("build/transport"), help="where figures are kept")
-    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
+    parser = parser_of("transport", __doc__)
+    add_shared(parser, "build/transport", rounds=9)
     options = parser.parse_args(arguments)
     where = machine.describe()
     # The largest first: malloc keeps what it has had before, as in a process that has been at work for a while.

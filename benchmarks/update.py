@@ -8,7 +8,6 @@ docs/performance.md. Where the config has the actor on a GPU (configs/gpu) it is
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks import machine, page
+from benchmarks.options import add_shared, parser_of
 from quartet.config import Config, load_config
 from quartet.errors import QuartetError
 from quartet.models import batching
@@ -57,15 +57,10 @@ class Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.update", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("update", __doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/reviews/ppo.yaml"))
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--full", action="store_true", help="every prompt and response as long as the config allows")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("build/update"), help="where figures are kept")
-    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the table goes")
+    add_shared(parser, "build/update", rounds=5, threads=True)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     try:
