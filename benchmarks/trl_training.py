@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.trl_settings import ppo_settings, rloo_settings
 from quartet.config import Config, load_config
 
 
@@ -49,24 +50,6 @@ def main(path: str, steps: str, out: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         train = _ppo if config.algorithm.estimator == "gae" else _rloo
         train(config, int(steps), folder, Clock(Path(out)))
-
-
-def _common(config: Config, folder: str) -> dict[str, Any]:
-    return {
-        "output_dir": folder,
-        "seed": config.run.seed,
-        "learning_rate": config.actor.learning_rate,
-        "lr_scheduler_type": "constant",
-        "temperature": config.rollout.temperature,
-        "max_grad_norm": config.actor.optimizer.max_grad_norm,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "use_cpu": not config.services.actor.devices,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 1,
-    }
 
 
 def _rows(config: Config) -> int:
@@ -113,27 +96,13 @@ def _ppo(config: Config, steps: int, folder: str, clock: Clock) -> None:
             tokens = int((~found["padding_mask"]).sum())
             clock.step(len(found["responses"]), tokens, float(found["scores"].mean()))
 
-    algorithm, batch, rows = config.algorithm, config.rollout.prompts_per_step, _rows(config)
-    penalty = algorithm.truncation.penalty if algorithm.truncation.treatment == "penalty" else None
+    batch, rows = config.rollout.prompts_per_step, _rows(config)
     settings = PPOConfig(
-        **_common(config, folder),
+        **ppo_settings(config, folder),
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=batch // rows,
-        num_mini_batches=algorithm.mini_batches,
-        num_ppo_epochs=algorithm.epochs,
         total_episodes=batch * steps,
         local_rollout_forward_batch_size=rows if config.services.actor.devices else batch,
-        num_sample_generations=0,
-        response_length=config.rollout.max_response_tokens,
-        stop_token="eos",
-        missing_eos_penalty=penalty,
-        kl_coef=algorithm.kl_coefficient,
-        cliprange=algorithm.clip_ratio,
-        cliprange_value=algorithm.value_clip,
-        vf_coef=1.0,
-        gamma=algorithm.gamma,
-        lam=algorithm.gae_lambda,
-        whiten_rewards=algorithm.whiten_rewards,
     )
     tokenizer = _tokenizer(config)
     prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in _texts(config)]
@@ -176,17 +145,11 @@ def _rloo(config: Config, steps: int, folder: str, clock: Clock) -> None:
                 clock.step(responses, int(seen["tokens"]), seen["reward"])
 
     settings = RLOOConfig(
-        **_common(config, folder),
+        **rloo_settings(config, folder),
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=responses // algorithm.mini_batches // rows,
         steps_per_generation=responses // rows,
-        num_generations=rollout.samples_per_prompt,
-        num_iterations=algorithm.epochs,
         max_steps=updates * steps,
-        max_completion_length=rollout.max_response_tokens,
-        beta=algorithm.kl_coefficient,
-        epsilon=algorithm.clip_ratio,
-        disable_dropout=True,
     )
     tokenizer = _tokenizer(config)
     trainer = Timed(

@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState, GradientState
 from numpy.typing import NDArray
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
+from benchmarks.trl_settings import ppo_settings
 from quartet.config import Config
 from tests.parity.checkpoints import EOS, PAD, World, make_tokenizer
 from tests.parity.figures import Number, Weights
@@ -92,36 +93,12 @@ def _population_variance() -> Iterator[None]:
 def _trainer(world: World, config: Config, micro_batches: int, folder: str) -> _Captured:
     algorithm, batch = config.algorithm, responses(config)
     accumulation = algorithm.mini_batches * micro_batches
-    penalty = algorithm.truncation.penalty if algorithm.truncation.treatment == "penalty" else None
     settings = PPOConfig(
-        output_dir=folder,
-        seed=config.run.seed,
+        **ppo_settings(config, folder),
         per_device_train_batch_size=batch // accumulation,
         gradient_accumulation_steps=accumulation,
-        num_mini_batches=algorithm.mini_batches,
-        num_ppo_epochs=algorithm.epochs,
         total_episodes=batch,
         local_rollout_forward_batch_size=batch,
-        num_sample_generations=0,
-        response_length=config.rollout.max_response_tokens,
-        stop_token="eos",
-        missing_eos_penalty=penalty,
-        learning_rate=config.actor.learning_rate,
-        lr_scheduler_type="constant",
-        temperature=config.rollout.temperature,
-        kl_coef=algorithm.kl_coefficient,
-        cliprange=algorithm.clip_ratio,
-        cliprange_value=algorithm.value_clip,
-        vf_coef=1.0,
-        gamma=algorithm.gamma,
-        lam=algorithm.gae_lambda,
-        whiten_rewards=algorithm.whiten_rewards,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
     )
     classifier = transformers.AutoModelForSequenceClassification
     causal_lm = transformers.AutoModelForCausalLM

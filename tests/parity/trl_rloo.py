@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 from trl import RLOOConfig, RLOOTrainer
 from trl.trainer import rloo_trainer
 
+from benchmarks.trl_settings import rloo_settings
 from quartet.config import Config
 from tests.parity.checkpoints import EOS, World, make_tokenizer
 from tests.parity.figures import Number
@@ -94,29 +95,11 @@ def _trainer(world: World, config: Config, micro_batches: int, folder: str) -> _
     algorithm = config.algorithm
     steps_per_generation = algorithm.mini_batches * micro_batches
     settings = RLOOConfig(
-        output_dir=folder,
-        seed=config.run.seed,
+        **rloo_settings(config, folder),
         per_device_train_batch_size=responses(config) // steps_per_generation,
         gradient_accumulation_steps=micro_batches,
         steps_per_generation=steps_per_generation,
-        num_generations=config.rollout.samples_per_prompt,
-        num_iterations=algorithm.epochs,
         max_steps=algorithm.epochs * algorithm.mini_batches,
-        max_completion_length=config.rollout.max_response_tokens,
-        learning_rate=config.actor.learning_rate,
-        lr_scheduler_type="constant",
-        max_grad_norm=config.actor.optimizer.max_grad_norm,
-        temperature=config.rollout.temperature,
-        beta=algorithm.kl_coefficient,
-        epsilon=algorithm.clip_ratio,
-        disable_dropout=True,
-        logging_steps=1,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
     )
     return _Captured(
         args=settings,
