@@ -10,7 +10,7 @@ from typing import Any
 import helm_python
 import pytest
 
-from tests.helm.rendering import CHART, changed, chart, example, manifests, texts
+from tests.helm.rendering import CHART, Values, changed, chart, example, manifests, texts
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 
@@ -143,6 +143,63 @@ def test_a_scaling_whose_fewest_are_more_than_its_most_is_refused(kind: str) -> 
 
 def test_the_bounds_of_a_scaling_that_is_off_do_not_matter() -> None:
     assert manifests(changed("single-node-4-gpus", components__reward__autoscaling={"minReplicas": 5}))
+
+
+@pytest.mark.parametrize("threshold", ["", "8", "0.5", "2.50"])
+def test_a_threshold_above_nothing_is_taken(threshold: str) -> None:
+    assert manifests(changed("node-8-gpus", components__reward__autoscaling__keda__threshold=threshold))
+
+
+@pytest.mark.parametrize("threshold", ["0", "0.0", "-1", "many", "1.", " 8", "8s"])
+def test_a_threshold_that_is_no_positive_number_is_refused(threshold: str) -> None:
+    said = refusal(changed("node-8-gpus", components__reward__autoscaling__keda__threshold=threshold))
+    assert "/components/reward/autoscaling/keda/threshold" in said
+
+
+@pytest.mark.parametrize("host", ["quartet", "rlhf.example.org", "a-1.2b.example"])
+def test_a_name_is_taken_for_the_ingress(host: str) -> None:
+    assert manifests(changed("cpu-kind", ingress={"enabled": True, "host": host}))
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "https://rlhf.example.org",
+        "rlhf.example.org:8080",
+        "RLHF.example.org",
+        "*.example.org",
+        "a_b.example",
+        "-a.example",
+        "a..example",
+        "a.example.",
+        "10.0.0.1",
+        f"{'a' * 64}.example",
+        "a." * 126 + "aa",
+    ],
+)
+def test_what_is_no_name_is_refused_for_the_ingress(host: str) -> None:
+    assert "/ingress/host" in refusal(changed("cpu-kind", ingress={"enabled": True, "host": host}))
+
+
+def certificates(duration: str, renew_before: str) -> Values:
+    """Values with certificates of cert-manager's of these times."""
+    times = {"duration": duration, "renewBefore": renew_before}
+    return changed("cpu-kind", security__tls={"source": "cert-manager", "certManager": times})
+
+
+@pytest.mark.parametrize("times", [("720h", "240h"), ("60m", "3599s"), ("1h30m", "1h29m")])
+def test_a_certificate_that_is_renewed_before_its_end_is_taken(times: tuple[str, str]) -> None:
+    assert manifests(certificates(*times))
+
+
+@pytest.mark.parametrize("times", [("720h", "720h"), ("720h", "43201m"), ("90m", "1h31m")])
+def test_a_certificate_that_would_always_be_renewed_is_refused(times: tuple[str, str]) -> None:
+    where = "security.tls.certManager"
+    assert f"{where}.renewBefore: {times[1]}, and {where}.duration: {times[0]}" in refusal(certificates(*times))
+
+
+def test_times_of_certificates_that_nobody_makes_do_not_matter() -> None:
+    assert manifests(changed("cpu-kind", security__tls__certManager={"duration": "1h", "renewBefore": "2h"}))
 
 
 def test_plaintext_is_refused_unless_it_is_said_in_words() -> None:
