@@ -211,7 +211,8 @@ def _orchestrator(
     from services.orchestrator.figures import Depth, RunFigures
     from services.orchestrator.progress import ProgressBoard
     from services.orchestrator.servicer import OrchestratorServicer
-    from services.orchestrator.training import Training, train
+    from services.orchestrator.thread import train
+    from services.orchestrator.training import Training
     from services.roles import set_up_torch
 
     set_up_torch(1)

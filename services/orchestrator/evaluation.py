@@ -46,7 +46,6 @@ class Evaluator:
         prompts: Sequence[Prompt],
         tokenizer: Any,
         files: RunFiles,
-        leader_epoch: int = 0,
     ) -> None:
         """``stream`` is that of ``quartet.evaluation.stream_name``; ``prompts`` are ``read_validation_prompts``', in their order.
 
@@ -55,7 +54,7 @@ class Evaluator:
         self._config, self._actor, self._stream = config, actor, stream
         self._collector = Collector(stream, scoring, config.rollout.score_batch)
         self._prompts = list(prompts)
-        self._tokenizer, self._files, self.leader_epoch = tokenizer, files, leader_epoch
+        self._tokenizer, self._files = tokenizer, files
         self._initial: dict[int, Answers] | None = None
         judge = config.evaluation.judge
         self._worker = FunctionWorker(judge, "evaluation.judge") if judge else None
@@ -72,7 +71,11 @@ class Evaluator:
         return every > 0 and (step % every == 0 or last)
 
     def evaluate(
-        self, step: int, policy_version: int, on_progress: Callable[[int], None] = lambda scored: None
+        self,
+        step: int,
+        policy_version: int,
+        leader_epoch: int,
+        on_progress: Callable[[int], None] = lambda scored: None,
     ) -> dict[str, float]:
         """Evaluates the policy after ``step``, which has taken ``policy_version`` updates, and writes the run's files.
 
@@ -80,8 +83,10 @@ class Evaluator:
         what generation, scoring or the judge fails with; nothing is written then.
         """
         rollout, count = self._config.rollout, len(self._prompts)
-        greedy = self._responses(policy_version, greedy_sampling(rollout), on_progress)
-        sampled = self._responses(policy_version, run_sampling(rollout), lambda scored: on_progress(count + scored))
+        greedy = self._responses(policy_version, leader_epoch, greedy_sampling(rollout), on_progress)
+        sampled = self._responses(
+            policy_version, leader_epoch, run_sampling(rollout), lambda scored: on_progress(count + scored)
+        )
         texts = texts_of(self._tokenizer, [prompt.token_ids for prompt in self._prompts], special_tokens=True)
         policy = {
             prompt.index: Answers(text, *responses)
@@ -103,16 +108,20 @@ class Evaluator:
         return self._initial or answers_of(self._files.read_evaluation(0), "step-000000.jsonl")
 
     def _responses(
-        self, policy_version: int, sampling: SamplingParameters, on_progress: Callable[[int], None]
+        self,
+        policy_version: int,
+        leader_epoch: int,
+        sampling: SamplingParameters,
+        on_progress: Callable[[int], None],
     ) -> list[Response]:
         """One response to each prompt, in the order of the prompts."""
         run = self._config.run
         # Nothing of an evaluation that broke off may be met here.
-        self._stream.reset(self.leader_epoch)
+        self._stream.reset(leader_epoch)
         generation = self._actor.generate(
             run=stream_name(run.name),
             step=STEP,
-            leader_epoch=self.leader_epoch,
+            leader_epoch=leader_epoch,
             prompts=self._prompts,
             samples_per_prompt=1,
             sampling=sampling,

@@ -77,6 +77,22 @@ class Recovered:
     committed: int
     covered: bool
 
+    def notes(self) -> list[str]:
+        """What a user should know of it."""
+        notes = []
+        if self.step < self.committed:
+            notes.append(
+                f"steps {self.step + 1} to {self.committed} are taken again: the buffer has lost what leads there from "
+                + (
+                    f"the checkpoint of step {self.checkpoint}"
+                    if self.checkpoint
+                    else "the start, and there is no checkpoint"
+                )
+            )
+        if self.step:
+            notes.append(f"going on after step {self.step}")
+        return notes
+
 
 @dataclass(frozen=True, slots=True)
 class _Plan:

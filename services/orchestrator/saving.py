@@ -15,6 +15,7 @@ from quartet.telemetry.run_files import RunFiles
 from quartet.types import Role, SaveKind
 from services.orchestrator.checkpoints import Checkpoints, PendingCheckpoint
 from services.orchestrator.collector import wait_for_all
+from services.orchestrator.lead import Lead
 from services.orchestrator.peers import Peers
 from services.orchestrator.progress import ProgressBoard
 from services.orchestrator.stopwatch import Stopwatch
@@ -73,11 +74,6 @@ class Saving:
         """Of the newest checkpoint that is written or under way; 0 without one."""
         return self._pending.step if self._pending else self._saved
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a checkpoint has been begun and not finished."""
-        return self._pending is not None
-
     def is_due(self, step: int, last: bool, asked: bool) -> bool:
         """Whether a checkpoint is to be begun after ``step``. ``last``: no step follows. ``asked``: a user wants one."""
         every = self._config.checkpoint.every
@@ -92,11 +88,15 @@ class Saving:
             for client, call in zip(self._peers.trained, self._pending.calls, strict=True):
                 self._timeline.watch(client.role, "checkpoint", call)
 
-    def finish(self) -> None:
-        """Waits for the checkpoint under way, if there is one. One that cannot be written is noted; the run goes on without."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+    def finish(self, lead: Lead) -> None:
+        """Waits for the checkpoint under way, if there is one. One that cannot be written is noted; the run goes on without.
+
+        Raises FailedPrecondition when the lease is lost: whoever leads now saves its own.
+        """
+        if self._pending is None:
             return
+        lead.check()
+        pending, self._pending = self._pending, None
         waits = not pending.done()
         if waits:
             self._board.update(phase="checkpoint")

@@ -1,4 +1,4 @@
-"""The run: step after step, each a transaction of prepare, apply, commit."""
+"""The run: the lead, step after step with what is due between them, and the end."""
 
 from __future__ import annotations
 
@@ -10,61 +10,41 @@ from typing import Any
 
 import structlog
 
-from quartet.buffer.connection import connect, wait_for_server
+from quartet.buffer.connection import connect
 from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.lease import Lease
 from quartet.buffer.rollouts import RolloutStream
 from quartet.checkpoints import DamagedCheckpoint, roll_back, whole_checkpoint
-from quartet.config import MOST_MICRO_BATCH_TOKENS, Config, TrainedModelConfig
-from quartet.data import PromptOrder
-from quartet.errors import (
-    AnotherLeads,
-    Cancelled,
-    ComputationFailed,
-    ConfigError,
-    InvalidRequest,
-    QuartetError,
-    TooManySetAside,
-)
+from quartet.config import Config
+from quartet.errors import AnotherLeads, ConfigError, QuartetError
 from quartet.evaluation import stream_name
-from quartet.failpoints import failpoint
 from quartet.files import storing
 from quartet.identity import Identity
 from quartet.models.loading import load_tokenizer
 from quartet.rpc.credentials import LOCAL, Credentials
 from quartet.telemetry.run_files import RunFiles
 from quartet.telemetry.traces import StepTraces, Traces, Untraced
-from quartet.types import (
-    Alert,
-    Role,
-    UpdateResult,
-)
+from quartet.types import Alert
 from services.orchestrator.changes import Changes
-from services.orchestrator.collector import CollectedStep, wait_for_all
 from services.orchestrator.commands import Commands
 from services.orchestrator.control import Control
 from services.orchestrator.course import Course
 from services.orchestrator.evaluation import Evaluator
-from services.orchestrator.experience import PreparedStep
-from services.orchestrator.peers import Peers, Statuses, check_agreement, check_same
-from services.orchestrator.preparation import Preparation, SealedStep
+from services.orchestrator.evaluations import Evaluations
+from services.orchestrator.lead import Lead
+from services.orchestrator.ledger import Ledger
+from services.orchestrator.meeting import Meeting, identify
+from services.orchestrator.peers import Peers, Statuses
+from services.orchestrator.preparation import Preparation
 from services.orchestrator.progress import ProgressBoard, RunState
 from services.orchestrator.prompts import training_prompts, validation_prompts
-from services.orchestrator.records import (
-    StepRecord,
-    evaluation_poison,
-    memory_notes,
-    poison_lines,
-    poison_note,
-    step_record,
-    update_metrics,
-)
-from services.orchestrator.recovery import RECOVERABLE, Attempts, Recovered, Recovery
+from services.orchestrator.recovery import RECOVERABLE, Attempts, Recovery
 from services.orchestrator.saving import Saving
-from services.orchestrator.settings import begin_update, learning_rate_at
 from services.orchestrator.staleness import Staleness
+from services.orchestrator.step import StepTransaction
 from services.orchestrator.stopwatch import Stopwatch
 from services.orchestrator.telemetry import Telemetry
+from services.orchestrator.updates import Updates
 
 log = structlog.get_logger()
 
@@ -103,26 +83,21 @@ class Training:
             self._peers.observe(traces)
         self._stopwatch = Stopwatch(self._traces.part)
         self._telemetry = Telemetry(config, self._files, board)
-        timeline = self._timeline = self._telemetry.timeline
+        timeline = self._telemetry.timeline
         self._preparation = Preparation(config, self._peers, self._stream, board, timeline)
         self._saving = Saving(config, self._files, self._peers, self._experience, board, self._stopwatch, timeline)
-        self._course = Course(config)
         self._changes = Changes(config, self._files)
         self.commands = Commands(control, self._changes, self._files)
+        self._evaluations = Evaluations(self._run, self._files, board, self._telemetry)
         self._staleness = Staleness.of(config)
         self._attempts = Attempts(config.recovery)
-        self._asked_before = control.stopping
-        self._lease: Lease | None = None
-        self._identity: Identity
-        self._recovery: Recovery
-        self._recovered: Recovered
+        self._meeting = Meeting(config, url, self._redis, self._peers, board, control)
         self._name = secrets.token_hex(16)
-        self._sealed: SealedStep | None = None
-        """The step in hand, once it is prepared: it is as good as applied, whatever happens to the services."""
+        self._identity: Identity
+        self._steps: StepTransaction
+        self._lease: Lease | None = None
+        self._lead: Lead
         self._stopped_by: Alert | None = None
-        self._tokenizer: Any = None
-        self._evaluator: Evaluator | None = None
-        self._evaluated: int | None = None
 
     def run(self) -> None:
         """Trains, from the last committed step on. Raises the first thing that goes wrong; a step that failed leaves no trace."""
@@ -132,27 +107,23 @@ class Training:
             self.close()
 
     def _run_to_the_end(self) -> None:
-        statuses = self._meet()
-        self._tokenizer = load_tokenizer(self._config.actor.model)
-        order = training_prompts(self._config, self._tokenizer, statuses, self._board.note)
-        self._evaluator = self._make_evaluator(statuses)
-        self._identity = self._identify(statuses)
-        self._tell_of_memory(statuses)
-        self._telemetry.begin(self._tokenizer, self._identity.id)
+        statuses = self._meeting.first()
+        self._set_up(statuses)
         self._prepared()
         while True:
             try:
-                self._lead(statuses)
+                self._lead = self._take_the_lead(statuses)
                 self._board.update(state=RunState.TRAINING, phase="generate")
-                step = self._take_steps(order)
-                self._saving.save_policy(step, self._epoch)
+                step = self._take_steps()
+                self._saving.save_policy(step, self._lead.epoch)
                 break
             except AnotherLeads:
                 raise
             except RECOVERABLE as error:
-                statuses = self._meet_again(statuses, error)
+                self._pause_after(error)
+                statuses = self._meeting.again(statuses, self._identity)
             except WentBack:
-                statuses = self._meet_back(statuses)
+                statuses = self._meeting.again(statuses, self._identity)
         if self._stopped_by is not None:
             why = f"stopped by guard {self._stopped_by.guard} after step {step}; the policy is saved in {self._files.policy}"
             self._board.update(state=RunState.FAILED, phase="done", error=why, exit_code=1)
@@ -160,77 +131,145 @@ class Training:
         finished = step == self._config.run.steps
         self._board.update(state=RunState.FINISHED if finished else RunState.STOPPED, phase="done")
 
+    @property
+    def exit_code(self) -> int:
+        """Of a run that came to its end: 1 where a guard stopped it."""
+        return 0 if self._stopped_by is None else 1
+
     def close(self) -> None:
         """Ends what the training started, and its lead. May be called again, and from another thread."""
         self._preparation.let_go()
-        if self._evaluator is not None:
-            self._evaluator.close()
+        self._evaluations.close()
         if self._lease is not None:
             self._lease.release()
         self._telemetry.close()
 
-    def _meet(self) -> Statuses:
-        """What every service says of itself, once all are there and fit together. Raises ConfigError where one cannot be used."""
-        statuses = self._peers.wait_until_ready(self._show_waiting, self._raise_if_stopping)
-        check_agreement(statuses, self._run, needs_reference=not self._config.has_reference)
-        return statuses
+    def _set_up(self, statuses: Statuses) -> None:
+        """Loads what steps and evaluations are made of, and says who the run is. Raises ConfigError."""
+        config, files, timeline = self._config, self._files, self._telemetry.timeline
+        tokenizer = load_tokenizer(config.actor.model)
+        order = training_prompts(config, tokenizer, statuses, self._board.note)
+        if config.evaluation.every:
+            self._evaluations.begin(self._make_evaluator(tokenizer, statuses))
+        begun = bool(files.committed()) or self._saving.newest(verify=False) is not None
+        found = {client.role: statuses[client.role].micro_batch_tokens for client in self._peers.trained}
+        self._identity = identify(config, files, begun, found)
+        self._meeting.tell_of_memory(statuses, self._identity)
+        self._telemetry.begin(tokenizer, self._identity.id)
+        store, telemetry, board, stopwatch = self._experience, self._telemetry, self._board, self._stopwatch
+        self._steps = StepTransaction(
+            order,
+            self._staleness,
+            self._preparation,
+            Updates(config, self._identity, self._peers, self._changes, board, timeline),
+            Ledger(config, tokenizer, files, self._stream, store, telemetry, board, stopwatch),
+            self._saving,
+            self._attempts,
+            self._traces,
+        )
 
-    def _meet_again(self, before: Statuses, error: QuartetError) -> Statuses:
-        """The same after a failure, once the buffer and all services are back. Raises ``error`` when it is one too many."""
+    def _make_evaluator(self, tokenizer: Any, statuses: Statuses) -> Evaluator:
+        return Evaluator(
+            self._config,
+            self._peers.actor,
+            RolloutStream(self._redis, self._url, stream_name(self._run)),
+            self._peers.scoring(with_critic=False),
+            validation_prompts(self._config, tokenizer, statuses, self._board.note),
+            tokenizer,
+            self._files,
+        )
+
+    def _pause_after(self, error: QuartetError) -> None:
+        """Waits before the next attempt. Raises ``error`` when it is one too many."""
         pause = self._attempts.pause_after(error)
         log.warning("recovering", error=str(error), pause=pause)
         self._board.recovering(str(error))
         time.sleep(pause)
-        return self._meet_back(before)
 
-    def _meet_back(self, before: Statuses) -> Statuses:
-        """What every service says of itself, once it is there. Raises MismatchError when one is not what it was ``before``."""
-        self._board.update(phase="waiting for redis")
-        wait_for_server(self._redis, self._url, self._config.timeouts.load)
-        statuses = self._peers.wait_until_back(self._show_waiting)
-        check_same(before, statuses)
-        anew = {role: status for role, status in statuses.items() if status.free_bytes != before[role].free_bytes}
-        self._tell_of_memory(anew)
-        check_agreement(statuses, self._run, needs_reference=not self._config.has_reference)
-        return statuses
+    def _take_the_lead(self, statuses: Statuses) -> Lead:
+        """Takes the lease, and brings the models and the algorithm's own state to the last committed step."""
+        newest = self._saving.newest(verify=False)
+        seen = [status.leader_epoch for status in statuses.values()] + ([newest.leader_epoch] if newest else [])
+        led = 0
+        if self._lease is not None:
+            self._lease.release()
+            led = self._lease.epoch
+            seen.append(led)
+        # A new epoch also for who led before: what it asked for may still be under way.
+        lease = self._lease = Lease(self._redis, self._url, self._run, at_least=1 + max(seen), owner=self._name)
+        log.info("leading", epoch=lease.epoch)
+        self._preparation.let_go()
+        self._control.open()
+        self._roll_back()
+        self._board.update(phase="going to the last committed step")
+        self._stream.reset(lease.epoch)
+        # Another run of this name may have used the same Redis, and the same services.
+        ours = lease.claim(self._identity.id)
+        if not ours:
+            self._experience.keep_only([])
+        course = Course(self._config)
+        recovery = Recovery(
+            self._config,
+            self._files,
+            self._peers,
+            self._experience,
+            lease.epoch,
+            self._identity,
+            trusted=lambda status: ours or status.leader_epoch <= led,
+        )
+        recovered = recovery.to_last_commit(self._saving.newest, statuses, course, self._steps.in_hand)
+        step, base = recovered.step, recovered.checkpoint
+        self._saving.go_back(base, step)
+        self._evaluations.go_on()
+        self._telemetry.goes_on(step)
+        # What the guards found in the last step counts also where the run broke off before it was heeded.
+        self._heed([alert for alert in course.found if asdict(alert) not in self._files.alerts_of(step)])
+        if self._control.stopping:
+            self._stopped_by = next((alert for alert in course.found if alert.action == "stop"), None)
+        self._changes.resume(recovered.committed, course.kl_coefficient)
+        self._experience.keep_only(range(base + 1, step + 1))
+        self._board.update(step=step)
+        for note in (*self._saving.passed_over(), *recovered.notes()):
+            self._board.note(note)
+        if step:
+            log.info("resumed", step=step, checkpoint=base)
+        return Lead(lease, course, recovery, recovered, self._stopwatch)
 
-    def _identify(self, statuses: Statuses) -> Identity:
-        """Who the run is: as it was, where it has taken a step. Raises ConfigError for a config that another run had."""
-        found = Identity.read(self._files.identity)
-        begun = bool(self._files.committed()) or self._saving.newest(verify=False) is not None
-        sizes = {client.role: statuses[client.role].micro_batch_tokens for client in self._peers.trained}
-        if begun and found is None:
-            # From before runs had an identity, when this was the default.
-            sizes = dict.fromkeys(sizes, MOST_MICRO_BATCH_TOKENS)
-        if begun and found is not None:
-            found.check(self._config, self._files.root)
-            identity = found.completed(sizes)
+    def _roll_back(self) -> None:
+        """Takes the run's files back to a checkpoint where a user asks for it; also where a crash broke that off."""
+        step = self._control.going_back_to
+        if not step:
+            return
+        # What was changed meanwhile would be for steps of another course.
+        self._changes.close()
+        try:
+            whole_checkpoint(self._files.checkpoints / f"step-{step:06d}")
+            with storing(self._files.root):
+                roll_back(self._files, step)
+        except (ConfigError, DamagedCheckpoint) as error:
+            log.warning("not rolled back", step=step, error=str(error))
+            self._board.note(f"not rolled back to step {step}: {error}")
         else:
-            identity = Identity.new(self._config, sizes)
-        if identity != found:
-            identity.write(self._files.identity)
-        return identity
+            log.info("rolled back", step=step)
+            self._board.note(f"rolled back to step {step}, as asked")
+            self._steps.let_go()
+            self._attempts.go_back(step)
+        self._control.rolled_back()
 
-    def _tell_of_memory(self, statuses: Statuses) -> None:
-        for role, status in statuses.items():
-            for note in memory_notes(status, self._identity.micro_batch_tokens_of(role)):
-                self._board.note(note)
-
-    def _show_waiting(self, role: Role) -> None:
-        self._board.update(phase=f"waiting for {role}")
-
-    def _take_steps(self, order: PromptOrder) -> int:
+    def _take_steps(self) -> int:
         """Steps, evaluations, checkpoints, until the end or a stop. Gives the last step."""
-        step = self._course.step
-        self._catch_up(step, order)
+        course = self._lead.course
+        step = course.step
+        self._catch_up(step)
         # What was due after the last committed step, where the run broke off before it.
         self._evaluate(step)
-        self._checkpoint(step, exposed=not self._recovered.covered)
+        self._checkpoint(step, exposed=not self._lead.recovered.covered)
         self._hear(step)
         while step < self._config.run.steps and not self._is_last(step):
             step += 1
             with self._traces.step(step):
-                alerts = self._take_step(step, order)
+                course.set_kl_coefficient(self._changes.begin(step, course.kl_coefficient))
+                alerts = self._steps.take(step, self._lead, self._goes_straight_on)
             self._heed(alerts)
             self._evaluate(step)
             self._hear(step)
@@ -240,81 +279,53 @@ class Training:
         self._checkpoint(step)
         while not self._control.close():
             self._hear(step)
-        self._finish_checkpoint()
+        self._saving.finish(self._lead)
         return step
 
-    def _catch_up(self, step: int, order: PromptOrder) -> None:
+    def _catch_up(self, step: int) -> None:
         """Takes the policy to ``step`` where recovery left it behind, for the sake of what it generates first."""
-        version = self._policy_version(step + 1)
-        sealed = self._sealed is not None and self._sealed.step == step + 1
-        if version < step and not sealed:
-            self._preparation.begin(step + 1, order.of_step(step + 1), self._epoch, version)
-            self._recovery.replay(self._peers.actor, version, step, self._files.committed())
+        version = self._steps.policy_version(step + 1)
+        if version < step and self._steps.in_hand != step + 1:
+            self._steps.begin_ahead(step + 1, self._lead)
+            self._lead.recovery.replay(self._peers.actor, version, step, self._files.committed())
 
-    def _policy_version(self, step: int) -> int:
-        """Updates that the policy which generates ``step`` has taken."""
-        return self._staleness.policy_version(step, self._saving.newest_step)
+    def _goes_straight_on(self, step: int) -> bool:
+        """Whether nothing is to be done between ``step`` and the next one, as far as can be seen."""
+        evaluates = self._evaluations.is_due(step, last=False)
+        saves = self._saving.is_due(step, last=False, asked=False)
+        return step < self._config.run.steps and self._control.idle and not evaluates and not saves
 
     def _checkpoint(self, step: int, exposed: bool = False) -> None:
-        """Begins a checkpoint where one is due. The next step goes on meanwhile; its update waits for ``_finish_checkpoint``.
+        """Begins a checkpoint where one is due. The next step goes on meanwhile, up to its update.
 
         ``exposed``: the buffer has lost what leads to ``step``, so one is due now, unless a model may be a step ahead already.
         """
         # Where policies are stale, a checkpoint that is not due would change the policy that generates the next step.
-        exposed = exposed and self._sealed is None and not self._staleness.most
+        exposed = exposed and self._steps.in_hand is None and not self._staleness.most
         asked = self._control.take_checkpoint()
         if asked and step == 0:
             self._board.note("no checkpoint saved: no step is taken yet")
         if self._saving.is_due(step, self._is_last(step) or exposed, asked):
-            self._finish_checkpoint()
-            self._check_lease()
+            self._saving.finish(self._lead)
+            self._lead.check()
             self._preparation.let_go()
             if self._staleness.most:
                 # A stale policy has generated the next step already; by rule the checkpoint's does.
-                self._stream.reset(self._epoch)
-            self._saving.begin(step, self._epoch, self._course.state())
-
-    def _finish_checkpoint(self) -> None:
-        if self._saving.under_way:
-            self._check_lease()
-            self._saving.finish()
+                self._stream.reset(self._lead.epoch)
+            self._saving.begin(step, self._lead.epoch, self._lead.course.state())
 
     def _evaluate(self, step: int) -> None:
-        evaluator = self._evaluator
-        if evaluator is None or step == self._evaluated or not evaluator.is_due(step, last=self._is_last(step)):
-            return
-        self._evaluated = step
-        if not self._staleness.most:
-            self._preparation.let_go()
-        self._board.update(phase="evaluate", scored=0, wanted=evaluator.responses)
-        try:
-            summary = evaluator.evaluate(step, policy_version=step, on_progress=self._board.show_scored)
-        except (ComputationFailed, InvalidRequest) as error:
-            if step == 0:
-                raise  # All later ones would be held against it.
-            # Training does not depend on it. The error's text may quote a response, which is no matter for a log.
-            self._files.append_poison(evaluation_poison(self._run, step, error))
-            log.warning("evaluation failed", step=step, error=type(error).__name__)
-            self._board.note(
-                f"evaluation after step {step} failed ({type(error).__name__}), see poison.jsonl; the run goes on"
-            )
-            return
-        log.info("evaluated", step=step, **summary)
-        self._telemetry.evaluated(step, summary)
-        figures = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {summary[name]:.2f}" for name in summary)
-        self._board.note(f"evaluation after step {step}: {figures}")
+        if self._evaluations.is_due(step, self._is_last(step)):
+            if not self._staleness.most:
+                self._preparation.let_go()
+            self._evaluations.evaluate(step, self._lead.epoch)
 
     def _is_last(self, step: int) -> bool:
         # One that is sealed may have reached one of the models: it is taken to its end.
-        sealed = self._sealed is not None and self._sealed.step == step + 1
+        sealed = self._steps.in_hand == step + 1
         # Nor does a run end before what it had committed.
-        owed = sealed or step < self._recovered.committed
+        owed = sealed or step < self._lead.recovered.committed
         return step == self._config.run.steps or (self._control.stopping and not owed)
-
-    @property
-    def exit_code(self) -> int:
-        """Of a run that came to its end: 1 where a guard stopped it."""
-        return 0 if self._stopped_by is None else 1
 
     def _heed(self, alerts: list[Alert]) -> None:
         """Writes down what the guards found, and does what they are configured to do."""
@@ -338,7 +349,7 @@ class Training:
             return
         log.info("paused")
         while self._control.paused:
-            self._finish_checkpoint()
+            self._saving.finish(self._lead)
             self._board.update(state=RunState.PAUSED, phase="paused")
             self._control.wait_while_paused()
             self._turn_back()
@@ -350,242 +361,3 @@ class Training:
         """Raises WentBack where a user asks for an earlier checkpoint. A checkpoint under way is let go."""
         if self._control.going_back_to:
             raise WentBack
-
-    def _roll_back(self) -> None:
-        """Takes the run's files back to a checkpoint where a user asks for it; also where a crash broke that off."""
-        step = self._control.going_back_to
-        if not step:
-            return
-        # What was changed meanwhile would be for steps of another course.
-        self._changes.close()
-        try:
-            whole_checkpoint(self._files.checkpoints / f"step-{step:06d}")
-            with storing(self._files.root):
-                roll_back(self._files, step)
-        except (ConfigError, DamagedCheckpoint) as error:
-            log.warning("not rolled back", step=step, error=str(error))
-            self._board.note(f"not rolled back to step {step}: {error}")
-        else:
-            log.info("rolled back", step=step)
-            self._board.note(f"rolled back to step {step}, as asked")
-            self._sealed = None
-            self._attempts.go_back(step)
-        self._control.rolled_back()
-
-    def _lead(self, statuses: Statuses) -> None:
-        """Takes the lease, and brings the models and the algorithm's own state to the last committed step."""
-        newest = self._saving.newest(verify=False)
-        seen = [status.leader_epoch for status in statuses.values()] + ([newest.leader_epoch] if newest else [])
-        led = 0
-        if self._lease is not None:
-            self._lease.release()
-            led = self._lease.epoch
-            seen.append(led)
-        # A new epoch also for who led before: what it asked for may still be under way.
-        self._lease = Lease(self._redis, self._url, self._run, at_least=1 + max(seen), owner=self._name)
-        log.info("leading", epoch=self._epoch)
-        self._preparation.let_go()
-        self._control.open()
-        self._roll_back()
-        self._board.update(phase="going to the last committed step")
-        self._stream.reset(self._epoch)
-        if self._evaluator is not None:
-            self._evaluator.leader_epoch = self._epoch
-        self._course = Course(self._config)
-        # Another run of this name may have used the same Redis, and the same services.
-        ours = self._lease.claim(self._identity.id)
-        if not ours:
-            self._experience.keep_only([])
-        self._recovery = recovery = Recovery(
-            self._config,
-            self._files,
-            self._peers,
-            self._experience,
-            self._epoch,
-            self._identity,
-            trusted=lambda status: ours or status.leader_epoch <= led,
-        )
-        sealed = self._sealed.step if self._sealed else None
-        self._recovered = recovery.to_last_commit(self._saving.newest, statuses, self._course, sealed)
-        step, base = self._recovered.step, self._recovered.checkpoint
-        self._saving.go_back(base, step)
-        self._evaluated = self._files.evaluated()
-        self._telemetry.goes_on(step)
-        # What the guards found in the last step counts also where the run broke off before it was heeded.
-        self._heed([alert for alert in self._course.found if asdict(alert) not in self._files.alerts_of(step)])
-        if self._control.stopping:
-            self._stopped_by = next((alert for alert in self._course.found if alert.action == "stop"), None)
-        self._changes.resume(self._recovered.committed, self._course.kl_coefficient)
-        self._experience.keep_only(range(base + 1, step + 1))
-        self._tell_where_it_goes_on(self._recovered)
-
-    def _tell_where_it_goes_on(self, recovered: Recovered) -> None:
-        step, base = recovered.step, recovered.checkpoint
-        self._board.update(step=step)
-        for problem in self._saving.passed_over():
-            self._board.note(problem)
-        if step < recovered.committed:
-            self._board.note(
-                f"steps {step + 1} to {recovered.committed} are taken again: the buffer has lost what leads there from "
-                + (f"the checkpoint of step {base}" if base else "the start, and there is no checkpoint")
-            )
-        if step:
-            self._board.note(f"going on after step {step}")
-            log.info("resumed", step=step, checkpoint=base)
-
-    def _check_lease(self) -> None:
-        assert self._lease is not None
-        with self._stopwatch.part("lease"):
-            self._lease.check()
-
-    @property
-    def _epoch(self) -> int:
-        assert self._lease is not None
-        return self._lease.epoch
-
-    def _make_evaluator(self, statuses: Statuses) -> Evaluator | None:
-        if not self._config.evaluation.every:
-            return None
-        return Evaluator(
-            self._config,
-            self._peers.actor,
-            RolloutStream(self._redis, self._url, stream_name(self._run)),
-            self._peers.scoring(with_critic=False),
-            validation_prompts(self._config, self._tokenizer, statuses, self._board.note),
-            self._tokenizer,
-            self._files,
-        )
-
-    def _take_step(self, step: int, order: PromptOrder) -> list[Alert]:
-        start = time.perf_counter()
-        self._course.set_kl_coefficient(self._changes.begin(step, self._course.kl_coefficient))
-        if self._sealed is None or self._sealed.step != step:
-            try:
-                self._sealed = self._prepare(step, order)
-            except TooManySetAside as error:
-                self._files.write_poison(step, poison_lines(self._tokenizer, error.set_aside))
-                raise
-        collected, prepared = self._sealed.collected, self._sealed.prepared
-        failpoint("orchestrator.sealing")
-        with self._stopwatch.part("seal"), self._timeline.part("redis", "seal"):
-            self._experience.seal(prepared.experience)
-        failpoint("orchestrator.sealed")
-        self._finish_checkpoint()
-        if (version := self._policy_version(step + 1)) < step:
-            # Before the update begins: from then on the policy is on its way to another.
-            self._preparation.begin(step + 1, order.of_step(step + 1), self._epoch, version)
-        self._board.update(phase="update")
-        updating = time.perf_counter()
-        with self._traces.part("update"):
-            updates, record = self._update(step, order, self._sealed)
-        failpoint("orchestrator.updated")
-        end = time.perf_counter()
-        metrics = {
-            "step": step,
-            **prepared.metrics,
-            **record.figures,
-            "set_aside": len(collected.set_aside),
-            **({"staleness": step - 1 - prepared.experience.policy_version} if self._staleness.most else {}),
-            **update_metrics(updates),
-            **{
-                f"learning_rate_{client.role}": self._learning_rate(client.role, step) for client in self._peers.trained
-            },
-            "seconds": end - start,
-            "seconds_generate": collected.seconds_generate,
-            "seconds_score": collected.seconds_score,
-            "seconds_update": end - updating,
-        }
-        if "entropy" in metrics:
-            metrics["entropy_slope"] = self._course.entropy_slope(metrics["entropy"])
-        self._commit(step, collected, prepared, record, metrics)
-        self._telemetry.committed(step, start, metrics)
-        self._sealed = None
-        log.info("committed", step=step, seconds=time.perf_counter() - start, **self._stopwatch.lap())
-        return self._course.commit(metrics, [item.score for item in collected.scored])
-
-    def _prepare(self, step: int, order: PromptOrder) -> SealedStep:
-        with self._traces.part("prepare"):
-            version = self._policy_version(step)
-            return self._preparation.prepare(step, order.of_step(step), self._epoch, version, self._course)
-
-    def _learning_rate(self, role: Role, step: int) -> float:
-        trained: TrainedModelConfig = getattr(self._config, role)
-        return learning_rate_at(self._config, trained, step) * self._changes.learning_rate_factor(role, step)
-
-    def _update(self, step: int, order: PromptOrder, sealed: SealedStep) -> tuple[dict[Role, UpdateResult], StepRecord]:
-        """What the models say of their updates; and, made while they learn, the record of what they learn from."""
-        calls = {
-            client.role: begin_update(
-                client,
-                self._config,
-                step,
-                self._epoch,
-                self._learning_rate(client.role, step),
-                self._identity.micro_batch_tokens_of(client.role),
-            )
-            for client in self._peers.trained
-        }
-        for role, call in calls.items():
-            self._timeline.watch(role, "update", call)
-        record = step_record(self._tokenizer, sealed.collected, sealed.prepared)
-
-        def go_ahead() -> None:
-            # The policy is as the next step wants it, whatever the critic still does.
-            if calls[Role.ACTOR].done() and self._goes_straight_on(step):
-                self._preparation.begin(step + 1, order.of_step(step + 1), self._epoch, step)
-
-        wait_for_all(list(calls.values()), go_ahead)
-        return {role: call.result() for role, call in calls.items()}, record
-
-    def _goes_straight_on(self, step: int) -> bool:
-        """Whether nothing is to be done between ``step`` and the next one, as far as can be seen."""
-        evaluates = self._evaluator is not None and self._evaluator.is_due(step, last=False)
-        saves = self._saving.is_due(step, last=False, asked=False)
-        return step < self._config.run.steps and self._control.idle and not evaluates and not saves
-
-    def _commit(
-        self,
-        step: int,
-        collected: CollectedStep,
-        prepared: PreparedStep,
-        record: StepRecord,
-        metrics: dict[str, float],
-    ) -> None:
-        self._check_lease()
-        with self._stopwatch.part("commit"), self._timeline.part(Role.ORCHESTRATOR, "commit"):
-            self._telemetry.keep_tokens(step, prepared)
-            self._files.write_trajectories(step, record.lines)
-            self._files.write_poison(step, poison_lines(self._tokenizer, collected.set_aside))
-            self._files.append_metrics(metrics)
-        self._attempts.progressed(step)
-        self._board.commit(step, metrics)
-        failpoint("orchestrator.committed")
-        with self._stopwatch.part("acknowledge"), self._timeline.part("redis", "acknowledge"):
-            self._stream.acknowledge(collected.entry_ids)
-        failpoint("orchestrator.acknowledged")
-        if self._config.checkpoint.every == 0:
-            self._experience.discard([step])
-        if collected.set_aside:
-            self._board.note(poison_note(step, collected))
-        log.info("step", **{name: metrics[name] for name in ("step", "reward_mean", "kl_mean", "seconds")})
-
-    def _raise_if_stopping(self) -> None:
-        # A stop that the orchestrator before this one was asked for is for the end of its step: the policy is to be saved.
-        if self._control.stopping and not self._asked_before:
-            raise Cancelled("stopped while waiting for the services")
-
-
-def train(training: Training, board: ProgressBoard, finished: Callable[[int], None]) -> None:
-    """Runs the training to its end, notes how it ended on the board, and passes its exit status on."""
-    try:
-        training.run()
-    except Cancelled as error:
-        board.update(state=RunState.STOPPED, phase="done", error=str(error))
-        finished(0)
-    except Exception as error:
-        code = 2 if isinstance(error, ConfigError) else 1
-        log.error("run failed", error=str(error), exc_info=None if code == 2 else error)
-        board.update(state=RunState.FAILED, phase="failed", error=str(error) or type(error).__name__, exit_code=code)
-        finished(code)
-    else:
-        finished(training.exit_code)

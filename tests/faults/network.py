@@ -13,7 +13,7 @@ import pytest
 from quartet.config import Config, load_config
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import MODEL_ROLES
-from services.orchestrator import training
+from services.orchestrator.step import StepTransaction
 from tests.faults.proxy import Proxy
 from tests.training.runs import Fleet, fleet
 
@@ -64,15 +64,15 @@ def _at(config: Config, proxy: Proxy) -> Any:
 def struck(moment: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets ``strike`` happen once, right before a moment of step STRUCK."""
     method = MOMENTS[moment]
-    real, left = getattr(training.Training, method), [strike]
+    real, left = getattr(StepTransaction, method), [strike]
 
-    def before(self: Any, *arguments: Any) -> Any:
-        if self._course.step == STRUCK - 1 and left:
+    def before(self: Any, step: int, *arguments: Any) -> Any:
+        if step == STRUCK and left:
             left.pop()()
-        return real(self, *arguments)
+        return real(self, step, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.Training, method, before)
+        patch.setattr(StepTransaction, method, before)
         yield
     assert not left, "the fault did not strike"
 

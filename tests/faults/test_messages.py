@@ -119,9 +119,9 @@ def test_an_entry_that_is_not_what_was_asked_for_is_not_trained_on_and_the_step_
 def test_an_update_that_arrives_twice_is_applied_once(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.orchestrator import training
+    from services.orchestrator import updates
 
-    real = training.begin_update
+    real = updates.begin_update
 
     def twice(client: Any, *arguments: Any) -> Any:
         first = real(client, *arguments).result()
@@ -129,5 +129,5 @@ def test_an_update_that_arrives_twice_is_applied_once(
         assert second.result() == first
         return second
 
-    monkeypatch.setattr(training, "begin_update", twice)
+    monkeypatch.setattr(updates, "begin_update", twice)
     assert_same(run_to_the_end(make(**SHORT)), undisturbed)

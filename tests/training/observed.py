@@ -23,7 +23,8 @@ from services.observation import Observation
 from services.orchestrator.control import Control
 from services.orchestrator.figures import Depth, RunFigures
 from services.orchestrator.progress import ProgressBoard
-from services.orchestrator.training import Training, train
+from services.orchestrator.thread import train
+from services.orchestrator.training import Training
 from services.roles import build_model_role
 from tests.training.runs import Run
 

@@ -19,7 +19,8 @@ from quartet.types import Role
 from services.orchestrator.commands import Commands
 from services.orchestrator.control import Control
 from services.orchestrator.progress import Progress, ProgressBoard
-from services.orchestrator.training import Training, train
+from services.orchestrator.thread import train
+from services.orchestrator.training import Training
 from services.roles import build_model_role
 
 

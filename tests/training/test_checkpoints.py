@@ -17,12 +17,13 @@ from quartet.demo.world import World
 from quartet.errors import ServiceUnavailable, StorageFailed
 from quartet.models import snapshot
 from services import trained
-from services.orchestrator import training
+from services.orchestrator.control import Control
 from services.orchestrator.progress import RunState
 from services.orchestrator.saving import Saving
 from services.orchestrator.settings import begin_update
+from services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, figures, run_to_the_end, underway, weights
+from tests.training.runs import Run, figures, orchestrator, run_to_the_end, services, underway, weights
 from tests.training.test_resume import KINDS
 from tests.training.test_stability import wait_for
 
@@ -212,20 +213,23 @@ def test_a_crash_before_a_checkpoint_has_its_name_goes_on_from_the_one_before(
 def test_a_run_that_is_stopped_while_it_recovers_takes_a_step_that_one_model_has_to_its_end(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = training.Training._update
+    real, control = StepTransaction._update, Control()
     lost: list[int] = []
 
-    def lose_critic(self: Any, step: int, *arguments: Any) -> Any:
+    def lose_critic(self: Any, step: int, lead: Any, *arguments: Any) -> Any:
         if step != 3 or lost:
-            return real(self, step, *arguments)
+            return real(self, step, lead, *arguments)
         lost.append(step)
-        settled = begin_update(self._peers.actor, self._config, step, self._epoch)
+        settled = begin_update(self._updates._peers.actor, config, step, lead.epoch)
         assert settled.result().step == 3
-        self._control.stop()
+        control.stop()
         raise ServiceUnavailable("critic: gone")
 
-    monkeypatch.setattr(training.Training, "_update", lose_critic)
-    run = run_to_the_end(make(run={"steps": 8}, checkpoint={"every": 5}, recovery={"attempts": 1}))
+    monkeypatch.setattr(StepTransaction, "_update", lose_critic)
+    config = make(run={"steps": 8}, checkpoint={"every": 5}, recovery={"attempts": 1})
+    with services(config) as addressed, orchestrator(addressed, control) as going:
+        run = going.finish()
+    assert run.code == 0, run.progress.error
     assert lost == [3]
     assert run.progress.state is RunState.STOPPED
     assert len(run.metrics) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 
 from quartet.config import Config, RecoveryConfig
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, ServiceUnavailable
-from services.orchestrator import training
+from quartet.telemetry.run_files import RunFiles
 from services.orchestrator.changes import Changes
 from services.orchestrator.control import Control
+from services.orchestrator.meeting import Meeting
 from services.orchestrator.progress import RunState
 from services.orchestrator.recovery import Attempts
 from services.orchestrator.saving import Saving
+from services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, Underway, figures, orchestrator, run_to_the_end, services, underway, weights
 from tests.training.test_resume import KINDS, break_off
@@ -36,18 +39,22 @@ def asked(
     control: Control | None = None,
 ) -> Iterator[Underway]:
     """A run that is asked once for something in the middle of each of these steps, by its number."""
-    real, left = training.Training._prepare, dict(ask)
+    real, left = StepTransaction._prepare, dict(ask)
+    started: Future[Underway] = Future()
 
-    def prepare(self: Any, step: int, order: Any) -> Any:
-        left.pop(step, lambda _: None)(self)
-        return real(self, step, order)
+    def prepare(self: Any, step: int, lead: Any) -> Any:
+        if step in left:
+            left.pop(step)(started.result(60))
+        return real(self, step, lead)
 
-    monkeypatch.setattr(training.Training, "_prepare", prepare)
+    monkeypatch.setattr(StepTransaction, "_prepare", prepare)
     if config.services.actor.address:
         with orchestrator(config, control) as going:
+            started.set_result(going)
             yield going
     else:
         with underway(config) as going:
+            started.set_result(going)
             yield going
 
 
@@ -90,14 +97,15 @@ def test_a_run_with_changes_that_crashed_goes_on_to_the_same_bits(
     assert expected.code == 0, expected.progress.error
     broken = make(**config)
     with monkeypatch.context() as patch:
-        real = training.Training._prepare
+        real = StepTransaction._prepare
 
-        def prepare(self: Any, now: int, order: Any) -> Any:
-            if now == 3 and self.commands._changes.settings()[0].value != 0.4:
-                changed(values)(self)
-            return real(self, now, order)
+        def prepare(self: Any, now: int, lead: Any) -> Any:
+            changes = self._updates._changes
+            if now == 3 and changes.settings()[0].value != 0.4:
+                changes.change(values, "somebody")
+            return real(self, now, lead)
 
-        patch.setattr(training.Training, "_prepare", prepare)
+        patch.setattr(StepTransaction, "_prepare", prepare)
         break_off(broken, where, step, patch)
     run = run_to_the_end(broken)
     assert figures(run) == figures(expected)
@@ -146,7 +154,7 @@ def test_what_is_out_of_bounds_is_refused_and_nothing_changes(
 @pytest.mark.parametrize("who", ["x" * 201, "two\nlines"])
 def test_who_changes_a_setting_is_one_line_and_short(make: MakeConfig, who: str) -> None:
     config = make(**PPO)
-    changes = Changes(config, training.RunFiles(config.run_directory))
+    changes = Changes(config, RunFiles(config.run_directory))
     changes.resume(0, 0.05)
     with pytest.raises(InvalidRequest, match="who: expected one line of at most 200 characters"):
         changes.change({"kl_coefficient": 0.1}, who)
@@ -157,7 +165,7 @@ def test_nothing_can_be_changed_before_the_run_has_begun_or_in_its_last_step(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**{**PPO, "run": {"steps": 1}})
-    early = Changes(config, training.RunFiles(config.run_directory))
+    early = Changes(config, RunFiles(config.run_directory))
     assert early.settings() == []
     with pytest.raises(FailedPrecondition, match="has not begun yet"):
         early.change({"kl_coefficient": 0.1}, "somebody")
@@ -194,11 +202,11 @@ def test_a_paused_run_saves_a_checkpoint_and_goes_back(make: MakeConfig, monkeyp
     with asked(make(**{**PPO, "checkpoint": {"every": 2, "keep": 9}}), {3: pause}, monkeypatch) as going:
         wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
         going.commands.checkpoint()
-        folder = training.RunFiles(going.config.run_directory).checkpoints / "step-000003" / "manifest.json"
+        folder = RunFiles(going.config.run_directory).checkpoints / "step-000003" / "manifest.json"
         wait_for(going, folder.exists)
         going.commands.roll_back(2)
         wait_for(going, lambda: (going.board.current().state, going.board.current().step) == (RunState.PAUSED, 2))
-        assert len(training.RunFiles(going.config.run_directory).committed()) == 2
+        assert len(RunFiles(going.config.run_directory).committed()) == 2
         going.commands.resume()
         run = going.finish()
     assert run.code == 0, run.progress.error
@@ -234,7 +242,7 @@ def test_going_back_to_where_no_checkpoint_is_or_past_a_named_one_is_refused(
     def ask(running: Any) -> None:
         with pytest.raises(InvalidRequest) as missing:
             running.commands.roll_back(3)
-        (running._files.checkpoints / "best").symlink_to("step-000004")
+        (RunFiles(running.config.run_directory).checkpoints / "best").symlink_to("step-000004")
         with pytest.raises(FailedPrecondition) as named:
             running.commands.roll_back(2)
         refused.extend([str(missing.value), str(named.value)])
@@ -253,18 +261,9 @@ def test_going_back_keeps_the_checkpoint_that_is_asked_for_though_newer_ones_wou
     settings = {**PPO, "checkpoint": {"every": 2, "keep": 2}}
     plain = run_to_the_end(make(**settings))
     config = make(**settings)
-    mark = training.RunFiles(config.run_directory).asked
-    left = [6]
-    real = training.Training._prepare
-
-    def prepare(self: Any, step: int, order: Any) -> Any:
-        if step in left:
-            left.clear()
-            self.commands.roll_back(2)
-        return real(self, step, order)
-
-    monkeypatch.setattr(training.Training, "_prepare", prepare)
-    with services(config) as addressed, orchestrator(addressed, Control(mark)) as going:
+    mark = RunFiles(config.run_directory).asked
+    ask = {6: lambda running: running.commands.roll_back(2)}
+    with services(config) as addressed, asked(addressed, ask, monkeypatch, Control(mark)) as going:
         run = going.finish()
     assert run.code == 0, run.progress.error
     assert "rolled back to step 2, as asked" in run.progress.notes
@@ -279,9 +278,9 @@ def test_going_back_that_a_crash_broke_off_is_brought_to_its_end(
 ) -> None:
     plain = run_to_the_end(make(**PPO))
     config = make(**PPO)
-    mark = training.RunFiles(config.run_directory).asked
+    mark = RunFiles(config.run_directory).asked
     ask = {4: changed({"kl_coefficient": 0.5}), 5: lambda running: running.commands.roll_back(2)}
-    real = getattr(training.RunFiles, where)
+    real = getattr(RunFiles, where)
 
     def crash(self: Any, step: int) -> None:
         # Recovery forgets what came after its step, too: nothing, at the run's start.
@@ -290,7 +289,7 @@ def test_going_back_that_a_crash_broke_off_is_brought_to_its_end(
         real(self, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.RunFiles, where, crash)
+        patch.setattr(RunFiles, where, crash)
         with services(config) as addressed, asked(addressed, ask, patch, Control(mark)) as going:
             assert going.finish().code == 1
     # As whoever starts a run does it: what is left is the way back.
@@ -306,20 +305,21 @@ def test_going_back_that_a_crash_broke_off_is_brought_to_its_end(
 def test_settings_are_left_alone_while_a_run_is_going_back(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_to_the_end(make(**PPO))
     refused: list[str] = []
-    real = training.Training._meet_back
+    real, seen = Meeting.again, list[Underway]()
 
     def ask(running: Any) -> None:
         with pytest.raises(FailedPrecondition) as caught:
             running.commands.change({"kl_coefficient": 0.5}, "somebody")
         refused.append(str(caught.value))
 
-    def meet(self: Any, before: Any) -> Any:
-        ask(self)
-        return real(self, before)
+    def meet(self: Any, *arguments: Any) -> Any:
+        ask(seen[0])
+        return real(self, *arguments)
 
-    monkeypatch.setattr(training.Training, "_meet_back", meet)
+    monkeypatch.setattr(Meeting, "again", meet)
 
     def back(running: Any) -> None:
+        seen.append(running)
         running.commands.roll_back(2)
         ask(running)
 
@@ -380,7 +380,7 @@ def test_failures_before_a_run_went_back_do_not_count_against_what_comes_after()
 
 def test_a_line_that_is_no_change_is_named(make: MakeConfig) -> None:
     config = make(**PPO)
-    files = training.RunFiles(config.run_directory)
+    files = RunFiles(config.run_directory)
     files.root.mkdir(parents=True)
     files.changes.write_text('{"step": 2, "setting": "kl_coefficient"}\n')
     with pytest.raises(ConfigError, match=r"changes .*changes\.jsonl:1: is no change of a setting"):

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from quartet.errors import ComputationFailed
 from quartet.types import MODEL_ROLES
-from services.orchestrator import training
 from services.orchestrator.figures import GUARDS
+from services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.observed import Collector, Observed, run_observed, value
 from tests.training.runs import figures, run_to_the_end
@@ -138,14 +139,14 @@ def test_each_step_is_one_trace_across_all_services(observed: Observed, collecto
 
 
 def test_a_step_that_breaks_off_is_a_trace_that_says_so(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    update, left = training.Training._update, ["a secret text"]
+    update, left = StepTransaction._update, ["a secret text"]
 
-    def broken(self: training.Training, step: int, *arguments: Any) -> Any:
+    def broken(self: StepTransaction, step: int, *arguments: Any) -> Any:
         if step == 2 and left:
-            raise training.ComputationFailed(left.pop())
+            raise ComputationFailed(left.pop())
         return update(self, step, *arguments)
 
-    monkeypatch.setattr(training.Training, "_update", broken)
+    monkeypatch.setattr(StepTransaction, "_update", broken)
     with Collector().listening() as collector:
         ended = run_observed(make(run={"steps": 2}, telemetry={"traces": collector.url}))
     assert ended.run.code == 1

@@ -28,6 +28,7 @@ from services.orchestrator import checkpoints, training
 from services.orchestrator.control import Control
 from services.orchestrator.progress import RunState
 from services.orchestrator.saving import Saving
+from services.orchestrator.step import StepTransaction
 from tests.e2e.commands import wait_until
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
@@ -65,17 +66,17 @@ def disturbed(
 ) -> Iterator[Underway]:
     """A run of which ``disturb`` happens right before a moment of step 4, so many times."""
     method = MOMENTS[moment]
-    real = getattr(training.Training, method)
+    real = getattr(StepTransaction, method)
     left = [times]
 
-    def before(self: Any, *arguments: Any) -> Any:
-        if self._course.step == 3 and left[0]:
+    def before(self: Any, step: int, *arguments: Any) -> Any:
+        if step == 4 and left[0]:
             left[0] -= 1
             disturb(started)
-        return real(self, *arguments)
+        return real(self, step, *arguments)
 
     with fleet(config) as started, monkeypatch.context() as patch:
-        patch.setattr(training.Training, method, before)
+        patch.setattr(StepTransaction, method, before)
         with orchestrator(started.config) as going:
             yield going
 
@@ -172,13 +173,13 @@ def test_a_step_that_one_model_has_applied_is_not_generated_again(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generations: list[int] = []
-    real = training.Training._prepare
+    real = StepTransaction._prepare
 
-    def count(self: Any, step: int, order: Any) -> Any:
+    def count(self: Any, step: int, lead: Any) -> Any:
         generations.append(step)
-        return real(self, step, order)
+        return real(self, step, lead)
 
-    monkeypatch.setattr(training.Training, "_prepare", count)
+    monkeypatch.setattr(StepTransaction, "_prepare", count)
     with disturbed(
         make(**SHORT), "commit", lambda _: fail(ServiceUnavailable("a moment's loss")), monkeypatch
     ) as going:
@@ -347,13 +348,13 @@ def crash_after_the_first_step(_: Any, alerts: list[Alert]) -> None:
 def prepared_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every step that was generated, in order, as the run goes on."""
     found: list[int] = []
-    real = training.Training._prepare
+    real = StepTransaction._prepare
 
-    def note(self: Any, step: int, order: Any) -> Any:
+    def note(self: Any, step: int, lead: Any) -> Any:
         found.append(step)
-        return real(self, step, order)
+        return real(self, step, lead)
 
-    monkeypatch.setattr(training.Training, "_prepare", note)
+    monkeypatch.setattr(StepTransaction, "_prepare", note)
     return found
 
 

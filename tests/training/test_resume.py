@@ -12,8 +12,9 @@ import pytest
 from quartet.buffer.connection import Redis
 from quartet.config import Config
 from quartet.demo.world import World
-from services.orchestrator import training
 from services.orchestrator.progress import RunState
+from services.orchestrator.step import StepTransaction
+from services.orchestrator.training import Training
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
     Run,
@@ -65,22 +66,23 @@ def undisturbed(make: MakeConfig, world: World) -> Callable[[str], Run]:
 
 def break_off(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that crashes in ``step``: before it is sealed, before it is updated, before or after its commit."""
-    method = {
-        "generate": "_prepare",
-        "sealed": "_update",
-        "updated": "_commit",
-        "committed": "_heed",
-        "checkpoint": "_checkpoint",
+    owner, method = {
+        "generate": (StepTransaction, "_prepare"),
+        "sealed": (StepTransaction, "_update"),
+        "updated": (StepTransaction, "_commit"),
+        "committed": (Training, "_heed"),
+        "checkpoint": (Training, "_checkpoint"),
     }[where]
-    real = getattr(training.Training, method)
+    real = getattr(owner, method)
 
     def crash(self: Any, *arguments: Any, **named: Any) -> Any:
-        if self._course.step + (where not in ("committed", "checkpoint")) == step:
+        now = arguments[0] if owner is StepTransaction else self._board.current().step
+        if now == step:
             raise Crash(where)
         return real(self, *arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.Training, method, crash)
+        patch.setattr(owner, method, crash)
         with orchestrator(config) if config.services.actor.address else underway(config) as going:
             ended = going.finish()
     assert ended.code == 1

@@ -12,7 +12,7 @@ from quartet.config import Config, parse_config
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import TRAINED_ROLES
 from services import trained
-from services.orchestrator import recovery, training
+from services.orchestrator import recovery, updates
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, merged, orchestrator, run_to_the_end, underway
 from tests.training.test_resume import break_off
@@ -44,13 +44,13 @@ def small(make: MakeConfig) -> Run:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Role, step and tokens of every update that is asked for."""
     found: list[tuple[str, int, int]] = []
-    real = training.begin_update
+    real = updates.begin_update
 
     def begin(client: Any, config: Any, step: int, epoch: int, rate: Any, tokens: int) -> Any:
         found.append((client.role.value, step, tokens))
         return real(client, config, step, epoch, rate, tokens)
 
-    for module in (training, recovery):
+    for module in (updates, recovery):
         monkeypatch.setattr(module, "begin_update", begin)
     return found
 
@@ -96,7 +96,7 @@ def test_so_has_one_whose_service_comes_back_in_the_middle(
     config = make(**COMMON)
     leave(SMALL)
     with fleet(config) as started:
-        real, lost = training.begin_update, []
+        real, lost = updates.begin_update, []
 
         def begin(client: Any, *arguments: Any) -> Any:
             if arguments[1] == 3 and not lost:
@@ -106,7 +106,7 @@ def test_so_has_one_whose_service_comes_back_in_the_middle(
                     started.restart(role)
             return real(client, *arguments)
 
-        monkeypatch.setattr(training, "begin_update", begin)
+        monkeypatch.setattr(updates, "begin_update", begin)
         with orchestrator(started.config) as going:
             run = going.finish()
     assert lost
