@@ -14,7 +14,7 @@ from quartet.buffer.connection import Redis, connect
 from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
 from quartet.config import Config
-from quartet.types import MODEL_ROLES, Role
+from quartet.types import MODEL_ROLES, Role, SaveKind
 from quartet.v1 import (
     actor_pb2,
     actor_pb2_grpc,
@@ -297,5 +297,5 @@ def test_a_save_outside_the_run_writes_nothing(services: Services, make_config: 
     before = sorted(config.run.directory.rglob("*"))
     for path in (".", "..", "../other", "link/other"):
         with pytest.raises(Exception, match="directory"):
-            actor.save("run", 1, path, codec.SaveKind.MODEL).result()
+            actor.save("run", 1, path, SaveKind.MODEL).result()
     assert sorted(config.run.directory.rglob("*")) == before

@@ -1,0 +1,64 @@
+"""Arrays and their messages: the number of each, the shape and the bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet.errors import InvalidRequest
+from quartet.types import FloatArray, IntArray
+from quartet.v1 import tensor_pb2
+
+_FLOAT32 = np.dtype("<f4")
+_INT32 = np.dtype("<i4")
+_DTYPES = {tensor_pb2.DATA_TYPE_FLOAT32: _FLOAT32, tensor_pb2.DATA_TYPE_INT32: _INT32}
+_DATA_TYPES = {dtype: number for number, dtype in _DTYPES.items()}
+
+
+def tensor_to_proto(array: NDArray[Any]) -> tensor_pb2.Tensor:
+    """A float32 or int32 array of any shape."""
+    message = tensor_pb2.Tensor()
+    write_tensor(message, array)
+    return message
+
+
+def write_tensor(message: tensor_pb2.Tensor, array: NDArray[Any]) -> None:
+    """A float32 or int32 array into its message, which may be a field of another."""
+    data_type = _DATA_TYPES.get(array.dtype.newbyteorder("<"))
+    if data_type is None:
+        raise InvalidRequest(f"tensor of {array.dtype}: expected float32 or int32")
+    message.dtype = data_type
+    message.shape.extend(array.shape)
+    message.data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+
+
+def _vector(message: tensor_pb2.Tensor, name: str, dtype: np.dtype[Any], length: int | None) -> NDArray[Any]:
+    found = _DTYPES.get(message.dtype)
+    if found != dtype:
+        raise InvalidRequest(f"{name}: expected dtype {dtype.name}, got {found.name if found else 'none'}")
+    if len(message.shape) != 1 or message.shape[0] < 0:
+        raise InvalidRequest(f"{name}: expected one dimension, got shape {list(message.shape)}")
+    expected = message.shape[0] * dtype.itemsize
+    data = message.data  # A copy, each time.
+    if len(data) != expected:
+        raise InvalidRequest(
+            f"{name}: shape {list(message.shape)} of {dtype.name} needs {expected} bytes, got {len(data)}"
+        )
+    if length is not None and message.shape[0] != length:
+        raise InvalidRequest(f"{name}: expected {length} elements, got {message.shape[0]}")
+    return np.frombuffer(data, dtype)
+
+
+def ints_from_proto(message: tensor_pb2.Tensor, name: str, length: int | None = None) -> IntArray:
+    """A one-dimensional int32 tensor. Raises InvalidRequest naming the field."""
+    return _vector(message, name, _INT32, length)
+
+
+def floats_from_proto(message: tensor_pb2.Tensor, name: str, length: int | None = None) -> FloatArray:
+    """A one-dimensional float32 tensor of finite numbers. Raises InvalidRequest naming the field."""
+    values = _vector(message, name, _FLOAT32, length)
+    if not np.isfinite(values).all():
+        raise InvalidRequest(f"{name}: found NaN or infinity, expected finite numbers")
+    return values
