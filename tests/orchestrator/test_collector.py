@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from quartet.buffer.connection import Redis
 from quartet.buffer.rollouts import RolloutStream
 from quartet.errors import BufferFailed, ServiceFailed
 from quartet.types import Trajectory, TrajectoryId
@@ -20,18 +19,6 @@ from services.orchestrator.collector import (
 from services.orchestrator.scoring import Scoring, ScoringServices, at_once
 from tests.buffer.samples import trajectory
 from tests.orchestrator.fakes import Answer, Scorer
-
-
-@pytest.fixture
-def run(request: pytest.FixtureRequest) -> str:
-    return request.node.name
-
-
-@pytest.fixture
-def stream(redis_client: Redis, redis_url: str, run: str) -> RolloutStream:
-    found = RolloutStream(redis_client, redis_url, run)
-    found.reset()
-    return found
 
 
 def ended() -> Answer:

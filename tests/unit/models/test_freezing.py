@@ -14,7 +14,7 @@ from quartet.models.training import update_value
 from quartet.models.value_head import ValueModel
 from quartet.types import ValueLossSettings
 from tests.unit.models import tiny
-from tests.unit.models.test_lora import SETTINGS, experience, learn
+from tests.unit.models.adapters import SETTINGS, experience, learn
 
 
 def frozen(model: torch.nn.Module) -> set[str]:

@@ -1,0 +1,20 @@
+"""A run of its own for each test, and its stream."""
+
+from __future__ import annotations
+
+import pytest
+
+from quartet.buffer.connection import Redis
+from quartet.buffer.rollouts import RolloutStream
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> str:
+    return request.node.name.replace(" ", "")
+
+
+@pytest.fixture
+def stream(redis_client: Redis, redis_url: str, run: str) -> RolloutStream:
+    found = RolloutStream(redis_client, redis_url, run)
+    found.reset()
+    return found

@@ -1,0 +1,144 @@
+"""Services that fail for some trajectories, and a step that is collected from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from quartet.buffer.rollouts import RolloutStream
+from quartet.config import RecoveryConfig
+from quartet.errors import QuartetError
+from quartet.types import Role, Scores, TokenBatch, Trajectory
+from services.orchestrator.collector import CollectedStep, Collector, Replacement
+from services.orchestrator.scoring import ScoringServices
+from tests.buffer.samples import trajectory
+from tests.orchestrator.fakes import Answer, responses
+
+BACKOFF = 1e-6
+Name = tuple[int, int]
+"""Prompt and sample."""
+
+SERVICES = ("score", "log_probs", "values")
+ALWAYS = 1_000_000
+
+
+def recovering(**changes: Any) -> RecoveryConfig:
+    """With pauses too short to notice."""
+    return RecoveryConfig(backoff=BACKOFF, **changes)
+
+
+def sampled(run: str, prompt: int, sample: int = 0) -> Trajectory:
+    """A trajectory by whose tokens a scorer knows its prompt and sample: a prompt begins with its number plus one."""
+    return trajectory(run, prompt, sample=sample, response=3 + sample)
+
+
+def names(batch: TokenBatch) -> list[Name]:
+    first = [int(sequence[0]) - 1 for sequence in batch.sequences()]
+    return list(zip(first, (batch.response_lengths - 3).tolist(), strict=True))
+
+
+class PickyScorer:
+    """Reward, reference and critic in one, that fail for some trajectories so many times."""
+
+    role = Role.REFERENCE
+
+    def __init__(self, error: QuartetError, held: bool = False, **failures: dict[Name, int]) -> None:
+        """``failures`` by service and trajectory. With ``held`` the test answers the calls."""
+        self._error, self._held = error, held
+        self._failures = {service: dict(failures.get(service, {})) for service in SERVICES}
+        self.asked: dict[str, list[list[Name]]] = {service: [] for service in SERVICES}
+        self.calls: dict[str, list[Answer]] = {service: [] for service in SERVICES}
+        self.fields: list[list[str]] = []
+
+    def replicas(self) -> int:
+        return 1
+
+    def _call(self, service: str, batch: TokenBatch, compute: Callable[[], Any]) -> Any:
+        asked, failures, fails = names(batch), self._failures[service], False
+        self.asked[service].append(asked)
+        for name in asked:
+            if failures.get(name, 0) > 0:
+                failures[name] -= 1
+                fails = True
+        call = Answer(compute)
+        self.calls[service].append(call)
+        if fails:
+            # Known beforehand, seen when it is answered.
+            call.answer = lambda error=None: Answer.answer(call, error or self._named(asked))  # type: ignore[method-assign]
+        if not self._held:
+            call.answer()
+        return call
+
+    def _named(self, asked: list[Name]) -> QuartetError:
+        return type(self._error)(f"{self._error} of {len(asked)}")
+
+    def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> Any:
+        self.fields.append(list(fields))
+        found = np.array([prompt + sample / 8 for prompt, sample in names(batch)], np.float32)
+        return self._call("score", batch, lambda: Scores(found, {"half": found / 2}))
+
+    def log_probs(self, batch: TokenBatch, temperature: float) -> Any:
+        return self._call("log_probs", batch, lambda: -responses(batch))
+
+    def values(self, batch: TokenBatch, policy_version: int | None = None) -> Any:
+        return self._call("values", batch, lambda: 2 * responses(batch))
+
+
+class Actor:
+    """Writes what is asked for into the stream, and remembers what it was."""
+
+    def __init__(self, stream: RolloutStream, run: str, failure: Exception | None = None) -> None:
+        self._stream, self._run, self._failure = stream, run, failure
+        self.asked: list[tuple[set[int], int]] = []
+
+    def generate(self, prompts: set[int], sample: int) -> Any:
+        self.asked.append((prompts, sample))
+        assert len(self.asked) < 20, self.asked
+        generation = Answer(lambda: len(prompts))
+        if self._failure is None:
+            self._stream.append(sampled(self._run, prompt, sample) for prompt in sorted(prompts))
+        generation.answer(self._failure)
+        return generation
+
+
+def collect(
+    stream: RolloutStream,
+    scorer: PickyScorer,
+    written: list[Trajectory],
+    actor: Actor,
+    score_batch: int = 3,
+    recovery: RecoveryConfig | None = None,
+    progress: list[int] | None = None,
+    fields: dict[int, str] | None = None,
+) -> CollectedStep:
+    stream.append(written)
+    generation = Answer()
+    generation.answer()
+    services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
+    return Collector(stream, services, score_batch).collect(
+        {item.id for item in written},
+        0,
+        generation,  # type: ignore[arg-type]
+        (progress if progress is not None else []).append,
+        fields,
+        Replacement(recovery or recovering(), 0, actor.generate),
+    )
+
+
+def scored(step: CollectedStep) -> list[Name]:
+    return [(item.trajectory.id.prompt, item.trajectory.id.sample) for item in step.scored]
+
+
+def set_aside(step: CollectedStep) -> list[tuple[Name, int]]:
+    return [((item.trajectory.id.prompt, item.trajectory.id.sample), item.attempts) for item in step.set_aside]
+
+
+def assert_own_answers(step: CollectedStep) -> None:
+    for item in step.scored:
+        id, response = item.trajectory.id, item.trajectory.response_ids.astype(np.float32)
+        assert item.score == id.prompt + id.sample / 8
+        assert item.parts == {"half": item.score / 2}
+        np.testing.assert_array_equal(item.reference_log_probs, -response)
+        np.testing.assert_array_equal(item.values, 2 * response)

@@ -1,0 +1,173 @@
+"""What cannot be scored at all: set aside with its error, replaced by the next sample of its prompt."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from quartet.buffer.rollouts import RolloutStream
+from quartet.errors import (
+    BufferFailed,
+    ComputationFailed,
+    InvalidRequest,
+    QuartetError,
+    ServiceFailed,
+    ServiceUnavailable,
+    TooManySetAside,
+)
+from quartet.types import TrajectoryId
+from tests.orchestrator.picky import (
+    ALWAYS,
+    SERVICES,
+    Actor,
+    PickyScorer,
+    assert_own_answers,
+    collect,
+    recovering,
+    sampled,
+    scored,
+    set_aside,
+)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("error", [ComputationFailed("not finite"), ServiceFailed("raised"), InvalidRequest("no")])
+def test_what_a_service_cannot_score_is_set_aside_and_the_next_sample_takes_its_place(
+    service: str, error: QuartetError, stream: RolloutStream, run: str
+) -> None:
+    scorer = PickyScorer(error, **{service: {(4, 0): ALWAYS}})
+    actor, progress = Actor(stream, run), list[int]()
+    written = [sampled(run, prompt) for prompt in (8, 4, 1, 3, 2)]
+    step = collect(stream, scorer, written, actor, progress=progress)
+    assert scored(step) == [(1, 0), (2, 0), (3, 0), (4, 1), (8, 0)]
+    assert_own_answers(step)
+    assert set_aside(step) == [((4, 0), 3)]
+    assert step.set_aside[0].error == f"{error} of 1", "the error of the attempt with this one alone"
+    assert actor.asked == [({4}, 1)]
+    whole, rest, again = [(8, 0), (4, 0), (1, 0)], [(3, 0), (2, 0)], [(4, 1)]
+    alone = [[(8, 0)], [(4, 0)], [(1, 0)]]
+    assert sorted(scorer.asked[service]) == sorted([whole, rest, whole, *alone, again])
+    for other in set(SERVICES) - {service}:
+        assert scorer.asked[other] == [whole, rest, again], "it has answered, so it is not asked again"
+    assert progress[-1] == 5
+    stream.acknowledge(step.entry_ids)
+    assert stream.depth() == 0
+
+
+def test_the_jth_of_a_prompt_that_is_set_aside_is_replaced_by_the_jth_sample_more(
+    stream: RolloutStream, run: str
+) -> None:
+    poison = {(7, 0): ALWAYS, (7, 1): ALWAYS, (5, 1): ALWAYS, (7, 2): ALWAYS, (7, 4): ALWAYS}
+    scorer, actor = PickyScorer(ComputationFailed("no"), score=poison), Actor(stream, run)
+    written = [sampled(run, prompt, sample) for prompt, sample in itertools.product((9, 7, 5), range(2))]
+    step = collect(stream, scorer, written, actor, recovery=recovering(max_set_aside=5))
+    assert actor.asked == [({5, 7}, 2), ({7}, 3), ({7}, 4), ({7}, 5)]
+    assert scored(step) == [(5, 0), (5, 2), (7, 3), (7, 5), (9, 0), (9, 1)], "as many of each prompt as before"
+    assert [name for name, _ in set_aside(step)] == [(5, 1), (7, 0), (7, 1), (7, 2), (7, 4)]
+    assert_own_answers(step)
+    stream.acknowledge(step.entry_ids)
+    assert stream.depth() == 0
+
+
+@pytest.mark.parametrize("at_most", [0, 2])
+def test_one_more_than_may_be_set_aside_ends_the_step_at_once_with_count_ids_and_error(
+    at_most: int, stream: RolloutStream, run: str
+) -> None:
+    scorer = PickyScorer(ComputationFailed("ValueError"), score={(prompt, 0): ALWAYS for prompt in range(9)})
+    actor = Actor(stream, run)
+    with pytest.raises(TooManySetAside) as raised:
+        collect(
+            stream,
+            scorer,
+            [sampled(run, prompt) for prompt in range(9)],
+            actor,
+            score_batch=9,
+            recovery=recovering(max_set_aside=at_most),
+        )
+    text = str(raised.value)
+    assert text.startswith(
+        f"step 1: {at_most + 1} of its trajectories could not be scored, recovery.max_set_aside is {at_most}"
+    )
+    assert "ValueError of 1" in text
+    assert text.endswith(", ".join(f"{run}/1/{prompt}/0" for prompt in range(at_most + 1)))
+    assert len(scorer.asked["score"]) == 2 + at_most + 1, "the others are not tried any more"
+    assert actor.asked == []
+    assert [item.trajectory.id.prompt for item in raised.value.set_aside] == list(range(at_most + 1))
+
+
+def test_those_of_a_whole_step_count_together_also_where_replacements_fail(stream: RolloutStream, run: str) -> None:
+    scorer = PickyScorer(ComputationFailed("no"), score={(0, sample): ALWAYS for sample in range(10)})
+    actor = Actor(stream, run)
+    with pytest.raises(TooManySetAside, match="step 1: 5 of its trajectories"):
+        collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], actor)
+    assert actor.asked == [({0}, sample) for sample in (1, 2, 3, 4)]
+
+
+def test_of_two_services_that_fail_the_first_is_named_and_the_trajectory_counts_once(
+    stream: RolloutStream, run: str
+) -> None:
+    scorer = PickyScorer(ComputationFailed("no"), values={(1, 0): ALWAYS}, score={(1, 0): ALWAYS, (2, 0): ALWAYS})
+    recovery = recovering(max_set_aside=2)
+    written = [sampled(run, prompt) for prompt in range(3)]
+    step = collect(stream, scorer, written, Actor(stream, run), recovery=recovery)
+    assert set_aside(step) == [((1, 0), 3), ((2, 0), 3)]
+    assert scored(step) == [(0, 0), (1, 1), (2, 1)]
+
+
+def test_a_replacement_that_cannot_be_generated_ends_the_step(stream: RolloutStream, run: str) -> None:
+    scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
+    actor = Actor(stream, run, ServiceUnavailable("actor: gone"))
+    with pytest.raises(ServiceUnavailable, match="actor: gone"):
+        collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], actor)
+
+
+def test_a_stranger_among_the_replacements_is_an_error(stream: RolloutStream, run: str) -> None:
+    class Careless(Actor):
+        def generate(self, prompts: set[int], sample: int) -> Any:
+            return super().generate({prompt + 1 for prompt in prompts}, sample)
+
+    scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
+    with pytest.raises(BufferFailed, match="/1/2/1 of policy version 0 was not asked for"):
+        collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Careless(stream, run))
+
+
+def test_a_repeat_of_what_is_set_aside_is_freed_and_not_scored_again(stream: RolloutStream, run: str) -> None:
+    class Repeating(Actor):
+        def generate(self, prompts: set[int], sample: int) -> Any:
+            self._stream.append([sampled(run, 1), sampled(run, 0)])
+            return super().generate(prompts, sample)
+
+    scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
+    step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Repeating(stream, run))
+    assert scored(step) == [(0, 0), (1, 1), (2, 0)]
+    assert scorer.asked["score"][-1] == [(1, 1)]
+    stream.acknowledge(step.entry_ids)
+    assert stream.depth() == 0
+
+
+def test_ids_of_replacements_are_derived_like_all_others(stream: RolloutStream, run: str) -> None:
+    scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
+    step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(2)], Actor(stream, run))
+    assert step.scored[1].trajectory.id == TrajectoryId(run, 1, 1, 1)
+
+
+def test_the_log_does_not_quote_what_a_function_quotes_of_a_response(
+    stream: RolloutStream, run: str, capture: list[dict[str, Any]]
+) -> None:
+    scorer = PickyScorer(ComputationFailed("ValueError: cannot read 'my secret'"), score={(1, 0): ALWAYS})
+    step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(2)], Actor(stream, run))
+    [line] = [line for line in capture if line["event"] == "trajectory set aside"]
+    assert line["error"] == "ComputationFailed"
+    assert line["id"] == f"{run}/1/1/0"
+    assert "secret" not in str(capture)
+    assert "my secret" in step.set_aside[0].error
+
+
+@pytest.fixture
+def capture() -> Iterator[list[dict[str, Any]]]:
+    with structlog.testing.capture_logs() as lines:
+        yield lines

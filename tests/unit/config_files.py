@@ -1,0 +1,35 @@
+"""Config files that tests write, and what is said of those that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import load_config
+from quartet.errors import ConfigError
+
+MINIMAL = """\
+data:
+  prompts: prompts.jsonl
+actor:
+  model: policy
+reward:
+  model: reward
+"""
+REQUIRED: dict[str, Any] = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}}
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, list(overrides))
+    text = str(refused.value)
+    assert "\n" not in text
+    return text

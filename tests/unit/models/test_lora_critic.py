@@ -1,0 +1,103 @@
+"""LoRA on a critic: it learns in adapter and head, and starts from what others have learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quartet.errors import ModelError
+from quartet.models.loading import load_causal_lm, load_critic, load_tokenizer
+from quartet.models.lora import add_adapter
+from quartet.models.scoring import response_values
+from quartet.models.training import update_value
+from quartet.models.value_head import ValueModel
+from quartet.types import ValueLossSettings
+from tests.unit.models import tiny
+from tests.unit.models.adapters import (
+    ALPHA,
+    BATCH,
+    RANK,
+    RESPONSES,
+    SETTINGS,
+    adapted,
+    edit,
+    experience,
+    files,
+    learn,
+    optimizer_of,
+    same,
+    snapshot,
+    split,
+)
+from tests.unit.models.saving import save_adapter, save_critic, save_critic_adapter
+
+
+def critic_base(kind: str, source: str, directory: Path) -> str:
+    """A checkpoint that a critic can start from, of a causal LM, a classifier or a critic."""
+    if source == "critic":
+        save_critic(ValueModel.of_classifier(tiny.classifier(kind)), directory)
+    else:
+        tiny.saved(tiny.causal(kind) if source == "causal" else tiny.classifier(kind), directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("source", ["causal", "classifier", "critic"])
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_critic_learns_in_adapter_and_head_and_survives_both_saves(kind: str, source: str, tmp_path: Path) -> None:
+    base = critic_base(kind, source, tmp_path / "base")
+    critic = load_critic(base)
+    before = response_values(critic, BATCH, 64)
+    below = snapshot(critic.backbone)
+    adapter = add_adapter(critic.backbone, base, RANK, ALPHA)
+    assert response_values(critic, BATCH, 64).tobytes() == before.tobytes()
+    head = critic.head.weight.detach().clone()
+    optimizer = optimizer_of(critic)
+    for step in (1, 2):
+        update_value(critic, optimizer, experience(step), SETTINGS, ValueLossSettings(), 64)
+    assert same(split(critic.backbone.state_dict())[0], below)
+    assert not torch.equal(critic.head.weight, head)
+    assert any(value.any() for name, value in critic.backbone.state_dict().items() if ".lora_B." in name)
+    values = response_values(critic, BATCH, 64)
+
+    save_critic_adapter(critic, tmp_path / "adapter", adapter, tiny.tokenizer())
+    save_critic(critic, tmp_path / "merged", tiny.tokenizer(), adapter)
+    assert response_values(critic, BATCH, 64).tobytes() == values.tobytes()
+    assert {"adapter_config.json", "adapter_model.safetensors", "value_head.safetensors", "tokenizer.json"} <= files(
+        tmp_path / "adapter"
+    ).keys()
+    assert not {"model.safetensors", "config.json"} & files(tmp_path / "adapter").keys()
+    again, merged = load_critic(tmp_path / "adapter"), load_critic(tmp_path / "merged")
+    assert same(again.state_dict(), merged.state_dict())
+    np.testing.assert_allclose(response_values(again, BATCH, 64), values, atol=1e-5)
+    assert np.abs(values - before).max() > 1e-3
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    assert load_tokenizer(tmp_path / "adapter")("w7").input_ids == [7]
+
+
+def test_a_critic_starts_from_a_policys_adapter_at_zero(tmp_path: Path) -> None:
+    base = str(tiny.saved(tiny.causal("llama"), tmp_path / "base"))
+    model, adapter = adapted("llama", base)
+    learn(model)
+    save_adapter(adapter, None, tmp_path / "adapter")
+    critic = load_critic(tmp_path / "adapter")
+    assert response_values(critic, BATCH, 64).tolist() == [0.0] * sum(RESPONSES)
+    merged = load_causal_lm(tmp_path / "adapter")
+    assert same(critic.backbone.state_dict(), merged.model.state_dict())
+
+
+def test_a_critics_adapter_with_a_broken_base_or_head_is_one_line(tmp_path: Path) -> None:
+    base = critic_base("llama", "classifier", tmp_path / "base")
+    critic = load_critic(base)
+    save_critic_adapter(critic, tmp_path / "a", add_adapter(critic.backbone, base, RANK, ALPHA))
+    (tmp_path / "a" / "value_head.safetensors").write_bytes(b"\0" * 20)
+    with pytest.raises(ModelError, match="value head"):
+        load_critic(tmp_path / "a")
+    edit(tmp_path / "a", base_model_name_or_path=str(tmp_path / "gone"))
+    with pytest.raises(ModelError, match=r"adapter .*a: its base model: model .*gone: no such directory"):
+        load_critic(tmp_path / "a")
+    edit(tmp_path / "a", base_model_name_or_path=str(tmp_path / "a"))
+    with pytest.raises(ModelError, match="is its own base"):
+        load_critic(tmp_path / "a")

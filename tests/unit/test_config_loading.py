@@ -1,0 +1,201 @@
+"""How a config is read: files, overrides, and where it says that something is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from quartet.config import load_config
+from quartet.errors import ConfigError
+from tests.unit.config_files import MINIMAL, REQUIRED, refusal, write
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    return write(tmp_path, MINIMAL)
+
+
+# Each: what is appended to the minimal config, and what the error says besides the file.
+WRONG = {
+    "an unknown section": ("rum: {}\n", ":7: rum: unknown key; did you mean 'run'?"),
+    "an unknown key": ("run:\n  step: 10\n", ":8: run.step: unknown key; did you mean 'steps'?"),
+    "an unknown nested key": (
+        "algorithm:\n  kl_controller:\n    kind: fixed\n    targett: 3\n",
+        ":10: algorithm.kl_controller.targett: unknown key; did you mean 'target'?",
+    ),
+    "a key like no other": ("checkpoint:\n  zzz: 1\n", ":8: checkpoint.zzz: unknown key; known here: every, keep"),
+    "steps of 0": ("run:\n  steps: 0\n", ":8: run.steps: Input should be greater than or equal to 1, not 0"),
+    "a word for a number": ("run:\n  steps: many\n", ":8: run.steps: Input should be a valid integer"),
+    "a negative seed": ("run:\n  seed: -1\n", ":8: run.seed: Input should be greater than or equal to 0, not -1"),
+    "a seed of 2^63": ("run:\n  seed: 9223372036854775808\n", ":8: run.seed: Input should be less than"),
+    "a run name with a slash": ("run:\n  name: a/b\n", ":8: run.name: String should match pattern"),
+    "gamma above 1": ("algorithm:\n  gamma: 1.5\n", ":8: algorithm.gamma: Input should be less than or equal to 1"),
+    "NaN": ("algorithm:\n  gamma: .nan\n", ":8: algorithm.gamma: Input should be a finite number, not nan"),
+    "infinity": ("algorithm:\n  clip_ratio: .inf\n", ":8: algorithm.clip_ratio: Input should be a finite number"),
+    "a dual clip of 1": ("algorithm:\n  dual_clip: 1\n", ":8: algorithm.dual_clip: Input should be greater than 1"),
+    "temperature 0": (
+        "rollout:\n  temperature: 0\n",
+        ":8: rollout.temperature: Input should be greater than or equal to 0.001",
+    ),
+    "top_p 0": ("rollout:\n  top_p: 0\n", ":8: rollout.top_p: Input should be greater than 0"),
+    "an unknown choice": (
+        "algorithm:\n  kl_estimator: k9\n",
+        ":8: algorithm.kl_estimator: Input should be 'k1' or 'absolute', not 'k9'",
+    ),
+    "a wrong element of a list": (
+        "services:\n  actor:\n    devices: [0, -1]\n",
+        ":9: services.actor.devices.1: Input should be greater than or equal to 0, not -1",
+    ),
+    "a list that is too short": (
+        "critic:\n  optimizer:\n    betas: [0.9]\n",
+        ":9: critic.optimizer.betas.1: missing",
+    ),
+    "a scalar for a section": ("rollout: 3\n", ":7: rollout: Input should be a valid dictionary"),
+    "an address without port": (
+        "services:\n  actor:\n    address: localhost\n",
+        ":9: services.actor.address: 'localhost': expected HOST:PORT",
+    ),
+    "a port that is none": (
+        "services:\n  actor:\n    listen: 127.0.0.1:70000\n",
+        ":9: services.actor.listen: '127.0.0.1:70000': expected HOST:PORT",
+    ),
+    "a url of another kind": ("buffer:\n  url: http://h\n", ":8: buffer.url: expected redis://HOST:PORT/DB"),
+    "more mini-batches than responses": (
+        "rollout: {prompts_per_step: 4}\nalgorithm: {mini_batches: 5}\n",
+        "algorithm.mini_batches 5: expected at most the 4 responses of a step",
+    ),
+    "a KL loss without weight": ("algorithm: {kl_loss: k3}\n", "set kl_loss_coefficient above 0, or kl_loss none"),
+    "a section that stands twice": ("actor: {model: other}\n", ":7: actor: stands twice"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_is_refused_with_file_line_key_and_expectation(name: str, tmp_path: Path) -> None:
+    text, expected = WRONG[name]
+    path = write(tmp_path, MINIMAL + text)
+    said = refusal(path)
+    assert said.startswith(f"config {path}:")
+    assert expected in said
+
+
+def test_a_missing_key_is_named_with_its_section_and_a_missing_section_with_its_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "data:\n  prompts: p\nactor:\n  dtype: float32\n")
+    said = refusal(path)
+    assert f"config {path}:3: actor.model: missing; it has no default" in said
+    assert f"config {path}: reward: missing; it has no default" in said
+
+
+def test_every_wrong_key_is_named_at_once(tmp_path: Path) -> None:
+    said = refusal(write(tmp_path, MINIMAL + "run:\n  steps: 0\n  seed: -1\n"))
+    assert ":8: run.steps" in said
+    assert ":9: run.seed" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("run: {name: 'open\n", "config {path}:2: not YAML"),
+        ("run:\n\tsteps: 1\n", "config {path}:2: not YAML"),
+        ("", "config {path}: expected a mapping of sections"),
+        ("- a\n", "config {path}: expected a mapping of sections"),
+        ("run: &run {more: *run}\n", "config {path}: "),
+        ("[" * 500, "config {path}: "),
+        ("!!python/object/apply:os.system [true]\n", "config {path}:1: not YAML"),
+        ("3: 4\n" + MINIMAL, "config {path}:1: 3: Keys should be strings"),
+    ],
+)
+def test_what_is_no_config_is_refused_with_file_and_line(text: str, expected: str, tmp_path: Path) -> None:
+    path = write(tmp_path, text)
+    assert refusal(path).startswith(expected.format(path=path))
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    assert "No such file" in refusal(tmp_path / "absent.yaml")
+    assert "directory" in refusal(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"run: {name: \xe9}\n")
+    assert "not UTF-8 at byte 12" in refusal(tmp_path / "latin.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("run.steps=10", "run", "steps", 10),
+        ("actor.learning_rate=1e-5", "actor", "learning_rate", 1e-5),
+        ("actor.learning_rate=2.5E-4", "actor", "learning_rate", 2.5e-4),
+        ("algorithm.clip_ratio_high=null", "algorithm", "clip_ratio_high", None),
+        ("algorithm.whiten_rewards=true", "algorithm", "whiten_rewards", True),
+        ("actor.model=some/where=else", "actor", "model", "some/where=else"),
+        ("run.name=1e5x", "run", "name", "1e5x"),
+        ("data.prompts=/tmp/a b.jsonl", "data", "prompts", Path("/tmp/a b.jsonl")),
+    ],
+)
+def test_an_override_is_read_as_yaml(override: str, section: str, key: str, value: object, minimal: Path) -> None:
+    assert getattr(getattr(load_config(minimal, [override]), section), key) == value
+
+
+def test_overrides_reach_nested_keys_and_lists_and_the_last_one_counts(minimal: Path) -> None:
+    config = load_config(
+        minimal,
+        [
+            "algorithm.kl_controller.horizon=1e4",
+            "actor.optimizer.betas=[0.8, 0.9]",
+            "services.actor.devices=[1]",
+            "run.steps=5",
+            "run.steps=6",
+        ],
+    )
+    assert config.algorithm.kl_controller.horizon == 10_000
+    assert config.actor.optimizer.betas == (0.8, 0.9)
+    assert config.services.actor.devices == (1,)
+    assert config.run.steps == 6
+    assert config.actor.model == "policy"
+
+
+@pytest.mark.parametrize("override", ["run.steps", "=1", "run..steps=1", ".steps=1"])
+def test_an_override_that_is_no_assignment_is_refused(override: str, minimal: Path) -> None:
+    assert refusal(minimal, override) == f"--set {override}: expected KEY.KEY=VALUE, for example run.steps=10"
+
+
+def test_an_override_below_a_value_is_refused(minimal: Path) -> None:
+    assert "model is a value, not a section" in refusal(minimal, "actor.model.name=x")
+
+
+def test_a_wrong_override_is_blamed_and_not_the_line_that_it_replaces(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "run:\n  steps: 10\n")
+    said = refusal(path, "run.steps=0")
+    assert "--set run.steps" in said
+    assert ":8" not in said
+    assert "did you mean 'steps'" in refusal(path, "run.stepz=1")
+
+
+def test_a_hash_in_an_override_is_no_comment(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("data: {prompts: p}\nactor: {model: a}\nreward: {model: r}\n")
+    config = load_config(path, ["data.prompts=/tmp/a #b/x.jsonl", "run.name=123"])
+    assert str(config.data.prompts) == "/tmp/a #b/x.jsonl"
+    assert config.run.name == "123"
+
+
+def test_a_config_laid_over_another_wins_key_by_key_and_overrides_win_over_both(tmp_path: Path) -> None:
+    run, above, last = tmp_path / "run.yaml", tmp_path / "above.yaml", tmp_path / "last.yaml"
+    run.write_text(
+        yaml.safe_dump({**REQUIRED, "services": {"actor": {"devices": [3], "threads": 2}}, "run": {"name": "a"}})
+    )
+    above.write_text("services:\n  actor: {devices: [0]}\n  critic: {threads: 5}\n")
+    last.write_text("services: {critic: {threads: 6}}\n")
+    config = load_config(run, ["services.actor.threads=7"], [above, last])
+    assert (config.services.actor.devices, config.services.actor.threads) == ((0,), 7)
+    assert (config.services.critic.threads, config.run.name) == (6, "a")
+
+
+def test_what_is_wrong_in_a_config_is_named_by_the_file_that_it_stands_in(tmp_path: Path) -> None:
+    run, above = tmp_path / "run.yaml", tmp_path / "above.yaml"
+    run.write_text(yaml.safe_dump(REQUIRED))
+    above.write_text("security:\n  certificats: here\n")
+    with pytest.raises(ConfigError, match=rf"^config {re.escape(str(above))}:2: security\.certificats: unknown key"):
+        load_config(run, [], [above])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(run, [], [tmp_path / "none.yaml"])
