@@ -21,13 +21,13 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from benchmarks import machine, page
-from benchmarks.options import add_shared, parser_of
+from benchmarks.options import add_shared, page_of, parser_of, positive
 from benchmarks.transport import best, experience_of
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded import EmbeddedRedis
 from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
-from quartet.processes import of_module, with_parent
+from quartet.processes import with_parent
 from quartet.types import FinishReason, Trajectory, TrajectoryId
 from services.actor.actor import FLUSH
 
@@ -66,8 +66,8 @@ class Sealed:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("buffer", __doc__)
-    parser.add_argument("--trajectories", type=int, default=20_000)
-    parser.add_argument("--tokens", type=int, default=10_000_000, help="of the largest experience")
+    parser.add_argument("--trajectories", type=positive, default=20_000)
+    parser.add_argument("--tokens", type=positive, default=10_000_000, help="of the largest experience")
     add_shared(parser, "build/buffer", rounds=5)
     parser.add_argument("--write", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = table(rounds, sealed, where)
     print(text)
-    page.write(options.page, "buffer", text)
+    page.write(page_of(parser, options), "buffer", text)
     return 0 if max(each.rate for each in rounds) >= LIMIT else 1
 
 
@@ -116,11 +116,12 @@ def stream(url: str, count: int) -> Stream:
     """One round with a writer in a process of its own, and this one as the reader."""
     rollouts = RolloutStream(connect(url), url, RUN)
     rollouts.reset()
-    command = of_module("benchmarks.buffer", "--write", url, "--trajectories", str(count))
+    command = [sys.executable, "-m", "benchmarks.buffer", "--write", url, "--trajectories", str(count)]
     with subprocess.Popen(with_parent(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdin is not None
         assert writer.stdout is not None
-        writer.stdout.readline()
+        if not writer.stdout.readline():
+            raise RuntimeError(f"the writer ended with status {writer.wait()}; its error stands above")
         writer.stdin.write("\n")
         writer.stdin.flush()
         read: list[str] = []

@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 
 from benchmarks import machine, page
-from benchmarks.options import add_shared, parser_of
+from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError
 from quartet.processes import with_parent
@@ -62,8 +62,8 @@ class Pair:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("end_to_end", __doc__)
     parser.add_argument("--config", action="append", type=Path, help="may be repeated")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=positive, default=16)
+    parser.add_argument("--pairs", type=positive, default=3)
     parser.add_argument("--trl", type=Path, default=Path("build/parity-venv/bin/python"), help="a Python that has TRL")
     add_shared(parser, "build/end-to-end", kept="runs and figures are")
     options = parser.parse_args(arguments)
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = table(found, options.steps, dtype, where)
     print(text)
     if device == "cpu":
-        page.write(options.page, "end-to-end", text)
+        page.write(page_of(parser, options), "end-to-end", text)
     return 0
 
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks import machine, page
-from benchmarks.options import add_shared, parser_of
+from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.ppo.gae import generalized_advantages
 
 LIMIT = 0.05
@@ -44,7 +44,7 @@ class Result:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("gae", __doc__)
-    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--tokens", type=positive, default=1_000_000)
     add_shared(parser, "build/gae", rounds=30)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # As the orchestrator has it.
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = table(results, where)
     print(text)
-    page.write(options.page, "gae", text)
+    page.write(page_of(parser, options), "gae", text)
     return 0 if all(min(result.seconds) < LIMIT * options.tokens / 1e6 for result in results) else 1
 
 

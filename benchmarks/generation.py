@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks import machine, page
-from benchmarks.options import add_shared, parser_of
+from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.config import load_config
 from quartet.data import PromptEncoder, encode_prompts, iterate_prompt_lines
 from quartet.errors import QuartetError
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--config", type=Path, default=Path("configs/reviews/ppo.yaml"), help="whose policy and prompts"
     )
-    parser.add_argument("--prompts", action="append", type=int, help="at once; may be repeated")
-    parser.add_argument("--tokens", type=int, default=48, help="longest response")
+    parser.add_argument("--prompts", action="append", type=positive, help="at once; may be repeated")
+    parser.add_argument("--tokens", type=positive, default=48, help="longest response")
     add_shared(parser, "build/generation", rounds=5, threads=True)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = table(results, options.tokens, options.threads, bandwidth, where)
     print(text)
     if device == "cpu":
-        page.write(options.page, "generation", text)
+        page.write(page_of(parser, options), "generation", text)
     return 0
 
 

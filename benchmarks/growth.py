@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import machine, page
-from benchmarks.options import add_shared, parser_of
+from benchmarks.options import add_shared, page_of, parser_of
 from quartet.config import Config, parse_config
 from quartet.models.engine import TorchEngine
 from quartet.models.optimizer import create_optimizer
@@ -90,7 +90,7 @@ class Result:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("growth", __doc__)
-    add_shared(parser, "build/growth", written="the tables go", rounds=3, threads=True)
+    add_shared(parser, "build/growth", rounds=3, threads=True)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     where = machine.describe()
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = tables(results, where, options.threads)
     print(text)
-    page.write(options.page, "growth", text)
+    page.write(page_of(parser, options), "growth", text)
     return 0
 
 

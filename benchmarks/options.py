@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+
+PERFORMANCE = Path("docs/performance.md")
+_ELSEWHERE = ("folder", "page")
+"""Options that change nothing of what is measured."""
+
+
+def positive(text: str) -> int:
+    """A number of something that there has to be."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: expected at least 1")
+    return number
 
 
 def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -18,17 +31,34 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
 def add_shared(
     parser: argparse.ArgumentParser,
     folder: str,
-    page: str = "docs/performance.md",
+    page: Path = PERFORMANCE,
     *,
     kept: str = "figures are",
-    written: str = "the table goes",
     rounds: int | None = None,
     threads: bool = False,
 ) -> None:
-    """The options of most benchmarks. ``kept`` in ``folder`` and ``written`` into ``page``: words for what there is."""
+    """The options of most benchmarks. ``kept`` in ``folder``: words for what there is; ``page``: as of ``page_of``."""
     if rounds is not None:
-        parser.add_argument("--rounds", type=int, default=rounds)
+        parser.add_argument("--rounds", type=positive, default=rounds)
     if threads:
-        parser.add_argument("--threads", type=int, default=1)
+        parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--folder", type=Path, default=Path(folder), help=f"where {kept} kept")
-    parser.add_argument("--page", type=Path, default=Path(page), help=f"where {written}")
+    add_page(parser, page)
+
+
+def add_page(parser: argparse.ArgumentParser, page: Path) -> None:
+    """Where the table goes."""
+    parser.add_argument("--page", type=Path, help=f"where the table goes; {page} where nothing else is asked for")
+
+
+def page_of(parser: argparse.ArgumentParser, options: argparse.Namespace, page: Path = PERFORMANCE) -> Path | None:
+    """Where the table goes: what ``--page`` says, or ``page``; None where other options would make it another table."""
+    if options.page is not None:
+        found: Path = options.page
+        return found
+    if all(
+        getattr(options, name) == usual for name, usual in vars(parser.parse_args([])).items() if name not in _ELSEWHERE
+    ):
+        return page
+    print(f"not written into {page}, as other options were given; --page says where", file=sys.stderr)
+    return None

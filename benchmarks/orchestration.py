@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import machine, page
-from benchmarks.options import add_shared, parser_of
+from benchmarks.options import add_shared, page_of, parser_of, positive
 from benchmarks.simulated import VOCABULARY, Times, replicas, response_lengths
 from quartet.buffer.embedded import EmbeddedRedis
 from quartet.config import Config, parse_config
@@ -102,9 +102,11 @@ class Result:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("orchestration", __doc__)
-    parser.add_argument("--replicas", type=int, nargs="*", default=REPLICAS)
-    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="of the growth curve, with 64 replicas")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--replicas", type=positive, nargs="*", default=REPLICAS)
+    parser.add_argument(
+        "--tokens", type=positive, nargs="*", default=TOKENS, help="of the growth curve, with 64 replicas"
+    )
+    parser.add_argument("--steps", type=positive, default=STEPS)
     add_shared(parser, "build/orchestration")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # As the orchestrator has it.
@@ -126,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = table(results, where)
     print(text)
-    page.write(options.page, "orchestration", text)
+    page.write(page_of(parser, options), "orchestration", text)
     limited = [result for result in results if result.case.replicas in LIMITED]
     return 0 if all(result.best.ratio <= LIMIT for result in limited) else 1
 

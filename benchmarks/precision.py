@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import machine, page
 from benchmarks.generation import read_prompts
-from benchmarks.options import add_shared, parser_of
+from benchmarks.options import add_shared, page_of, parser_of
 from benchmarks.update import Work, matmul_peak, of_policy
 from quartet.config import Config, load_config
 from quartet.errors import QuartetError
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = table(results, found, peaks, options.threads, where)
     print(text)
-    page.write(options.page, "precision", text)
+    page.write(page_of(parser, options), "precision", text)
     return 0
 
 

@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.options import positive
 from quartet.buffer.connection import connect
 from quartet.buffer.experience import ExperienceStore
 from quartet.buffer.rollouts import RolloutStream
 from quartet.errors import Cancelled
 from quartet.models.update_log import UpdateLog
-from quartet.processes import of_module, with_parent
+from quartet.processes import with_parent
 from quartet.rpc.compute import ComputeThread
 from quartet.rpc.server import HostedRole, Server
 from quartet.types import (
@@ -205,7 +206,7 @@ def hosted(role: Role, times: Times, url: str) -> HostedRole:
 @contextmanager
 def replicas(role: Role, count: int = 1, times: Times | None = None, url: str = "") -> Iterator[list[str]]:
     """So many replicas in a process of their own; gives the address of each."""
-    command = of_module("benchmarks.simulated", role, "--replicas", str(count), "--url", url)
+    command = [sys.executable, "-m", "benchmarks.simulated", role, "--replicas", str(count), "--url", url]
     for name, seconds in asdict(times or Times()).items():
         command += [f"--{name}", str(seconds)]
     with subprocess.Popen(with_parent(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
@@ -222,7 +223,7 @@ def replicas(role: Role, count: int = 1, times: Times | None = None, url: str = 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulated", description=__doc__)
     parser.add_argument("role", type=Role)
-    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--replicas", type=positive, default=1)
     parser.add_argument("--url", default="", help="of the buffer")
     for name in asdict(Times()):
         parser.add_argument(f"--{name}", type=float, default=0.0)

@@ -21,7 +21,7 @@ import numpy as np
 import yaml
 
 from benchmarks import page
-from benchmarks.options import add_shared, parser_of
+from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded import EmbeddedRedis
 from quartet.demo.world import Recipe, make_world
@@ -74,10 +74,13 @@ class Row:
     files_last: int | None
 
 
+PAGE = Path("docs/durability.md")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("soak", __doc__)
-    parser.add_argument("--steps", type=int, default=1000)
-    add_shared(parser, "build/soak", "docs/durability.md", kept="the run and the figures are")
+    parser.add_argument("--steps", type=positive, default=1000)
+    add_shared(parser, "build/soak", PAGE, kept="the run and the figures are")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
@@ -99,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.folder / "soak.json").write_text(json.dumps(report, indent=1) + "\n")
     text = table(rows, options.steps, seconds, experience, bound, faults)
     print(text)
-    page.write(options.page, "soak", text)
+    page.write(page_of(parser, options, PAGE), "soak", text)
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
     return 1 if faults else 0

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from benchmarks import machine, page
-from benchmarks.options import add_shared, parser_of
+from benchmarks.options import add_shared, page_of, parser_of
 from benchmarks.simulated import replicas
 from quartet import codec
 from quartet.config import TimeoutsConfig
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = table(rates, calls, each_second, where)
     print(text)
-    page.write(options.page, "transport", text)
+    page.write(page_of(parser, options), "transport", text)
     return 0 if all(rate.slower >= LIMIT for rate in rates if counts(rate)) else 1
 
 

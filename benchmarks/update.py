@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks import machine, page
-from benchmarks.options import add_shared, parser_of
+from benchmarks.options import add_shared, page_of, parser_of
 from quartet.config import Config, load_config
 from quartet.errors import QuartetError
 from quartet.models import batching
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = table(results, peak, config.actor.dtype, options.threads, where)
     print(text)
     if device == "cpu":
-        page.write(options.page, "update", text)
+        page.write(page_of(parser, options), "update", text)
     return 0
 
 

@@ -30,6 +30,7 @@ from benchmarks import (
     update,
 )
 from benchmarks.durability import cost_of, logged_seconds
+from benchmarks.options import PERFORMANCE, add_shared, page_of, parser_of
 from benchmarks.soak import KIB, Sample, faults_of, rows_of
 from quartet.config import load_config
 from quartet.models.loading import load_causal_lm, load_reward_model, load_tokenizer
@@ -112,9 +113,32 @@ def test_a_benchmark_writes_between_its_marks_and_nowhere_else(tmp_path: Path) -
     assert "old" not in text
     assert "memory and open files stay flat" in text
     page.write(path, "soak", "new")
-    assert path.read_text() == f"above\n{page.begin('soak')}\n\nnew\n\n{page.end('soak')}\nbelow\n"
+    assert path.read_text() == f"above\n{page.begin('soak')}\n\n`make soak`\n\nnew\n\n{page.end('soak')}\nbelow\n"
     with pytest.raises(ValueError, match="lost a mark"):
         page.write(path, "cost", "new")
+
+
+def test_a_page_has_only_what_is_measured_as_make_measures_it(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = parser_of("gae", None)
+    add_shared(parser, "build/gae", rounds=30)
+
+    def page_for(*arguments: str) -> Path | None:
+        return page_of(parser, parser.parse_args(arguments))
+
+    assert page_for() == page_for("--folder", "elsewhere") == PERFORMANCE
+    assert page_for("--rounds", "3", "--page", "mine.md") == Path("mine.md")
+    assert capsys.readouterr().err == ""
+    assert page_for("--rounds", "3") is None
+    assert "not written into docs/performance.md" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        page_for("--rounds", "0")
+    assert "argument --rounds: 0: expected at least 1" in capsys.readouterr().err
+
+
+def test_simulated_services_and_writers_are_processes_that_start(redis_url: str) -> None:
+    with simulated.replicas(Role.REWARD) as addresses:
+        assert len(addresses) == 1
+    assert buffer.stream(redis_url, 2 * buffer.FLUSH).trajectories == 2 * buffer.FLUSH
 
 
 @pytest.mark.parametrize("kind", list(gae.KINDS))
