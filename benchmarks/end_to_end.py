@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("end_to_end", __doc__)
     parser.add_argument("--config", action="append", type=Path, help="may be repeated")
     parser.add_argument("--steps", type=positive, default=16)
-    parser.add_argument("--pairs", type=positive, default=3)
+    parser.add_argument("--pairs", type=positive, default=3, help="each of a seed of its own")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in the config of both sides")
     parser.add_argument("--trl", type=Path, default=Path("build/parity-venv/bin/python"), help="a Python that has TRL")
     add_shared(parser, "build/end-to-end", kept="runs and figures are")
     options = parser.parse_args(arguments)
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.steps <= WARM_UP:
             raise ConfigError(f"--steps {options.steps}: expected more than the {WARM_UP} of the warm-up")
-        configs = [load_config(path, []) for path in paths]
+        configs = [load_config(path, options.set) for path in paths]
         devices = {machine.device_of(config, path) for config, path in zip(configs, paths, strict=True)}
         dtypes = {config.actor.dtype for config in configs}
         if len(devices) > 1 or len(dtypes) > 1:
@@ -87,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.folder.mkdir(parents=True)
         for number in range(options.pairs):
             for path in paths:
-                pair = measure(path, options.steps, options.trl, options.folder / f"{path.stem}-{number}")
+                settings = [*options.set, f"run.seed={number}"]
+                pair = measure(path, settings, options.steps, options.trl, options.folder / f"{path.stem}-{number}")
                 found.setdefault(str(path), []).append(pair)
                 print(f"{path}: {pair.ratio:.2f} times TRL's episodes a second", flush=True)
     except ConfigError as error:
@@ -111,27 +113,28 @@ def _check(config: Config, path: Path) -> None:
         )
 
 
-def measure(path: Path, steps: int, trl: Path, folder: Path) -> Pair:
-    """One run of each side below ``folder``. Raises ConfigError when one fails."""
+def measure(path: Path, settings: Sequence[str], steps: int, trl: Path, folder: Path) -> Pair:
+    """One run of each side below ``folder``, with ``settings`` in both. Raises ConfigError when one fails."""
     folder.mkdir()
-    return Pair(_quartet(path, steps, folder), _trl(path, steps, trl, folder))
+    return Pair(_quartet(path, settings, steps, folder), _trl(path, settings, steps, trl, folder))
 
 
-def _quartet(path: Path, steps: int, folder: Path) -> Speed:
-    settings = [f"run.name={RUN}", f"run.directory={folder}", f"run.steps={steps}", "gateway.enabled=false"]
+def _quartet(path: Path, settings: Sequence[str], steps: int, folder: Path) -> Speed:
+    own = [f"run.name={RUN}", f"run.directory={folder}", f"run.steps={steps}", "gateway.enabled=false"]
     command = [str(Path(sys.executable).with_name("quartet")), "train", str(path)]
-    _run([*command, *(part for setting in settings for part in ("--set", setting))], folder / "quartet.log")
+    _run([*command, *(part for setting in (*settings, *own) for part in ("--set", setting))], folder / "quartet.log")
     files = RunFiles(folder / RUN)
     return speed_of_quartet(
         (files.logs / "orchestrator.log").read_text(),
         [json.loads(line) for line in files.metrics.read_text().splitlines()],
-        load_config(path, []),
+        load_config(path, list(settings)),
     )
 
 
-def _trl(path: Path, steps: int, python: Path, folder: Path) -> Speed:
+def _trl(path: Path, settings: Sequence[str], steps: int, python: Path, folder: Path) -> Speed:
     out = folder / "trl.jsonl"
-    _run([str(python), "-m", "benchmarks.trl_training", str(path), str(steps), str(out)], folder / "trl.log")
+    command = [str(python), "-m", "benchmarks.trl_training", str(path), str(steps), str(out), *settings]
+    _run(command, folder / "trl.log")
     return speed_of_trl([json.loads(line) for line in out.read_text().splitlines()])
 
 
@@ -178,19 +181,23 @@ def speed_of_trl(steps: Sequence[dict[str, float]]) -> Speed:
 def table(found: dict[str, list[Pair]], steps: int, dtype: str, where: str) -> str:
     """What the page says: medians over the pairs."""
     lines = [
-        f"{where}. {steps} steps a run, {dtype}, the first {WARM_UP} steps left out; medians, and of the ratio the least and the "
-        "most. The reward is the mean of the last half of the steps.",
+        f"{where}. {steps} steps a run, {dtype}, the first {WARM_UP} steps left out; medians, and of reward and "
+        "ratio the least and the most, of pairs of different seeds. The reward is the mean of the last half of the steps.",
         "",
         "| config | pairs | seconds a step, TRL | Quartet | episodes/s, TRL | Quartet | tokens/s, TRL | Quartet "
         "| reward, TRL | Quartet | times TRL |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for path, pairs in found.items():
+        sides = [pair.trl for pair in pairs], [pair.quartet for pair in pairs]
         cells = [
-            f"{statistics.median(getattr(side, name) for side in sides):.{digits}f}"
-            for name, digits in (("seconds", 2), ("episodes", 1), ("tokens", 0), ("reward", 2))
-            for sides in ([pair.trl for pair in pairs], [pair.quartet for pair in pairs])
+            f"{statistics.median(getattr(run, name) for run in runs):.{digits}f}"
+            for name, digits in (("seconds", 2), ("episodes", 1), ("tokens", 0))
+            for runs in sides
         ]
+        for runs in sides:
+            rewards = [run.reward for run in runs]
+            cells.append(f"{statistics.median(rewards):.2f} ({min(rewards):.2f} to {max(rewards):.2f})")
         ratios = [pair.ratio for pair in pairs]
         range_ = f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
         lines.append(f"| `{path}` | {len(pairs)} | {' | '.join(cells)} | {range_} |")

@@ -1,4 +1,5 @@
-"""TRL's trainers on a config of Quartet's, timed step by step: python -m benchmarks.trl_training CONFIG STEPS OUT.
+"""TRL's trainers on a config of Quartet's, timed step by step: python -m benchmarks.trl_training CONFIG STEPS OUT
+[KEY=VALUE...].
 
 For an environment that has TRL: `make parity` makes one, and benchmarks.end_to_end calls this in it. PPO for the estimator
 gae, RLOO for rloo; in the actor's dtype, on all cores of the CPU or on the actor's GPU. On the CPU a mini-batch goes through
@@ -37,10 +38,10 @@ class Clock:
         self._since = time.perf_counter()
 
 
-def main(path: str, steps: str, out: str) -> None:
-    """Trains for so many steps."""
+def main(path: str, steps: str, out: str, *settings: str) -> None:
+    """Trains for so many steps, with ``settings`` in place of the config's."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    config = load_config(Path(path), [])
+    config = load_config(Path(path), list(settings))
     os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.services.actor.devices))}
     warnings.simplefilter("ignore")
     import transformers
