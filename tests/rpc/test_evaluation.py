@@ -95,7 +95,6 @@ def build(services: Services, clients: dict[Role, Any], redis_client: Redis, red
                 prompts,
                 tiny.tokenizer(),
                 files,
-                leader_epoch=1,
             )
             stack.callback(evaluator.close)
             return evaluator
@@ -144,7 +143,7 @@ def test_the_figures_are_those_of_the_services_asked_one_by_one(
 ) -> None:
     config, heard = configure(), []
     actor = actor_of(services, trained, config)
-    summary = build(config, actor).evaluate(0, 0, heard.append)
+    summary = build(config, actor).evaluate(0, 0, 1, heard.append)
     stream = RolloutStream(redis_client, redis_url, f"{config.run.name}:asked")
     greedy, greedy_scores, _ = asked_directly(clients, actor, stream, config, greedy=True)
     sampled, scores, reference = asked_directly(clients, actor, stream, config, greedy=False)
@@ -181,10 +180,10 @@ def test_a_later_policy_is_held_against_the_first_evaluation_also_by_another_pro
 ) -> None:
     config = configure()
     first = build(config)
-    first.evaluate(0, 0)
+    first.evaluate(0, 0, 1)
     initial = rows_of(config, 0)
     later = actor_of(services, trained, config)
-    after = build(config, actor=later).evaluate(STEP, 0)
+    after = build(config, actor=later).evaluate(STEP, 0, 1)
     rows = rows_of(config, STEP)
     for kind in ("greedy", "sampled"):
         assert [item[f"initial_{kind}"] for item in rows] == [item[kind] for item in initial]
@@ -202,8 +201,8 @@ def test_quartet_evaluate_gives_the_same_rows(
     services: Services, build: Build, configure: Configure, trained: Path
 ) -> None:
     config = configure(evaluation={"every": 1, "prompts": ASKED, "judge": "mine:longer"})
-    build(config).evaluate(0, 0)
-    summary = build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0)
+    build(config).evaluate(0, 0, 1)
+    summary = build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0, 1)
     found, notes = compare_with_initial(str(trained), config, "cpu")
     assert [row(item) for item in found] == rows_of(config, STEP)
     assert summarize(found) == summary
@@ -213,7 +212,7 @@ def test_quartet_evaluate_gives_the_same_rows(
 def test_every_evaluation_draws_the_same_random_numbers(build: Build, configure: Configure) -> None:
     config = configure()
     evaluator = build(config)
-    assert evaluator.evaluate(0, 0) == evaluator.evaluate(STEP, 0) == evaluator.evaluate(2 * STEP, 0)
+    assert evaluator.evaluate(0, 0, 1) == evaluator.evaluate(STEP, 0, 1) == evaluator.evaluate(2 * STEP, 0, 1)
     assert rows_of(config, 0) == rows_of(config, 2 * STEP)
 
 
@@ -222,10 +221,10 @@ def test_sampled_responses_are_drawn_with_the_runs_settings(
     change: dict[str, Any], build: Build, configure: Configure
 ) -> None:
     usual = configure()
-    build(usual).evaluate(0, 0)
+    build(usual).evaluate(0, 0, 1)
     before = rows_of(usual, 0)
     changed = configure(rollout={**usual.rollout.model_dump(), **change})
-    build(changed).evaluate(0, 0)
+    build(changed).evaluate(0, 0, 1)
     assert [item["sampled"] for item in rows_of(changed, 0)] != [item["sampled"] for item in before]
     if "max_response_tokens" not in change:
         assert [item["greedy"] for item in rows_of(changed, 0)] == [item["greedy"] for item in before]
@@ -241,14 +240,14 @@ def test_the_training_runs_stream_is_left_alone_and_what_broke_off_is_dropped(
     own = stream_of(config, redis_client, redis_url)
     own.reset()
     own.append([trajectory(stream_name(config.run.name), 1)])
-    build(config).evaluate(0, 0)
+    build(config).evaluate(0, 0, 1)
     assert (training.depth(), own.depth()) == (1, 0)
 
 
 def test_functions_get_the_prompts_own_fields(services: Services, build: Build, configure: Configure) -> None:
     config = configure(reward={"source": "function", "function": "mine:answer", "tokenizer": None})
     reward = services.start(Role.REWARD, config)
-    summary = build(config, reward=reward).evaluate(0, 0)
+    summary = build(config, reward=reward).evaluate(0, 0, 1)
     expected = [prompt["answer"] for prompt in PROMPTS[:ASKED]]
     assert [item["score_greedy"] for item in rows_of(config, 0)] == expected
     assert summary["eval_reward_sampled"] == pytest.approx(np.mean(expected))
@@ -260,8 +259,8 @@ def test_a_judge_compares_sampled_responses_with_the_initial_ones(
     services: Services, build: Build, configure: Configure, trained: Path
 ) -> None:
     config = configure(evaluation={"every": 1, "prompts": ASKED, "judge": "mine:longer"})
-    assert build(config).evaluate(0, 0)["eval_judge_win_rate"] == 0.5
-    after = build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0)
+    assert build(config).evaluate(0, 0, 1)["eval_judge_win_rate"] == 0.5
+    after = build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0, 1)
     rows = rows_of(config, STEP)
     expected = [
         0.5
@@ -279,15 +278,15 @@ def test_what_fails_is_raised_and_leaves_no_evaluation(
 ) -> None:
     config = configure(evaluation={"every": 1, "prompts": ASKED, "judge": "mine:failing"})
     with pytest.raises(ConfigError, match=r"step-000000\.jsonl: cannot be read"):
-        build(config).evaluate(STEP, 0)
+        build(config).evaluate(STEP, 0, 1)
     with pytest.raises(FailedPrecondition, match="policy version 3"):
-        build(config).evaluate(0, 3)
-    build(config).evaluate(0, 0)
+        build(config).evaluate(0, 3, 1)
+    build(config).evaluate(0, 0, 1)
     with pytest.raises(ComputationFailed, match=r"evaluation\.judge mine:failing, prompt 1: raised KeyError"):
-        build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0)
+        build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0, 1)
     slow = configure(evaluation={"every": 1, "prompts": ASKED, "judge": "mine:hanging", "timeout": 0.25})
     with pytest.raises(ComputationFailed, match=r"mine:hanging, prompt 1: took longer than 0\.25 s"):
-        build(slow, actor=actor_of(services, trained, slow)).evaluate(STEP, 0)
+        build(slow, actor=actor_of(services, trained, slow)).evaluate(STEP, 0, 1)
     assert len(read_metrics(config.run_directory / "evaluations.jsonl")) == 1
     assert [path.name for path in (config.run_directory / "evaluations").iterdir()] == ["step-000000.jsonl"]
 

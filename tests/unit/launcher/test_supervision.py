@@ -157,13 +157,13 @@ def test_what_does_not_answer_is_named_killed_and_restarted(echo: Echo) -> None:
 
 
 def test_a_start_may_take_longer_than_a_stall_but_not_than_a_start(echo: Echo) -> None:
-    supervised = supervise(echo, stall=0.1, load=1.0)
+    supervised = supervise(echo, stall=0.7, load=1.5)
     echo.program = "input()"
     end(echo)
     begun = time.monotonic()
     told = lines_until(supervised, "watchdog")
-    assert time.monotonic() - begun > 1.0
-    assert told[-1] == "watchdog: echo is not ready within timeouts.load 1 s; killed"
+    assert time.monotonic() - begun > 1.5
+    assert told[-1] == "watchdog: echo is not ready within timeouts.load 1.5 s; killed"
     supervised.stop()
 
 
