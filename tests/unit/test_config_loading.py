@@ -40,6 +40,18 @@ WRONG = {
         "rollout:\n  temperature: 0\n",
         ":8: rollout.temperature: Input should be greater than or equal to 0.001",
     ),
+    "a number beyond what messages hold": (
+        "critic:\n  micro_batch_tokens: 5000000000\n",
+        ":8: critic.micro_batch_tokens: Input should be less than or equal to 1000000000, not 5000000000",
+    ),
+    "a number beyond all sense": (
+        "  micro_batch_tokens: 1.0e+23\n",
+        ":7: reward.micro_batch_tokens: expected a smaller number, not 1e+23",
+    ),
+    "more rows at once than a step may have": (
+        "rollout:\n  max_concurrent: 65537\n",
+        ":8: rollout.max_concurrent: Input should be less than or equal to 65536, not 65537",
+    ),
     "top_p 0": ("rollout:\n  top_p: 0\n", ":8: rollout.top_p: Input should be greater than 0"),
     "an unknown choice": (
         "algorithm:\n  kl_estimator: k9\n",

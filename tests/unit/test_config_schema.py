@@ -50,6 +50,15 @@ def test_it_is_plain_draft_07() -> None:
     ]
 
 
+def test_every_whole_number_has_a_bound_that_messages_can_hold() -> None:
+    found = dict(keys(SCHEMA))
+    elements = {f"{key}[]": node["items"] for key, node in found.items() if isinstance(node.get("items"), dict)}
+    whole = {key: node for key, node in (found | elements).items() if "integer" in node["type"]}
+    assert {"actor.micro_batch_tokens", "reward.parts[].micro_batch_tokens", "services.actor.devices[]"} <= whole.keys()
+    assert whole.pop("run.seed")["exclusiveMaximum"] == 2**63
+    assert {key for key, node in whole.items() if not 0 < node.get("maximum", 2**31) < 2**31} == set()
+
+
 def test_ranges_choices_and_null_are_those_of_the_tree() -> None:
     assert ALGORITHM["estimator"]["enum"] == ["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"]
     assert ALGORITHM["dual_clip"]["type"] == ["number", "null"]

@@ -1,6 +1,7 @@
 """The one typed config tree: one YAML file for laptop, compose and Helm alike. Unknown keys are errors. No torch here."""
 
 from quartet.config.algorithm import (
+    MAX_RESPONSES,
     AlgorithmConfig,
     GuardConfig,
     GuardsConfig,
@@ -45,7 +46,7 @@ from quartet.config.operation import (
 )
 from quartet.config.schema import json_schema
 from quartet.config.section import Section, is_loopback
-from quartet.config.tree import MAX_RESPONSES, Config, is_redacted, redact_url
+from quartet.config.tree import Config, is_redacted, redact_url
 
 __all__ = [
     "MAX_RESPONSES",

@@ -9,6 +9,10 @@ from pydantic import AfterValidator, Field
 
 from quartet.config.section import Count, Finite, Fraction, NonNegative, Positive, Section, WholeNumber
 
+MAX_RESPONSES = 65_536
+"""Most responses of one step."""
+Responses = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
+
 Estimator = Literal["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"]
 WITH_CRITIC: frozenset[str] = frozenset({"gae"})
 """Estimators that need values."""
@@ -196,9 +200,9 @@ class TensorRTLLMConfig(Section):
 class RolloutConfig(Section):
     """How responses are generated."""
 
-    prompts_per_step: Count = 64
+    prompts_per_step: Responses = 64
     """Prompts of one step."""
-    samples_per_prompt: Annotated[int, Field(ge=1, le=65_536)] = 1
+    samples_per_prompt: Responses = 1
     """Responses for each prompt."""
     max_response_tokens: Count = 64
     """Token limit of a response."""
@@ -214,7 +218,7 @@ class RolloutConfig(Section):
     """The server of engine triton."""
     tensorrt_llm: TensorRTLLMConfig | None = None
     """Settings of engine tensorrt-llm; null: their defaults."""
-    max_concurrent: Count = 256
+    max_concurrent: Responses = 256
     """Sequences decoded at once."""
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
     """Updates that the policy which generates may be behind: 1 generates each step while the one before is learned from."""

@@ -98,6 +98,9 @@ def _problem(item: dict[str, Any]) -> str:
     if item["type"] == "missing":
         return "missing; it has no default"
     message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "int_parsing_size":
+        # More than pydantic can count to.
+        message = "expected a smaller number"
     if not location:
         return message
     if location[-1] == "url":

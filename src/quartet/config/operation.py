@@ -22,7 +22,7 @@ class RunConfig(Section):
     """Letters, digits, '.', '_' and '-'; the run's folder and the prefix of its ids."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Every random number of the run is derived from it."""
-    steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 100
+    steps: Count = 100
     """Training steps."""
     directory: Path = Path("runs")
     """Runs are kept in DIRECTORY/NAME."""
@@ -118,7 +118,7 @@ class ServiceConfig(Section):
     """HOST:PORT at which it already runs; null: start it here."""
     listen: HostPort = None
     """HOST:PORT to listen on; port 0 takes a free one. Null: 127.0.0.1 and the port of `address`, or a free one."""
-    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    devices: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
     """CUDA devices; none: the CPU. One; the actor with rollout.max_staleness 1 may have a second, to generate on."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads; null: its share of the cores, in an update its share among those that learn."""

@@ -14,8 +14,10 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-WholeNumber = Annotated[int, Field(ge=0)]
+LARGEST = 1_000_000_000
+"""Of whole numbers: messages and tensors have 32 bits for them, and so for the sum of two."""
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+WholeNumber = Annotated[int, Field(ge=0, le=LARGEST)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 

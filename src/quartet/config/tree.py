@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import yaml
 from pydantic import model_validator
 
-from quartet.config.algorithm import BY_GROUP, BY_TOKEN, AlgorithmConfig, GuardsConfig, RolloutConfig
+from quartet.config.algorithm import BY_GROUP, BY_TOKEN, MAX_RESPONSES, AlgorithmConfig, GuardsConfig, RolloutConfig
 from quartet.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
 from quartet.config.operation import (
     BufferConfig,
@@ -25,9 +25,6 @@ from quartet.config.operation import (
     TimeoutsConfig,
 )
 from quartet.config.section import Section, is_loopback
-
-MAX_RESPONSES = 65_536
-"""Most responses of one step."""
 
 
 class Config(Section):
