@@ -121,7 +121,8 @@ def settings_of(config: Config) -> dict[str, Any]:
 def check_settings(before: dict[str, Any], now: dict[str, Any], root: Path) -> None:
     """Raises ConfigError naming the first setting that is another than the run in ``root`` had."""
     before = CAME_LATER | before
-    for key in sorted(before.keys() | now.keys()):
+    # What one of the two alone has is there because another setting differs, which is the one to name.
+    for key in sorted(before.keys() | now.keys(), key=lambda key: (key not in before or key not in now, key)):
         if key == "evaluation.every" and not before.get(key) and now.get(key):
             raise ConfigError(
                 f"--resume: {key} is {now[key]!r}, the run in {root} had none: evaluations are held against one before the first "

@@ -1,0 +1,44 @@
+"""Which setting is named where a run is to go on with another config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import parse_config
+from quartet.errors import ConfigError
+from quartet.identity import CAME_LATER, check_settings, settings_of
+
+
+def settings(**sections: Any) -> dict[str, Any]:
+    tree = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}, **sections}
+    return settings_of(parse_config(tree, "test"))
+
+
+def refusal(before: dict[str, Any], now: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_settings(before, now, Path("runs/tiny"))
+    return str(refused.value)
+
+
+def test_a_setting_that_makes_others_count_is_named_itself() -> None:
+    one, other = settings(rollout={"max_staleness": 1}), settings()
+    assert "checkpoint.every" in one.keys() - other.keys()
+    assert refusal(one, other).startswith("--resume: rollout.max_staleness is 0, the run in runs/tiny had 1;")
+    assert refusal(other, one).startswith("--resume: rollout.max_staleness is 1, the run in runs/tiny had 0;")
+    for key in CAME_LATER:
+        del other[key]
+    assert refusal(other, one).startswith("--resume: rollout.max_staleness is 1, the run in runs/tiny had 0;")
+
+
+def test_a_setting_that_counts_in_both_is_named_with_both_values() -> None:
+    one, other = (settings(rollout={"max_staleness": 1}, checkpoint={"every": every}) for every in (10, 5))
+    assert refusal(one, other).startswith("--resume: checkpoint.every is 5, the run in runs/tiny had 10;")
+
+
+def test_a_section_that_only_one_has_is_named() -> None:
+    adapted = settings(actor={"model": "a", "lora": {"rank": 4}})
+    assert refusal(settings(), adapted).startswith("--resume: actor.lora.")
+    assert refusal(adapted, settings()).startswith("--resume: actor.lora.")
