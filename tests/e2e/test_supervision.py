@@ -45,6 +45,42 @@ def test_a_run_whose_processes_are_killed_one_after_the_other_ends_with_the_same
     assert re.findall(r"event='back' .*process='(\w+)'", log) == list(before)
 
 
+def begun(command: Command, name: str) -> int:
+    """The process id of a service that has just begun."""
+    command.wait_for(lambda: any(line[3:5] == ["services", name] for line in command.processes().values()))
+    return command.child(name)
+
+
+def test_a_run_whose_processes_are_killed_while_they_start_begins_all_the_same(
+    start: Start, config: Path, undisturbed: Run, tmp_path: Path
+) -> None:
+    command = start("train", config, *LONGER)
+    for victim in ("critic", "critic", "orchestrator"):
+        process = begun(command, victim)
+        os.kill(process, signal.SIGKILL)
+        command.wait_for(lambda process=process: process not in command.processes())
+    ended = command.ended()
+    assert (ended.code, ended.err, ended.left) == (0, "", [])
+    assert re.findall(r"^(\w+): killed by SIGKILL; restarted \((\d) of 5 in a row\)$", ended.out, re.MULTILINE) == [
+        ("critic", "1"),
+        ("critic", "2"),
+        ("orchestrator", "1"),
+    ]
+    assert figures(Run(ended, tmp_path / "runs" / "tiny")) == figures(undisturbed)
+    assert weights(tmp_path / "runs" / "tiny") == weights(undisturbed.directory)
+
+
+def test_one_that_is_killed_at_every_start_is_given_up(start: Start, config: Path, frozen: Service) -> None:
+    options = [*frozen.serving("reward", "reference"), *settings("recovery.restarts=1")]
+    command = start("train", config, *options)
+    os.kill(first := begun(command, "critic"), signal.SIGKILL)
+    command.wait_for(lambda: first not in command.processes())
+    os.kill(begun(command, "critic"), signal.SIGKILL)
+    ended = command.ended(30)
+    assert (ended.code, ended.left) == (1, [])
+    assert re.match(r"error: critic: given up after 1 restart in \d+ s; killed by SIGKILL; ", ended.err), ended.err
+
+
 def test_a_process_that_stalls_is_named_and_restarted_and_one_that_pauses_is_left_alone(
     start: Start, config: Path, frozen: Service, undisturbed: Run, tmp_path: Path
 ) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 
@@ -16,8 +16,8 @@ from quartet.config import Config, ServiceConfig
 from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.launcher.access import processes_of
 from quartet.launcher.gateway import TOKENS, Gateway
-from quartet.launcher.service import Service
-from quartet.launcher.supervision import Part, Supervised, failure_of, in_one_line
+from quartet.launcher.service import Service, how_it_ended
+from quartet.launcher.supervision import Part, Restarts, Supervised, failure_of, in_one_line
 from quartet.rpc.access import OPERATOR
 from quartet.rpc.certificates import check_certificates
 from quartet.rpc.credentials import Credentials
@@ -45,6 +45,7 @@ class Launcher:
         self._logs = RunFiles(config.run_directory).logs
         self._redis: EmbeddedRedis | None = None
         self._services: list[Service] = []
+        self._restarts: dict[str, Restarts] = {}
         self._supervised: list[Supervised] = []
         self._untold: list[str] = []
         self.addresses: dict[Role, str] = {}
@@ -53,7 +54,8 @@ class Launcher:
     def start(self, orchestrator: bool = True) -> None:
         """Starts the buffer, the model services, and the orchestrator once they are ready. From then on they are supervised.
 
-        Raises what the first process that fails says: ConfigError where the user can mend it, ServiceFailed otherwise.
+        One that is killed meanwhile is started again. Raises what the first process that fails says: ConfigError where the user
+        can mend it, ServiceFailed otherwise.
         """
         if self._config.security.certificates is not None:
             check_certificates(self._config.security.certificates, processes_of(self._config))
@@ -116,35 +118,46 @@ class Launcher:
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._config.timeouts.load
-        with selectors.DefaultSelector() as selector:
-            waiting = [service for service in self._services if service is not self._gateway and not service.ready]
+        while waiting := [service for service in self._services if service is not self._gateway and not service.ready]:
+            wait([service.pipe for service in waiting], timeout=0.2)
             for service in waiting:
-                selector.register(service.pipe, selectors.EVENT_READ, service)
-            while waiting:
-                for key, _ in selector.select(timeout=0.2):
-                    service = key.data
-                    service.listen_to()
-                    if service.ready:
-                        self.addresses[Role(service.name)] = service.address
-                        selector.unregister(service.pipe)
-                        waiting.remove(service)
-                self._raise_for_the_dead()
-                if time.monotonic() > deadline:
-                    names = ", ".join(service.name for service in waiting)
-                    raise ConfigError(
-                        f"{names}: not ready within timeouts.load {self._config.timeouts.load:g} s; raise it, or see {self._logs}"
-                    )
+                service.listen_to()
+                if service.ready and service.address is not None:
+                    self.addresses[Role(service.name)] = service.address
+            for part in self._parts():
+                if part.process.poll() is not None and self._begin_again(part):
+                    deadline = time.monotonic() + self._config.timeouts.load
+            if time.monotonic() > deadline:
+                names = ", ".join(service.name for service in waiting)
+                raise ConfigError(
+                    f"{names}: not ready within timeouts.load {self._config.timeouts.load:g} s; raise it, or see {self._logs}"
+                )
 
-    def _raise_for_the_dead(self) -> None:
-        for part in self._parts():
-            if part.process.poll() is not None:
-                if isinstance(part, Service):
-                    part.listen_to()
-                    if part.outcome is not None:
-                        continue
-                error = failure_of(part)
-                if part is not self._gateway or isinstance(error, ConfigError):
-                    raise error
+    def _begin_again(self, part: Part) -> bool:
+        """Whether a process that has ended was started again: it was killed, and not more often than ``recovery`` allows.
+
+        Raises what the end means otherwise, unless the run can go on without it.
+        """
+        if isinstance(part, Service):
+            part.listen_to()
+            if part.outcome is not None:
+                return False
+        given_up = ""
+        # With a status of its own, or words, it says that something is wrong: it would say so again.
+        if part.process.returncode < 0 and not (isinstance(part, Service) and part.last_words):
+            restarts = self._restarts.setdefault(part.name, Restarts(self._config.recovery))
+            now = time.monotonic()
+            pause = restarts.next(now, lasted=0.0)
+            if pause is not None:
+                self._untold.append(f"{part.name}: {how_it_ended(part.process)}; restarted ({restarts.count})")
+                time.sleep(pause)
+                part.begin()
+                return True
+            given_up = restarts.given_up(now)
+        error = failure_of(part, given_up)
+        if part is not self._gateway or isinstance(error, ConfigError):
+            raise error
+        return False
 
     def _wait_for_the_gateway(self) -> None:
         """Raises ConfigError for what the user can mend. Whatever else it is that keeps it, the run goes on."""

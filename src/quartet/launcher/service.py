@@ -130,4 +130,6 @@ def how_it_ended(process: subprocess.Popen[bytes]) -> str:
 def last_lines(log: Path) -> str:
     """The end of a log, to be shown below what it explains."""
     lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    if not lines:
+        return f"its log {log} is empty"
     return f"the last lines of {log}:\n" + "\n".join(f"  {line}" for line in lines)

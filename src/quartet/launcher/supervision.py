@@ -49,6 +49,16 @@ class Restarts:
         self.in_a_row += 1
         return self._recovery.pause(self.in_a_row)
 
+    @property
+    def count(self) -> str:
+        """Which of those that are allowed the newest is."""
+        return f"{self.in_a_row} of {self._recovery.restarts} in a row"
+
+    def given_up(self, now: float) -> str:
+        """After how many, and in which time; empty where none was allowed."""
+        tried = "1 restart" if self.in_a_row == 1 else f"{self.in_a_row} restarts"
+        return f"given up after {tried} in {now - self.since:.0f} s" if self.in_a_row else ""
+
 
 class Supervised:
     """Keeps one process running. ``look`` does what is due and never waits."""
@@ -133,13 +143,10 @@ class Supervised:
         lasted = now - self._up_since if self._up else 0.0
         wait = self._restarts.next(now, lasted)
         if wait is None:
-            tried = self._restarts.in_a_row
-            seconds = now - self._restarts.since
-            raise self._failure(f"given up after {_times(tried)} in {seconds:.0f} s" if tried else "")
+            raise self._failure(self._restarts.given_up(now))
         self._due = now + wait
         self._up = False
-        count = f"{self._restarts.in_a_row} of {self._recovery.restarts} in a row"
-        text = f"{part.name}: {self._how()}; restarted ({count})"
+        text = f"{part.name}: {self._how()}; restarted ({self._restarts.count})"
         self._log.warning(
             "restarted", process=part.name, ended=self._how(), number=self._restarts.in_a_row, after_seconds=wait
         )
@@ -171,7 +178,3 @@ def failure_of(part: Part, before: str = "") -> ConfigError | ServiceFailed:
 def in_one_line(error: Exception) -> str:
     """What ``failure_of`` gives, without the lines of the log."""
     return str(error).partition("; the last lines of ")[0].partition("\n")[0]
-
-
-def _times(number: int) -> str:
-    return "1 restart" if number == 1 else f"{number} restarts"

@@ -16,7 +16,7 @@ import structlog
 
 from quartet.config import RecoveryConfig
 from quartet.errors import ServiceFailed
-from quartet.launcher.supervision import Restarts, Supervised
+from quartet.launcher.supervision import Restarts, Supervised, failure_of
 from quartet.launcher.watchdog import standing
 
 
@@ -134,6 +134,13 @@ def test_more_ends_than_restarts_give_it_up_with_the_last_lines_of_its_log(echo:
     with pytest.raises(ServiceFailed, match=said):
         supervised.look()
     supervised.stop()
+
+
+def test_one_that_said_nothing_is_given_up_without_lines_of_its_log(tmp_path: Path) -> None:
+    silent = Echo(tmp_path / "silent.log")
+    end(silent)
+    silent.log.write_text("")
+    assert str(failure_of(silent)) == f"echo: killed by SIGKILL; its log {silent.log} is empty"
 
 
 def test_one_that_dies_as_soon_as_it_starts_does_not_get_calm(echo: Echo) -> None:
