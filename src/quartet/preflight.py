@@ -16,6 +16,7 @@ from quartet.data import iterate_prompt_lines
 from quartet.errors import ConfigError, DataError, ModelError
 from quartet.identity import Identity, check_settings, settings_of
 from quartet.telemetry.run_files import RunFiles
+from quartet.tokenizer_files import check_tokenizer
 from quartet.topology import listen_address, roles_of
 from quartet.types import Role
 
@@ -164,6 +165,7 @@ def _check_model(key: str, role: Role, model: str, max_response_tokens: int) -> 
             f"{key} {model}: has {positions} positions, rollout.max_response_tokens {max_response_tokens} leaves none "
             "for a prompt; lower it"
         )
+    check_tokenizer(key, directory)
     return f"{key} {model}: {', '.join(architectures)}"
 
 

@@ -24,6 +24,7 @@ FILES = {
     "quartet.topology",
     "quartet.processes",
     "quartet.secret_files",
+    "quartet.tokenizer_files",
     "quartet.import_path",
 }
 LIBRARY = {
@@ -55,7 +56,9 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.identity": FOUNDATION | {"quartet.files"},
     "quartet.topology": {"quartet.config", "quartet.types"},
     "quartet.secret_files": {"quartet.errors"},
-    "quartet.preflight": FOUNDATION | {"quartet.data", "quartet.identity", "quartet.telemetry", "quartet.topology"},
+    "quartet.tokenizer_files": {"quartet.errors"},
+    "quartet.preflight": FOUNDATION
+    | {"quartet.data", "quartet.identity", "quartet.telemetry", "quartet.tokenizer_files", "quartet.topology"},
     "quartet.ppo": {"quartet.errors", "quartet.types"},
     "quartet.codec": {"quartet.errors", "quartet.types", "quartet.v1"},
     "quartet.v1": set(),
@@ -66,6 +69,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.ppo",
         "quartet.files",
         "quartet.random_streams",
+        "quartet.tokenizer_files",
     },
     "quartet.rewards": FOUNDATION | {"quartet.models", "quartet.processes"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.processes", "quartet.secret_files"},
@@ -104,6 +108,7 @@ WITHOUT_TORCH = [
     "quartet.data",
     "quartet.evaluation",
     "quartet.files",
+    "quartet.tokenizer_files",
     "quartet.codec",
     "quartet.launcher",
     "quartet.processes",

@@ -99,6 +99,7 @@ def checkpoints(tmp_path: Path) -> dict[str, Any]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(f'{{"architectures": ["{architecture}"]}}')
         (tmp_path / name / "model.safetensors").write_bytes(b"")
+        (tmp_path / name / "tokenizer.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
     return {
         "data": {"prompts": tmp_path / "prompts.jsonl"},

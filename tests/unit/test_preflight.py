@@ -22,6 +22,7 @@ def models(tmp_path: Path) -> Path:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [architecture]}))
         (tmp_path / name / "model.safetensors").write_bytes(b"")
+        (tmp_path / name / "tokenizer.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     return tmp_path
 
@@ -90,6 +91,7 @@ def test_messages_for_a_tokenizer_with_a_chat_template_are_counted(file: str, te
 def test_a_missing_model_is_named_with_its_role(models: Path) -> None:
     (models / "reward/config.json").unlink()
     (models / "reward/model.safetensors").unlink()
+    (models / "reward/tokenizer.json").unlink()
     (models / "reward").rmdir()
     with pytest.raises(ModelError, match=rf"reward\.model {models}/reward: no such directory; expected a Hugging Face"):
         check_inputs(config(models))
@@ -102,6 +104,7 @@ def test_a_missing_model_is_named_with_its_role(models: Path) -> None:
         ("config.json", "{", "config.json: not JSON"),
         ("config.json", "[]", "config.json: expected a JSON object"),
         ("model.safetensors", None, "no safetensors weights in it; save the model with save_pretrained"),
+        ("tokenizer.json", None, "its tokenizer files are missing; expected tokenizer.json, or a vocabulary"),
     ],
 )
 def test_a_broken_checkpoint_is_named(file: str, contents: str | None, expected: str, models: Path) -> None:

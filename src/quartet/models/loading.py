@@ -29,6 +29,7 @@ from quartet.models.products import multiply_fast
 from quartet.models.quiet import quiet
 from quartet.models.snapshot import Writer, host_state
 from quartet.models.value_head import HEAD_FILE, ValueModel
+from quartet.tokenizer_files import check_tokenizer, has_tokenizer
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -45,6 +46,8 @@ def load_tokenizer(model: str | Path) -> Any:
     """The tokenizer of a checkpoint directory or hub id; of an adapter's base, where it has none. Raises ModelError."""
     model = _tokenizer_location(model)
     _check_location(model)
+    if Path(model).is_dir():
+        check_tokenizer("model", Path(model))
     with _explained(model, "tokenizer"):
         kind: Any = transformers.AutoTokenizer
         if _is_generic(Path(model)):
@@ -180,7 +183,7 @@ def _tokenizer_location(model: str | Path) -> str | Path:
     """Where the tokenizer of a checkpoint is: adapters that others saved often leave it to their base."""
     base, adapters = adapter_chain(model)
     for adapter in reversed(adapters):
-        if any((adapter / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+        if has_tokenizer(adapter):
             return adapter
     return base
 

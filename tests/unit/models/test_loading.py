@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -208,10 +209,29 @@ def test_a_tokenizer_comes_back_with_the_same_fingerprint(tmp_path: Path) -> Non
     assert fingerprint != tokenizer_fingerprint(tokenizer)
 
 
-def test_a_checkpoint_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
-    tiny.saved(tiny.causal("llama"), tmp_path / "m")
-    with pytest.raises(ModelError, match="tokenizer"):
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+def test_a_checkpoint_without_a_tokenizer_is_an_error_that_names_its_files(kind: str, tmp_path: Path) -> None:
+    tiny.saved(tiny.causal(kind), tmp_path / "m")
+    missing = f"model {tmp_path / 'm'}: its tokenizer files are missing; expected tokenizer.json, or a vocabulary"
+    with pytest.raises(ModelError, match=re.escape(missing)):
         load_tokenizer(tmp_path / "m")
+    (tmp_path / "m" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ModelError, match=re.escape(missing)):
+        load_tokenizer(tmp_path / "m")
+
+
+def test_a_tokenizer_is_found_in_other_forms_than_one_file(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert load_tokenizer(tmp_path)("ab").input_ids == [2]
+    (tmp_path / "bytes").mkdir()
+    (tmp_path / "bytes" / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    (tmp_path / "bytes" / "config.json").write_text('{"model_type": "llama"}')
+    assert load_tokenizer(tmp_path / "bytes")("a").input_ids[0] == ord("a") + 3
+
+
+def test_a_checkpoint_that_is_not_there_has_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such directory"):
         load_tokenizer(tmp_path / "nowhere")
 
