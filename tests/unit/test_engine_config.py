@@ -45,7 +45,18 @@ def test_plaintext_goes_further_only_where_that_is_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://h:1", "h:1", "grpc://h", "grpc://:1", "grpc://h:x", f"grpc://u:{PASSWORD}@h:1", "grpc://h:1/x"]
+    "url",
+    [
+        "http://h:1",
+        "h:1",
+        "grpc://h",
+        "grpc://:1",
+        "grpc://h:x",
+        f"grpc://u:{PASSWORD}@h:1",
+        "grpc://h:1/x",
+        "grpc://h:99999",
+        "grpc://h:0",
+    ],
 )
 def test_an_address_of_another_form_is_refused(url: str) -> None:
     with pytest.raises(

@@ -156,9 +156,10 @@ def _triton_url(value: str) -> str:
         or not host
         or set("/@?") & set(address)
         or not port.isdecimal()
+        or not 0 < int(port) < 65536
     ):
         raise ValueError(
-            "expected grpc://HOST:PORT, or grpcs://HOST:PORT for TLS; the port is that of Triton's gRPC, often 8001"
+            "expected grpc://HOST:PORT, or grpcs://HOST:PORT for TLS; PORT, from 1 to 65535, is that of Triton's gRPC, often 8001"
         )
     return value
 
