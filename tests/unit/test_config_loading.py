@@ -52,6 +52,18 @@ WRONG = {
         "rollout:\n  max_concurrent: 65537\n",
         ":8: rollout.max_concurrent: Input should be less than or equal to 65536, not 65537",
     ),
+    "true for a whole number": (
+        "rollout:\n  max_staleness: true\n",
+        ":8: rollout.max_staleness: expected a number, not True",
+    ),
+    "true for an optional number": (
+        "algorithm:\n  clip_ratio_high: true\n",
+        ":8: algorithm.clip_ratio_high: expected a number, not True",
+    ),
+    "1 for true": (
+        "critic:\n  gradient_checkpointing: 1\n",
+        ":8: critic.gradient_checkpointing: expected true or false, not 1",
+    ),
     "top_p 0": ("rollout:\n  top_p: 0\n", ":8: rollout.top_p: Input should be greater than 0"),
     "an unknown choice": (
         "algorithm:\n  kl_estimator: k9\n",
@@ -139,6 +151,9 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("actor.learning_rate=2.5E-4", "actor", "learning_rate", 2.5e-4),
         ("algorithm.clip_ratio_high=null", "algorithm", "clip_ratio_high", None),
         ("algorithm.whiten_rewards=true", "algorithm", "whiten_rewards", True),
+        ("algorithm.whiten_rewards=off", "algorithm", "whiten_rewards", False),
+        ("rollout.max_concurrent=1e2", "rollout", "max_concurrent", 100),
+        ("run.name=7", "run", "name", "7"),
         ("actor.model=some/where=else", "actor", "model", "some/where=else"),
         ("run.name=1e5x", "run", "name", "1e5x"),
         ("data.prompts=/tmp/a b.jsonl", "data", "prompts", Path("/tmp/a b.jsonl")),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from ipaddress import ip_address
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, field_validator
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -44,3 +44,14 @@ class Section(BaseModel):
     """A part of the tree: immutable, and strict about unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+        # pydantic takes true for 1, and 1 for true; whoever writes that has mistaken the key.
+        found = read(value)
+        if isinstance(value, bool) and type(found) in (int, float):
+            raise ValueError("expected a number")
+        if isinstance(found, bool) and type(value) in (int, float):
+            raise ValueError("expected true or false")
+        return found
