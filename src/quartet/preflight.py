@@ -65,6 +65,12 @@ def check_apart(config: Config) -> None:
             )
 
 
+def check_gateway(config: Config) -> None:
+    """Raises ConfigError unless the gateway that goes with a run can listen where it is to."""
+    if config.gateway.enabled and config.gateway.listen is not None:
+        _check_port("gateway.listen", config.gateway.listen)
+
+
 def _check_engine(config: Config) -> None:
     """Raises ConfigError where the engine's package is missing, or has no GPU."""
     engine = config.rollout.engine

@@ -106,6 +106,16 @@ def test_a_model_whose_config_is_broken(refuse: Refuse, world: World, copy: Call
     refuse(f"reward.model={model}", mentioned=("reward.model", model / "config.json", "not JSON"))
 
 
+def test_a_model_without_its_tokenizer_leaves_no_folder(
+    refuse: Refuse, world: World, copy: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    model = copy(world.policy)
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    refuse(f"actor.model={model}", mentioned=("actor.model", model, "its tokenizer files are missing"))
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_model_whose_weights_are_truncated(
     refuse: Refuse, world: World, frozen: Service, copy: Callable[[Path], Path]
 ) -> None:

@@ -126,13 +126,17 @@ def test_a_run_goes_on_without_a_gateway_that_is_given_up_and_ctrl_c_ends_it(
     assert (ended.code, ended.err, ended.left) == (130, "stopped\n", [])
 
 
-def test_an_address_that_is_taken_is_told_before_the_run_begins(start: Start, config: Path, tmp_path: Path) -> None:
+def test_an_address_that_is_taken_is_told_before_the_run_begins_and_no_folder_is_left(
+    start: Start, config: Path, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         ended = start("train", config, *settings(f"gateway.listen={listen}")).ended()
     assert (ended.code, ended.left) == (2, [])
-    assert ended.err.startswith(f"error: gateway: listen {listen}: the port is taken")
-    assert committed_steps(tmp_path / "runs" / "tiny") == 0
+    assert ended.err.startswith(
+        f"error: gateway.listen {listen}: cannot listen there (Address already in use); stop what"
+    )
+    assert not (tmp_path / "runs").exists()
 
 
 def test_runs_on_the_disk_are_viewed_with_nothing_else_running(first_run: Run, start: Start, tmp_path: Path) -> None:

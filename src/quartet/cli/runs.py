@@ -17,7 +17,7 @@ from quartet.config import Config, load_config, redact_url
 from quartet.errors import ConfigError, ServiceFailed
 from quartet.launcher import Launcher
 from quartet.launcher.access import check_access
-from quartet.preflight import check_inputs, check_resumable, unused
+from quartet.preflight import check_gateway, check_inputs, check_resumable, unused
 from quartet.rpc.credentials import Credentials
 from quartet.telemetry.run_files import RunFiles
 from quartet.types import Role
@@ -67,6 +67,7 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
         )
     check_inputs(config)
     check_access(config)
+    check_gateway(config)
     for note in unused(config):
         console.print(note, highlight=False, soft_wrap=True, markup=False)
     files = RunFiles(config.run_directory)
