@@ -29,6 +29,7 @@ from quartet.models.update_log import UpdateLog
 from quartet.processes import with_parent
 from quartet.rpc.compute import ComputeThread
 from quartet.rpc.server import HostedRole, Server
+from quartet.telemetry.logs import configure_logs
 from quartet.types import (
     FinishReason,
     FloatArray,
@@ -138,8 +139,10 @@ class SleepingActor(Trained):
         leader_epoch: int,
         policy_version: int,
         cancelled: Callable[[], bool],
+        begun: Callable[[], None],
     ) -> tuple[int, int]:
         """Each response is finished when its tokens and those of all before it have had their time."""
+        begun()
         start = time.perf_counter()
         stream = RolloutStream(self._client, self._url, requests[0].id.run)
         lengths = response_lengths([request.id.prompt for request in requests], sampling.max_response_tokens)
@@ -228,6 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in asdict(Times()):
         parser.add_argument(f"--{name}", type=float, default=0.0)
     options = parser.parse_args(arguments)
+    # Standard output is for the addresses.
+    configure_logs(options.role)
     times = replace(Times(), **{name: getattr(options, name) for name in asdict(Times())})
     servers = [Server([hosted(options.role, times, options.url)], "127.0.0.1:0") for _ in range(options.replicas)]
     print(json.dumps([server.address for server in servers]), flush=True)

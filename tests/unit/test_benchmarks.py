@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from benchmarks.options import PERFORMANCE, add_shared, page_of, parser_of
 from benchmarks.soak import KIB, Sample, faults_of, rows_of
 from quartet.config import load_config
 from quartet.models.loading import load_causal_lm, load_reward_model, load_tokenizer
+from quartet.rpc.server import Server
 from quartet.types import Role
 
 GPU = Path(__file__).parents[2] / "configs/gpu"
@@ -133,6 +136,21 @@ def test_a_page_has_only_what_is_measured_as_make_measures_it(capsys: pytest.Cap
     with pytest.raises(SystemExit, match="2"):
         page_for("--rounds", "0")
     assert "argument --rounds: 0: expected at least 1" in capsys.readouterr().err
+
+
+def test_steps_are_taken_with_simulated_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def within(role: Role, count: int, times: simulated.Times, url: str) -> Iterator[list[str]]:
+        servers = [Server([simulated.hosted(role, times, url)], "127.0.0.1:0") for _ in range(count)]
+        yield [server.address for server in servers]
+        for server in servers:
+            server.stop(0.0)
+
+    monkeypatch.setattr(orchestration, "replicas", within)
+    result = orchestration.measure(orchestration.Case(2, 6), 2, tmp_path)
+    [step] = result.steps
+    assert step.tokens > 6 * orchestration.LONGEST // 4
+    assert step.ratio >= 1.0
 
 
 def test_simulated_services_and_writers_are_processes_that_start(redis_url: str) -> None:
