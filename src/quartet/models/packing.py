@@ -117,14 +117,15 @@ def logits_at(
     with packed_attention(model, packing) as more:
         logits: torch.Tensor = model(input_ids=input_ids, **arguments, **more).logits
     if packing is not None and some and logits.shape[1] == len(keep):
-        return logits[0]
+        # Not [0], whose gradient is a copy among zeros.
+        return logits.squeeze(0)
     # A model that does not know the form of ``keep``, or has no such argument, answers for every position.
     return logits if logits.ndim == 2 else read(logits, keep)
 
 
 def read(states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """``states`` [rows, longest, size], or [1, tokens, size], at the positions ``keep``, as of ``logits_at``: [n, size]."""
-    return states[keep] if keep.dtype == torch.bool else states[0].index_select(0, keep)
+    return states[keep] if keep.dtype == torch.bool else states.squeeze(0).index_select(0, keep)
 
 
 def hidden_states(backbone: Any, input_ids: torch.Tensor, packing: Packing | None = None) -> torch.Tensor:
@@ -175,7 +176,7 @@ def _attention(
     """Of transformers: query, key and value [1, heads, tokens, head size] -> [1, tokens, heads, head size]."""
     packing: Packing = arguments.pop("packing")
     # All blocks at once: each for itself would have a gradient of its own for the whole row on the way back.
-    spread = [_spread(states[0], packing) for states in (query, key, value)]
+    spread = [_spread(states.squeeze(0), packing) for states in (query, key, value)]
     outputs = []
     for q, k, v in zip(*spread, strict=True):
         output, _ = sdpa_attention_forward(module, q, k, v, None, **arguments)

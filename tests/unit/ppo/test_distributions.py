@@ -79,9 +79,16 @@ def test_impossible_tokens_add_no_entropy_and_no_gradient() -> None:
 def test_both_are_differentiable(seed: int, temperature: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
-    ids = torch.tensor([0, 4, 2])
-    assert torch.autograd.gradcheck(lambda x: token_log_probs(x, ids, temperature), [logits])
+    ids, weights = torch.tensor([0, 4, 2]), torch.randn(3, generator=generator, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: entropy(x, temperature), [logits])
+    (expected,) = torch.autograd.grad(
+        (torch.log_softmax(logits / temperature, 1).gather(1, ids[:, None])[:, 0] * weights).sum(), logits
+    )
+    found = token_log_probs(logits, ids, temperature)
+    (gradient,) = torch.autograd.grad((found * weights).sum(), logits, retain_graph=True)
+    assert torch.allclose(gradient, expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(found.sum(), logits)
 
 
 @check
