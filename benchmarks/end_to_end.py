@@ -35,7 +35,8 @@ RUN = "end-to-end"
 
 @dataclass(frozen=True)
 class Speed:
-    """What one run did after its warm-up. ``reward``: the mean of its last half of steps."""
+    """What one run did after its warm-up. ``reward``: the mean of its last half of steps, less what
+    a response without an end costs, as TRL has it."""
 
     episodes: float
     """Per second."""
@@ -162,7 +163,7 @@ def speed_of_quartet(log: str, metrics: Sequence[dict[str, float]], config: Conf
         responses * len(warm) / seconds,
         sum(step["response_tokens"] for step in warm) / seconds,
         seconds / len(warm),
-        statistics.fmean(step["reward_mean"] for step in metrics[len(metrics) // 2 :]),
+        statistics.fmean(step["score_mean"] for step in metrics[len(metrics) // 2 :]),
     )
 
 
