@@ -49,7 +49,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     rows = inputs.numel() // inputs.shape[-1] if inputs.shape[-1] else 0
     if inputs.device.type != "cpu" or inputs.dtype != torch.float32 or rows * weight.numel() < LEAST:
         return functional.linear(inputs, weight, bias)
-    flat = inputs.reshape(rows, inputs.shape[-1])
+    flat = inputs.reshape(rows, inputs.shape[-1]).contiguous()
     if torch.is_grad_enabled():
         found: Tensor = _Product.apply(flat, weight, bias)  # type: ignore[no-untyped-call]
     else:
@@ -58,7 +58,29 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``left`` [n, k] times ``right`` [m, k] transposed: [n, m]. ``left`` is copied unless its rows are contiguous."""
+    """``left`` [n, k] times ``right`` [m, k] transposed: [n, m].
+
+    oneDNN keeps what it has generated for each number of rows, so it is given round ones: filled up with zeros, or the few rows
+    above by torch, whichever copies less.
+    """
+    rows, over = len(left), len(left) % _step(len(left))
+    if over == 0:
+        return _onednn(left, right, bias)
+    if left.shape[1] <= right.shape[0]:
+        filled = left.new_zeros(rows + _step(rows) - over, left.shape[1])
+        filled[:rows] = left
+        return _onednn(filled, right, bias)[:rows]
+    some = rows - over
+    return torch.cat([_onednn(left[:some], right, bias), functional.linear(left[some:], right, bias)])
+
+
+def _step(rows: int) -> int:
+    """Round are multiples of it: sixteen numbers from each power of 2 to the next."""
+    return 1 << max(0, rows.bit_length() - 5)
+
+
+def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``left`` is copied unless its rows are contiguous."""
     found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
     return found
 
@@ -75,6 +97,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         inputs, weight = ctx.saved_tensors
         of_inputs, of_weight, of_bias = ctx.needs_input_grad
+        # One that was expanded would be multiplied by the slowest of all ways.
+        gradient = gradient.contiguous()
         return (
             _product(gradient, weight.t()) if of_inputs else None,
             _weight_gradient(gradient, inputs) if of_weight else None,
@@ -84,9 +108,13 @@ class _Product(torch.autograd.Function):
 
 def _weight_gradient(gradient: Tensor, inputs: Tensor) -> Tensor:
     """``gradient`` [n, out] transposed times ``inputs`` [n, in]: [out, in]. The narrower of them is the one that is copied."""
+    rows = len(gradient)
+    some = rows - rows % _step(rows)
     if gradient.shape[1] <= inputs.shape[1]:
-        return _product(gradient.t(), inputs.t())
-    return _product(inputs.t(), gradient.t()).t().contiguous()
+        found = _onednn(gradient[:some].t(), inputs[:some].t())
+    else:
+        found = _onednn(inputs[:some].t(), gradient[:some].t()).t().contiguous()
+    return found if some == rows else found.addmm_(gradient[some:].t(), inputs[some:])
 
 
 class _Linear(nn.Linear):

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """oneDNN on any processor and for any product; gives the shapes of those that it was called for."""
     called: list[tuple[int, ...]] = []
-    product = products._product
+    product = products._onednn
 
     def noted(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         called.append((*left.shape, right.shape[0]))
@@ -38,7 +38,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(products, "LEAST", 0)
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-    monkeypatch.setattr(products, "_product", noted)
+    monkeypatch.setattr(products, "_onednn", noted)
     return called
 
 
@@ -102,6 +102,25 @@ def test_what_does_not_learn_costs_no_product_on_the_way_back(everywhere: list[t
     everywhere.clear()
     linear(inputs.requires_grad_(), weight.detach()).sum().backward()
     assert everywhere == [(6, 4, 5), (6, 5, 4)], "outputs and the inputs' gradient"
+
+
+def test_onednn_sees_sixteen_numbers_of_rows_from_a_power_of_two_to_the_next(everywhere: list[tuple[int, ...]]) -> None:
+    wide, narrow = torch.randn(8, 4).requires_grad_(), torch.randn(4, 8).requires_grad_()
+    for rows in range(64, 256):
+        linear(linear(torch.randn(rows, 4).requires_grad_(), wide), narrow).sum().backward()
+    seen = {shape[0] for shape in everywhere} | {shape[1] for shape in everywhere}
+    assert seen == {4, 8, *range(64, 128, 4), *range(128, 257, 8)}
+
+
+def test_a_gradient_that_was_expanded_is_multiplied_as_one_that_was_not(everywhere: list[tuple[int, ...]]) -> None:
+    inputs, weight = torch.randn(33, 4), torch.randn(5, 4, requires_grad=True)
+    strides = list[tuple[int, ...]]()
+    found = linear(inputs, weight)
+    found.register_hook(lambda gradient: strides.append(gradient.stride()))
+    found.sum().backward()
+    assert strides == [(0, 0)], "what autograd gives for a sum"
+    assert weight.grad is not None
+    assert torch.allclose(weight.grad, inputs.sum(0).expand(5, 4), atol=1e-5)
 
 
 def test_small_products_and_other_types_are_left_to_torch(
