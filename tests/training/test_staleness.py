@@ -73,7 +73,7 @@ def test_the_next_step_is_generated_while_the_models_learn(
         step, trajectories = requests[0].id.step, generate(engine, requests, sampling, seed, policy_version, cancelled)
         yield next(trajectories)
         if policy_version < step - 1:
-            in_time.append(learned_from[step - 1].wait(10))
+            in_time.append(learned_from[step - 1].wait(60))
         yield from trajectories
 
     def learns(critic: Critic, run: str, step: int, *arguments: Any) -> Any:
