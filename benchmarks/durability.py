@@ -71,14 +71,11 @@ class Cost:
         return (sum(self.parts.values()) + self.checkpoint / self.every) / self.step
 
 
-PAGE = Path("docs/durability.md")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("durability", __doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/reviews/ppo.yaml"))
     parser.add_argument("--steps", type=positive, default=33)
-    add_shared(parser, "build/durability", PAGE, kept="the run is")
+    add_shared(parser, "build/durability", Path("docs/durability.md"), kept="the run is")
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config, [])
@@ -91,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.folder / "cost.json").write_text(json.dumps({**asdict(cost), "share": cost.share}, indent=1) + "\n")
     text = table(cost, options.config, options.steps)
     print(text)
-    page.write(page_of(parser, options, PAGE), "durability-cost", text)
+    page.write(page_of(parser, options), "durability-cost", text)
     return 0 if cost.share < LIMIT else 1
 
 

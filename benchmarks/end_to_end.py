@@ -35,8 +35,7 @@ RUN = "end-to-end"
 
 @dataclass(frozen=True)
 class Speed:
-    """What one run did after its warm-up. ``reward``: the mean of its last half of steps, less what
-    a response without an end costs, as TRL has it."""
+    """What one run did after its warm-up."""
 
     episodes: float
     """Per second."""
@@ -45,6 +44,7 @@ class Speed:
     seconds: float
     """Of a step, on average."""
     reward: float
+    """Mean of the last half of its steps, less what responses without an end cost, as TRL has it."""
 
 
 @dataclass(frozen=True)

@@ -62,14 +62,11 @@ class Load:
     """The steps that each stream was sent, in order."""
 
 
-PAGE = Path("docs/gateway.md")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("gateway", __doc__)
     parser.add_argument("--turns", type=positive, default=6, help="how often the load goes on and off")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of a turn")
-    add_shared(parser, "build/gateway-load", PAGE, kept="the run is")
+    add_shared(parser, "build/gateway-load", Path("docs/gateway.md"), kept="the run is")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
@@ -78,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.folder / "gateway.json").write_text(json.dumps(report, indent=1) + "\n")
     text = _table(report)
     print(text)
-    page.write(page_of(parser, options, PAGE), "gateway-load", text)
+    page.write(page_of(parser, options), "gateway-load", text)
     problems = _problems(report)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)

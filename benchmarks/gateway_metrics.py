@@ -39,22 +39,20 @@ QUESTIONS = {
 }
 DASHBOARD = "12 metrics, 600 points"
 
-PAGE = Path("docs/gateway.md")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=positive, default=100_000)
     parser.add_argument("--repeats", type=positive, default=31)
-    add_page(parser, PAGE)
+    add_page(parser, Path("docs/gateway.md"))
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         megabytes = write_run(Path(folder), options.steps)
         figures = measure(Path(folder), options.repeats)
     found = {"steps": options.steps, "metrics": len(NAMES), "file_megabytes": round(megabytes, 1), **figures}
     print(json.dumps(found, indent=2))
-    page.write(page_of(parser, options, PAGE), "gateway-metrics", table(found))
+    page.write(page_of(parser, options), "gateway-metrics", table(found))
     median = figures[DASHBOARD]["median"]
     print(f"{DASHBOARD}: median {median} ms, limit {LIMIT:g} ms", file=sys.stderr)
     return 0 if median < LIMIT else 1

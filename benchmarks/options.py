@@ -37,7 +37,7 @@ def add_shared(
     rounds: int | None = None,
     threads: bool = False,
 ) -> None:
-    """The options of most benchmarks. ``kept`` in ``folder``: words for what there is; ``page``: as of ``page_of``."""
+    """The options of most benchmarks. ``kept`` in ``folder``: words for what there is; ``page``: as of ``add_page``."""
     if rounds is not None:
         parser.add_argument("--rounds", type=positive, default=rounds)
     if threads:
@@ -47,18 +47,19 @@ def add_shared(
 
 
 def add_page(parser: argparse.ArgumentParser, page: Path) -> None:
-    """Where the table goes."""
+    """Where the table goes: ``page``, where it is measured as `make` measures it."""
     parser.add_argument("--page", type=Path, help=f"where the table goes; {page} where nothing else is asked for")
+    parser.set_defaults(usual_page=page)
 
 
-def page_of(parser: argparse.ArgumentParser, options: argparse.Namespace, page: Path = PERFORMANCE) -> Path | None:
-    """Where the table goes: what ``--page`` says, or ``page``; None where other options would make it another table."""
+def page_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Path | None:
+    """Where the table goes: what ``--page`` says, or the usual one; None where other options would make it another table."""
     if options.page is not None:
         found: Path = options.page
         return found
-    if all(
-        getattr(options, name) == usual for name, usual in vars(parser.parse_args([])).items() if name not in _ELSEWHERE
-    ):
+    usual = vars(parser.parse_args([]))
+    if all(getattr(options, name) == value for name, value in usual.items() if name not in _ELSEWHERE):
+        page: Path = options.usual_page
         return page
-    print(f"not written into {page}, as other options were given; --page says where", file=sys.stderr)
+    print(f"not written into {options.usual_page}, as other options were given; --page says where", file=sys.stderr)
     return None

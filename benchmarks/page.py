@@ -16,8 +16,10 @@ def end(name: str) -> str:
 
 
 def write(page: Path | None, name: str, text: str) -> None:
-    """Puts ``text`` between the marks of ``name``, after its command; nowhere without a page. Raises ValueError when the page has
-    lost a mark."""
+    """Puts ``text`` between the marks of ``name``, after its command; nowhere without a page.
+
+    Raises ValueError when the page has lost a mark.
+    """
     if page is None:
         return
     before, found, rest = page.read_text(encoding="utf-8").partition(begin(name))

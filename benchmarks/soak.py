@@ -74,13 +74,10 @@ class Row:
     files_last: int | None
 
 
-PAGE = Path("docs/durability.md")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("soak", __doc__)
     parser.add_argument("--steps", type=positive, default=1000)
-    add_shared(parser, "build/soak", PAGE, kept="the run and the figures are")
+    add_shared(parser, "build/soak", Path("docs/durability.md"), kept="the run and the figures are")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
@@ -102,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.folder / "soak.json").write_text(json.dumps(report, indent=1) + "\n")
     text = table(rows, options.steps, seconds, experience, bound, faults)
     print(text)
-    page.write(page_of(parser, options, PAGE), "soak", text)
+    page.write(page_of(parser, options), "soak", text)
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
     return 1 if faults else 0

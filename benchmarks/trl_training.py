@@ -1,10 +1,9 @@
-"""TRL's trainers on a config of Quartet's, timed step by step: python -m benchmarks.trl_training CONFIG STEPS OUT
-[KEY=VALUE...].
+"""TRL's trainers on a config of Quartet's, timed step by step.
 
-For an environment that has TRL: `make parity` makes one, and benchmarks.end_to_end calls this in it. PPO for the estimator
-gae, RLOO for rloo; in the actor's dtype, on all cores of the CPU or on the actor's GPU. On the CPU a mini-batch goes through
-the model in one piece, the fastest way that TRL has; on a GPU, where its logits would not fit, in pieces of as many tokens as
-Quartet's. OUT gets a JSON object a step.
+python -m benchmarks.trl_training CONFIG STEPS OUT [KEY=VALUE...], for an environment that has TRL: `make parity` makes one, and
+benchmarks.end_to_end calls this in it. PPO for the estimator gae, RLOO for rloo; in the actor's dtype, on all cores of the CPU or
+on the actor's GPU. On the CPU a mini-batch goes through the model in one piece, the fastest way that TRL has; on a GPU, where its
+logits would not fit, in pieces of as many tokens as Quartet's. OUT gets a JSON object a step.
 """
 
 from __future__ import annotations

@@ -45,9 +45,13 @@ def onednn_is_faster() -> bool:
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``inputs`` [..., in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [..., out]. With gradients."""
+    """``inputs`` [..., in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [..., out]. With gradients.
+
+    By oneDNN where that is faster: float32 on such a processor, and not too few.
+    """
     rows = inputs.numel() // inputs.shape[-1] if inputs.shape[-1] else 0
-    if inputs.device.type != "cpu" or inputs.dtype != torch.float32 or rows * weight.numel() < LEAST:
+    single = inputs.device.type == "cpu" and inputs.dtype == torch.float32
+    if not single or rows * weight.numel() < LEAST or not onednn_is_faster():
         return functional.linear(inputs, weight, bias)
     flat = inputs.reshape(rows, inputs.shape[-1]).contiguous()
     if torch.is_grad_enabled():
