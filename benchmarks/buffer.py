@@ -24,12 +24,12 @@ from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from benchmarks.transport import best, experience_of
 from quartet.buffer.connection import connect
-from quartet.buffer.embedded import EmbeddedRedis
-from quartet.buffer.experience import ExperienceStore
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.embedded_redis import EmbeddedRedis
+from quartet.buffer.experience_store import ExperienceStore
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.processes import with_parent
+from quartet.services.actor.actor import FLUSH
 from quartet.types import FinishReason, Trajectory, TrajectoryId
-from services.actor.actor import FLUSH
 
 LIMIT = 5_000
 """Trajectories of 1,000 tokens a second."""
@@ -37,7 +37,7 @@ RUN = "buffer"
 PROMPT, RESPONSE = 100, 900
 """Tokens."""
 READ = 16
-"""Trajectories that a read asks for, as with rollout.score_batch as it is by default."""
+"""Trajectories that a read asks for, as with rollout.score_batch_size as it is by default."""
 
 
 @dataclass(frozen=True)

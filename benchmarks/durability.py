@@ -24,7 +24,7 @@ from quartet.config import Config, TimeoutsConfig, load_config
 from quartet.errors import ConfigError, QuartetError
 from quartet.processes import with_parent
 from quartet.rpc.clients import ActorClient, CriticClient
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
 from quartet.types import Role
 
 RUN = "durability-cost"
@@ -173,7 +173,7 @@ def cost_of(steps: Sequence[dict[str, float]], held: dict[Role, float], measured
         step=typical,
         parts={name: statistics.median(step.get(f"seconds_{name}", 0.0) for step in warm) for name in IN_EACH_STEP},
         copies=max(held.values()),
-        waits=statistics.fmean(step.get("seconds_checkpoint", 0.0) for step in after),
+        waits=statistics.fmean(step.get("checkpoint_seconds", 0.0) for step in after),
         slower=max(0.0, statistics.fmean(step["seconds"] for step in after) - typical),
         every=every,
     )

@@ -25,7 +25,7 @@ from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError
 from quartet.processes import with_parent
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
 
 WARM_UP = 2
 """First steps left out on both sides: caches fill, memory is touched for the first time."""

@@ -28,7 +28,7 @@ import yaml
 
 from benchmarks import page
 from benchmarks.options import add_shared, page_of, parser_of, positive
-from quartet.demo.world import make_world
+from quartet.demo.toy_task import make_world
 from quartet.processes import with_parent
 from quartet.types import MODEL_ROLES
 

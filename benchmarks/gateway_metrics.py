@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import page
 from benchmarks.options import add_page, page_of, positive
 from quartet.config import parse_config
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
 
 LIMIT = 100.0
 """Milliseconds."""
@@ -88,7 +88,7 @@ def measure(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
     """Milliseconds of each question: the first answer to any is `cold`, as it reads the file."""
     reader, writer = os.pipe()
     gateway = subprocess.Popen(
-        [sys.executable, "-m", "gateway", "--runs", str(folder), "--ready-fd", str(writer)],
+        [sys.executable, "-m", "quartet.gateway", "--runs", str(folder), "--ready-fd", str(writer)],
         env={**os.environ, "QUARTET_GATEWAY_TOKEN": TOKEN},
         pass_fds=(writer,),
         stderr=subprocess.DEVNULL,

@@ -26,8 +26,8 @@ from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.config import load_config
 from quartet.data import PromptEncoder, encode_prompts, iterate_prompt_lines
 from quartet.errors import QuartetError
-from quartet.models.engine import TorchEngine
-from quartet.models.forward import vocabulary_size
+from quartet.models.forward.inspection import vocabulary_size
+from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
 
@@ -122,7 +122,7 @@ def floor(model: Any, prompts: Sequence[Any], tokens: int, bandwidth: float) -> 
 
 def measure(model: Any, stops: frozenset[int], prompts: Sequence[Any], tokens: int, rounds: int) -> Result:
     """Each contender in turn, after one round that is not counted."""
-    paged, engine = copy.deepcopy(model), TorchEngine(model, stops, max_concurrent=256)
+    paged, engine = copy.deepcopy(model), TorchEngine(model, stops, max_concurrent_sequences=256)
     ways: dict[str, Callable[[int], int]] = {
         "quartet": lambda seed: _quartet(engine, prompts, tokens, seed),
         "generate()": lambda seed: _generate(model, stops, prompts, tokens, seed),

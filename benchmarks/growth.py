@@ -25,10 +25,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of
 from quartet.config import Config, parse_config
-from quartet.models.engine import TorchEngine
-from quartet.models.optimizer import create_optimizer
-from quartet.models.scoring import response_log_probs
-from quartet.models.training import update_policy
+from quartet.models.forward.scoring import response_log_probs
+from quartet.models.generation.torch_engine import TorchEngine
+from quartet.models.training.optimizer import create_optimizer
+from quartet.models.training.updates import update_policy
+from quartet.services.orchestrator.algorithm.experience import prepare_step
+from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of
+from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 from quartet.types import (
     Experience,
     FloatArray,
@@ -38,9 +41,6 @@ from quartet.types import (
     Trajectory,
     TrajectoryId,
 )
-from services.orchestrator.experience import prepare_step
-from services.orchestrator.scoring import ScoredTrajectory
-from services.orchestrator.settings import optimization_at, policy_loss_of
 
 VOCABULARY = 2_048
 PROMPT = 8
@@ -138,7 +138,7 @@ class Step:
     def __init__(self, point: Point, model: Any) -> None:
         self._point, self._config = point, _config(point)
         self._model, self._reference = model, copy.deepcopy(model)
-        self._engine = TorchEngine(model, frozenset(), self._config.rollout.max_concurrent)
+        self._engine = TorchEngine(model, frozenset(), self._config.rollout.max_concurrent_sequences)
         self._optimizer = create_optimizer(model, self._config.actor.learning_rate)
         drawn = np.random.default_rng(0).integers(0, VOCABULARY, (point.prompts, PROMPT)).astype(np.int32)
         self._prompts = list(drawn)
@@ -166,8 +166,8 @@ class Step:
     def _experience(self, generated: Sequence[Trajectory], step: int) -> Experience:
         tokens, limit = self._point.tokens, self._config.reference.micro_batch_tokens
         rows: list[FloatArray] = []
-        for first in range(0, len(generated), self._config.rollout.score_batch):
-            batch = generated[first : first + self._config.rollout.score_batch]
+        for first in range(0, len(generated), self._config.rollout.score_batch_size):
+            batch = generated[first : first + self._config.rollout.score_batch_size]
             log_probs = response_log_probs(self._reference, TokenBatch.of(batch), 1.0, limit)
             rows += np.split(log_probs, len(batch))
         scored = [

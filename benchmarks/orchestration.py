@@ -30,16 +30,16 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from benchmarks.simulated import VOCABULARY, Times, replicas, response_lengths
-from quartet.buffer.embedded import EmbeddedRedis
+from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.config import Config, parse_config
 from quartet.errors import QuartetError
 from quartet.random_streams import prompt_order
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.control.progress import ProgressBoard
+from quartet.services.orchestrator.control.run_control import Control
+from quartet.services.orchestrator.run import Training
 from quartet.telemetry.logs import configure_logs
-from quartet.telemetry.run_files import RunFiles
 from quartet.types import Alert, Role
-from services.orchestrator.control import Control
-from services.orchestrator.progress import ProgressBoard
-from services.orchestrator.training import Training
 
 LIMIT = 1.05
 """Of the critical path, at 1 and 64 replicas."""
@@ -217,7 +217,7 @@ def _config(case: Case, steps: int, root: Path, url: str) -> Config:
             "rollout": {
                 "prompts_per_step": case.trajectories,
                 "max_response_tokens": LONGEST,
-                "score_batch": SCORE_BATCH,
+                "score_batch_size": SCORE_BATCH,
             },
             "actor": {"model": str(root / "policy")},
             "reward": {"model": "simulated"},

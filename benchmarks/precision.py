@@ -23,7 +23,7 @@ from benchmarks.options import add_shared, page_of, parser_of
 from benchmarks.update import Work, matmul_peak, of_policy
 from quartet.config import Config, load_config
 from quartet.errors import QuartetError
-from quartet.models.engine import TorchEngine
+from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
 

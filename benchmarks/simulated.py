@@ -22,13 +22,18 @@ import numpy as np
 
 from benchmarks.options import positive
 from quartet.buffer.connection import connect
-from quartet.buffer.experience import ExperienceStore
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.experience_store import ExperienceStore
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import Cancelled
-from quartet.models.update_log import UpdateLog
+from quartet.models.training.update_log import UpdateLog
 from quartet.processes import with_parent
-from quartet.rpc.compute import ComputeThread
+from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import HostedRole, Server
+from quartet.services.actor.actor import FLUSH
+from quartet.services.actor.servicer import ActorServicer
+from quartet.services.critic.servicer import CriticServicer
+from quartet.services.reference.servicer import ReferenceServicer
+from quartet.services.reward.servicer import RewardServicer
 from quartet.telemetry.logs import configure_logs
 from quartet.types import (
     FinishReason,
@@ -43,11 +48,6 @@ from quartet.types import (
     Trajectory,
     UpdateResult,
 )
-from services.actor.actor import FLUSH
-from services.actor.servicer import ActorServicer
-from services.critic.servicer import CriticServicer
-from services.reference.servicer import ReferenceServicer
-from services.reward.servicer import RewardServicer
 
 VOCABULARY = 32_000
 """Token ids that are drawn."""

@@ -23,8 +23,8 @@ import yaml
 from benchmarks import page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.buffer.connection import Redis, connect
-from quartet.buffer.embedded import EmbeddedRedis
-from quartet.demo.world import Recipe, make_world
+from quartet.buffer.embedded_redis import EmbeddedRedis
+from quartet.demo.toy_task import Recipe, make_world
 from quartet.models.pretraining import Schedule, Shape
 from quartet.processes import with_parent
 from quartet.types import MODEL_ROLES
@@ -111,7 +111,7 @@ def _config(folder: Path, steps: int, url: str) -> Path:
         "run": {"name": RUN, "steps": steps, "directory": str(folder / "runs")},
         "data": {"prompts": str(world.prompts), "validation": str(world.prompts), "max_prompt_tokens": 24},
         "algorithm": {"score": {"normalize": "running"}, "kl_controller": {"kind": "adaptive"}},
-        "rollout": {"prompts_per_step": 32, "max_response_tokens": 24, "score_batch": 8},
+        "rollout": {"prompts_per_step": 32, "max_response_tokens": 24, "score_batch_size": 8},
         "actor": {"model": str(world.policy), "learning_rate": 1e-5},
         "critic": {"learning_rate": 1e-5},
         "reward": {"model": str(world.reward)},
@@ -206,7 +206,7 @@ def _processes(launcher: int) -> dict[str, int]:
             line = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except (OSError, IndexError):
             continue
-        if parent == launcher and line[1:4] == ["-P", "-m", "services"]:
+        if parent == launcher and line[1:4] == ["-P", "-m", "quartet.services"]:
             found[line[4]] = int(entry.name)
     return found
 

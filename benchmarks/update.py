@@ -26,15 +26,15 @@ from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of
 from quartet.config import Config, load_config
 from quartet.errors import QuartetError
-from quartet.models import batching
-from quartet.models.forward import vocabulary_size
+from quartet.models.forward import batching
+from quartet.models.forward.inspection import vocabulary_size
+from quartet.models.forward.onednn_linear import linear
+from quartet.models.forward.scoring import response_log_probs
 from quartet.models.loading import DTYPES, load_causal_lm, load_critic
-from quartet.models.optimizer import MasterAdamW, create_optimizer
-from quartet.models.products import linear
-from quartet.models.scoring import response_log_probs
-from quartet.models.training import update_policy, update_value
+from quartet.models.training.optimizer import MasterAdamW, create_optimizer
+from quartet.models.training.updates import update_policy, update_value
+from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of, value_loss_of
 from quartet.types import Experience, TokenBatch
-from services.orchestrator.settings import optimization_at, policy_loss_of, value_loss_of
 
 STEP = 1
 

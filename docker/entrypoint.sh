@@ -10,7 +10,7 @@ case "${1:-}" in
     *) exec "$@" ;;
 esac
 case " $* " in
-    *" --config "* | *" --config="* | *" --runs "* | *" --help "*) exec python -m "$@" ;;
+    *" --config "* | *" --config="* | *" --runs "* | *" --help "*) exec python -m "quartet.$@" ;;
 esac
 set -- "$@" --config config.yaml
 for layer in deployment/*.yaml; do
@@ -21,4 +21,4 @@ for layer in deployment/*.yaml; do
     fi
     [ -e "$layer" ] && set -- "$@" --config "$layer"
 done
-exec python -m "$@"
+exec python -m "quartet.$@"

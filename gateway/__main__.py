@@ -1,4 +1,4 @@
-"""The gateway's process: ``python -m gateway --runs DIR``, or with a run ``--config CONFIG``.
+"""The gateway's process: ``python -m quartet.gateway --runs DIR``, or with a run ``--config CONFIG``.
 
 Checks who may come in and where it listens before it imports the app, serves until SIGTERM or SIGINT, and ends at once then:
 it keeps nothing that could be lost.
@@ -25,16 +25,16 @@ from typing import Any
 
 import structlog
 
-from gateway.settings import GatewaySettings
-from quartet.buffer.address import buffer_url, settings_of_environment
+from quartet.buffer.redis_url import buffer_url, settings_of_environment
 from quartet.config import Config, GatewayConfig, load_config
 from quartet.errors import ConfigError, QuartetError
-from quartet.rpc.access import GATEWAY
-from quartet.rpc.credentials import LOCAL, Credentials
+from quartet.gateway.settings import GatewaySettings
+from quartet.rpc.security.allow_list import GATEWAY
+from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.server import check_listen_address
+from quartet.run_directory.run_files import RunFiles
 from quartet.secret_files import check_certificate, check_token, read_token
 from quartet.telemetry.logs import configure_logs
-from quartet.telemetry.run_files import RunFiles
 from quartet.topology import is_loopback
 
 log = structlog.get_logger()
@@ -44,7 +44,7 @@ VIEWER = "QUARTET_GATEWAY_VIEWER_TOKEN"
 """Environment variables: what stands among a process's arguments, everyone on the machine can read."""
 PUBLISHED = "QUARTET_GATEWAY_PUBLISHED"
 """Another: HOST:PORT at which a container's port is to be found from outside, for the link that is printed."""
-LARGEST_HEADERS = 32 * 1024
+MAX_HEADERS = 32 * 1024
 """Bytes."""
 KEEP_ALIVE = 30
 """Seconds for which a connection is kept between requests."""
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m gateway",
+        prog="python -m quartet.gateway",
         description="Serves the REST API and the dashboard of the runs in a folder.",
         epilog=f"Tokens are taken from {OPERATOR} and, for those who may only look, {VIEWER}; without the first, one is drawn.",
     )
@@ -148,9 +148,9 @@ def _run(settings: GatewaySettings, bound: socket.socket, ready: Any) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import uvicorn
 
-    from gateway.app import create_app
-    from gateway.connections import Connection
-    from gateway.handshakes import encrypted
+    from quartet.gateway.app import create_app
+    from quartet.gateway.connections import Connection
+    from quartet.gateway.handshakes import encrypted
 
     app = create_app(settings)
 
@@ -181,7 +181,7 @@ def _run(settings: GatewaySettings, bound: socket.socket, ready: Any) -> None:
             server_header=False,
             # Whom a proxy names is not believed: anybody could name anybody.
             proxy_headers=False,
-            h11_max_incomplete_event_size=LARGEST_HEADERS,
+            h11_max_incomplete_event_size=MAX_HEADERS,
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=GRACE,
         )
@@ -274,7 +274,7 @@ def _told_to_the_run(settings: GatewaySettings, url: str) -> Iterator[None]:
     if settings.run is None:
         yield
         return
-    from gateway.runs import Runs
+    from quartet.gateway.runs.catalog import Runs
 
     if settings.run not in Runs(settings.runs).names():
         raise ConfigError(f"run {settings.run!r}: there is none in {settings.runs}; give one that is")

@@ -20,13 +20,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.models import Access
-from gateway.problems import ProblemError, problem_response
-from gateway.settings import GatewaySettings
+from quartet.gateway.http_errors import ProblemError, problem_response
+from quartet.gateway.schemas import Access
+from quartet.gateway.settings import GatewaySettings
 
 log = structlog.get_logger()
 
-MOST_BYTES = 1024 * 1024
+MAX_BYTES = 1024 * 1024
 """Of a request's body."""
 WINDOW = 10
 """Seconds over which requests are counted."""
@@ -203,12 +203,12 @@ def _check_origin(origin: str | None, host: str) -> None:
 
 def _check_length(headers: Mapping[str, str]) -> None:
     length = headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > MOST_BYTES:
+    if length.isdecimal() and int(length) > MAX_BYTES:
         raise ProblemError(413, _too_large())
 
 
 def _too_large() -> str:
-    return f"body: larger than {MOST_BYTES} bytes; expected less"
+    return f"body: larger than {MAX_BYTES} bytes; expected less"
 
 
 def _without_body(send: Send) -> Send:
@@ -234,7 +234,7 @@ def _limited(receive: Receive) -> Receive:
         nonlocal seen
         message = await receive()
         seen += len(message.get("body", b""))
-        if seen > MOST_BYTES:
+        if seen > MAX_BYTES:
             raise HTTPException(413, _too_large())
         return message
 

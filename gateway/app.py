@@ -14,17 +14,17 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
-from gateway import routes
-from gateway.access import AccessControl
-from gateway.figures import CountRequests, GatewayFigures
-from gateway.live import Live
-from gateway.models import Problem
-from gateway.problems import AnswerUnforeseen, add_handlers
-from gateway.reading import Reading
-from gateway.routing import PREFIX
-from gateway.runs import Runs
-from gateway.settings import GatewaySettings
 from quartet import __version__
+from quartet.gateway import routes
+from quartet.gateway.access import AccessControl
+from quartet.gateway.http_errors import AnswerUnforeseen, add_handlers
+from quartet.gateway.monitors.run_monitor import Live
+from quartet.gateway.readers import Reading
+from quartet.gateway.request_metrics import CountRequests, GatewayMetrics
+from quartet.gateway.routing import PREFIX
+from quartet.gateway.runs.catalog import Runs
+from quartet.gateway.schemas import Problem
+from quartet.gateway.settings import GatewaySettings
 
 DESCRIPTION = """Everything that can be seen of RLHF runs, or done to them.
 
@@ -57,7 +57,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         redoc_url=None,
     )
     app.state.settings, app.state.runs, app.state.reading = settings, runs, Reading()
-    app.state.figures = GatewayFigures()
+    app.state.figures = GatewayMetrics()
     add_handlers(app)
     for router in routes.ROUTERS:
         app.include_router(router)

@@ -10,16 +10,16 @@ from typing import Any
 
 import structlog
 
-from gateway.models import AuditEntry
-from gateway.problems import ProblemError
-from gateway.reading.records import shaped
+from quartet.durable_files import append_durably, storing
 from quartet.errors import QuartetError, StorageFailed
-from quartet.files import append_durably, storing
-from quartet.telemetry.run_files import RunFiles
+from quartet.gateway.http_errors import ProblemError
+from quartet.gateway.readers.jsonl_records import shaped
+from quartet.gateway.schemas import AuditEntry
+from quartet.run_directory.run_files import RunFiles
 
 log = structlog.get_logger()
 
-LONGEST_OUTCOME = 500
+MAX_OUTCOME = 500
 """Characters of a refusal that are kept."""
 
 
@@ -50,7 +50,7 @@ def note(files: RunFiles, who: str, command: str, details: dict[str, Any], outco
 
     Returns why the line could not be written, or nothing: a command that was carried out does not fail for its audit.
     """
-    outcome = printable(" ".join(outcome.split()))[:LONGEST_OUTCOME]
+    outcome = printable(" ".join(outcome.split()))[:MAX_OUTCOME]
     entry = AuditEntry(at=time.time(), who=who, command=command, details=details, outcome=outcome)
     log.info("command", run=files.root.name, who=who, command=command, outcome=outcome)
     if files.is_a_run():

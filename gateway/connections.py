@@ -12,12 +12,12 @@ import h11
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from gateway.access import CALLER, SECURITY_HEADERS
-from gateway.problems import problem_response
+from quartet.gateway.access import CALLER, SECURITY_HEADERS
+from quartet.gateway.http_errors import problem_response
 
 MOST = 512
 """Connections that are served at a time."""
-MOST_OF_AN_ADDRESS = 384
+MAX_OF_AN_ADDRESS = 384
 """The same of one client's address."""
 REQUEST_WITHIN = 10.0
 """Seconds in which a request must have come whole, from the connection's beginning or the request's first byte."""
@@ -38,7 +38,7 @@ class Connection(H11Protocol):
         self._expect()
         everybody = {other for other in self.connections if isinstance(other, Connection)}
         neighbours = {other for other in everybody if other.address == self.address}
-        for others, most in ((neighbours, MOST_OF_AN_ADDRESS), (everybody, MOST)):
+        for others, most in ((neighbours, MAX_OF_AN_ADDRESS), (everybody, MOST)):
             if len(others) > most and not self._make_room(others):
                 self.app = _full
                 return

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gateway.connections import Connection
+from quartet.gateway.connections import Connection
 
 MOST = 128
 """Handshakes at a time; one more drops the oldest."""

@@ -11,13 +11,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from gateway.live import Live
-from gateway.problems import PROBLEM_RESPONSES
-from gateway.reading import Reading
-from gateway.runs import NAME_PATTERN, Runs
-from gateway.settings import GatewaySettings
 from quartet.config import Config
-from quartet.telemetry.run_files import RunFiles
+from quartet.gateway.http_errors import PROBLEM_RESPONSES
+from quartet.gateway.monitors.run_monitor import Live
+from quartet.gateway.readers import Reading
+from quartet.gateway.runs.catalog import NAME_PATTERN, Runs
+from quartet.gateway.settings import GatewaySettings
+from quartet.run_directory.run_files import RunFiles
 
 PREFIX = "/api/v1"
 

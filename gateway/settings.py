@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from quartet.rpc.credentials import LOCAL, Credentials
+from quartet.rpc.security.credentials import LOCAL, Credentials
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The one entry point: ``python -m services ROLE... --config CONFIG``.
+"""The one entry point: ``python -m quartet.services ROLE... --config CONFIG``.
 
 Parses the config, then imports torch, builds each role's core, serves them together until SIGTERM, and drains.
 """
@@ -23,18 +23,18 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from quartet.buffer.address import required_buffer_url, settings_of_environment
+from quartet.buffer.redis_url import required_buffer_url, settings_of_environment
 from quartet.config import Config, load_config
+from quartet.durable_files import in_words
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.failpoints import arm
-from quartet.files import in_words
 from quartet.telemetry.logs import configure_logs
 from quartet.topology import listen_address, threads_of
 from quartet.types import Role
 
 if TYPE_CHECKING:
-    from quartet.rpc.credentials import Credentials
-    from services.observation import Observation
+    from quartet.rpc.security.credentials import Credentials
+    from quartet.services.observability import Observation
 
 log = structlog.get_logger()
 
@@ -43,7 +43,7 @@ WATCH = 1.0
 """Seconds between looks at work that nobody waits for."""
 
 
-class Announcer:
+class ReadyNotifier:
     """Tells the process that started this one, through a pipe, when it is ready or why it ended."""
 
     def __init__(self, descriptor: int | None) -> None:
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 after a drain, 2 for input that the user can mend, 1 for anything else; 143 for an orchestrator without a
     launcher that a signal ended before its run.
     """
-    parser = argparse.ArgumentParser(prog="python -m services", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m quartet.services", description=__doc__)
     parser.add_argument("roles", nargs="+", metavar="ROLE", choices=[role.value for role in Role])
     parser.add_argument(
         "--config",
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     roles = [Role(role) for role in dict.fromkeys(options.roles)]
     configure_logs("+".join(roles))
-    announcer = Announcer(options.ready_fd)
+    announcer = ReadyNotifier(options.ready_fd)
     try:
         if failpoints := arm(os.environ):
             log.warning("failpoints are set: this process will fail on purpose", names=failpoints)
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _ended(error, announcer)
 
 
-def _ended(error: Exception, announcer: Announcer) -> int:
+def _ended(error: Exception, announcer: ReadyNotifier) -> int:
     code = 2 if isinstance(error, ConfigError) else 1
     log.error("ended", error=str(error), exc_info=None if isinstance(error, QuartetError) else error)
     announcer.say(error=str(error) or type(error).__name__, exit_code=code)
@@ -96,7 +96,7 @@ def _ended(error: Exception, announcer: Announcer) -> int:
     return code
 
 
-def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer) -> int:
+def _serve(roles: list[Role], options: argparse.Namespace, announcer: ReadyNotifier) -> int:
     first, *layers = options.config
     own = [] if options.listen is None else [f"services.{roles[0]}.listen={options.listen}"]
     config = load_config(first, [*options.overrides, *own, *settings_of_environment()], layers)
@@ -119,9 +119,9 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    from quartet.rpc.certificates import check_certificates
-    from quartet.rpc.credentials import Credentials
-    from services.observation import Observation
+    from quartet.rpc.security.certificates import check_certificates
+    from quartet.rpc.security.credentials import Credentials
+    from quartet.services.observability import Observation
 
     credentials = Credentials(roles[0], config.security)
     if config.security.certificates is not None:
@@ -130,9 +130,9 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: Announcer)
     with ExitStack() as stack:
         if roles == [Role.ORCHESTRATOR]:
             # Without a launcher nobody has prepared the run's directory, and nobody tells where its processes are.
-            from services.orchestrator.alone import taken_up
+            from quartet.services.orchestrator.standalone import acquire_run_directory
 
-            tell = stack.enter_context(taken_up(config)) if options.ready_fd is None else None
+            tell = stack.enter_context(acquire_run_directory(config)) if options.ready_fd is None else None
             hosted, background = _orchestrator(config, endings, status, failures, announcer, observation, credentials)
         else:
             hosted, background, tell = _models(roles, config, threads, credentials), None, None
@@ -177,8 +177,8 @@ def _wait_for_the_end(endings: queue.SimpleQueue[str], hosted: list[Any], stall:
 
 
 def _models(roles: list[Role], config: Config, threads: int, credentials: Credentials) -> list[Any]:
-    from quartet.rpc.compute import ComputeThread
-    from services.roles import build_model_role, set_up_torch
+    from quartet.rpc.compute_thread import ComputeThread
+    from quartet.services.factories import build_model_role, set_up_torch
 
     set_up_torch(threads)
     # Roles that share a process share a GPU, so they share the thread that computes.
@@ -202,25 +202,25 @@ def _orchestrator(
     endings: queue.SimpleQueue[str],
     status: list[int],
     failures: list[str],
-    announcer: Announcer,
+    announcer: ReadyNotifier,
     observation: Observation,
     credentials: Credentials,
 ) -> tuple[list[Any], threading.Thread]:
-    from quartet.telemetry.run_files import RunFiles
-    from services.orchestrator.control import Control
-    from services.orchestrator.figures import Depth, RunFigures
-    from services.orchestrator.progress import ProgressBoard
-    from services.orchestrator.servicer import OrchestratorServicer
-    from services.orchestrator.thread import train
-    from services.orchestrator.training import Training
-    from services.roles import set_up_torch
+    from quartet.run_directory.run_files import RunFiles
+    from quartet.services.factories import set_up_torch
+    from quartet.services.orchestrator.control.progress import ProgressBoard
+    from quartet.services.orchestrator.control.run_control import Control
+    from quartet.services.orchestrator.run import Training
+    from quartet.services.orchestrator.servicer import OrchestratorServicer
+    from quartet.services.orchestrator.telemetry.run_metrics import Depth, RunMetrics
+    from quartet.services.orchestrator.thread import train
 
     set_up_torch(1)
     board = ProgressBoard(config.run.name, config.run.steps)
     control = Control(RunFiles(config.run_directory).asked)
     url = required_buffer_url(config, credentials.folder)
     training = Training(config, url, board, control, _settle, observation.traces, credentials)
-    observation.registry.register(RunFigures(config, board, Depth(url, config.run.name)))
+    observation.registry.register(RunMetrics(config, board, Depth(url, config.run.name)))
 
     def finished(code: int) -> None:
         status[0] = code

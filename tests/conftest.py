@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from quartet.buffer.connection import Redis, connect
-from quartet.buffer.embedded import EmbeddedRedis
+from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.telemetry.logs import configure_logs
 
 # Tests fork from a process that speaks gRPC, to run something else: gRPC, which looks here when it is first used, is not to be

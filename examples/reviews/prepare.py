@@ -28,7 +28,7 @@ from quartet.demo.staging import staged_directory
 from quartet.errors import DataError, QuartetError
 
 PROMPT_WORDS = 5
-LEAST_SENTENCES = 50
+MIN_SENTENCES = 50
 POLICY_TOKENS = 48
 RESPONSE_TOKENS = 48
 POSITIONS = 128
@@ -138,8 +138,8 @@ def read_sentences(path: Path) -> list[str]:
             sentences.append(text)
     if not sentences:
         raise DataError(f"{path}: empty; expected sentences, one a line")
-    if len(sentences) < LEAST_SENTENCES:
-        raise DataError(f"{path}: {len(sentences)} sentences; expected at least {LEAST_SENTENCES}")
+    if len(sentences) < MIN_SENTENCES:
+        raise DataError(f"{path}: {len(sentences)} sentences; expected at least {MIN_SENTENCES}")
     return sentences
 
 
@@ -166,10 +166,10 @@ def prepare(options: Options, positive: list[str], negative: list[str], director
     rows = pretraining.encode(tokenizer, sentences, eos=True)
     short = [row for row in rows if len(row) <= POLICY_TOKENS]
     labelled = [(row, label) for row, label in zip(rows, labels, strict=True) if len(row) <= POSITIONS]
-    if len(short) < LEAST_SENTENCES:
+    if len(short) < MIN_SENTENCES:
         raise DataError(
             f"{options.positive}, {options.negative}: {len(short)} sentences of at most {POLICY_TOKENS} tokens; "
-            f"expected at least {LEAST_SENTENCES}"
+            f"expected at least {MIN_SENTENCES}"
         )
     print(f"{len(rows)} sentences, {len(tokenizer)} tokens in the vocabulary, {len(prompts)} prompts")
 

@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError
-from quartet.telemetry.run_files import RunFiles, read_metrics
+from quartet.run_directory.run_files import RunFiles, read_metrics
 
 WINDOW = 10
 WANTED = 2.0
@@ -56,7 +56,7 @@ class Run:
     def title(self) -> str:
         """The estimator, and what else sets the run apart."""
         algorithm = self.config.algorithm
-        name = algorithm.estimator if algorithm.grpo_std else "grpo without the std"
+        name = algorithm.estimator if algorithm.grpo_normalize_std else "grpo without the std"
         return f"{name}, LoRA" if self.config.actor.lora else name
 
 
@@ -101,7 +101,7 @@ def page(runs: list[Run], detailed: Run) -> str:
             "",
             *estimators(runs),
             "",
-            *course(detailed),
+            *algorithm_state(detailed),
             "",
             "Seconds are of the machine at hand, and no claim. The page and the plots are written by",
             "`examples/reviews/report.py` from the runs' `config.yaml` and `metrics.jsonl`.",
@@ -151,7 +151,7 @@ def first_at(steps: Steps) -> int | None:
     return next((end for end in ends if mean(steps[end - WINDOW : end], "reward_mean") >= WANTED), None)
 
 
-def course(run: Run) -> list[str]:
+def algorithm_state(run: Run) -> list[str]:
     """One row for every ten steps of a run."""
     columns = {name: title for name, title in COLUMNS.items() if name in run.steps[0]}
     rows = ["| steps | " + " | ".join(columns.values()) + " |", "|" + "---|" * (len(columns) + 1)]

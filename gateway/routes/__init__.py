@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from gateway.routes import (
+from quartet.gateway.routes import (
     checkpoints,
     commands,
     evaluations,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.access import Viewer
-from gateway.models import CheckpointInfo, Page
-from gateway.paging import cursor_after, read_cursor
-from gateway.routing import Cursor, Limit, TheRun, api_router
-from quartet.checkpoints import (
+from quartet.gateway.access import Viewer
+from quartet.gateway.pagination import cursor_after, read_cursor
+from quartet.gateway.routing import Cursor, Limit, TheRun, api_router
+from quartet.gateway.schemas import CheckpointInfo, Page
+from quartet.run_directory.checkpoints import (
     MANIFEST,
     Checkpoint,
     DamagedCheckpoint,

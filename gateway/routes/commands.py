@@ -6,10 +6,26 @@ from typing import Annotated
 
 from fastapi import Depends
 
-from gateway.access import Operator, Viewer
-from gateway.audit import newest_first
-from gateway.commands import Commands
-from gateway.models import (
+from quartet.gateway.access import Operator, Viewer
+from quartet.gateway.audit import newest_first
+from quartet.gateway.http_errors import ProblemError
+from quartet.gateway.pagination import cursor_after, read_cursor
+from quartet.gateway.readers import Reading
+from quartet.gateway.readers.jsonl_records import shaped
+from quartet.gateway.routes.runs import TheSummaries
+from quartet.gateway.routing import (
+    Cursor,
+    Limit,
+    RunName,
+    TheLive,
+    TheReading,
+    TheRun,
+    TheRuns,
+    TheSettings,
+    api_router,
+)
+from quartet.gateway.runs.run_commands import Commands
+from quartet.gateway.schemas import (
     Accepted,
     AuditEntry,
     Change,
@@ -21,17 +37,11 @@ from gateway.models import (
     StartRun,
     State,
 )
-from gateway.paging import cursor_after, read_cursor
-from gateway.problems import ProblemError
-from gateway.reading import Reading
-from gateway.reading.records import shaped
-from gateway.routes.runs import TheSummaries
-from gateway.routing import Cursor, Limit, RunName, TheLive, TheReading, TheRun, TheRuns, TheSettings, api_router
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
 
 router = api_router("commands")
 
-MOST_CHANGES = 200
+MAX_CHANGES = 200
 """Newest changes of settings that are told."""
 
 
@@ -121,6 +131,6 @@ def change_settings(
 
 def _settings(run: str, files: RunFiles, commands: Commands, reading: Reading) -> Settings:
     records = reading.records.of(files.changes)
-    first = max(0, len(records) - MOST_CHANGES)
+    first = max(0, len(records) - MAX_CHANGES)
     changes = shaped(Change, files.changes, records[first:], first + 1)
     return Settings(settings=commands.settings(run), changes=changes)

@@ -1,4 +1,4 @@
-"""Evaluations: their means over the steps, and the answers of each."""
+"""EvaluationSchedule: their means over the steps, and the answers of each."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from fastapi import Path
 
-from gateway.access import Viewer
-from gateway.models import EvaluationRow, EvaluationSummary, Page
-from gateway.paging import cursor_after, read_cursor
-from gateway.problems import NotFound
-from gateway.routing import Cursor, Limit, TheReading, TheRun, api_router
+from quartet.gateway.access import Viewer
+from quartet.gateway.http_errors import NotFound
+from quartet.gateway.pagination import cursor_after, read_cursor
+from quartet.gateway.routing import Cursor, Limit, TheReading, TheRun, api_router
+from quartet.gateway.schemas import EvaluationRow, EvaluationSummary, Page
 
 router = api_router("evaluations")
 
@@ -19,7 +19,7 @@ router = api_router("evaluations")
 def list_evaluations(
     _: Viewer, files: TheRun, reading: TheReading, limit: Limit = 50, cursor: Cursor = None
 ) -> Page[EvaluationSummary]:
-    """Evaluations, the earliest first; step 0 is the initial policy's."""
+    """EvaluationSchedule, the earliest first; step 0 is the initial policy's."""
     question = ["evaluations", files.root.name]
     after = int(read_cursor(cursor, question, (int,))[0]) if cursor is not None else -1
     records = reading.records.of(files.evaluation_summaries)

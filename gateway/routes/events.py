@@ -11,15 +11,15 @@ from fastapi import Header, Query, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gateway.access import Viewer
-from gateway.models import Access
-from gateway.problems import ProblemError, WrongField
-from gateway.routing import RunName, TheLive, api_router
-from gateway.tail import Place
+from quartet.gateway.access import Viewer
+from quartet.gateway.events.jsonl_tail import Place
+from quartet.gateway.http_errors import ProblemError, WrongField
+from quartet.gateway.routing import RunName, TheLive, api_router
+from quartet.gateway.schemas import Access
 
 router = api_router("live")
 
-MOST_STREAMS = 128
+MAX_STREAMS = 128
 """Of each token: commands always find room beside them."""
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 """For proxies: each event is to be passed on when it comes."""
@@ -70,9 +70,9 @@ async def events(
     """
     stopping: asyncio.Event = request.app.state.stopping
     feed, place = live.feeds.of(run), _place(last_event_id, after)
-    if live.streams[caller.access] >= MOST_STREAMS:
+    if live.streams[caller.access] >= MAX_STREAMS:
         raise ProblemError(
-            429, f"{MOST_STREAMS} event streams are open with this token; close some", headers={"retry-after": "10"}
+            429, f"{MAX_STREAMS} event streams are open with this token; close some", headers={"retry-after": "10"}
         )
     return EventStream(feed.listen(place, stopping), caller.access, live.streams)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.access import Viewer
-from gateway.models import Buffer, ServiceInfo
-from gateway.routing import RunName, TheLive, api_router
+from quartet.gateway.access import Viewer
+from quartet.gateway.routing import RunName, TheLive, api_router
+from quartet.gateway.schemas import Buffer, ServiceInfo
 
 router = api_router("live")
 

@@ -6,15 +6,15 @@ from typing import Annotated
 
 from fastapi import Path, Query
 
-from gateway.access import Viewer
-from gateway.models import LogInfo, LogTail
-from gateway.problems import NotFound
-from gateway.reading.logs import last_lines, log_files
-from gateway.routing import TheRun, api_router
+from quartet.gateway.access import Viewer
+from quartet.gateway.http_errors import NotFound
+from quartet.gateway.readers.logs import last_lines, log_files
+from quartet.gateway.routing import TheRun, api_router
+from quartet.gateway.schemas import LogInfo, LogTail
 
 router = api_router("logs")
 
-MOST_LINES = 2000
+MAX_LINES = 2000
 
 
 @router.get("/runs/{run}/logs")
@@ -34,7 +34,7 @@ def get_log(
     _: Viewer,
     name: Annotated[str, Path(min_length=1, max_length=100, description="Of the log: a process, such as `actor`.")],
     files: TheRun,
-    lines: Annotated[int, Query(ge=1, le=MOST_LINES, description="Most lines, from the end.")] = 200,
+    lines: Annotated[int, Query(ge=1, le=MAX_LINES, description="Most lines, from the end.")] = 200,
 ) -> LogTail:
     """The last lines of one log."""
     known = log_files(files.logs)

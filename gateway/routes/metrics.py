@@ -8,19 +8,19 @@ from fastapi import Query
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from gateway.access import Viewer
-from gateway.models import Curve, Metrics
-from gateway.problems import WrongField
-from gateway.reading import Reading
-from gateway.reading.metrics import Columns
-from gateway.routing import RunName, TheReading, TheRun, TheRuns, api_router
-from gateway.runs import Runs
+from quartet.gateway.access import Viewer
+from quartet.gateway.http_errors import WrongField
+from quartet.gateway.readers import Reading
+from quartet.gateway.readers.metrics import Columns
+from quartet.gateway.routing import RunName, TheReading, TheRun, TheRuns, api_router
+from quartet.gateway.runs.catalog import Runs
+from quartet.gateway.schemas import Curve, Metrics
 
 router = api_router("metrics")
 
-MOST_NAMES = 100
-MOST_RUNS = 20
-MOST_POINTS = 400_000
+MAX_NAMES = 100
+MAX_RUNS = 20
+MAX_POINTS = 400_000
 """Of an answer: points times metrics times runs."""
 MANY = TypeAdapter(list[Metrics])
 
@@ -28,7 +28,7 @@ Names = Annotated[
     list[str] | None,
     Query(
         description="Metrics, separated by commas or each as a parameter of its own; all of them by default.",
-        max_length=MOST_NAMES,
+        max_length=MAX_NAMES,
     ),
 ]
 First = Annotated[int, Query(ge=1, le=1_000_000_000, description="First step.")]
@@ -72,7 +72,7 @@ def compare_metrics(
         Query(
             description="Runs, separated by commas or each as a parameter of its own.",
             min_length=1,
-            max_length=MOST_RUNS,
+            max_length=MAX_RUNS,
         ),
     ],
     names: Names = None,
@@ -82,8 +82,8 @@ def compare_metrics(
 ) -> Response:
     """The same metrics of several runs, in the order in which the runs were named."""
     chosen = _split(runs)
-    if not 1 <= len(chosen) <= MOST_RUNS:
-        raise WrongField("query.runs", f"expected 1 to {MOST_RUNS} runs, not {len(chosen)}")
+    if not 1 <= len(chosen) <= MAX_RUNS:
+        raise WrongField("query.runs", f"expected 1 to {MAX_RUNS} runs, not {len(chosen)}")
     found = [_of_run(all_runs, reading, run, names) for run in chosen]
     _check_size(sum(len(wanted) for _, wanted in found), points)
     curves = [
@@ -118,8 +118,8 @@ def _names(names: list[str] | None, columns: Columns, strict: bool = True) -> li
     if names is None:
         return known
     wanted = _split(names)
-    if not 1 <= len(wanted) <= MOST_NAMES:
-        raise WrongField("query.names", f"expected 1 to {MOST_NAMES} metrics, not {len(wanted)}")
+    if not 1 <= len(wanted) <= MAX_NAMES:
+        raise WrongField("query.names", f"expected 1 to {MAX_NAMES} metrics, not {len(wanted)}")
     unknown = [name for name in wanted if name not in known]
     if strict and unknown and known:
         raise WrongField("query.names", f"the run has no {', '.join(unknown)[:200]}; it has {', '.join(known)}")
@@ -131,9 +131,9 @@ def _split(values: list[str]) -> list[str]:
 
 
 def _check_size(curves: int, points: int) -> None:
-    if curves * points > MOST_POINTS:
+    if curves * points > MAX_POINTS:
         raise WrongField(
-            "query.points", f"{curves} curves of {points} points; expected at most {MOST_POINTS} points in all"
+            "query.points", f"{curves} curves of {points} points; expected at most {MAX_POINTS} points in all"
         )
 
 

@@ -7,12 +7,12 @@ from typing import Annotated
 import yaml
 from fastapi import Depends, Query
 
-from gateway.access import Viewer
-from gateway.models import Page, RunConfig, RunDetail, RunSummary, State
-from gateway.paging import cursor_after, read_cursor
-from gateway.problems import NotFound
-from gateway.routing import Cursor, Limit, RunName, TheConfig, TheLive, TheReading, TheRuns, api_router
-from gateway.summaries import Summaries
+from quartet.gateway.access import Viewer
+from quartet.gateway.http_errors import NotFound
+from quartet.gateway.pagination import cursor_after, read_cursor
+from quartet.gateway.routing import Cursor, Limit, RunName, TheConfig, TheLive, TheReading, TheRuns, api_router
+from quartet.gateway.runs.summaries import Summaries
+from quartet.gateway.schemas import Page, RunConfig, RunDetail, RunSummary, State
 
 router = api_router("runs")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from gateway.access import Viewer
-from gateway.figures import CONTENT_TYPE
-from gateway.models import Access, Session
-from gateway.routing import StrictRoute, TheSettings, api_router
 from quartet import __version__
+from quartet.gateway.access import Viewer
+from quartet.gateway.request_metrics import CONTENT_TYPE
+from quartet.gateway.routing import StrictRoute, TheSettings, api_router
+from quartet.gateway.schemas import Access, Session
 
 router = APIRouter()
 api = api_router("session")

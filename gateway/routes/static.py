@@ -13,8 +13,8 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from gateway.problems import NotFound
-from gateway.runs import Signature, signature
+from quartet.gateway.http_errors import NotFound
+from quartet.gateway.runs.catalog import Signature, signature
 
 router = APIRouter(include_in_schema=False)
 

@@ -7,16 +7,16 @@ from typing import Annotated, Any
 
 from fastapi import Query
 
-from gateway.access import Viewer
-from gateway.models import Page, Span, StepDetail, StepSummary
-from gateway.paging import cursor_after, read_cursor
-from gateway.problems import NotFound
-from gateway.routing import Cursor, Limit, Step, TheReading, TheRun, api_router
 from quartet.errors import ConfigError
+from quartet.gateway.access import Viewer
+from quartet.gateway.http_errors import NotFound
+from quartet.gateway.pagination import cursor_after, read_cursor
+from quartet.gateway.routing import Cursor, Limit, Step, TheReading, TheRun, api_router
+from quartet.gateway.schemas import Page, Span, StepDetail, StepSummary
 
 router = api_router("steps")
 
-_SHOWN = ("seconds", "seconds_generate", "seconds_score", "seconds_update", "reward_mean", "kl_mean", "response_tokens")
+_SHOWN = ("seconds", "generate_seconds", "score_seconds", "update_seconds", "reward_mean", "kl_mean", "response_tokens")
 
 
 @router.get("/runs/{run}/steps")
@@ -37,7 +37,9 @@ def list_steps(
     if cursor is not None:
         top = min(top, int(read_cursor(cursor, question, (int,))[0]) - 1)
     steps = list(range(top, max(first, top - limit + 1) - 1, -1))
-    aside = Counter(record.get("step") for record in reading.records.of(files.poison)) if steps else Counter()
+    aside = (
+        Counter(record.get("step") for record in reading.records.of(files.failed_trajectories)) if steps else Counter()
+    )
     items = [_summary(step, row, aside[step]) for step, row in zip(steps, columns.rows(steps, _SHOWN), strict=False)]
     more = bool(steps) and steps[-1] > first
     return Page(items=items, total=total, next=cursor_after([steps[-1]], question) if more else None)
@@ -59,10 +61,10 @@ def get_step(_: Viewer, step: Step, files: TheRun, reading: TheReading) -> StepD
     )
 
 
-def _summary(step: int, row: dict[str, float | None], set_aside: int) -> StepSummary:
+def _summary(step: int, row: dict[str, float | None], failed_trajectories: int) -> StepSummary:
     tokens = row["response_tokens"]
     figures: dict[str, Any] = {**row, "response_tokens": None if tokens is None else int(tokens)}
-    return StepSummary(step=step, **figures, set_aside=set_aside)
+    return StepSummary(step=step, **figures, failed_trajectories=failed_trajectories)
 
 
 def _spans(timeline: dict[str, Any], step: int) -> list[Span]:

@@ -6,21 +6,21 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Path, Query
 
-from gateway.access import Viewer
-from gateway.models import Page, Token, TrajectoryDetail, TrajectorySummary
-from gateway.paging import cursor_after, read_cursor
-from gateway.problems import NotFound, WrongField
-from gateway.reading.records import Record
-from gateway.reading.tokens import token_texts
-from gateway.reading.trajectories import Filter, Order, steps_of
-from gateway.routing import Cursor, Limit, Step, TheReading, TheRun, api_router
-from quartet.telemetry.tokens import TrajectoryTokens, read_tokens
+from quartet.gateway.access import Viewer
+from quartet.gateway.http_errors import NotFound, WrongField
+from quartet.gateway.pagination import cursor_after, read_cursor
+from quartet.gateway.readers.jsonl_records import Record
+from quartet.gateway.readers.tokens import token_texts
+from quartet.gateway.readers.trajectories import Filter, Order, steps_of
+from quartet.gateway.routing import Cursor, Limit, Step, TheReading, TheRun, api_router
+from quartet.gateway.schemas import Page, Token, TrajectoryDetail, TrajectorySummary
+from quartet.run_directory.token_files import TrajectoryTokens, read_tokens
 
 router = api_router("trajectories")
 
 NEWEST = 50
 """Steps that are looked at where none are named."""
-MOST_STEPS = 1000
+MAX_STEPS = 1000
 """Steps that are looked at at once."""
 
 StepBound = Annotated[
@@ -29,7 +29,7 @@ StepBound = Annotated[
         ge=1,
         le=1_000_000_000,
         description=f"Without any of `step`, `first_step`, `last_step` only the newest {NEWEST} steps are looked at, "
-        f"with `last_step` alone the {NEWEST} up to it; at most {MOST_STEPS} in any case.",
+        f"with `last_step` alone the {NEWEST} up to it; at most {MAX_STEPS} in any case.",
     ),
 ]
 Bound = Annotated[float | None, Query(allow_inf_nan=False)]
@@ -119,10 +119,10 @@ def _steps(step: int | None, first: int | None, last: int | None, newest: int) -
     if first is not None and last is not None and first > last:
         raise WrongField("query.first_step", f"expected at most query.last_step {last}, not {first}")
     steps = steps_of(first, last, newest, NEWEST)
-    if len(steps) > MOST_STEPS:
+    if len(steps) > MAX_STEPS:
         raise WrongField(
             "query.first_step",
-            f"these are {len(steps)} steps; expected at most {MOST_STEPS} at once, give a last_step nearer to it",
+            f"these are {len(steps)} steps; expected at most {MAX_STEPS} at once, give a last_step nearer to it",
         )
     return steps
 

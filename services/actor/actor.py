@@ -8,19 +8,22 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from quartet.buffer.experience import ExperienceStore
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.experience_store import ExperienceStore
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import ActorConfig
 from quartet.errors import FailedPrecondition, InvalidRequest
 from quartet.failpoints import failpoint
-from quartet.models.engines import EngineFactory, Policy
+from quartet.models.forward.scoring import response_log_probs
+from quartet.models.generation.engine import EngineFactory, Policy
 from quartet.models.loading import load_causal_lm, snapshot_model, stop_token_ids
 from quartet.models.lora import Adapter
-from quartet.models.memory import UpdateMemory, measure_policy
-from quartet.models.recomputation import recomputing
-from quartet.models.scoring import response_log_probs
 from quartet.models.snapshot import Writer
-from quartet.models.training import update_policy
+from quartet.models.training.activation_checkpointing import recomputing
+from quartet.models.training.update_memory import UpdateMemory, measure_policy
+from quartet.models.training.updates import update_policy
+from quartet.services.actor.engines import torch_engine
+from quartet.services.memory_budget import UpdateLimits
+from quartet.services.trainable_model import TrainedModel
 from quartet.types import (
     FloatArray,
     GenerationRequest,
@@ -32,9 +35,6 @@ from quartet.types import (
     TokenBatch,
     UpdateResult,
 )
-from services.actor.engines import torch_engine
-from services.budget import UpdateLimits
-from services.trained import TrainedModel
 
 FLUSH = 8
 """Finished trajectories that may wait for one another before they go to the stream; scoring starts that much later."""
@@ -58,7 +58,7 @@ class Actor(TrainedModel):
         self,
         config: ActorConfig,
         device: str,
-        max_concurrent: int,
+        max_concurrent_sequences: int,
         run_directory: Path,
         buffer: Callable[[str], BufferAccess],
         seed: int = 0,
@@ -72,7 +72,7 @@ class Actor(TrainedModel):
         TrainedModel. Raises ModelError, ConfigError.
         """
         self._config, self._buffer = config, buffer
-        self._create_engine = create_engine or torch_engine(max_concurrent)
+        self._create_engine = create_engine or torch_engine(max_concurrent_sequences)
         self._generating = Lock()
         self._generates = 0
         super().__init__(config, config.model, device, run_directory, seed, update_threads, limits)

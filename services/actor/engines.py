@@ -6,9 +6,9 @@ from pathlib import Path
 
 from quartet.config import Config
 from quartet.errors import ConfigError
-from quartet.models.engine import TorchEngine
-from quartet.models.engines import Engine, EngineFactory, Policy
-from quartet.models.engines.apart import ApartEngine
+from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.generation.engine import Engine, EngineFactory, Policy
+from quartet.models.generation.torch_engine import TorchEngine
 from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
 
 FOLDER = "engine"
@@ -21,21 +21,21 @@ def engine_factory(config: Config, certificates: Path | None) -> EngineFactory:
         return _triton(config, certificates)
     if config.rollout.engine == "tensorrt-llm":
         return _tensorrt_llm(config)
-    return torch_engine(config.rollout.max_concurrent)
+    return torch_engine(config.rollout.max_concurrent_sequences)
 
 
-def torch_engine(max_concurrent: int) -> EngineFactory:
+def torch_engine(max_concurrent_sequences: int) -> EngineFactory:
     """The engine that decodes with the model itself."""
-    return lambda policy: TorchEngine(policy.model, policy.stop_ids, max_concurrent)
+    return lambda policy: TorchEngine(policy.model, policy.stop_ids, max_concurrent_sequences)
 
 
-def apart_engine(max_concurrent: int, device: str) -> EngineFactory:
+def detached_torch_engine(max_concurrent_sequences: int, device: str) -> EngineFactory:
     """The engine that decodes with a copy of the model, on ``device``."""
-    return lambda policy: ApartEngine(policy.model, policy.stop_ids, max_concurrent, device)
+    return lambda policy: DetachedTorchEngine(policy.model, policy.stop_ids, max_concurrent_sequences, device)
 
 
 def _triton(config: Config, certificates: Path | None) -> EngineFactory:
-    from quartet.models.engines.triton import TritonEngine, TritonServer
+    from quartet.models.generation.triton import TritonEngine, TritonServer
 
     triton = config.rollout.triton
     assert triton is not None
@@ -51,7 +51,7 @@ def _triton(config: Config, certificates: Path | None) -> EngineFactory:
         triton.model,
         triton.timeout,
         triton.weights,
-        config.rollout.max_concurrent,
+        config.rollout.max_concurrent_sequences,
         (config.run_directory / FOLDER).absolute(),
         triton.encrypted,
         authority,
@@ -63,13 +63,13 @@ def _triton(config: Config, certificates: Path | None) -> EngineFactory:
 
 def _tensorrt_llm(config: Config) -> EngineFactory:
     from quartet.config import TensorRTLLMConfig
-    from quartet.models.engines.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
+    from quartet.models.generation.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
 
     chosen = config.rollout.tensorrt_llm or TensorRTLLMConfig()
     settings = TensorRTLLM(
         config.actor.model,
         (config.run_directory / FOLDER).absolute(),
-        config.rollout.max_concurrent,
+        config.rollout.max_concurrent_sequences,
         chosen.memory_fraction,
         chosen.release_memory,
         config.actor.lora.rank if config.actor.lora else 0,

@@ -14,11 +14,11 @@ import numpy as np
 from quartet import codec
 from quartet.config import MAX_RESPONSES
 from quartet.errors import InvalidRequest
-from quartet.rpc.compute import ComputeThread
-from quartet.rpc.role import TrainedRole
+from quartet.rpc.base_servicers import TrainedRole
+from quartet.rpc.compute_thread import ComputeThread
+from quartet.services.actor.actor import Actor
 from quartet.types import GenerationRequest, Role, SavedFile, ServiceStatus, TrajectoryId
 from quartet.v1 import actor_pb2, actor_pb2_grpc
-from services.actor.actor import Actor
 
 
 class ActorServicer(TrainedRole[Actor], actor_pb2_grpc.ActorServiceServicer):

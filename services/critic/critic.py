@@ -6,16 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quartet.buffer.experience import ExperienceStore
+from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import CriticConfig
 from quartet.failpoints import failpoint
+from quartet.models.forward.scoring import response_values
 from quartet.models.loading import load_critic
 from quartet.models.lora import Adapter
-from quartet.models.memory import UpdateMemory, measure_value
-from quartet.models.recomputation import recomputing
-from quartet.models.scoring import response_values
 from quartet.models.snapshot import Writer
-from quartet.models.training import update_value
+from quartet.models.training.activation_checkpointing import recomputing
+from quartet.models.training.update_memory import UpdateMemory, measure_value
+from quartet.models.training.updates import update_value
+from quartet.services.memory_budget import UpdateLimits
+from quartet.services.trainable_model import TrainedModel
 from quartet.types import (
     FloatArray,
     OptimizationSettings,
@@ -24,8 +26,6 @@ from quartet.types import (
     UpdateResult,
     ValueLossSettings,
 )
-from services.budget import UpdateLimits
-from services.trained import TrainedModel
 
 
 class Critic(TrainedModel):

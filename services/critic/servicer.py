@@ -7,10 +7,10 @@ from collections.abc import Callable
 import grpc
 
 from quartet import codec
-from quartet.rpc.role import TrainedRole
+from quartet.rpc.base_servicers import TrainedRole
+from quartet.services.critic.critic import Critic
 from quartet.types import Role, SavedFile
 from quartet.v1 import critic_pb2, critic_pb2_grpc
-from services.critic.critic import Critic
 
 
 class CriticServicer(TrainedRole[Critic], critic_pb2_grpc.CriticServiceServicer):

@@ -7,10 +7,10 @@ from dataclasses import asdict
 
 import grpc
 
+from quartet.services.orchestrator.control.commands import Commands
+from quartet.services.orchestrator.control.progress import Progress, ProgressBoard, RunState
 from quartet.types import Role, ServiceStatus
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
-from services.orchestrator.commands import Commands
-from services.orchestrator.progress import Progress, ProgressBoard, RunState
 
 _STATES = {
     RunState.STARTING: orchestrator_pb2.RUN_STATE_STARTING,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import structlog
 
 from quartet.errors import Cancelled, ConfigError
-from services.orchestrator.progress import ProgressBoard, RunState
-from services.orchestrator.training import Training
+from quartet.services.orchestrator.control.progress import ProgressBoard, RunState
+from quartet.services.orchestrator.run import Training
 
 log = structlog.get_logger()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import grpc
 
 from quartet import codec
-from quartet.rpc.role import ModelRole
+from quartet.rpc.base_servicers import ModelRole
+from quartet.services.reference.reference import Reference
 from quartet.types import Role
 from quartet.v1 import reference_pb2, reference_pb2_grpc
-from services.reference.reference import Reference
 
 
 class ReferenceServicer(ModelRole[Reference], reference_pb2_grpc.ReferenceServiceServicer):

@@ -8,8 +8,8 @@ import grpc
 
 from quartet import codec
 from quartet.failpoints import failpoint
-from quartet.rewards.source import RewardSource
-from quartet.rpc.role import ModelRole
+from quartet.rewards.reward_source import RewardSource
+from quartet.rpc.base_servicers import ModelRole
 from quartet.types import Role, Scores
 from quartet.v1 import reward_pb2, reward_pb2_grpc
 

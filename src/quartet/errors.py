@@ -58,11 +58,11 @@ class ServiceFailed(QuartetError):
     """A service answered with an error, or its process died."""
 
 
-class Unanswered(ServiceFailed):
+class NoResponse(ServiceFailed):
     """A service gave a call up, or did not answer it in time: that says nothing of what was asked."""
 
 
-class AnotherLeads(FailedPrecondition):
+class LeadershipConflict(FailedPrecondition):
     """Another orchestrator leads this run, and is alive."""
 
 
@@ -74,12 +74,12 @@ class StorageFailed(QuartetError):
     """A file of the run cannot be written: the disk is full, or not to be written to."""
 
 
-class TooManySetAside(QuartetError):
-    """More trajectories of one step could not be scored than may be set aside. ``set_aside`` are those, where they are known."""
+class TooManyFailedTrajectories(QuartetError):
+    """More trajectories of one step could not be scored than may be set aside. ``failed_trajectories`` are those, where they are known."""
 
-    def __init__(self, text: str, set_aside: Sequence[Any] = ()) -> None:
+    def __init__(self, text: str, failed_trajectories: Sequence[Any] = ()) -> None:
         super().__init__(text)
-        self.set_aside = set_aside
+        self.failed_trajectories = failed_trajectories
 
 
 class BufferFailed(QuartetError):

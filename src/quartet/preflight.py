@@ -14,8 +14,8 @@ from typing import Any
 from quartet.config import Config, Section, ServiceConfig, load_config
 from quartet.data import iterate_prompt_lines
 from quartet.errors import ConfigError, DataError, ModelError
-from quartet.identity import Identity, check_settings, settings_of
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.identity import Identity, check_settings, settings_of
+from quartet.run_directory.run_files import RunFiles
 from quartet.tokenizer_files import check_tokenizer
 from quartet.topology import listen_address, roles_of
 from quartet.types import Role
@@ -252,7 +252,7 @@ def _idle(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
         yield "services.critic", (), reason
         yield "guards.critic_lost", (), reason
     if algorithm.estimator != "grpo":
-        yield "algorithm", ("grpo_std",), f"algorithm.estimator is {algorithm.estimator}"
+        yield "algorithm", ("grpo_normalize_std",), f"algorithm.estimator is {algorithm.estimator}"
     if not config.has_reference:
         reason = "the actor answers as reference with its adapter off"
         yield "reference", (), reason

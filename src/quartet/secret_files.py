@@ -10,7 +10,7 @@ from quartet.errors import ConfigError
 
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 """Files in a process's folder of certificates: as a Kubernetes TLS secret has them."""
-SHORTEST_TOKEN = 16
+MIN_TOKEN = 16
 """Characters that a token has at least."""
 _LONGEST = 4096
 
@@ -37,9 +37,9 @@ def read_token(path: Path, key: str) -> str:
 
 def check_token(token: str, where: str) -> None:
     """Raises ConfigError for a token that could be guessed or could not be sent."""
-    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+    if len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"{where}: has {len(token)} characters; expected at least {SHORTEST_TOKEN}, letters, digits and signs without spaces"
+            f"{where}: has {len(token)} characters; expected at least {MIN_TOKEN}, letters, digits and signs without spaces"
         )
 
 

@@ -74,7 +74,7 @@ def update_threads_of(config: Config, role: Role) -> int | None:
     While they learn, the services that score have nothing to do. None, to leave them as they are, where the next step is
     generated meanwhile: torch has one number for all threads that compute at once.
     """
-    if config.rollout.max_staleness:
+    if config.rollout.max_off_policy_steps:
         return None
     told: int | None = getattr(config.services, role).threads
     return told or _share(config, role, [other for other in roles_of(config) if other in TRAINED_ROLES])

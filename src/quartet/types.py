@@ -223,7 +223,7 @@ class OptimizationSettings:
 class PolicyLossSettings:
     """The PPO policy loss. ``dual_clip`` 0 is off; ``kl_loss`` is added with ``kl_loss_coefficient``.
 
-    ``importance_cap`` truncates the weight of engine/trainer mismatch, 0 is off; ``max_update_kl``, nats per token, ends the
+    ``importance_sampling_cap`` truncates the weight of engine/trainer mismatch, 0 is off; ``target_kl``, nats per token, ends the
     update early, 0 is off.
     """
 
@@ -231,13 +231,13 @@ class PolicyLossSettings:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 0.0
-    entropy_bonus: float = 0.0
+    entropy_coefficient: float = 0.0
     kl_loss: Literal["none", "k2", "k3"] = "none"
     kl_loss_coefficient: float = 0.0
     ratio_level: Literal["token", "sequence"] = "token"
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    importance_cap: float = 0.0
-    max_update_kl: float = 0.0
+    importance_sampling_cap: float = 0.0
+    target_kl: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

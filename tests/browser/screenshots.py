@@ -23,7 +23,7 @@ import yaml
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from quartet.demo.world import make_world
+from quartet.demo.toy_task import make_world
 from quartet.processes import with_parent
 from tests.browser.conftest import NAMES
 
@@ -83,7 +83,7 @@ def training(folder: Path, name: str, kl_coefficient: float) -> Iterator[Run]:
         "run": {"name": name, "steps": STEPS, "directory": str(folder / "runs")},
         "data": {"prompts": str(world.prompts), "validation": str(world.prompts), "max_prompt_tokens": 24},
         "algorithm": {"kl_coefficient": kl_coefficient},
-        "rollout": {"prompts_per_step": 48, "max_response_tokens": 44, "score_batch": 12},
+        "rollout": {"prompts_per_step": 48, "max_response_tokens": 44, "score_batch_size": 12},
         "actor": {"model": str(world.policy), "learning_rate": 1e-4},
         "critic": {"learning_rate": 3e-4},
         "reward": {"model": str(world.reward)},

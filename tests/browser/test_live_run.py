@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
 from quartet.types import Alert, Role
 from tests.browser.conftest import Open
 from tests.browser.window import Window

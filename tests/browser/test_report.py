@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quartet.cli.report import report
-from quartet.telemetry.run_files import RunFiles
+from quartet.cli.report.command import report
+from quartet.run_directory.run_files import RunFiles
 from tests.unit.cli.test_report import HOSTILE, files
 
 __all__ = ["files"]

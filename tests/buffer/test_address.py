@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from quartet.buffer.address import VARIABLE, buffer_url, settings_of_environment
 from quartet.buffer.connection import connect
+from quartet.buffer.redis_url import VARIABLE, buffer_url, settings_of_environment
 from quartet.config import Config, load_config, parse_config, redact_url
 from quartet.errors import ConfigError, ServiceUnavailable
-from quartet.rpc.authority import Authority
+from quartet.rpc.security.certificate_authority import Authority
 
 ENCODED, MINE, FROM_FILE = ":p%40ss%2Fw%3Ard@", ":mine@", ":secret@"
 

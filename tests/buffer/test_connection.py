@@ -17,13 +17,13 @@ import pytest
 
 from quartet.buffer import connection
 from quartet.buffer.connection import Link, connect
-from quartet.buffer.embedded import EmbeddedRedis, find_server
-from quartet.buffer.experience import ExperienceStore
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.embedded_redis import EmbeddedRedis, find_server
+from quartet.buffer.experience_store import ExperienceStore
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.processes import with_parent
-from quartet.rpc.authority import Authority
 from quartet.rpc.channels import accepts_connections
+from quartet.rpc.security.certificate_authority import Authority
 from tests.buffer.samples import trajectory
 from tests.e2e.commands import wait_until
 from tests.faults.proxy import Proxy

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from quartet.buffer import embedded
+from quartet.buffer import embedded_redis as embedded
 from quartet.buffer.connection import connect
-from quartet.buffer.embedded import EmbeddedRedis, find_server
+from quartet.buffer.embedded_redis import EmbeddedRedis, find_server
 from quartet.errors import ConfigError, ServiceFailed
 
 
@@ -180,7 +180,7 @@ def test_a_server_that_was_killed_is_started_again_at_the_same_socket_with_its_d
         server.process.kill()
         server.process.wait()
         assert not server.answers(5.0)
-        assert server.mend() == ""
+        assert server.repair() == ""
         server.begin()
         assert not server.ready
         deadline = time.monotonic() + 20

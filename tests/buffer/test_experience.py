@@ -8,7 +8,7 @@ import pytest
 
 from quartet import codec
 from quartet.buffer.connection import Redis
-from quartet.buffer.experience import ExperienceStore
+from quartet.buffer.experience_store import ExperienceStore
 from quartet.errors import BufferFailed, FailedPrecondition
 from tests.buffer.samples import experience
 

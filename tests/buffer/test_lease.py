@@ -12,7 +12,7 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.lease import Lease
-from quartet.errors import AnotherLeads, FailedPrecondition
+from quartet.errors import FailedPrecondition, LeadershipConflict
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_who_was_stopped_for_longer_than_its_lease_takes_it_back_where_nobody_ha
     leases.callback(first.release)
     redis_client.delete(f"quartet:{run}:lease")
     first.check()
-    with pytest.raises(AnotherLeads):
+    with pytest.raises(LeadershipConflict):
         Lease(redis_client, redis_url, run, duration=1.5)
 
 

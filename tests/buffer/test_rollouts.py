@@ -9,7 +9,7 @@ import pytest
 
 from quartet import codec
 from quartet.buffer.connection import Redis, connect
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import BufferFailed
 from tests.buffer.samples import trajectory
 

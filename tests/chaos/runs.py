@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from quartet.demo.world import World, make_world
+from quartet.demo.toy_task import World, make_world
 from quartet.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.chaos.cases import (
     CHECKPOINT_EVERY,
@@ -75,8 +75,8 @@ class Ground:
             "rollout": {
                 "prompts_per_step": PROMPTS_PER_STEP,
                 "max_response_tokens": 12,
-                "score_batch": SCORE_BATCH,
-                "max_staleness": int(stale),
+                "score_batch_size": SCORE_BATCH,
+                "max_off_policy_steps": int(stale),
             },
             "actor": {"model": str(world.policy), "learning_rate": 1e-3},
             "critic": {"learning_rate": 1e-3},

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.__main__ import PUBLISHED
 from quartet.config import Config, load_config
-from quartet.rpc.access import PROCESSES
-from quartet.rpc.credentials import DOMAIN
+from quartet.gateway.__main__ import PUBLISHED
+from quartet.rpc.security.allow_list import PROCESSES
+from quartet.rpc.security.credentials import DOMAIN
 from quartet.topology import roles_of
 from quartet.types import MODEL_ROLES, Role
 from tests.compose.stack import SECRETS
@@ -207,7 +207,7 @@ def test_every_layer_is_laid_over_the_config(tmp_path: Path) -> None:
         (tmp_path / "deployment" / name).touch()
     ended = run_script("entrypoint.sh", "services", "actor", cwd=tmp_path)
     layers = "--config config.yaml --config deployment/1-services.yaml --config deployment/2-roles-ppo.yaml"
-    assert ended.stdout == f"-m services actor {layers}\n"
+    assert ended.stdout == f"-m quartet.services actor {layers}\n"
 
 
 def test_a_layer_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quartet.demo.world import make_world
+from quartet.demo.toy_task import make_world
 from tests.compose.stack import SECRETS, Stack, compose_command, docker, wait_for
-from tests.e2e.conftest import LONGEST_PROMPT, MINIATURE
+from tests.e2e.conftest import MAX_PROMPT, MINIATURE
 from tests.e2e.test_apart import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -83,8 +83,8 @@ def settings(engine: None) -> Iterator[tuple[Path, int]]:
         shutil.copy(world.prompts, data / "prompts.jsonl")
         tree = {
             "run": {"name": "tiny", "steps": STEPS},
-            "data": {"prompts": "data/prompts.jsonl", "max_prompt_tokens": LONGEST_PROMPT},
-            "rollout": {"prompts_per_step": 8, "max_response_tokens": 12, "score_batch": 4},
+            "data": {"prompts": "data/prompts.jsonl", "max_prompt_tokens": MAX_PROMPT},
+            "rollout": {"prompts_per_step": 8, "max_response_tokens": 12, "score_batch_size": 4},
             "actor": {"model": "models/policy", "learning_rate": 1e-3},
             "critic": {"learning_rate": 1e-3},
             "reward": {"model": "models/reward"},

@@ -135,13 +135,13 @@ policy_losses = st.builds(
     clip_low=non_negative32,
     clip_high=non_negative32,
     dual_clip=st.one_of(st.just(0.0), st.floats(1.5, 100, width=32)),
-    entropy_bonus=non_negative32,
+    entropy_coefficient=non_negative32,
     kl_loss=st.sampled_from(["none", "k2", "k3"]),
     kl_loss_coefficient=non_negative32,
     ratio_level=st.sampled_from(["token", "sequence"]),
     aggregation=st.sampled_from(["token_mean", "sequence_mean"]),
-    importance_cap=non_negative32,
-    max_update_kl=non_negative32,
+    importance_sampling_cap=non_negative32,
+    target_kl=non_negative32,
 )
 value_losses = st.builds(ValueLossSettings, non_negative32)
 

@@ -329,10 +329,10 @@ def test_optimization_settings_out_of_range_are_refused(wrong: dict[str, float])
             "clip_low",
             "clip_high",
             "dual_clip",
-            "entropy_bonus",
+            "entropy_coefficient",
             "kl_loss_coefficient",
-            "importance_cap",
-            "max_update_kl",
+            "importance_sampling_cap",
+            "target_kl",
         )
         for value in (-0.1, NAN, INFINITY)
     ],

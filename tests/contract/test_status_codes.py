@@ -47,8 +47,8 @@ def test_an_unforeseen_error_keeps_its_text_inside(unforeseen: Exception) -> Non
         (errors.InvalidRequest, errors.InvalidRequest),
         (errors.FailedPrecondition, errors.FailedPrecondition),
         # Only who cancels a call sees Cancelled; who did not, sees a service that gave up.
-        (errors.Cancelled, errors.Unanswered),
-        (errors.DeadlinePassed, errors.Unanswered),
+        (errors.Cancelled, errors.NoResponse),
+        (errors.DeadlinePassed, errors.NoResponse),
         (errors.ServiceUnavailable, errors.ServiceUnavailable),
         (errors.ComputationFailed, errors.ComputationFailed),
         (errors.ServiceFailed, errors.ServiceFailed),

@@ -127,7 +127,7 @@ class Command:
     def child(self, name: str) -> int:
         """The process id of the service of this role, of the gateway, or of redis."""
         for pid, line in self.processes().items():
-            module = ["-P", "-m", *(["gateway"] if name == "gateway" else ["services", name])]
+            module = ["-P", "-m", *(["quartet.gateway"] if name == "gateway" else ["quartet.services", name])]
             if line[1 : len(module) + 1] == module or (name == "redis" and "redis.sock" in line[0]):
                 return pid
         raise AssertionError(f"no {name} among {self.processes()}")

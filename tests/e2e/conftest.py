@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quartet.buffer.embedded import EmbeddedRedis
-from quartet.demo.world import Recipe, World, make_world
+from quartet.buffer.embedded_redis import EmbeddedRedis
+from quartet.demo.toy_task import Recipe, World, make_world
 from quartet.models.pretraining import Schedule, Shape
 from tests.e2e.commands import QUARTET, Command, Ended, settings
 
@@ -28,7 +28,7 @@ MINIATURE = Recipe(
     reward=Schedule(steps=3, batch_sequences=8),
 )
 STEPS = 3
-LONGEST_PROMPT = 24
+MAX_PROMPT = 24
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def config(world: World) -> Path:
     """The config file that every run starts from. Runs go below the working directory of the command."""
     tree = {
         "run": {"name": "tiny", "steps": STEPS},
-        "data": {"prompts": str(world.prompts), "max_prompt_tokens": LONGEST_PROMPT},
+        "data": {"prompts": str(world.prompts), "max_prompt_tokens": MAX_PROMPT},
         "algorithm": {"epochs": 2},
-        "rollout": {"prompts_per_step": 8, "max_response_tokens": 12, "score_batch": 4},
+        "rollout": {"prompts_per_step": 8, "max_response_tokens": 12, "score_batch_size": 4},
         "actor": {"model": str(world.policy), "learning_rate": 1e-3},
         "critic": {"learning_rate": 1e-3},
         "reward": {"model": str(world.reward)},
@@ -138,7 +138,17 @@ class Service:
 def frozen(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Reward and reference in one process, started by hand. They hold no state: any number of runs may use them."""
     command = Command(
-        *(sys.executable, "-m", "services", "reward", "reference", "--config", config, "--listen", "127.0.0.1:0"),
+        *(
+            sys.executable,
+            "-m",
+            "quartet.services",
+            "reward",
+            "reference",
+            "--config",
+            config,
+            "--listen",
+            "127.0.0.1:0",
+        ),
         cwd=tmp_path_factory.mktemp("frozen"),
     )
     folder = tmp_path_factory.mktemp("redis")

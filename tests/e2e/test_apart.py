@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.buffer.embedded import find_server
+from quartet.buffer.embedded_redis import find_server
 from quartet.processes import with_parent
 from quartet.rpc.health import serves
 from tests.e2e.commands import QUARTET, Command

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.demo.world import World, make_world
+from quartet.demo.toy_task import World, make_world
 from tests.e2e.commands import Ended, settings
 from tests.e2e.conftest import MINIATURE, STEPS, Run, Service, Start
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from quartet.demo.world import Recipe, World
+from quartet.demo.toy_task import Recipe, World
 from tests.e2e.commands import committed_steps, settings
 from tests.e2e.conftest import Run, Service, Start
 

@@ -1,4 +1,4 @@
-"""Evaluations of a run, and `quartet evaluate` on what the run has saved."""
+"""EvaluationSchedule of a run, and `quartet evaluate` on what the run has saved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.demo.world import World
+from quartet.demo.toy_task import World
 from tests.e2e.commands import QUARTET, Command, settings
 from tests.e2e.conftest import STEPS, Run, Start
 

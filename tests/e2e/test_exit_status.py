@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from gateway import __main__ as gateway
-from quartet.rpc.authority import Authority
+from quartet.gateway import __main__ as gateway
+from quartet.rpc.security.certificate_authority import Authority
 from tests.e2e.commands import settings
 from tests.e2e.conftest import Run, Start
 

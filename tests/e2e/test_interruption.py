@@ -87,7 +87,7 @@ def starting(command: Command) -> bool:
     """Whether Redis and the services that are to be started here have been, and are still loading."""
     lines = list(command.processes().values())
     return any("redis.sock" in line[0] for line in lines) and all(
-        ["-P", "-m", "services", role] in [line[1:5] for line in lines] for role in ("actor", "critic")
+        ["-P", "-m", "quartet.services", role] in [line[1:5] for line in lines] for role in ("actor", "critic")
     )
 
 
@@ -112,7 +112,16 @@ def test_a_service_told_to_stop_in_the_middle_of_a_log_line_drains_and_ends(conf
     port = free_port()
     log, end = os.pipe()
     os.write(end, b" " * fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, 4096))  # Full: the next line has to wait.
-    command = [sys.executable, "-m", "services", "reward", "--config", str(config), "--listen", f"127.0.0.1:{port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "quartet.services",
+        "reward",
+        "--config",
+        str(config),
+        "--listen",
+        f"127.0.0.1:{port}",
+    ]
     with subprocess.Popen(command, stderr=end) as service:
         try:
             os.close(end)

@@ -11,11 +11,11 @@ import tokenizers
 import torch
 import transformers
 
-from quartet.models.engine import TorchEngine
-from quartet.models.engines import Engine, Policy
-from quartet.models.engines.apart import ApartEngine
+from quartet.models.forward.scoring import response_log_probs
+from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.models.generation.engine import Engine, Policy
+from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.lora import add_adapter
-from quartet.models.scoring import response_log_probs
 from tests.engines import stand_in
 from tests.engines.triton_server import Model, TritonServer, is_here
 from tests.unit.models import tiny
@@ -35,7 +35,7 @@ EOS = 32
 ENGINES = (
     "torch",
     "torch-static",
-    "torch-apart",
+    "torch-detached",
     "triton-current",
     "triton-older",
     "triton-whole",
@@ -104,8 +104,8 @@ def engine(request: pytest.FixtureRequest, subject: Policy, tmp_path: Path, chec
     """One engine after another over the subject."""
     name: str = request.param
     made: Engine
-    if name == "torch-apart":
-        made = ApartEngine(subject.model, subject.stop_ids, 32, "cpu")
+    if name == "torch-detached":
+        made = DetachedTorchEngine(subject.model, subject.stop_ids, 32, "cpu")
     elif name.startswith("torch"):
         made = TorchEngine(subject.model, subject.stop_ids, 32, static=name == "torch-static")
     elif name.startswith("triton-"):
@@ -117,7 +117,7 @@ def engine(request: pytest.FixtureRequest, subject: Policy, tmp_path: Path, chec
             stand_in.install(request.getfixturevalue("monkeypatch"))
         elif importlib.util.find_spec("tensorrt_llm") is None:
             pytest.skip("needs tensorrt_llm, and so a GPU")
-        from quartet.models.engines.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
+        from quartet.models.generation.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
 
         settings = TensorRTLLM(str(checkpoint), tmp_path / "engine", 32, 0.2, True, lora_rank=2)
         made = TensorRTLLMEngine(settings, subject)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quartet.errors import Cancelled, InvalidRequest
-from quartet.models.engines import Engine, Policy
-from quartet.models.engines.triton import TritonEngine
+from quartet.models.generation.engine import Engine, Policy
+from quartet.models.generation.triton import TritonEngine
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, Trajectory, TrajectoryId
 from tests.engines.conftest import EOS, turn
 from tests.unit.models import tiny

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quartet.demo.world import World
+from quartet.demo.toy_task import World
 from tests.engines.triton_server import Model, TritonServer
 from tests.training.conftest import MakeConfig, make, world, world_tree
 from tests.training.runs import fleet, orchestrator, run_to_the_end

@@ -18,10 +18,10 @@ from quartet.errors import (
     ServiceFailed,
     ServiceUnavailable,
 )
-from quartet.models.engines import Policy
-from quartet.models.optimizer import create_optimizer
-from quartet.models.training import update_policy
-from quartet.rpc.authority import Authority
+from quartet.models.generation.engine import Policy
+from quartet.models.training.optimizer import create_optimizer
+from quartet.models.training.updates import update_policy
+from quartet.rpc.security.certificate_authority import Authority
 from quartet.types import (
     Experience,
     GenerationRequest,
@@ -173,7 +173,9 @@ def updated(subject: Policy, found: list[Trajectory]) -> dict[str, float]:
     )  # fmt: skip
     optimizer = create_optimizer(subject.model, 1e-3, (0.9, 0.95), 1e-8, 0.0)
     settings = OptimizationSettings(epochs=0, mini_batches=1, learning_rate=1e-3, max_grad_norm=1.0, seed=0)
-    return update_policy(subject.model, optimizer, experience, settings, PolicyLossSettings(importance_cap=2.0), 4096)
+    return update_policy(
+        subject.model, optimizer, experience, settings, PolicyLossSettings(importance_sampling_cap=2.0), 4096
+    )
 
 
 def test_static_weights_need_log_probs(server: TritonServer, subject: Policy, tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quartet.models.engines import Policy
-from quartet.models.engines.triton import TritonEngine
-from quartet.models.engines.triton import TritonServer as Target
+from quartet.models.generation.engine import Policy
+from quartet.models.generation.triton import TritonEngine
+from quartet.models.generation.triton import TritonServer as Target
 from tests.engines.triton_server import TritonServer
 
 

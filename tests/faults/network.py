@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from quartet.config import Config, load_config
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.step import StepTransaction
 from quartet.types import MODEL_ROLES
-from services.orchestrator.step import StepTransaction
 from tests.faults.proxy import Proxy
 from tests.training.runs import Fleet, fleet
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from quartet.buffer.connection import Redis
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import InvalidRequest
-from quartet.rpc import credentials
 from quartet.rpc.clients import RewardClient
 from quartet.rpc.limits import MAX_MESSAGE_BYTES
+from quartet.rpc.security import credentials
 from quartet.types import TokenBatch, Trajectory
 from tests.faults.network import SHORT, STRUCK
 from tests.training.conftest import MakeConfig
@@ -119,7 +119,7 @@ def test_an_entry_that_is_not_what_was_asked_for_is_not_trained_on_and_the_step_
 def test_an_update_that_arrives_twice_is_applied_once(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.orchestrator import updates
+    from quartet.services.orchestrator.algorithm import updates
 
     real = updates.begin_update
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from quartet.errors import ServiceUnavailable
+from quartet.services.orchestrator.algorithm.update_request import begin_update
+from quartet.services.orchestrator.service_clients import ServiceClients
 from quartet.types import Role
-from services.orchestrator.peers import Peers
-from services.orchestrator.settings import begin_update
 from tests.e2e.commands import wait_until
 from tests.faults.network import BUFFER_OF_THE_SERVICES, SHORT, heal_after, network, struck
 from tests.training.conftest import MakeConfig
@@ -92,17 +92,21 @@ def test_a_buffer_that_the_services_cannot_reach_for_longer_than_all_pauses_toge
 
 def test_a_service_that_could_not_reach_the_buffer_says_so_at_once_and_until_it_can(make: MakeConfig) -> None:
     with network(make(**SHORT)) as parts:
-        peers, proxy = Peers(parts.config), parts.links[BUFFER_OF_THE_SERVICES]
+        service_clients, proxy = ServiceClients(parts.config), parts.links[BUFFER_OF_THE_SERVICES]
 
         def cut_off() -> set[Role]:
             start = time.monotonic()
-            statuses = [client.wait_until_ready() for client in (peers.actor, peers.critic, peers.reward) if client]
+            statuses = [
+                client.wait_until_ready()
+                for client in (service_clients.actor, service_clients.critic, service_clients.reward)
+                if client
+            ]
             assert time.monotonic() - start < 1.0
             return {status.role for status in statuses if status.buffer_unreachable}
 
         assert cut_off() == set()
         proxy.reset()
-        for client in peers.trained:
+        for client in service_clients.trained:
             with pytest.raises(ServiceUnavailable, match="rollout buffer"):
                 begin_update(client, parts.config, 1, 1).result()
         assert cut_off() == {Role.ACTOR, Role.CRITIC}

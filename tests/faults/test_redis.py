@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.buffer.embedded import EmbeddedRedis
+from quartet.buffer.embedded_redis import EmbeddedRedis
 from tests.faults.network import MOMENTS, SHORT, struck
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, orchestrator

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quartet.rpc.compute import Caller, ComputeThread, Result
+from quartet.rpc.compute_thread import Caller, ComputeThread, Result
 from quartet.types import MODEL_ROLES, Role
 from tests.faults.network import SHORT
 from tests.training.conftest import MakeConfig

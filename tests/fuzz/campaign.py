@@ -40,7 +40,7 @@ PROPER = frozenset(
     }
 )
 """Every other status says that something happened that nobody foresaw."""
-LONGEST_TEXT = 2048
+MAX_TEXT = 2048
 """Characters of an answer's text, at most."""
 SIGNS = ("\n", "Traceback", "metadata")
 """Of what is not for callers, or of gRPC refusing an answer for the length of its text."""
@@ -139,7 +139,7 @@ class Campaign:
     def _note(self, target: Target, method: Method, data: bytes, code: grpc.StatusCode, text: str) -> None:
         with self._lock:
             self.answers[method.path, code.name] += 1
-            if code in PROPER and len(text) <= LONGEST_TEXT and not any(sign in text for sign in SIGNS):
+            if code in PROPER and len(text) <= MAX_TEXT and not any(sign in text for sign in SIGNS):
                 return
             failure = Failure(target.role, method.path, data, code.name, text)
             self.failures.append(failure)

@@ -11,11 +11,11 @@ import torch
 
 from quartet.buffer.connection import connect
 from quartet.config import parse_config
-from quartet.rpc.compute import ComputeThread
+from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import HostedRole, Server
+from quartet.services.factories import build_model_role
+from quartet.services.orchestrator.servicer import OrchestratorServicer
 from quartet.types import MODEL_ROLES, Role
-from services.orchestrator.servicer import OrchestratorServicer
-from services.roles import build_model_role
 from tests.fuzz.ground import LIVE, Ground, Target, root_of, scored_by_both, tree
 from tests.training.runs import fleet, orchestrator
 

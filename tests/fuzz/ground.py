@@ -15,10 +15,10 @@ from typing import Any
 import yaml
 
 from quartet.buffer.connection import connect
-from quartet.buffer.embedded import EmbeddedRedis
-from quartet.buffer.experience import ExperienceStore
+from quartet.buffer.embedded_redis import EmbeddedRedis
+from quartet.buffer.experience_store import ExperienceStore
 from quartet.processes import with_parent
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
 from quartet.types import MODEL_ROLES, Role
 from tests.buffer.samples import experience
 from tests.e2e.commands import QUARTET, Command
@@ -97,7 +97,7 @@ def tree(folder: Path, redis_url: str, **changes: Any) -> dict[str, Any]:
     return {
         "run": {"name": RUN, "directory": str(folder / "runs"), "steps": 100_000},
         "data": {"prompts": str(folder / "prompts.jsonl"), "max_prompt_tokens": 8},
-        "rollout": {"prompts_per_step": 4, "max_response_tokens": 6, "score_batch": 4},
+        "rollout": {"prompts_per_step": 4, "max_response_tokens": 6, "score_batch_size": 4},
         "actor": {"model": str(models["policy"]), "learning_rate": 1e-4},
         "critic": {"model": str(models["scorer"])},
         "reward": {"model": str(models["scorer"])},
@@ -165,7 +165,7 @@ def _service(folder: Path, config: dict[str, Any], roles: list[Role]) -> Iterato
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(json.loads(json.dumps(config))))
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "services", *roles, "--config", str(path), "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "quartet.services", *roles, "--config", str(path), "--listen", "127.0.0.1:0"]
     # As deep as the paths climb: what gets out of the run's directory is still in the folder.
     place = folder / "work" / "a" / "b" / "c"
     place.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quartet.demo.world import World
-from quartet.telemetry.run_files import RunFiles
+from quartet.demo.toy_task import World
+from quartet.run_directory.run_files import RunFiles
 from quartet.types import Alert
 from tests.gateway.serving import Gateway, serving
 from tests.training.conftest import MakeConfig, _one_thread, make, world, world_tree
@@ -36,7 +36,7 @@ def ended(make: MakeConfig, world: World, tmp_path_factory: pytest.TempPathFacto
     run.files.append_alert(Alert(1, "kl_runaway", "warn", "kl_mean 30", "lower the learning rate"))
     run.files.append_alert(Alert(2, "repetition", "warn", "0.6", "look at the responses"))
     for sample in (0, 1):
-        run.files.append_poison(
+        run.files.append_failed_trajectories(
             {"step": 2, "id": f"whole/2/0/{sample}", "prompt": "p", "response": "r", "attempts": 3, "error": "timeout"}
         )
     (run.files.logs / "actor.log").write_text("".join(f"line {number}\n" for number in range(1000)))

@@ -17,15 +17,15 @@ from typing import Any
 import httpx2
 import uvicorn
 
-from gateway.app import create_app
-from gateway.connections import Connection
-from gateway.handshakes import encrypted
-from gateway.settings import GatewaySettings
 from quartet.config import Config, parse_config
+from quartet.gateway.app import create_app
+from quartet.gateway.connections import Connection
+from quartet.gateway.handshakes import encrypted
+from quartet.gateway.settings import GatewaySettings
 from quartet.rpc.server import Server
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.servicer import OrchestratorServicer
 from quartet.types import Role
-from services.orchestrator.servicer import OrchestratorServicer
 from tests.training.runs import Underway
 
 TOKEN = "the operator's token".replace(" ", "-")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.access import FAILURES, MOST_BYTES, SECURITY_HEADERS
+from quartet.gateway.access import FAILURES, MAX_BYTES, SECURITY_HEADERS
 from tests.gateway.serving import TOKEN, Gateway, a_run, serving
 
 VIEWER = "only-for-looking-at-things"
@@ -152,7 +152,7 @@ def test_every_answer_carries_the_security_headers(gateway: Gateway, path: str, 
 
 def test_bodies_have_a_limit_whether_they_say_their_length_or_not(gateway: Gateway) -> None:
     path, kind = "/api/v1/runs", "application/json"
-    large = b'{"config": {"x": "' + b"x" * MOST_BYTES + b'"}}'
+    large = b'{"config": {"x": "' + b"x" * MAX_BYTES + b'"}}'
     assert ask(gateway, path, method="POST", body=large, content_type=kind).status == 413
     in_pieces = (large[start : start + 65536] for start in range(0, len(large), 65536))
     assert ask(gateway, path, method="POST", body=in_pieces, content_type=kind).status == 413

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
 from tests.gateway.serving import Gateway, a_run, serving
 from tests.gateway.test_live import eventually, live
 from tests.training.conftest import MakeConfig

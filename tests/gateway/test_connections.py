@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from gateway import connections
-from gateway.access import SECURITY_HEADERS
-from gateway.problems import MEDIA_TYPE
-from gateway.routes import events
+from quartet.gateway import connections
+from quartet.gateway.access import SECURITY_HEADERS
+from quartet.gateway.http_errors import MEDIA_TYPE
+from quartet.gateway.routes import events
 from tests.gateway.serving import PATIENCE, TOKEN, Gateway, Stream, a_run, commit, serving
 from tests.gateway.test_live import eventually
 
@@ -54,7 +54,7 @@ def session(gateway: Gateway) -> tuple[int, Any, Any]:
     return response.status, body, response.headers
 
 
-@pytest.mark.parametrize("limit", ["MOST", "MOST_OF_AN_ADDRESS"])
+@pytest.mark.parametrize("limit", ["MOST", "MAX_OF_AN_ADDRESS"])
 def test_idle_connections_make_way(gateway: Gateway, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(connections, limit, 4)
     with ExitStack() as open_ones:
@@ -115,7 +115,7 @@ def test_what_is_no_http_is_told_so_as_a_problem(gateway: Gateway) -> None:
 
 
 def test_streams_of_one_token_leave_room(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MOST_STREAMS", 2)
+    monkeypatch.setattr(events, "MAX_STREAMS", 2)
     path = "/runs/some/events"
     with Stream(gateway.address, "some") as one, Stream(gateway.address, "some") as other:
         for stream in (one, other):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gateway.app import create_app
-from gateway.settings import GatewaySettings
+from quartet.gateway.app import create_app
+from quartet.gateway.settings import GatewaySettings
 
 PAGE = (Path(__file__).parents[2] / "docs/gateway.md").read_text(encoding="utf-8")
 

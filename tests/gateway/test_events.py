@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
 from tests.gateway.serving import Event, Gateway, Stream, a_run, commit, serving
 
 LISTENERS = 20

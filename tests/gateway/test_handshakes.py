@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway import connections, handshakes
-from quartet.rpc.authority import Authority
+from quartet.gateway import connections, handshakes
+from quartet.rpc.security.certificate_authority import Authority
 from tests.gateway.serving import PATIENCE, TOKEN, Gateway, a_run, serving
 from tests.gateway.test_connections import connected, is_closed
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gateway.history import CHUNK, History, Reader
-from gateway.tail import Lines, Place
-from quartet.telemetry.run_files import RunFiles
+from quartet.gateway.events.history import CHUNK, History, Reader
+from quartet.gateway.events.jsonl_tail import Lines, Place
+from quartet.run_directory.run_files import RunFiles
 from quartet.types import Alert
 
 

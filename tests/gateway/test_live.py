@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from gateway.live import Live
-from gateway.runs import Runs
 from quartet.buffer.connection import connect
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.rollout_stream import RolloutStream
+from quartet.gateway.monitors.run_monitor import Live
+from quartet.gateway.runs.catalog import Runs
 from quartet.rpc.server import Server
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.control.progress import ProgressBoard, RunState
+from quartet.services.orchestrator.servicer import OrchestratorServicer
 from quartet.types import MODEL_ROLES, Role
-from services.orchestrator.progress import ProgressBoard, RunState
-from services.orchestrator.servicer import OrchestratorServicer
 from tests.gateway.serving import PATIENCE, Gateway, a_run, serving, speaking
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Fleet, Underway, fleet, orchestrator
@@ -148,16 +148,16 @@ def test_the_end_of_a_run_is_told(make: MakeConfig, tmp_path: Path) -> None:
 def test_a_stalled_orchestrator_keeps_one_caller_waiting_and_not_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.live.DEADLINE", 1.0)
+    monkeypatch.setattr("quartet.gateway.monitors.run_monitor.DEADLINE", 1.0)
     files, orchestrator = a_run(tmp_path, steps=1), Stalling()
     server = Server([orchestrator], "127.0.0.1:0")
     files.write_services({Role.ORCHESTRATOR: server.address})
     known = Live(Runs(tmp_path))
     try:
         assert known.progress("some") is not None
-        monkeypatch.setattr("gateway.live.FRESH", 0.0)
+        monkeypatch.setattr("quartet.gateway.monitors.run_monitor.FRESH", 0.0)
         orchestrator.asked = 0
-        orchestrator.goes_on.clear()
+        orchestrator.continues_from.clear()
         with ThreadPoolExecutor(6) as callers:
             first = callers.submit(known.progress, "some")
             assert orchestrator.stalls.wait(PATIENCE)
@@ -169,7 +169,7 @@ def test_a_stalled_orchestrator_keeps_one_caller_waiting_and_not_all(
         assert known.progress("some").state == "recovering"  # type: ignore[union-attr]
         assert orchestrator.asked == 1
     finally:
-        orchestrator.goes_on.set()
+        orchestrator.continues_from.set()
         known.close()
         server.stop(0.0)
 
@@ -182,15 +182,15 @@ class Stalling(OrchestratorServicer):
         board.update(state=RunState.TRAINING, step=1)
         super().__init__(board, None)  # type: ignore[arg-type]  # Nothing is commanded.
         self.asked = 0
-        self.goes_on = threading.Event()
-        self.goes_on.set()
+        self.continues_from = threading.Event()
+        self.continues_from.set()
         self.stalls = threading.Event()
 
     def GetProgress(self, request: Any, context: Any) -> Any:
         self.asked += 1
-        if not self.goes_on.is_set():
+        if not self.continues_from.is_set():
             self.stalls.set()
-        self.goes_on.wait(PATIENCE)
+        self.continues_from.wait(PATIENCE)
         return super().GetProgress(request, context)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
 from tests.gateway.conftest import STEPS, write_metrics
 from tests.gateway.serving import Gateway, a_run, commit, serving
 from tests.training.runs import Run

@@ -11,8 +11,8 @@ import pytest
 from fastapi import APIRouter
 from structlog.testing import capture_logs
 
-from gateway import problems
 from quartet import errors
+from quartet.gateway import http_errors as problems
 from tests.gateway.serving import Gateway, a_run, serving
 
 
@@ -161,7 +161,7 @@ def test_what_nobody_foresaw_is_a_generic_error_outside(tmp_path: Path) -> None:
 
 
 def test_every_error_of_the_library_has_a_status_or_is_unforeseen() -> None:
-    unforeseen = {errors.QuartetError, errors.ComputationFailed, errors.TooManySetAside}
+    unforeseen = {errors.QuartetError, errors.ComputationFailed, errors.TooManyFailedTrajectories}
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.QuartetError)]
     without = {kind for kind in kinds if not any(base in problems.STATUS_OF for base in kind.__mro__)}
     assert without == unforeseen

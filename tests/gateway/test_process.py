@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import pytest
 import structlog
 
-from gateway.__main__ import OPERATOR, PUBLISHED, VIEWER, main
 from quartet import __version__
+from quartet.gateway.__main__ import OPERATOR, PUBLISHED, VIEWER, main
 from tests.gateway.serving import a_run
 
 TOKEN = "a-token-for-these-tests"
@@ -32,7 +32,7 @@ class Process:
     def __init__(self, *arguments: str, pipe: bool = True, output: BinaryIO | None = None, **environment: str) -> None:
         """``output`` takes what it prints and logs: what nobody reads from a pipe would stop it."""
         reader, writer = os.pipe()
-        command = [sys.executable, "-m", "gateway", *arguments, *(["--ready-fd", str(writer)] if pipe else [])]
+        command = [sys.executable, "-m", "quartet.gateway", *arguments, *(["--ready-fd", str(writer)] if pipe else [])]
         inherited = {name: value for name, value in os.environ.items() if name not in (OPERATOR, VIEWER)}
         self.process = subprocess.Popen(
             command,

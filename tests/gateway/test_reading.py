@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.reading.logs import BLOCK, MOST_BYTES, last_lines, log_files
-from gateway.reading.metrics import AT_ONCE, Columns, Metrics
-from gateway.reading.records import Records
-from gateway.reading.timeline import Timelines
-from gateway.reading.tokens import Tokenizers, token_texts
+from quartet.durable_files import write_durably
 from quartet.errors import ConfigError
-from quartet.files import write_durably
+from quartet.gateway.readers.jsonl_records import Records
+from quartet.gateway.readers.logs import BLOCK, MAX_BYTES, last_lines, log_files
+from quartet.gateway.readers.metrics import AT_ONCE, Columns, Metrics
+from quartet.gateway.readers.timeline import Timelines
+from quartet.gateway.readers.tokens import Tokenizers, token_texts
 from tests.gateway.conftest import write_metrics
 from tests.gateway.serving import a_run
 
@@ -191,7 +191,7 @@ def test_the_last_lines_of_a_log_are_its_last_lines(tmp_path: Path, ending: str,
 
 def test_logs_with_lines_without_end_and_bytes_that_are_no_text_are_read_in_bounds(tmp_path: Path) -> None:
     path = tmp_path / "actor.log"
-    path.write_bytes(b"x" * (MOST_BYTES + BLOCK) + b"\n\xff\xfe end\r\n")
+    path.write_bytes(b"x" * (MAX_BYTES + BLOCK) + b"\n\xff\xfe end\r\n")
     lines, truncated = last_lines(path, 1)
     assert (lines, truncated) == (["�� end"], True)
     lines, truncated = last_lines(path, 5)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quartet.checkpoints import checkpoint_folders, read_checkpoint
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.checkpoints import checkpoint_folders, read_checkpoint
+from quartet.run_directory.run_files import RunFiles
 from tests.gateway.conftest import STEPS, lines_of, write_metrics
 from tests.gateway.serving import TOKEN, Gateway, a_run, config_of, serving
 from tests.training.runs import Run
@@ -21,7 +21,7 @@ def test_a_run_that_has_ended_is_shown_whole(shown: Gateway, ended: Run) -> None
     assert (found["state"], found["live"], found["step"], found["total_steps"]) == ("finished", False, STEPS, STEPS)
     assert (found["reward_mean"], found["kl_mean"]) == (last["reward_mean"], last["kl_mean"])
     assert (found["estimator"], found["has_critic"], found["kl_target"], found["progress"]) == ("gae", True, None, None)
-    assert (found["alerts"], found["set_aside"]) == (2, 2)
+    assert (found["alerts"], found["failed_trajectories"]) == (2, 2)
     assert found["evaluations"] == len(lines_of(ended.files.evaluation_summaries))
     assert found["checkpoints"] == len(checkpoint_folders(ended.files)) > 0
     assert set(found["metric_names"]) == set(last) - {"step"}
@@ -81,15 +81,15 @@ def test_settings_are_shown_as_resolved_without_passwords(tmp_path: Path) -> Non
 def test_steps_come_newest_first_with_what_was_set_aside(shown: Gateway, ended: Run) -> None:
     page = shown.client.get("/runs/whole/steps?limit=2").json()
     assert [item["step"] for item in page["items"]] == [3, 2]
-    assert [item["set_aside"] for item in page["items"]] == [0, 2]
+    assert [item["failed_trajectories"] for item in page["items"]] == [0, 2]
     assert page["total"] == STEPS
     last = shown.client.get("/runs/whole/steps", params={"limit": 2, "cursor": page["next"]}).json()
     assert [item["step"] for item in last["items"]] == [1]
     assert last["next"] is None
     for item in (*page["items"], *last["items"]):
         row = ended.metrics[item["step"] - 1]
-        assert {name: item[name] for name in item if name != "set_aside"} == {
-            name: row[name] for name in item if name != "set_aside"
+        assert {name: item[name] for name in item if name != "failed_trajectories"} == {
+            name: row[name] for name in item if name != "failed_trajectories"
         }
     bounded = shown.client.get("/runs/whole/steps?first=2&last=2").json()
     assert ([item["step"] for item in bounded["items"]], bounded["total"]) == ([2], 1)

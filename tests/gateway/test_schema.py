@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from gateway.__main__ import OPERATOR
+from quartet.gateway.__main__ import OPERATOR
 from tests.fuzz.watching import Look, look
 from tests.gateway.serving import TOKEN, Gateway, serving
 from tests.gateway.test_live import eventually, live

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.audit import note
+from quartet.gateway.audit import note
 from tests.gateway.serving import Gateway, a_run, serving
 from tests.training.runs import json_lines
 

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from gateway.routes.trajectories import MOST_STEPS, NEWEST
-from quartet.telemetry.run_files import RunFiles
+from quartet.gateway.routes.trajectories import MAX_STEPS, NEWEST
+from quartet.run_directory.run_files import RunFiles
 from tests.gateway.conftest import STEPS, write_metrics
 from tests.gateway.serving import Gateway, a_run, serving
 from tests.training.runs import Run
@@ -161,11 +161,11 @@ def test_a_cursor_is_of_its_question_only(tmp_path: Path) -> None:
 
 
 def test_too_many_steps_at_once_are_refused(tmp_path: Path) -> None:
-    write_metrics(a_run(tmp_path), MOST_STEPS + 1)
+    write_metrics(a_run(tmp_path), MAX_STEPS + 1)
     with serving(tmp_path) as gateway:
         response = gateway.client.get("/runs/some/trajectories?first_step=1")
         assert response.status_code == 422
-        assert f"at most {MOST_STEPS}" in response.json()["detail"]
+        assert f"at most {MAX_STEPS}" in response.json()["detail"]
         assert gateway.client.get("/runs/some/trajectories?first_step=2").json()["items"] == []
 
 

@@ -19,8 +19,8 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from quartet.config import SecurityConfig
-from quartet.rpc.credentials import AccessControl, Credentials
 from quartet.rpc.health import HealthListener
+from quartet.rpc.security.credentials import AccessControl, Credentials
 from tests.helm.rendering import example, manifests, of_kind
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -59,8 +59,8 @@ def test_a_config_as_resolved_is_taken(tmp_path: Path) -> None:
 
 def test_null_that_means_something_comes_through(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(files(changed("cpu-kind", config__algorithm={"importance_cap": None}))["config.yaml"])
-    assert load_config(path).algorithm.importance_cap is None
+    path.write_text(files(changed("cpu-kind", config__algorithm={"importance_sampling_cap": None}))["config.yaml"])
+    assert load_config(path).algorithm.importance_sampling_cap is None
 
 
 def test_the_schema_is_that_of_the_tree() -> None:

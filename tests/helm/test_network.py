@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quartet.rpc.access import CALLERS
+from quartet.rpc.security.allow_list import CALLERS
 from quartet.types import Role
 from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates, texts
 
@@ -82,11 +82,11 @@ class Cluster:
         for component in self._selected(policy["spec"]["podSelector"]):
             for rule in policy["spec"].get(direction) or []:
                 assert rule[far], "an empty list of peers would mean everybody"
-                for peer in (name for item in rule[far] for name in self._peers(item)):
+                for peer in (name for item in rule[far] for name in self._service_clients(item)):
                     for port in [item["port"] for item in rule.get("ports", [])] or [ANY]:
                         yield (peer, component, port) if direction == "ingress" else (component, peer, port)
 
-    def _peers(self, peer: dict[str, Any]) -> list[str]:
+    def _service_clients(self, peer: dict[str, Any]) -> list[str]:
         if "ipBlock" in peer:
             assert peer["ipBlock"]["cidr"] in self.cidrs
             return ["redis"]

@@ -18,11 +18,11 @@ import pytest
 import redis
 
 from quartet.buffer.connection import Redis, connect, wait_for_server
-from quartet.buffer.embedded import EmbeddedRedis, find_server
-from quartet.buffer.experience import ExperienceStore
+from quartet.buffer.embedded_redis import EmbeddedRedis, find_server
+from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.lease import Lease
-from quartet.buffer.rollouts import RolloutStream
-from quartet.errors import AnotherLeads, ConfigError, FailedPrecondition, ServiceUnavailable
+from quartet.buffer.rollout_stream import RolloutStream
+from quartet.errors import ConfigError, FailedPrecondition, LeadershipConflict, ServiceUnavailable
 from quartet.processes import with_parent
 from tests.buffer.samples import experience, trajectory
 from tests.helm.rendering import Values, changed, manifests, of_kind
@@ -144,7 +144,7 @@ def use_as_a_run_does(place: Started, run: str = RUN) -> None:
     lease.check()
     assert not lease.claim("a run")
     assert lease.claim("a run")
-    with pytest.raises(AnotherLeads):
+    with pytest.raises(LeadershipConflict):
         Lease(client, place.url, run, duration=0.1, owner="second")
     # One of the same owner makes way.
     successor = Lease(client, place.url, run, owner="first")

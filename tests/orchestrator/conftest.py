@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quartet.buffer.connection import Redis
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.rollout_stream import RolloutStream
 
 
 @pytest.fixture

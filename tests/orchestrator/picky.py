@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import RecoveryConfig
 from quartet.errors import QuartetError
+from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector, Replacement
+from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.types import Role, Scores, TokenBatch, Trajectory
-from services.orchestrator.collector import CollectedStep, Collector, Replacement
-from services.orchestrator.scoring import ScoringServices
 from tests.buffer.samples import trajectory
 from tests.orchestrator.fakes import Answer, responses
 
@@ -108,7 +108,7 @@ def collect(
     scorer: PickyScorer,
     written: list[Trajectory],
     actor: Actor,
-    score_batch: int = 3,
+    score_batch_size: int = 3,
     recovery: RecoveryConfig | None = None,
     progress: list[int] | None = None,
     fields: dict[int, str] | None = None,
@@ -117,7 +117,7 @@ def collect(
     generation = Answer()
     generation.answer()
     services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
-    return Collector(stream, services, score_batch).collect(
+    return Collector(stream, services, score_batch_size).collect(
         {item.id for item in written},
         0,
         generation,  # type: ignore[arg-type]
@@ -131,8 +131,10 @@ def scored(step: CollectedStep) -> list[Name]:
     return [(item.trajectory.id.prompt, item.trajectory.id.sample) for item in step.scored]
 
 
-def set_aside(step: CollectedStep) -> list[tuple[Name, int]]:
-    return [((item.trajectory.id.prompt, item.trajectory.id.sample), item.attempts) for item in step.set_aside]
+def failed_trajectories(step: CollectedStep) -> list[tuple[Name, int]]:
+    return [
+        ((item.trajectory.id.prompt, item.trajectory.id.sample), item.attempts) for item in step.failed_trajectories
+    ]
 
 
 def assert_own_answers(step: CollectedStep) -> None:

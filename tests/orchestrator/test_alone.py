@@ -10,12 +10,12 @@ from structlog.testing import capture_logs
 
 from quartet.config import Config, parse_config
 from quartet.errors import ConfigError
-from quartet.telemetry.run_files import RunFiles
-from services.orchestrator.alone import taken_up
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.standalone import acquire_run_directory
 
 
 def said(config: Config) -> str:
-    with capture_logs() as logs, taken_up(config):
+    with capture_logs() as logs, acquire_run_directory(config):
         pass
     return str(logs[0]["event"])
 
@@ -46,6 +46,6 @@ def test_a_run_is_gone_on_with_once_it_has_taken_a_step(tmp_path: Path) -> None:
 
 def test_one_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
     config = config_of(tmp_path, services={"actor": {"address": "far:1"}})
-    with pytest.raises(ConfigError, match=r"^services\.critic\.address: null"), taken_up(config):
+    with pytest.raises(ConfigError, match=r"^services\.critic\.address: null"), acquire_run_directory(config):
         pass
     assert not config.run_directory.exists()

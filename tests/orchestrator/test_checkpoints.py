@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from quartet.checkpoints import checkpoint_folders, drop_checkpoint, named_checkpoints, read_checkpoint
+from quartet.durable_files import describe_files
 from quartet.errors import MismatchError, ServiceFailed, ServiceUnavailable, StorageFailed
-from quartet.files import describe_files
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.checkpoints import checkpoint_folders, drop_checkpoint, named_checkpoints, read_checkpoint
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.checkpointing import checkpoint_writer as module
+from quartet.services.orchestrator.checkpointing.checkpoint_writer import Checkpoints
 from quartet.types import Role, SavedFile, SaveKind
-from services.orchestrator import checkpoints as module
-from services.orchestrator.checkpoints import Checkpoints
 from tests.orchestrator.fakes import Answer
 
 

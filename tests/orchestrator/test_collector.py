@@ -7,16 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import BufferFailed, ServiceFailed
-from quartet.types import Trajectory, TrajectoryId
-from services.orchestrator.collector import (
+from quartet.services.orchestrator.rollout.collector import (
     CollectedStep,
     Collector,
     raise_failures,
     wait_for_all,
 )
-from services.orchestrator.scoring import Scoring, ScoringServices, at_once
+from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices, at_once
+from quartet.types import Trajectory, TrajectoryId
 from tests.buffer.samples import trajectory
 from tests.orchestrator.fakes import Answer, Scorer
 
@@ -36,13 +36,13 @@ def collect(
     scorer: Scorer,
     expected: set[TrajectoryId],
     generation: Answer | None = None,
-    score_batch: int = 3,
+    score_batch_size: int = 3,
     progress: list[int] | None = None,
     critic: bool = True,
     fields: dict[int, str] | None = None,
 ) -> CollectedStep:
     services = ScoringServices(scorer, scorer, scorer if critic else None, 0.7)  # type: ignore[arg-type]
-    collector = Collector(stream, services, score_batch)
+    collector = Collector(stream, services, score_batch_size)
     heard = progress if progress is not None else []
     return collector.collect(expected, 0, generation or ended(), heard.append, fields)  # type: ignore[arg-type]
 
@@ -197,7 +197,7 @@ def test_only_a_few_batches_are_under_way_at_once(stream: RolloutStream, run: st
     stream.append(written)
     scorer = Scorer(held=True)
     with ThreadPoolExecutor(1) as executor:
-        collecting = executor.submit(collect, stream, scorer, ids(written), score_batch=1)
+        collecting = executor.submit(collect, stream, scorer, ids(written), score_batch_size=1)
         answered = 0
         while not collecting.done():
             under_way = [call for call in scorer.calls if not call.done()]
@@ -238,7 +238,7 @@ def test_without_a_critic_values_are_zero_and_nobody_is_asked_for_them(stream: R
 def test_the_scores_of_an_ensembles_parts_stay_with_their_trajectory(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in (3, 1, 2)]
     stream.append(written)
-    step = collect(stream, Scorer(), ids(written), score_batch=2)
+    step = collect(stream, Scorer(), ids(written), score_batch_size=2)
     assert [item.parts for item in step.scored] == [{"half": (prompt + 1) / 2} for prompt in (1, 2, 3)]
 
 
@@ -246,5 +246,5 @@ def test_the_prompts_own_fields_go_with_their_trajectories(stream: RolloutStream
     written = [trajectory(run, prompt) for prompt in (3, 1, 2)]
     stream.append(written)
     scorer = Scorer()
-    collect(stream, scorer, ids(written), score_batch=2, fields={1: '{"a":1}', 2: '{"a":2}', 3: '{"a":3}'})
+    collect(stream, scorer, ids(written), score_batch_size=2, fields={1: '{"a":1}', 2: '{"a":2}', 3: '{"a":3}'})
     assert scorer.fields == [['{"a":3}', '{"a":1}'], ['{"a":2}']]

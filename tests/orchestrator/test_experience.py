@@ -13,9 +13,9 @@ from hypothesis import given, settings
 
 from quartet.config import AlgorithmConfig
 from quartet.ppo.rewards import RunningMoments
+from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step, response_metrics
+from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 from quartet.types import FinishReason, Trajectory, TrajectoryId
-from services.orchestrator.experience import PreparedStep, prepare_step, response_figures
-from services.orchestrator.scoring import ScoredTrajectory
 
 check = settings(max_examples=60, deadline=None, derandomize=True)
 LIMIT = 8
@@ -155,7 +155,7 @@ def expected_without_critic(
         else:
             mean = math.fsum(paid[j] for j in same) / len(same)
             advantage = paid[index] - mean
-            if algorithm.grpo_std:
+            if algorithm.grpo_normalize_std:
                 variance = math.fsum((paid[j] - mean) ** 2 for j in same) / (len(same) - 1)
                 advantage /= math.sqrt(variance) + 1e-4
         found += [advantage] * len(row)
@@ -203,7 +203,7 @@ by_token = st.fixed_dictionaries(
     }
 )
 by_response = st.fixed_dictionaries(
-    {**treatments, "estimator": st.sampled_from(["reinforce", "rloo", "grpo"]), "grpo_std": st.booleans()}
+    {**treatments, "estimator": st.sampled_from(["reinforce", "rloo", "grpo"]), "grpo_normalize_std": st.booleans()}
 )
 
 
@@ -221,7 +221,9 @@ def test_experience_agrees_with_the_formulas(
     expected = expected_flat(items, coefficient, seen, tree)
     experience = prepare(items, coefficient, seen, **algorithm).experience
     # Dividing by the spread of all but equal numbers divides rounding errors by almost nothing.
-    divides = tree.whiten_rewards or tree.normalizes_advantages or (tree.estimator == "grpo" and tree.grpo_std)
+    divides = (
+        tree.whiten_rewards or tree.normalizes_advantages or (tree.estimator == "grpo" and tree.grpo_normalize_std)
+    )
     for name, numbers in expected.items():
         found = getattr(experience, name)
         assert found.dtype == np.float32
@@ -234,7 +236,7 @@ def test_experience_agrees_with_the_formulas(
         {"estimator": "reinforce"},
         {"estimator": "rloo"},
         {"estimator": "grpo"},
-        {"estimator": "grpo", "grpo_std": False},
+        {"estimator": "grpo", "grpo_normalize_std": False},
         {"estimator": "reinforce_plus_plus"},
         {"gamma": 0.9},
         {"gae_lambda": 0.5},
@@ -367,7 +369,7 @@ def test_longer_responses_with_better_scores_are_seen() -> None:
 
 def test_how_far_responses_repeat_themselves_and_one_another() -> None:
     def figures(*responses: list[int]) -> dict[str, float]:
-        return response_figures([np.array(ids, np.int32) for ids in responses])
+        return response_metrics([np.array(ids, np.int32) for ids in responses])
 
     # Of 6 tokens 3 differ; of the 4 pairs 56 65 56 57 three.
     alike = figures([5, 6, 5, 6], [5, 7])

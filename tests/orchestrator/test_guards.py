@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from quartet.config import GuardsConfig
+from quartet.services.orchestrator.control.guards import Guards
 from quartet.types import Alert
-from services.orchestrator.guards import Guards
 
 HEALTHY = {
     "reward_mean": 1.0,

@@ -12,16 +12,16 @@ import pytest
 
 from quartet.config import parse_config
 from quartet.errors import ServiceUnavailable
-from quartet.rpc.channels import Peer
+from quartet.rpc.channels import ServiceChannel
 from quartet.rpc.server import Server
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.control.commands import Commands
+from quartet.services.orchestrator.control.live_settings import Changes
+from quartet.services.orchestrator.control.progress import HISTORY, Progress, ProgressBoard, RunState
+from quartet.services.orchestrator.control.run_control import Control
+from quartet.services.orchestrator.servicer import OrchestratorServicer
 from quartet.types import Alert
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
-from services.orchestrator.changes import Changes
-from services.orchestrator.commands import Commands
-from services.orchestrator.control import Control
-from services.orchestrator.progress import HISTORY, Progress, ProgressBoard, RunState
-from services.orchestrator.servicer import OrchestratorServicer
 
 
 def commands_of(control: Control) -> Commands:
@@ -126,16 +126,16 @@ def control() -> Control:
 
 
 @pytest.fixture
-def peer(board: ProgressBoard, control: Control) -> Iterator[Peer]:
+def peer(board: ProgressBoard, control: Control) -> Iterator[ServiceChannel]:
     server = Server([OrchestratorServicer(board, commands_of(control))], "127.0.0.1:0")
-    peer = Peer("orchestrator", server.address)
+    peer = ServiceChannel("orchestrator", server.address)
     yield peer
     board.update(state=RunState.STOPPED)
     peer.close()
     server.stop(5)
 
 
-def test_every_field_of_the_progress_crosses_the_wire(peer: Peer, board: ProgressBoard) -> None:
+def test_every_field_of_the_progress_crosses_the_wire(peer: ServiceChannel, board: ProgressBoard) -> None:
     commit(board, 2)
     board.update(state=RunState.PAUSED, phase="update", scored=5, wanted=8, error="e", exit_code=2, notes=["n"])
     board.alert(Alert(2, "mismatch", "pause", "seen", "do"))
@@ -165,7 +165,7 @@ def test_every_field_of_the_progress_crosses_the_wire(peer: Peer, board: Progres
     assert {field.name for field, _ in found.ListFields()} == set(orchestrator_pb2.Progress.DESCRIPTOR.fields_by_name)
 
 
-def test_a_remote_watcher_is_shown_every_step_until_the_end(peer: Peer, board: ProgressBoard) -> None:
+def test_a_remote_watcher_is_shown_every_step_until_the_end(peer: ServiceChannel, board: ProgressBoard) -> None:
     commit(board, 1)
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
     news = stub.WatchProgress(orchestrator_pb2.WatchProgressRequest(), timeout=20)
@@ -178,14 +178,14 @@ def test_a_remote_watcher_is_shown_every_step_until_the_end(peer: Peer, board: P
     assert news.code() is grpc.StatusCode.OK
 
 
-def test_a_stop_reaches_the_training(peer: Peer, control: Control) -> None:
+def test_a_stop_reaches_the_training(peer: ServiceChannel, control: Control) -> None:
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
     assert not control.stopping
     peer.call(stub.Stop, orchestrator_pb2.StopRequest(), 5, "Stop")
     assert control.stopping
 
 
-def test_a_pause_and_a_resume_reach_the_training(peer: Peer, control: Control) -> None:
+def test_a_pause_and_a_resume_reach_the_training(peer: ServiceChannel, control: Control) -> None:
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
     peer.call(stub.Pause, orchestrator_pb2.PauseRequest(), 5, "Pause")
     assert control.paused
@@ -213,7 +213,7 @@ def test_a_run_that_is_to_stop_does_not_wait(control: Control) -> None:
     control.wait_while_paused()
 
 
-def test_the_orchestrators_status_follows_the_board(peer: Peer, board: ProgressBoard) -> None:
+def test_the_orchestrators_status_follows_the_board(peer: ServiceChannel, board: ProgressBoard) -> None:
     commit(board, 2)
     (status,) = peer.wait_until_ready(5).roles
     assert (status.run, status.step) == ("run", 2)
@@ -221,7 +221,7 @@ def test_the_orchestrators_status_follows_the_board(peer: Peer, board: ProgressB
 
 def test_an_orchestrator_that_is_gone_is_unavailable(board: ProgressBoard) -> None:
     server = Server([OrchestratorServicer(board, commands_of(Control()))], "127.0.0.1:0")
-    peer = Peer("orchestrator", server.address)
+    peer = ServiceChannel("orchestrator", server.address)
     server.stop(0)
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
     with pytest.raises(ServiceUnavailable, match="orchestrator at"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import (
     BufferFailed,
     ComputationFailed,
@@ -17,7 +17,7 @@ from quartet.errors import (
     QuartetError,
     ServiceFailed,
     ServiceUnavailable,
-    TooManySetAside,
+    TooManyFailedTrajectories,
 )
 from quartet.types import TrajectoryId
 from tests.orchestrator.picky import (
@@ -27,10 +27,10 @@ from tests.orchestrator.picky import (
     PickyScorer,
     assert_own_answers,
     collect,
+    failed_trajectories,
     recovering,
     sampled,
     scored,
-    set_aside,
 )
 
 
@@ -45,8 +45,8 @@ def test_what_a_service_cannot_score_is_set_aside_and_the_next_sample_takes_its_
     step = collect(stream, scorer, written, actor, progress=progress)
     assert scored(step) == [(1, 0), (2, 0), (3, 0), (4, 1), (8, 0)]
     assert_own_answers(step)
-    assert set_aside(step) == [((4, 0), 3)]
-    assert step.set_aside[0].error == f"{error} of 1", "the error of the attempt with this one alone"
+    assert failed_trajectories(step) == [((4, 0), 3)]
+    assert step.failed_trajectories[0].error == f"{error} of 1", "the error of the attempt with this one alone"
     assert actor.asked == [({4}, 1)]
     whole, rest, again = [(8, 0), (4, 0), (1, 0)], [(3, 0), (2, 0)], [(4, 1)]
     alone = [[(8, 0)], [(4, 0)], [(1, 0)]]
@@ -64,10 +64,10 @@ def test_the_jth_of_a_prompt_that_is_set_aside_is_replaced_by_the_jth_sample_mor
     poison = {(7, 0): ALWAYS, (7, 1): ALWAYS, (5, 1): ALWAYS, (7, 2): ALWAYS, (7, 4): ALWAYS}
     scorer, actor = PickyScorer(ComputationFailed("no"), score=poison), Actor(stream, run)
     written = [sampled(run, prompt, sample) for prompt, sample in itertools.product((9, 7, 5), range(2))]
-    step = collect(stream, scorer, written, actor, recovery=recovering(max_set_aside=5))
+    step = collect(stream, scorer, written, actor, recovery=recovering(max_failed_trajectories=5))
     assert actor.asked == [({5, 7}, 2), ({7}, 3), ({7}, 4), ({7}, 5)]
     assert scored(step) == [(5, 0), (5, 2), (7, 3), (7, 5), (9, 0), (9, 1)], "as many of each prompt as before"
-    assert [name for name, _ in set_aside(step)] == [(5, 1), (7, 0), (7, 1), (7, 2), (7, 4)]
+    assert [name for name, _ in failed_trajectories(step)] == [(5, 1), (7, 0), (7, 1), (7, 2), (7, 4)]
     assert_own_answers(step)
     stream.acknowledge(step.entry_ids)
     assert stream.depth() == 0
@@ -79,30 +79,30 @@ def test_one_more_than_may_be_set_aside_ends_the_step_at_once_with_count_ids_and
 ) -> None:
     scorer = PickyScorer(ComputationFailed("ValueError"), score={(prompt, 0): ALWAYS for prompt in range(9)})
     actor = Actor(stream, run)
-    with pytest.raises(TooManySetAside) as raised:
+    with pytest.raises(TooManyFailedTrajectories) as raised:
         collect(
             stream,
             scorer,
             [sampled(run, prompt) for prompt in range(9)],
             actor,
-            score_batch=9,
-            recovery=recovering(max_set_aside=at_most),
+            score_batch_size=9,
+            recovery=recovering(max_failed_trajectories=at_most),
         )
     text = str(raised.value)
     assert text.startswith(
-        f"step 1: {at_most + 1} of its trajectories could not be scored, recovery.max_set_aside is {at_most}"
+        f"step 1: {at_most + 1} of its trajectories could not be scored, recovery.max_failed_trajectories is {at_most}"
     )
     assert "ValueError of 1" in text
     assert text.endswith(", ".join(f"{run}/1/{prompt}/0" for prompt in range(at_most + 1)))
     assert len(scorer.asked["score"]) == 2 + at_most + 1, "the others are not tried any more"
     assert actor.asked == []
-    assert [item.trajectory.id.prompt for item in raised.value.set_aside] == list(range(at_most + 1))
+    assert [item.trajectory.id.prompt for item in raised.value.failed_trajectories] == list(range(at_most + 1))
 
 
 def test_those_of_a_whole_step_count_together_also_where_replacements_fail(stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ComputationFailed("no"), score={(0, sample): ALWAYS for sample in range(10)})
     actor = Actor(stream, run)
-    with pytest.raises(TooManySetAside, match="step 1: 5 of its trajectories"):
+    with pytest.raises(TooManyFailedTrajectories, match="step 1: 5 of its trajectories"):
         collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], actor)
     assert actor.asked == [({0}, sample) for sample in (1, 2, 3, 4)]
 
@@ -111,10 +111,10 @@ def test_of_two_services_that_fail_the_first_is_named_and_the_trajectory_counts_
     stream: RolloutStream, run: str
 ) -> None:
     scorer = PickyScorer(ComputationFailed("no"), values={(1, 0): ALWAYS}, score={(1, 0): ALWAYS, (2, 0): ALWAYS})
-    recovery = recovering(max_set_aside=2)
+    recovery = recovering(max_failed_trajectories=2)
     written = [sampled(run, prompt) for prompt in range(3)]
     step = collect(stream, scorer, written, Actor(stream, run), recovery=recovery)
-    assert set_aside(step) == [((1, 0), 3), ((2, 0), 3)]
+    assert failed_trajectories(step) == [((1, 0), 3), ((2, 0), 3)]
     assert scored(step) == [(0, 0), (1, 1), (2, 1)]
 
 
@@ -164,7 +164,7 @@ def test_the_log_does_not_quote_what_a_function_quotes_of_a_response(
     assert line["error"] == "ComputationFailed"
     assert line["id"] == f"{run}/1/1/0"
     assert "secret" not in str(capture)
-    assert "my secret" in step.set_aside[0].error
+    assert "my secret" in step.failed_trajectories[0].error
 
 
 @pytest.fixture

@@ -7,20 +7,20 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import RecoveryConfig
 from quartet.errors import (
     Cancelled,
     ComputationFailed,
     FailedPrecondition,
+    NoResponse,
     QuartetError,
     ServiceBusy,
     ServiceFailed,
     ServiceUnavailable,
-    TooManySetAside,
-    Unanswered,
+    TooManyFailedTrajectories,
 )
-from services.orchestrator.scoring import Scoring, ScoringServices
+from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices
 from tests.orchestrator.picky import (
     ALWAYS,
     SERVICES,
@@ -29,10 +29,10 @@ from tests.orchestrator.picky import (
     PickyScorer,
     assert_own_answers,
     collect,
+    failed_trajectories,
     recovering,
     sampled,
     scored,
-    set_aside,
 )
 
 
@@ -43,7 +43,7 @@ def test_a_fault_that_passes_leaves_nothing_behind(service: str, stream: Rollout
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(5)], actor)
     assert scored(step) == [(prompt, 0) for prompt in range(5)]
     assert_own_answers(step)
-    assert step.set_aside == []
+    assert step.failed_trajectories == []
     assert actor.asked == []
     whole, rest = [(0, 0), (1, 0), (2, 0)], [(3, 0), (4, 0)]
     assert sorted(scorer.asked[service]) == sorted([whole, rest, whole]), "the same batch: a model gives the same bits"
@@ -51,11 +51,11 @@ def test_a_fault_that_passes_leaves_nothing_behind(service: str, stream: Rollout
 
 def test_a_fault_that_passes_while_each_is_tried_alone_sets_nothing_aside(stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ServiceFailed("no"), score={(1, 0): 3})
-    recovery = recovering(scoring_attempts=4)
+    recovery = recovering(max_scoring_attempts=4)
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run), recovery=recovery)
     assert scored(step) == [(0, 0), (1, 0), (2, 0)]
     assert_own_answers(step)
-    assert step.set_aside == []
+    assert step.failed_trajectories == []
     whole = [(0, 0), (1, 0), (2, 0)]
     assert scorer.asked["score"] == [whole, whole, [(0, 0)], [(1, 0)], [(1, 0)], [(2, 0)]]
 
@@ -67,25 +67,27 @@ def test_attempts_are_counted_together_and_alone_and_nobody_is_set_aside_for_ano
     attempts: int, together: int, alone: int, counted: int, stream: RolloutStream, run: str
 ) -> None:
     scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
-    recovery = recovering(scoring_attempts=attempts)
+    recovery = recovering(max_scoring_attempts=attempts)
     written = [sampled(run, prompt) for prompt in range(2)]
     step = collect(stream, scorer, written, Actor(stream, run), recovery=recovery)
-    assert set_aside(step) == [((1, 0), counted)]
+    assert failed_trajectories(step) == [((1, 0), counted)]
     whole = [(0, 0), (1, 0)]
     assert scorer.asked["score"] == [whole] * together + [[(0, 0)]] + [[(1, 0)]] * alone + [[(1, 1)]]
 
 
 def test_a_batch_of_one_has_all_its_attempts(stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
-    step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(2)], Actor(stream, run), score_batch=1)
-    assert set_aside(step) == [((1, 0), 3)]
+    step = collect(
+        stream, scorer, [sampled(run, prompt) for prompt in range(2)], Actor(stream, run), score_batch_size=1
+    )
+    assert failed_trajectories(step) == [((1, 0), 3)]
     assert scorer.asked["score"] == [[(0, 0)], [(1, 0)], [(1, 0)], [(1, 0)], [(1, 1)]]
 
 
 @pytest.mark.parametrize("service", SERVICES)
 @pytest.mark.parametrize(
     "error",
-    [Unanswered("late"), ServiceUnavailable("gone"), ServiceBusy("full"), FailedPrecondition("no"), Cancelled("gone")],
+    [NoResponse("late"), ServiceUnavailable("gone"), ServiceBusy("full"), FailedPrecondition("no"), Cancelled("gone")],
     ids=lambda error: type(error).__name__,
 )
 def test_what_is_no_trajectorys_fault_is_raised_at_once(
@@ -174,7 +176,7 @@ def test_what_is_asked_and_set_aside_does_not_depend_on_the_order_of_the_answers
         )
         scoring = scoring_of(scorer, batches, run)
         answer_in(np.random.default_rng(seed).permutation(9).tolist(), scorer, scoring)
-        aside = sorted((str(item.trajectory.id), item.attempts, item.error) for item in scoring.set_aside)
+        aside = sorted((str(item.trajectory.id), item.attempts, item.error) for item in scoring.failed_trajectories)
         found = sorted(str(item.trajectory.id) for item in scoring.scored)
         seen.append((scorer.asked, aside, found))
     assert all(one == seen[0] for one in seen)
@@ -213,7 +215,7 @@ def test_attempts_come_after_pauses_that_double_and_other_services_go_on_meanwhi
     pauses: list[float], run: str
 ) -> None:
     scorer, clock = PickyScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS}), Clock()
-    recovery = RecoveryConfig(backoff=2.0, scoring_attempts=len(pauses) + 1)
+    recovery = RecoveryConfig(backoff=2.0, max_scoring_attempts=len(pauses) + 1)
     scoring = scoring_of(scorer, [[0], [1]], run, recovery, clock)
     for attempt, pause in enumerate(pauses):
         scorer.calls["score"][1 + attempt if attempt else 0].answer()
@@ -233,7 +235,9 @@ def test_attempts_come_after_pauses_that_double_and_other_services_go_on_meanwhi
         assert [item.trajectory.id.prompt for item in scoring.scored] == [1]
     scorer.calls["score"][-1].answer()
     scoring.advance()
-    assert [(item.trajectory.id.prompt, item.attempts) for item in scoring.set_aside] == [(0, len(pauses) + 1)]
+    assert [(item.trajectory.id.prompt, item.attempts) for item in scoring.failed_trajectories] == [
+        (0, len(pauses) + 1)
+    ]
     assert scoring.under_way == 0
 
 
@@ -263,14 +267,14 @@ def test_a_service_that_fails_for_every_one_of_a_batch_is_to_blame_and_nothing_i
 def test_a_service_that_answers_for_one_of_a_batch_is_not_to_blame(stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ServiceFailed("broken"), score={(0, 0): ALWAYS, (1, 0): ALWAYS})
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run))
-    assert [name for name, _ in set_aside(step)] == [(0, 0), (1, 0)]
+    assert [name for name, _ in failed_trajectories(step)] == [(0, 0), (1, 0)]
     assert scored(step) == [(0, 1), (1, 1), (2, 0)]
 
 
 def test_what_cannot_be_computed_for_every_one_of_a_batch_is_set_aside(stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ComputationFailed("no"), score={(prompt, 0): ALWAYS for prompt in range(3)})
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run))
-    assert [name for name, _ in set_aside(step)] == [(0, 0), (1, 0), (2, 0)]
+    assert [name for name, _ in failed_trajectories(step)] == [(0, 0), (1, 0), (2, 0)]
 
 
 @pytest.mark.parametrize("others", [ServiceFailed, ComputationFailed])
@@ -283,5 +287,14 @@ def test_a_service_that_fails_more_often_than_may_be_set_aside_and_says_nothing_
 
     scorer = Changing(ServiceFailed("broken"), score={(prompt, 0): ALWAYS for prompt in range(9)})
     written = [sampled(run, prompt) for prompt in range(9)]
-    with pytest.raises(ServiceFailed if others is ServiceFailed else TooManySetAside, match="step 1: 3 of its"):
-        collect(stream, scorer, written, Actor(stream, run), score_batch=9, recovery=recovering(max_set_aside=2))
+    with pytest.raises(
+        ServiceFailed if others is ServiceFailed else TooManyFailedTrajectories, match="step 1: 3 of its"
+    ):
+        collect(
+            stream,
+            scorer,
+            written,
+            Actor(stream, run),
+            score_batch_size=9,
+            recovery=recovering(max_failed_trajectories=2),
+        )

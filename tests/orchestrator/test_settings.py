@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from quartet.config import Config, parse_config
+from quartet.services.orchestrator.algorithm.update_request import (
+    learning_rate_at,
+    optimization_at,
+    policy_loss_of,
+    value_loss_of,
+)
 from quartet.types import OptimizationSettings, PolicyLossSettings, ValueLossSettings
-from services.orchestrator.settings import learning_rate_at, optimization_at, policy_loss_of, value_loss_of
 
 
 def config(**sections: Any) -> Config:
@@ -89,17 +94,17 @@ def test_every_setting_of_the_policy_loss_is_passed_on() -> None:
         "clip_ratio": 0.1,
         "clip_ratio_high": 0.3,
         "dual_clip": 4.0,
-        "entropy_bonus": 0.01,
+        "entropy_coefficient": 0.01,
         "kl_loss": "k3",
         "kl_loss_coefficient": 0.2,
         "estimator": "reinforce",
         "ratio_level": "sequence",
         "loss_aggregation": "sequence_mean",
-        "importance_cap": 3.0,
-        "max_update_kl": 0.5,
+        "importance_sampling_cap": 3.0,
+        "target_kl": 0.5,
     }
     assert policy_loss_of(config(algorithm=changed).algorithm, 0.7) == PolicyLossSettings(
         0.7, 0.1, 0.3, 4.0, 0.01, "k3", 0.2, "sequence", "sequence_mean", 3.0, 0.5
     )
-    off = {"importance_cap": None, "clip_ratio": 0.1}
+    off = {"importance_sampling_cap": None, "clip_ratio": 0.1}
     assert policy_loss_of(config(algorithm=off).algorithm, 1.0) == PolicyLossSettings(clip_low=0.1, clip_high=0.1)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from services.orchestrator.timeline import MOST, Span, Timeline, joined
+from quartet.services.orchestrator.telemetry.timeline import MOST, Span, Timeline, joined
 from tests.orchestrator.fakes import Answer
 
 

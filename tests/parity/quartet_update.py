@@ -13,15 +13,16 @@ import torch
 
 from quartet import random_streams
 from quartet.config import Config
-from quartet.models import training, walk
+from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
 from quartet.models.loading import load_causal_lm, load_critic, load_reward_model
-from quartet.models.optimizer import create_optimizer
-from quartet.models.scoring import response_log_probs, response_values, sequence_scores
+from quartet.models.training import mini_batches as walk
+from quartet.models.training import updates as training
+from quartet.models.training.optimizer import create_optimizer
 from quartet.ppo.kl import kl_estimate
+from quartet.services.orchestrator.algorithm.experience import prepare_step
+from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of, value_loss_of
+from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 from quartet.types import Experience, FinishReason, TokenBatch, Trajectory, TrajectoryId
-from services.orchestrator.experience import prepare_step
-from services.orchestrator.scoring import ScoredTrajectory
-from services.orchestrator.settings import optimization_at, policy_loss_of, value_loss_of
 from tests.parity.checkpoints import World
 from tests.parity.figures import Number, Weights
 from tests.parity.rollouts import Rollouts

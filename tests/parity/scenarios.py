@@ -54,7 +54,7 @@ class Scenario:
             {
                 "run": {"name": "parity", "seed": SEED},
                 "data": {"prompts": "prompts.jsonl"},
-                "algorithm": {"importance_cap": None, **self.algorithm},
+                "algorithm": {"importance_sampling_cap": None, **self.algorithm},
                 "rollout": {"max_response_tokens": 16, **self.rollout},
                 "actor": {"model": str(world.policy), **trained},
                 "critic": {"model": str(world.critic), **trained},

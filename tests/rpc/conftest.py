@@ -12,10 +12,10 @@ import torch
 
 from quartet.config import Config, TimeoutsConfig, parse_config
 from quartet.rpc.clients import ActorClient, CriticClient, ReferenceClient, RewardClient, ServiceClient
-from quartet.rpc.compute import ComputeThread
+from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import HostedRole, Server
+from quartet.services.factories import build_model_role
 from quartet.types import MODEL_ROLES, Role
-from services.roles import build_model_role
 from tests.unit.models import tiny
 
 TIMEOUTS = TimeoutsConfig(load=30, generate=60, score=60, update=60, save=60)
@@ -98,7 +98,7 @@ def make_config(
             "actor": {"model": str(checkpoints[actor]), "micro_batch_tokens": 64},
             "critic": {"model": str(checkpoints[critic])},
             "reward": {"model": str(checkpoints["reward"])},
-            "rollout": {"max_concurrent": 4},
+            "rollout": {"max_concurrent_sequences": 4},
             "buffer": {"url": redis_url},
         }
         return parse_config({**tree, **sections}, "test")

@@ -20,11 +20,11 @@ from structlog.testing import capture_logs
 from quartet import __version__, v1
 from quartet.config import SecurityConfig
 from quartet.errors import AccessRefused, ConfigError, ServiceUnavailable
-from quartet.rpc.access import CALLERS, GATEWAY, OPERATOR, PROCESSES, PROMETHEUS, REDIS
-from quartet.rpc.authority import Authority
-from quartet.rpc.channels import Peer
-from quartet.rpc.credentials import Credentials
+from quartet.rpc.channels import ServiceChannel
 from quartet.rpc.health import serves
+from quartet.rpc.security.allow_list import CALLERS, GATEWAY, OPERATOR, PROCESSES, PROMETHEUS, REDIS
+from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
 from quartet.types import Role, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
@@ -142,7 +142,9 @@ def test_whose_certificate_does_not_hold_gets_no_answer_to_any_method(
 
 
 def test_a_caller_does_not_speak_to_a_process_of_another_role(server: Server, folder: Path) -> None:
-    peer = Peer(Role.CRITIC, server.address, Credentials(Role.ORCHESTRATOR, SecurityConfig(certificates=folder)))
+    peer = ServiceChannel(
+        Role.CRITIC, server.address, Credentials(Role.ORCHESTRATOR, SecurityConfig(certificates=folder))
+    )
     stub = status_pb2_grpc.StatusServiceStub(peer.channel)
     with pytest.raises(ServiceUnavailable, match=r"critic at .*(actor\.quartet|Hostname)"):
         peer.call(stub.GetStatus, status_pb2.GetStatusRequest(), HANDSHAKE, "GetStatus")
@@ -186,7 +188,7 @@ def test_without_the_token_no_method_answers(guarded: tuple[Server, SecurityConf
 def test_with_the_token_calls_streams_and_health_are_answered(guarded: tuple[Server, SecurityConfig]) -> None:
     server, security = guarded
     credentials = Credentials(Role.ORCHESTRATOR, security)
-    peer = Peer(Role.ACTOR, server.address, credentials)
+    peer = ServiceChannel(Role.ACTOR, server.address, credentials)
     status = status_pb2_grpc.StatusServiceStub(peer.channel)
     assert peer.call(status.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus").version == __version__
     pending = peer.start(status.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus")
@@ -200,7 +202,9 @@ def test_with_the_token_calls_streams_and_health_are_answered(guarded: tuple[Ser
 
 def test_who_is_refused_is_told_what_to_mend(guarded: tuple[Server, SecurityConfig]) -> None:
     server, security = guarded
-    peer = Peer(Role.ACTOR, server.address, Credentials(OPERATOR, security.model_copy(update={"token_file": None})))
+    peer = ServiceChannel(
+        Role.ACTOR, server.address, Credentials(OPERATOR, security.model_copy(update={"token_file": None}))
+    )
     stub = status_pb2_grpc.StatusServiceStub(peer.channel)
     with pytest.raises(AccessRefused, match=r"GetStatus: refused \(the token .*missing.*check security\.token_file"):
         peer.call(stub.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus")
@@ -271,7 +275,9 @@ def test_certificates_that_cannot_be_used_are_refused_before_anything_listens(fo
 
 def test_a_service_that_refuses_is_not_waited_for(guarded: tuple[Server, SecurityConfig]) -> None:
     server, security = guarded
-    peer = Peer(Role.ACTOR, server.address, Credentials(OPERATOR, security.model_copy(update={"token_file": None})))
+    peer = ServiceChannel(
+        Role.ACTOR, server.address, Credentials(OPERATOR, security.model_copy(update={"token_file": None}))
+    )
     with pytest.raises(AccessRefused):
         peer.wait_until_ready(600, known=True)
     peer.close()

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import services.__main__
+import quartet.services.__main__ as services_main
 from quartet.errors import Cancelled, DeadlinePassed, InvalidRequest, ServiceBusy, ServiceFailed
-from quartet.rpc.compute import ComputeThread
+from quartet.rpc.base_servicers import ModelRole
+from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import MAX_PENDING_WORK
-from quartet.rpc.role import ModelRole
 from quartet.types import Role
 
 
@@ -254,14 +254,14 @@ def test_work_whose_caller_goes_away_before_its_deadline_is_left_in_peace_until_
 def test_a_process_ends_itself_when_work_goes_on_for_a_stall_beyond_its_deadline(
     compute: ComputeThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(services.__main__, "WATCH", 0.01)
+    monkeypatch.setattr(services_main, "WATCH", 0.01)
     role: ModelRole[Any] = ModelRole(None, compute, 1)
     role.role = Role.ACTOR  # type: ignore[attr-defined]
     end, endings = threading.Event(), queue.SimpleQueue[str]()
     with ThreadPoolExecutor(2) as pool:
         start = time.monotonic()
         waiting = pool.submit(compute.run, "update", Call(remaining=0.5), lambda _: end.wait(10))
-        watching = pool.submit(services.__main__._wait_for_the_end, endings, [role], 0.2)
+        watching = pool.submit(services_main._wait_for_the_end, endings, [role], 0.2)
         with pytest.raises(ServiceFailed, match=r"actor: stalled in update, \d+ s after its deadline"):
             watching.result(10)
         assert time.monotonic() - start > 0.7

@@ -1,4 +1,4 @@
-"""Evaluations over real services: the figures against services asked one by one, and against `quartet evaluate`."""
+"""EvaluationSchedule over real services: the figures against services asked one by one, and against `quartet evaluate`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from quartet.buffer.connection import Redis
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.cli.evaluate import compare_with_initial
 from quartet.config import Config
 from quartet.errors import ComputationFailed, ConfigError, FailedPrecondition
 from quartet.evaluation import greedy_sampling, read_validation_prompts, row, run_sampling, stream_name, summarize
-from quartet.telemetry.run_files import RunFiles, read_metrics
+from quartet.run_directory.run_files import RunFiles, read_metrics
+from quartet.services.orchestrator.rollout.evaluation import Evaluator
+from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.types import FinishReason, Role, TokenBatch, Trajectory
-from services.orchestrator.evaluation import Evaluator
-from services.orchestrator.scoring import ScoringServices
 from tests.buffer.samples import trajectory
 from tests.rpc.conftest import Services, save_checkpoint
 from tests.unit.models import tiny
@@ -63,7 +63,12 @@ def configure(folder: Path, make_config: Configure, request: pytest.FixtureReque
             **{
                 "run": {"directory": folder / "runs", "name": name, "seed": 3},
                 "data": {"prompts": "none.jsonl", "validation": folder / "validation.jsonl"},
-                "rollout": {"max_response_tokens": 9, "temperature": 0.8, "max_concurrent": 4, "score_batch": 3},
+                "rollout": {
+                    "max_response_tokens": 9,
+                    "temperature": 0.8,
+                    "max_concurrent_sequences": 4,
+                    "score_batch_size": 3,
+                },
                 "evaluation": {"every": STEP, "prompts": ASKED},
                 **sections,
             }

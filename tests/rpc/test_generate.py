@@ -10,7 +10,7 @@ import pytest
 
 from quartet import codec
 from quartet.buffer.connection import Redis
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.errors import FailedPrecondition
 from quartet.types import FinishReason, Prompt, Role, SamplingParameters, TokenBatch, Trajectory, TrajectoryId

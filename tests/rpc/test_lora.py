@@ -13,7 +13,7 @@ import safetensors.numpy
 import transformers
 
 from quartet.buffer.connection import Redis
-from quartet.buffer.experience import ExperienceStore
+from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import Config
 from quartet.errors import FailedPrecondition, InvalidRequest, ModelError
 from quartet.types import OptimizationSettings, PolicyLossSettings, Role, SaveKind, ValueLossSettings

@@ -11,8 +11,8 @@ import pytest
 
 from quartet import codec
 from quartet.buffer.connection import Redis, connect
-from quartet.buffer.experience import ExperienceStore
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.experience_store import ExperienceStore
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.types import MODEL_ROLES, Role, SaveKind
 from quartet.v1 import (
@@ -185,8 +185,8 @@ POLICY_LOSS: dict[str, tuple[Change, str]] = {
     "an unknown KL loss": (put("loss.kl_loss", 9), "kl_loss 9"),
     "no ratio level": (put("loss.ratio_level", 0), "ratio_level 0"),
     "an unknown aggregation": (put("loss.aggregation", 9), "aggregation 9"),
-    "a negative importance cap": (put("loss.importance_cap", -1.0), "importance_cap"),
-    "a limit of NaN": (put("loss.max_update_kl", NAN), "max_update_kl"),
+    "a negative importance cap": (put("loss.importance_sampling_cap", -1.0), "importance_sampling_cap"),
+    "a limit of NaN": (put("loss.target_kl", NAN), "target_kl"),
 }
 SAVE: dict[str, tuple[Change, str]] = {
     **{

@@ -20,9 +20,9 @@ from quartet.config import Config
 from quartet.errors import Cancelled, ConfigError, FailedPrecondition, ServiceFailed
 from quartet.rpc.clients import ReferenceClient
 from quartet.rpc.server import Server
+from quartet.services.observability import Observation
 from quartet.types import Role
 from quartet.v1 import status_pb2, status_pb2_grpc
-from services.observation import Observation
 from tests.e2e.commands import wait_until
 from tests.rpc.conftest import Services
 from tests.rpc.test_server import BATCH, Gate, gated
@@ -140,7 +140,7 @@ def test_an_address_of_the_config_that_is_taken_is_for_the_user_to_mend(
 def test_where_the_config_names_no_address_the_process_goes_on_without(
     make_config: Callable[..., Config], taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.observation.ANYWHERE", taken)
+    monkeypatch.setattr("quartet.services.observability.ANYWHERE", taken)
     observation = Observation([Role.CRITIC], make_config())
     with capture_logs() as logs:
         observation.begin()
@@ -157,7 +157,7 @@ def test_a_process_announces_its_figures_and_serves_them(
     path.write_text(config.to_yaml())
     reader, writer = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "services", "reference", "--config", str(path), "--ready-fd", str(writer)],
+        [sys.executable, "-m", "quartet.services", "reference", "--config", str(path), "--ready-fd", str(writer)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         pass_fds=(writer,),

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from quartet.buffer.connection import Redis
-from quartet.buffer.experience import ExperienceStore
+from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import Config, ServiceConfig
 from quartet.errors import ConfigError
+from quartet.services import factories as roles
 from quartet.types import (
     MODEL_ROLES,
     Experience,
@@ -29,7 +30,6 @@ from quartet.types import (
     SaveKind,
     ValueLossSettings,
 )
-from services import roles
 from tests.rpc.conftest import Services
 from tests.unit.models import tiny
 
@@ -179,7 +179,7 @@ def test_an_adapters_reference_passes_are_as_large_as_the_actors(
 def test_as_many_sequences_are_decoded_at_once_as_the_rollout_allows(
     services: Services, changed: MakeConfig, passes: Passes
 ) -> None:
-    client = services.start(Role.ACTOR, changed(rollout={"max_concurrent": 3}))
+    client = services.start(Role.ACTOR, changed(rollout={"max_concurrent_sequences": 3}))
     prompts = [Prompt(index, np.array([index + 2, 5], np.int32)) for index in range(7)]
     passes.clear()
     client.generate(RUN, 1, 1, prompts, 1, SamplingParameters(4, ignore_eos=True), 0, 0).result()

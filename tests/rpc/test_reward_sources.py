@@ -14,11 +14,11 @@ import pytest
 from quartet import codec
 from quartet.config import Config
 from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, QuartetError, ServiceFailed
-from quartet.rpc.compute import ComputeThread
+from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
+from quartet.services.factories import build_model_role
 from quartet.types import Role, TokenBatch
 from quartet.v1 import reward_pb2, reward_pb2_grpc
-from services.roles import build_model_role
 from tests.rpc.conftest import TIMEOUTS, Services
 from tests.unit.models import tiny
 from tests.unit.rewards.processes import children, wait_for

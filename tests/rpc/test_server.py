@@ -22,20 +22,20 @@ from quartet.errors import (
     FailedPrecondition,
     InvalidRequest,
     MismatchError,
+    NoResponse,
     ServiceFailed,
     ServiceUnavailable,
-    Unanswered,
 )
 from quartet.rpc import channels
 from quartet.rpc.clients import CriticClient, ReferenceClient, RewardClient
-from quartet.rpc.compute import ComputeThread
-from quartet.rpc.credentials import Credentials
+from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_PENDING_SAVES, MAX_PENDING_WORK, MAX_STREAMS, WORKERS
+from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server, check_listen_address
 from quartet.rpc.status_codes import code_of
+from quartet.services.reference.servicer import ReferenceServicer
 from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
 from quartet.v1 import actor_pb2, actor_pb2_grpc, update_pb2
-from services.reference.servicer import ReferenceServicer
 from tests.e2e.commands import wait_until
 from tests.rpc.conftest import TIMEOUTS, Services
 from tests.unit.models import tiny
@@ -144,7 +144,7 @@ def is_served(address: str) -> bool:
     check = health_pb2_grpc.HealthStub(client.peer.channel).Check
     try:
         client.peer.call(check, health_pb2.HealthCheckRequest(), 5, "Check")
-    except (ServiceUnavailable, Unanswered):  # Of one that comes as the port is closed, the call is cancelled.
+    except (ServiceUnavailable, NoResponse):  # Of one that comes as the port is closed, the call is cancelled.
         return False
     finally:
         client.close()
@@ -170,7 +170,7 @@ def test_a_call_that_the_drain_cuts_off_is_a_failure_of_the_service_and_no_stop_
     [
         (InvalidRequest("wrong"), InvalidRequest, "LogProbs: wrong"),
         (FailedPrecondition("not yet"), FailedPrecondition, "LogProbs: not yet"),
-        (Cancelled("gave up"), Unanswered, "LogProbs: cancelled by the service"),
+        (Cancelled("gave up"), NoResponse, "LogProbs: cancelled by the service"),
         (RuntimeError("/secret/path"), ServiceFailed, "LogProbs: internal error; the service's log has the cause"),
     ],
 )

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet import __version__
 from quartet.buffer.connection import connect
-from quartet.buffer.rollouts import RolloutStream
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.errors import ConfigError, MismatchError, ServiceFailed, ServiceUnavailable
 from quartet.rpc import channels
@@ -185,7 +185,7 @@ def test_a_generation_whose_deadline_passes_stops_early_and_the_service_goes_on(
 def test_whom_a_process_waits_for_is_in_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "TELL_AFTER", 0.0)
     monkeypatch.setattr(channels, "FOREIGN_AFTER", 0.0)
-    peer = channels.Peer(Role.CRITIC, "127.0.0.1:1")
+    peer = channels.ServiceChannel(Role.CRITIC, "127.0.0.1:1")
     with (
         structlog.testing.capture_logs() as logs,
         pytest.raises(ServiceUnavailable, match="no Quartet service answered"),

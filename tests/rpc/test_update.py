@@ -17,11 +17,13 @@ import safetensors.numpy
 import transformers
 
 from quartet.buffer.connection import Redis
-from quartet.buffer.experience import ExperienceStore
+from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import Config, parse_config
 from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest, ServiceBusy, ServiceFailed
 from quartet.models.snapshot import write_model
 from quartet.rpc.limits import MAX_PENDING_SAVES
+from quartet.services import trainable_model as trained
+from quartet.services.orchestrator.rollout.collector import wait_for_all
 from quartet.types import (
     OptimizationSettings,
     PolicyLossSettings,
@@ -32,8 +34,6 @@ from quartet.types import (
     UpdateResult,
     ValueLossSettings,
 )
-from services import trained
-from services.orchestrator.collector import wait_for_all
 from tests.buffer.samples import experience
 from tests.rpc.conftest import Services
 from tests.unit.models import tiny

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 
 from quartet.buffer.connection import Redis
-from quartet.buffer.experience import ExperienceStore
+from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import Config
 from quartet.errors import ConfigError
-from quartet.models.memory import SHARE, measure_policy
-from quartet.models.training import update_policy, update_value
+from quartet.models.training.update_memory import SHARE, measure_policy
+from quartet.models.training.updates import update_policy, update_value
+from quartet.services import memory_budget as budget
+from quartet.services import trainable_model as trained
+from quartet.services.actor import actor
+from quartet.services.critic import critic
+from quartet.services.memory_budget import UpdateLimits
 from quartet.types import OptimizationSettings, PolicyLossSettings, Role, ServiceStatus, ValueLossSettings
-from services import budget, trained
-from services.actor import actor
-from services.budget import UpdateLimits
-from services.critic import critic
 from tests.rpc.conftest import Services
 from tests.unit.models import tiny
 from tests.unit.models.updates import experience

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quartet.config import Config
-from quartet.demo.world import World, make_world
+from quartet.demo.toy_task import World, make_world
 from tests.e2e.conftest import MINIATURE
 from tests.training.runs import merged, parsed
 
@@ -41,7 +41,7 @@ def world_tree(world: World, redis_url: str, tmp_path_factory: pytest.TempPathFa
             "run": {"name": f"run-{next(_NUMBERS)}", "steps": 2, "directory": str(folder)},
             "data": {"prompts": str(world.prompts), "max_prompt_tokens": 24},
             "algorithm": {"epochs": 2},
-            "rollout": {"prompts_per_step": 4, "max_response_tokens": 10, "score_batch": 4},
+            "rollout": {"prompts_per_step": 4, "max_response_tokens": 10, "score_batch_size": 4},
             "actor": {"model": str(world.policy), "learning_rate": 1e-3},
             "critic": {"learning_rate": 1e-3},
             "reward": {"model": str(world.reward)},

@@ -14,18 +14,18 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from quartet.config import Config, load_config
-from quartet.rpc.compute import ComputeThread
+from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.factories import build_model_role
+from quartet.services.observability import Observation
+from quartet.services.orchestrator.control.progress import ProgressBoard
+from quartet.services.orchestrator.control.run_control import Control
+from quartet.services.orchestrator.run import Training
+from quartet.services.orchestrator.telemetry.run_metrics import Depth, RunMetrics
+from quartet.services.orchestrator.thread import train
 from quartet.topology import roles_of
 from quartet.types import Role
-from services.observation import Observation
-from services.orchestrator.control import Control
-from services.orchestrator.figures import Depth, RunFigures
-from services.orchestrator.progress import ProgressBoard
-from services.orchestrator.thread import train
-from services.orchestrator.training import Training
-from services.roles import build_model_role
 from tests.training.runs import Run
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -124,7 +124,7 @@ def run_observed(config: Config) -> Observed:
         assert config.buffer.url is not None
         observation = observe(Role.ORCHESTRATOR)
         training = Training(addressed, config.buffer.url, board, Control(), traces=observation.traces)
-        observation.registry.register(RunFigures(addressed, board, Depth(config.buffer.url, config.run.name)))
+        observation.registry.register(RunMetrics(addressed, board, Depth(config.buffer.url, config.run.name)))
         observation.begin()
         train(training, board, ended.append)
         found = {name: read(one.address) for name, one in observations.items()}

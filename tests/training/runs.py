@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import Config, load_config, parse_config
-from quartet.rpc.compute import ComputeThread
+from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.factories import build_model_role
+from quartet.services.orchestrator.control.commands import Commands
+from quartet.services.orchestrator.control.progress import Progress, ProgressBoard
+from quartet.services.orchestrator.control.run_control import Control
+from quartet.services.orchestrator.run import Training
+from quartet.services.orchestrator.thread import train
 from quartet.topology import roles_of
 from quartet.types import Role
-from services.orchestrator.commands import Commands
-from services.orchestrator.control import Control
-from services.orchestrator.progress import Progress, ProgressBoard
-from services.orchestrator.thread import train
-from services.orchestrator.training import Training
-from services.roles import build_model_role
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from quartet.demo.world import World
+from quartet.demo.toy_task import World
 from quartet.topology import roles_of
 from quartet.types import Role
 from tests.training.conftest import MakeConfig
@@ -25,7 +25,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
         "algorithm": {"estimator": "grpo", "kl_coefficient": 0, "kl_loss": "k3", "kl_loss_coefficient": 0.04},
         "rollout": GROUPS,
     },
-    "dr_grpo": {"algorithm": {"estimator": "grpo", "grpo_std": False}, "rollout": GROUPS},
+    "dr_grpo": {"algorithm": {"estimator": "grpo", "grpo_normalize_std": False}, "rollout": GROUPS},
     "reinforce_plus_plus": {"algorithm": {"estimator": "reinforce_plus_plus", "gamma": 0.99}},
 }
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.checkpoints import read_checkpoint
 from quartet.cli import checkpoints as cli
-from quartet.cli.runs import train
+from quartet.cli.train import train
 from quartet.config import Config, load_config
-from quartet.demo.world import World
+from quartet.demo.toy_task import World
 from quartet.errors import ConfigError
-from quartet.identity import Identity
-from quartet.models import training as training_of_models
-from quartet.telemetry.run_files import RunFiles
+from quartet.models.training import updates as training_of_models
+from quartet.run_directory.checkpoints import read_checkpoint
+from quartet.run_directory.identity import Identity
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.actor import actor as actor_core
+from quartet.services.critic import critic as critic_core
 from quartet.types import OptimizationSettings
-from services.actor import actor as actor_core
-from services.critic import critic as critic_core
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, figures, json_lines, run_to_the_end, weights
 

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from quartet.buffer.connection import Redis
-from quartet.buffer.experience import ExperienceStore
-from quartet.demo.world import World
+from quartet.buffer.experience_store import ExperienceStore
+from quartet.demo.toy_task import World
 from quartet.errors import ServiceUnavailable, StorageFailed
 from quartet.models import snapshot
-from services import trained
-from services.orchestrator.control import Control
-from services.orchestrator.progress import RunState
-from services.orchestrator.saving import Saving
-from services.orchestrator.settings import begin_update
-from services.orchestrator.step import StepTransaction
+from quartet.services import trainable_model as trained
+from quartet.services.orchestrator.algorithm.update_request import begin_update
+from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import Saving
+from quartet.services.orchestrator.control.progress import RunState
+from quartet.services.orchestrator.control.run_control import Control
+from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, figures, orchestrator, run_to_the_end, services, underway, weights
 from tests.training.test_resume import KINDS
@@ -216,11 +216,11 @@ def test_a_run_that_is_stopped_while_it_recovers_takes_a_step_that_one_model_has
     real, control = StepTransaction._update, Control()
     lost: list[int] = []
 
-    def lose_critic(self: Any, step: int, lead: Any, *arguments: Any) -> Any:
+    def lose_critic(self: Any, step: int, leadership: Any, *arguments: Any) -> Any:
         if step != 3 or lost:
-            return real(self, step, lead, *arguments)
+            return real(self, step, leadership, *arguments)
         lost.append(step)
-        settled = begin_update(self._updates._peers.actor, config, step, lead.epoch)
+        settled = begin_update(self._updates._service_clients.actor, config, step, leadership.epoch)
         assert settled.result().step == 3
         control.stop()
         raise ServiceUnavailable("critic: gone")

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 PROCESS = """
 import sys
 import torch
-from services import roles
-from services.__main__ import main
+from quartet.services import factories as roles
+from quartet.services.__main__ import main
 
 def shown(*_):
     print(torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from quartet.models.engine import TorchEngine
-from quartet.models.engines import Policy
+from quartet.models.generation.engine import Policy
+from quartet.models.generation.torch_engine import TorchEngine
+from quartet.services import factories as roles
 from quartet.types import Trajectory
-from services import roles
 from tests.training.conftest import MakeConfig
 from tests.training.runs import run_to_the_end
 
@@ -40,7 +40,7 @@ def test_an_engine_is_told_before_and_after_each_update(make: MakeConfig, monkey
 def test_an_engine_is_closed_when_another_policy_is_loaded(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    from services.actor.actor import Actor
+    from quartet.services.actor.actor import Actor
 
     closed: list[Policy] = []
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from quartet.cli import runs as command
+from quartet.cli import train as command
 from quartet.config import Config
-from quartet.demo.world import World
+from quartet.demo.toy_task import World
 from quartet.errors import ConfigError, ServiceFailed, StorageFailed
-from quartet.identity import Identity
 from quartet.preflight import check_resumable
-from quartet.telemetry.run_files import RunFiles
-from services.orchestrator import control
-from services.orchestrator.control import Control
+from quartet.run_directory.identity import Identity
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.control import run_control as control
+from quartet.services.orchestrator.control.run_control import Control
 from tests.training.conftest import MakeConfig
 from tests.training.runs import assert_same, json_lines, merged, parsed, run_to_the_end, underway
 from tests.training.test_resume import break_off, changes
@@ -137,11 +137,11 @@ def test_trajectories_that_were_cut_off_are_not_learned_from(
     assert f"trajectories {path}: has 2 lines, expected the step's 4" in run.progress.error
     assert len(run.metrics) == 3, "nothing was trained on it"
     path.write_text(whole)
-    mended, expected = (
+    repaired, expected = (
         run_to_the_end(config),
         run_to_the_end(make(**{**changes("ppo", world), "checkpoint": {"every": 4}})),
     )
-    assert_same(mended, expected)
+    assert_same(repaired, expected)
 
 
 def test_an_alert_that_a_crash_cut_off_does_not_keep_a_run_from_going_on(

@@ -11,8 +11,8 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.config import Config, parse_config
-from quartet.identity import CAME_LATER
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.identity import CAME_LATER
+from quartet.run_directory.run_files import RunFiles
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, merged, orchestrator, run_to_the_end, services
 from tests.training.test_resume import break_off

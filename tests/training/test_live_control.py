@@ -13,14 +13,14 @@ import pytest
 
 from quartet.config import Config, RecoveryConfig
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, ServiceUnavailable
-from quartet.telemetry.run_files import RunFiles
-from services.orchestrator.changes import Changes
-from services.orchestrator.control import Control
-from services.orchestrator.meeting import Meeting
-from services.orchestrator.progress import RunState
-from services.orchestrator.recovery import Attempts
-from services.orchestrator.saving import Saving
-from services.orchestrator.step import StepTransaction
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import Saving
+from quartet.services.orchestrator.checkpointing.recovery import Attempts
+from quartet.services.orchestrator.control.live_settings import Changes
+from quartet.services.orchestrator.control.progress import RunState
+from quartet.services.orchestrator.control.run_control import Control
+from quartet.services.orchestrator.service_handshake import ServiceHandshake
+from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, Underway, figures, orchestrator, run_to_the_end, services, underway, weights
 from tests.training.test_resume import KINDS, break_off
@@ -42,10 +42,10 @@ def asked(
     real, left = StepTransaction._prepare, dict(ask)
     started: Future[Underway] = Future()
 
-    def prepare(self: Any, step: int, lead: Any) -> Any:
+    def prepare(self: Any, step: int, leadership: Any) -> Any:
         if step in left:
             left.pop(step)(started.result(60))
-        return real(self, step, lead)
+        return real(self, step, leadership)
 
     monkeypatch.setattr(StepTransaction, "_prepare", prepare)
     if config.services.actor.address:
@@ -99,11 +99,11 @@ def test_a_run_with_changes_that_crashed_goes_on_to_the_same_bits(
     with monkeypatch.context() as patch:
         real = StepTransaction._prepare
 
-        def prepare(self: Any, now: int, lead: Any) -> Any:
+        def prepare(self: Any, now: int, leadership: Any) -> Any:
             changes = self._updates._changes
             if now == 3 and changes.settings()[0].value != 0.4:
                 changes.change(values, "somebody")
-            return real(self, now, lead)
+            return real(self, now, leadership)
 
         patch.setattr(StepTransaction, "_prepare", prepare)
         break_off(broken, where, step, patch)
@@ -305,7 +305,7 @@ def test_going_back_that_a_crash_broke_off_is_brought_to_its_end(
 def test_settings_are_left_alone_while_a_run_is_going_back(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_to_the_end(make(**PPO))
     refused: list[str] = []
-    real, seen = Meeting.again, list[Underway]()
+    real, seen = ServiceHandshake.again, list[Underway]()
 
     def ask(running: Any) -> None:
         with pytest.raises(FailedPrecondition) as caught:
@@ -316,7 +316,7 @@ def test_settings_are_left_alone_while_a_run_is_going_back(make: MakeConfig, mon
         ask(seen[0])
         return real(self, *arguments)
 
-    monkeypatch.setattr(Meeting, "again", meet)
+    monkeypatch.setattr(ServiceHandshake, "again", meet)
 
     def back(running: Any) -> None:
         seen.append(running)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quartet.errors import ComputationFailed
+from quartet.services.orchestrator.step import StepTransaction
+from quartet.services.orchestrator.telemetry.run_metrics import GUARDS
 from quartet.types import MODEL_ROLES
-from services.orchestrator.figures import GUARDS
-from services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.observed import Collector, Observed, run_observed, value
 from tests.training.runs import figures, run_to_the_end
@@ -170,7 +170,7 @@ def test_a_collector_that_takes_nothing_does_not_touch_the_run(make: MakeConfig,
 
 
 def test_without_traces_nothing_of_them_is_there(make: MakeConfig) -> None:
-    from services.observation import Observation
+    from quartet.services.observability import Observation
 
     config = make()
     observation = Observation([MODEL_ROLES[0]], config)

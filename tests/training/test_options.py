@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.services.actor.actor import Actor
+from quartet.services.critic.critic import Critic
+from quartet.services.reference.reference import Reference
 from quartet.types import OptimizationSettings, PolicyLossSettings, SamplingParameters, ValueLossSettings
-from services.actor.actor import Actor
-from services.critic.critic import Critic
-from services.reference.reference import Reference
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, run_to_the_end
 
@@ -62,12 +62,12 @@ UNUSUAL: dict[str, dict[str, Any]] = {
         "clip_ratio": 0.15,
         "clip_ratio_high": 0.3,
         "dual_clip": 4.0,
-        "entropy_bonus": 0.01,
+        "entropy_coefficient": 0.01,
         "kl_loss": "k3",
         "kl_loss_coefficient": 0.2,
         "loss_aggregation": "sequence_mean",
-        "importance_cap": 3.0,
-        "max_update_kl": 50.0,
+        "importance_sampling_cap": 3.0,
+        "target_kl": 50.0,
         "value_clip": 0.4,
         "critic_warmup_steps": 1,
         "non_finite": "skip",

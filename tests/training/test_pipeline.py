@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from quartet.demo.world import World
-from quartet.telemetry.run_files import RunFiles
-from services.actor import actor
-from services.critic import critic
-from services.orchestrator import records
+from quartet.demo.toy_task import World
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.actor import actor
+from quartet.services.critic import critic
+from quartet.services.orchestrator.checkpointing import step_artifacts as records
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, figures, json_lines, run_to_the_end, underway
 

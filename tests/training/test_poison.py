@@ -13,10 +13,10 @@ import structlog
 
 from quartet.buffer.connection import Redis
 from quartet.config import Config, RecoveryConfig
-from quartet.demo.world import World
+from quartet.demo.toy_task import World
 from quartet.errors import ComputationFailed, InvalidRequest, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.rpc.clients import RewardClient
-from services.orchestrator.evaluation import Evaluator
+from quartet.services.orchestrator.rollout.evaluation import Evaluator
 from tests.orchestrator.fakes import Answer
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, figures, json_lines, run_to_the_end, underway, weights
@@ -65,7 +65,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "rloo": {"algorithm": {"estimator": "rloo"}, "rollout": {"prompts_per_step": 3, "samples_per_prompt": 2}},
     "lora": {"actor": {"lora": {"rank": 2}, "learning_rate": 0.01}},
-    "one step off-policy": {"rollout": {"max_staleness": 1}},
+    "one step off-policy": {"rollout": {"max_off_policy_steps": 1}},
 }
 
 
@@ -82,7 +82,7 @@ class Runs:
             "critic": {"model": None},
             "checkpoint": {"every": 2},
         }
-        recovery = {"max_set_aside": 6, "backoff": 0.01, **changes.pop("recovery", {})}
+        recovery = {"max_failed_trajectories": 6, "backoff": 0.01, **changes.pop("recovery", {})}
         return self.make(**{**common, **KINDS[kind], **changes, "recovery": recovery})
 
     def run(self, function: str, kind: str = "ppo", **changes: Any) -> Run:
@@ -104,7 +104,7 @@ def runs(make: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> R
 
 def poison(run: Run) -> list[dict[str, Any]]:
     """What was set aside, without the run's name, which is no part of a run's numbers, and without what a failure was called."""
-    lines = json_lines(run.files.poison) if run.files.poison.exists() else []
+    lines = json_lines(run.files.failed_trajectories) if run.files.failed_trajectories.exists() else []
     return [{**line, "id": line["id"].split("/", 1)[1], "error": ""} for line in lines]
 
 
@@ -117,11 +117,11 @@ def ids(run: Run, step: int) -> list[tuple[int, int]]:
 def test_what_cannot_be_scored_is_set_aside_replaced_counted_and_told(kind: str, runs: Runs) -> None:
     run = runs.run("raises", kind)
     samples = KINDS[kind].get("rollout", {}).get("samples_per_prompt", 1)
-    lines = json_lines(run.files.poison)
+    lines = json_lines(run.files.failed_trajectories)
     assert len(lines) >= 2, "otherwise this shows nothing"
     for step, metrics in enumerate(run.metrics, 1):
         failed = [line for line in lines if line["step"] == step]
-        assert metrics["set_aside"] == len(failed)
+        assert metrics["failed_trajectories"] == len(failed)
         names = [tuple(map(int, line["id"].split("/")[2:])) for line in failed]
         trained = ids(run, step)
         assert not set(names) & set(trained)
@@ -132,7 +132,7 @@ def test_what_cannot_be_scored_is_set_aside_replaced_counted_and_told(kind: str,
             assert every == list(range(len(every)))
         notes = [note for note in run.progress.notes if note.startswith(f"step {step}: ")]
         assert len(notes) == bool(failed)
-        assert all("poison.jsonl" in note and "ComputationFailed" in note for note in notes)
+        assert all("failed_trajectories.jsonl" in note and "ComputationFailed" in note for note in notes)
         assert not any("this response cannot be read" in note for note in notes), "an error may quote the response"
     for line in lines:
         assert line["attempts"] == 3
@@ -150,7 +150,7 @@ def test_what_cannot_be_scored_is_set_aside_replaced_counted_and_told(kind: str,
 @pytest.mark.parametrize(("function", "error"), [("not_a_number", "nan"), ("crashes", "ended with status 3")])
 def test_other_ways_to_fail_are_set_aside_alike(function: str, error: str, runs: Runs) -> None:
     expected, run = runs.run("raises"), runs.run(function)
-    assert all(error in line["error"] for line in json_lines(run.files.poison))
+    assert all(error in line["error"] for line in json_lines(run.files.failed_trajectories))
     assert poison(run) == poison(expected) != []
     assert figures(run) == figures(expected)
     assert weights(run) == weights(expected)
@@ -159,8 +159,8 @@ def test_other_ways_to_fail_are_set_aside_alike(function: str, error: str, runs:
 def test_a_fault_that_passes_changes_nothing(runs: Runs) -> None:
     expected, run = runs.run("healthy"), runs.run("raises_once")
     assert list(Path().glob("*.seen")), "otherwise this shows nothing"
-    assert not run.files.poison.exists()
-    assert {step["set_aside"] for step in run.metrics} == {0}
+    assert not run.files.failed_trajectories.exists()
+    assert {step["failed_trajectories"] for step in run.metrics} == {0}
     assert figures(run) == figures(expected)
     assert weights(run) == weights(expected)
 
@@ -210,14 +210,14 @@ def test_a_prompt_none_of_whose_samples_can_be_scored_ends_the_run_with_count_id
     runs: Runs, world: World, tmp_path: Path
 ) -> None:
     data = marked(world, tmp_path / "prompts.jsonl", len(world.prompts.read_text().splitlines()))
-    run = runs.failure("raises_for_marked", data=data, recovery={"max_set_aside": 2})
+    run = runs.failure("raises_for_marked", data=data, recovery={"max_failed_trajectories": 2})
     text = run.progress.error
-    assert text.startswith("step 1: 3 of its trajectories could not be scored, recovery.max_set_aside is 2")
+    assert text.startswith("step 1: 3 of its trajectories could not be scored, recovery.max_failed_trajectories is 2")
     assert "mine:raises_for_marked" in text
     assert "ValueError: this prompt cannot be scored" in text
     assert text.count(f"{run.files.root.name}/1/") == 3
     assert not run.files.metrics.exists(), "the step left no trace"
-    lines = json_lines(run.files.poison)
+    lines = json_lines(run.files.failed_trajectories)
     assert [line["step"] for line in lines] == [1, 1, 1]
     assert all(
         line["id"] in text and line["response_ids"] and "mine:raises_for_marked" in line["error"] for line in lines
@@ -229,16 +229,16 @@ def test_what_ended_a_run_is_forgotten_when_it_goes_on(runs: Runs, world: World,
     data = marked(world, tmp_path / "prompts.jsonl", len(world.prompts.read_text().splitlines()))
     changes: dict[str, Any] = {"data": data, "run": {"steps": 1, "name": "mended"}}
     broken = runs.failure("raises_for_marked", **changes)
-    assert broken.files.poison.exists()
-    mended = runs.run("healthy", **changes)
-    assert mended.files.poison == broken.files.poison
-    assert poison(mended) == []
+    assert broken.files.failed_trajectories.exists()
+    repaired = runs.run("healthy", **changes)
+    assert repaired.files.failed_trajectories == broken.files.failed_trajectories
+    assert poison(repaired) == []
 
 
 def test_none_may_be_set_aside_where_the_config_says_so(runs: Runs) -> None:
     expected = runs.run("raises")
     first = poison(expected)[0]
-    run = runs.failure("raises", recovery={"max_set_aside": 0})
+    run = runs.failure("raises", recovery={"max_failed_trajectories": 0})
     assert len(run.metrics) == first["step"] - 1 if first["step"] > 1 else not run.files.metrics.exists()
     assert f"step {first['step']}: 1 of its trajectories could not be scored" in run.progress.error
     assert run.progress.error.endswith(first["id"])
@@ -281,11 +281,11 @@ def test_a_later_evaluation_that_cannot_be_scored_is_told_and_left_out_and_the_r
     [note] = [note for note in run.progress.notes if note.startswith("evaluation after step 2 failed")]
     assert error.__name__ in note
     assert "secret" not in str(run.progress.notes) + str(logged)
-    [line] = json_lines(run.files.poison)
+    [line] = json_lines(run.files.failed_trajectories)
     assert line["step"] == 2
     assert line["error"] == "reward: raised ValueError: my secret"
     assert run.progress.recoveries == 0
-    assert {step["set_aside"] for step in run.metrics} == {0}
+    assert {step["failed_trajectories"] for step in run.metrics} == {0}
 
 
 def test_an_evaluation_that_loses_a_service_is_taken_again(
@@ -336,7 +336,7 @@ def test_a_scoring_service_that_fails_for_a_while_sets_nothing_aside(
     seconds: float, error: QuartetError, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: dict[str, Any] = {
-        "rollout": {"prompts_per_step": 8, "score_batch": 4},
+        "rollout": {"prompts_per_step": 8, "score_batch_size": 4},
         "recovery": RecoveryConfig().model_dump(),
     }
     expected = runs.run("healthy", **changes)
@@ -344,7 +344,7 @@ def test_a_scoring_service_that_fails_for_a_while_sets_nothing_aside(
     monkeypatch.setattr(RewardClient, "score", lambda *arguments: passing(*arguments))
     run = runs.run("healthy", **changes)
     assert passing.calls > 2 * STEPS, "otherwise this shows nothing"
-    assert not run.files.poison.exists()
+    assert not run.files.failed_trajectories.exists()
     assert figures(run) == figures(expected)
     assert weights(run) == weights(expected)
 
@@ -361,4 +361,4 @@ def test_a_scoring_service_that_fails_for_good_ends_the_run_with_its_error(
     run = runs.failure("healthy", recovery={"attempts": 2})
     assert run.progress.error.startswith("gave up after 2 recoveries in a row")
     assert "reward: HTTP 503" in run.progress.error
-    assert not run.files.poison.exists()
+    assert not run.files.failed_trajectories.exists()

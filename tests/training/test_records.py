@@ -12,15 +12,15 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from quartet.checkpoints import roll_back
 from quartet.cli.checkpoints import branch
-from quartet.demo.world import World
+from quartet.demo.toy_task import World
 from quartet.errors import ConfigError
-from quartet.telemetry.run_files import RunFiles
-from services.orchestrator.control import Control
-from services.orchestrator.progress import ProgressBoard
-from services.orchestrator.telemetry import Telemetry
-from services.orchestrator.training import Training
+from quartet.run_directory.checkpoints import roll_back
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.control.progress import ProgressBoard
+from quartet.services.orchestrator.control.run_control import Control
+from quartet.services.orchestrator.run import Training
+from quartet.services.orchestrator.telemetry.run_telemetry import Telemetry
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, figures, json_lines, orchestrator, run_to_the_end, services, underway
 from tests.unit.telemetry.test_sinks import events, scalars, wandb_history
@@ -164,7 +164,7 @@ def test_a_branch_takes_the_timeline_along_and_no_tokens(run: Run) -> None:
 
 
 def test_tokens_are_kept_of_some_steps_only(make: MakeConfig) -> None:
-    telemetry = {"tokens_every": 2, "tokens_keep": 1}
+    telemetry = {"tokens_every_steps": 2, "tokens_keep_steps": 1}
     assert list(tokens(run_to_the_end(make(run={"steps": 5}, telemetry=telemetry)).files)) == [
         "step-000004.safetensors"
     ]
@@ -189,7 +189,7 @@ def test_a_run_without_critic_has_no_values_and_an_adapter_is_its_own_reference(
 
 
 def test_what_is_switched_off_leaves_nothing(make: MakeConfig) -> None:
-    telemetry = {"tokens_every": 0, "timeline": False, "tensorboard": False}
+    telemetry = {"tokens_every_steps": 0, "timeline": False, "tensorboard": False}
     files = run_to_the_end(make(run={"steps": 1}, telemetry=telemetry)).files
     assert not files.tokens.exists()
     assert not files.timeline.exists()

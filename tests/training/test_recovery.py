@@ -13,22 +13,23 @@ from typing import Any
 import pytest
 
 from quartet.buffer.connection import Redis
-from quartet.buffer.rollouts import RolloutStream
-from quartet.checkpoints import checkpoint_folders
+from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.errors import BufferFailed, ServiceUnavailable
-from quartet.models import training as training_of_models
+from quartet.models.training import updates as training_of_models
 from quartet.rpc.clients import ActorClient, CriticClient
-from quartet.rpc.compute import ComputeThread
-from quartet.telemetry.run_files import RunFiles
+from quartet.rpc.compute_thread import ComputeThread
+from quartet.run_directory.checkpoints import checkpoint_folders
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.actor import actor
+from quartet.services.critic import critic
+from quartet.services.orchestrator import run as training
+from quartet.services.orchestrator.checkpointing import checkpoint_writer as checkpoints
+from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import Saving
+from quartet.services.orchestrator.control.progress import RunState
+from quartet.services.orchestrator.control.run_control import Control
+from quartet.services.orchestrator.step import StepTransaction
 from quartet.types import Alert, Role, Trajectory
-from services.actor import actor
-from services.critic import critic
-from services.orchestrator import checkpoints, training
-from services.orchestrator.control import Control
-from services.orchestrator.progress import RunState
-from services.orchestrator.saving import Saving
-from services.orchestrator.step import StepTransaction
 from tests.e2e.commands import wait_until
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
@@ -175,9 +176,9 @@ def test_a_step_that_one_model_has_applied_is_not_generated_again(
     generations: list[int] = []
     real = StepTransaction._prepare
 
-    def count(self: Any, step: int, lead: Any) -> Any:
+    def count(self: Any, step: int, leadership: Any) -> Any:
         generations.append(step)
-        return real(self, step, lead)
+        return real(self, step, leadership)
 
     monkeypatch.setattr(StepTransaction, "_prepare", count)
     with disturbed(
@@ -282,7 +283,7 @@ def test_a_stop_that_is_asked_for_while_the_run_recovers_saves_the_policy_of_the
 def test_a_critic_that_restarts_between_two_batches_of_a_step_does_not_answer_as_it_was_at_its_start(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_batches = {**SHORT, "rollout": {"score_batch": 1}}
+    small_batches = {**SHORT, "rollout": {"score_batch_size": 1}}
     expected = run_to_the_end(make(**small_batches))
     asked: list[int] = []
     real = CriticClient.values
@@ -350,9 +351,9 @@ def prepared_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real = StepTransaction._prepare
 
-    def note(self: Any, step: int, lead: Any) -> Any:
+    def note(self: Any, step: int, leadership: Any) -> Any:
         found.append(step)
-        return real(self, step, lead)
+        return real(self, step, leadership)
 
     monkeypatch.setattr(StepTransaction, "_prepare", note)
     return found

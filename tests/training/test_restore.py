@@ -11,11 +11,11 @@ import pytest
 
 from quartet.config import Config
 from quartet.errors import FailedPrecondition, ModelError
+from quartet.services.actor import actor as actor_core
+from quartet.services.actor.actor import Actor
+from quartet.services.critic import critic as critic_core
+from quartet.services.critic.critic import Critic
 from quartet.types import SaveKind
-from services.actor import actor as actor_core
-from services.actor.actor import Actor
-from services.critic import critic as critic_core
-from services.critic.critic import Critic
 from tests.training.conftest import MakeConfig
 
 LOADERS = {"actor": (actor_core, "load_causal_lm"), "critic": (critic_core, "load_critic")}

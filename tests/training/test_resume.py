@@ -11,10 +11,10 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.config import Config
-from quartet.demo.world import World
-from services.orchestrator.progress import RunState
-from services.orchestrator.step import StepTransaction
-from services.orchestrator.training import Training
+from quartet.demo.toy_task import World
+from quartet.services.orchestrator.control.progress import RunState
+from quartet.services.orchestrator.run import Training
+from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
     Run,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quartet.demo.world import World
+from quartet.demo.toy_task import World
 from tests.training.conftest import MakeConfig
 from tests.training.runs import json_lines, run_to_the_end, underway
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from quartet.config import Config
-from quartet.demo.world import World, make_world
-from services.orchestrator.progress import RunState
+from quartet.demo.toy_task import World, make_world
+from quartet.services.orchestrator.control.progress import RunState
 from tests.training.runs import merged, parsed, run_to_the_end, underway
 from tests.training.test_stability import wait_for
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-from quartet.demo.world import World
-from services.orchestrator.progress import RunState
+from quartet.demo.toy_task import World
+from quartet.services.orchestrator.control.progress import RunState
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Underway, json_lines, run_to_the_end, underway
 
@@ -95,7 +95,7 @@ def test_a_nan_stops_the_run_with_its_cause(make: MakeConfig) -> None:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second policy loss is NaN, as an overflow in half precision would make it."""
-    from quartet.models import training
+    from quartet.models.training import updates as training
 
     real, calls = training.policy_loss, [0]
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.demo.world import World
-from quartet.models.engines.apart import ApartEngine
+from quartet.demo.toy_task import World
+from quartet.models.generation.detached_torch import DetachedTorchEngine
+from quartet.services.actor import servicer
+from quartet.services.critic.critic import Critic
+from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
 from quartet.types import Role
-from services.actor import servicer
-from services.critic.critic import Critic
-from services.orchestrator.staleness import Staleness
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, json_lines, orchestrator, run_to_the_end, services, underway
 from tests.training.test_live_control import asked, steps_kept
@@ -27,7 +27,7 @@ STEPS, EVERY = 7, 5
 STALE: dict[str, Any] = {
     "run": {"steps": STEPS},
     "checkpoint": {"every": EVERY},
-    "rollout": {"max_staleness": 1},
+    "rollout": {"max_off_policy_steps": 1},
     "algorithm": {"score": {"normalize": "running"}},
     "recovery": {"backoff": 0.01},
 }
@@ -66,7 +66,7 @@ def test_the_next_step_is_begun_before_the_update(undisturbed: Run) -> None:
 def test_the_next_step_is_generated_while_the_models_learn(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate, update = ApartEngine._generate, Critic.update
+    generate, update = DetachedTorchEngine._generate, Critic.update
     learned_from, in_time = defaultdict[int, threading.Event](threading.Event), list[bool]()
 
     def held(engine: Any, requests: Any, sampling: Any, seed: int, policy_version: int, cancelled: Any) -> Any:
@@ -80,7 +80,7 @@ def test_the_next_step_is_generated_while_the_models_learn(
         learned_from[step].set()
         return update(critic, run, step, *arguments)
 
-    monkeypatch.setattr(ApartEngine, "_generate", held)
+    monkeypatch.setattr(DetachedTorchEngine, "_generate", held)
     monkeypatch.setattr(Critic, "update", learns)
     assert_same(run_to_the_end(stale(make)), undisturbed)
     assert in_time == [True] * 5
@@ -156,16 +156,16 @@ def test_how_often_there_is_a_checkpoint_stays_as_it_was(make: MakeConfig, monke
 
 
 def test_the_rule_needs_nothing_but_the_step_and_the_checkpoint() -> None:
-    rule = Staleness(1, EVERY, STEPS)
+    rule = OffPolicySchedule(1, EVERY, STEPS)
     assert [rule.policy_version(step, 0) for step in range(1, STEPS + 1)] == VERSIONS
     assert rule.policy_version(4, 3) == 3, "a checkpoint that a user asked for"
     assert rule.policy_version(STEPS + 1, 0) == STEPS, "nothing is generated after the last step"
-    assert [Staleness(0, EVERY, STEPS).policy_version(step, 0) for step in range(1, 5)] == [0, 1, 2, 3]
+    assert [OffPolicySchedule(0, EVERY, STEPS).policy_version(step, 0) for step in range(1, 5)] == [0, 1, 2, 3]
 
 
 def test_weights_of_its_own_follow_the_policy_only_when_told() -> None:
     model = tiny.causal("llama")
-    engine = ApartEngine(model, frozenset(), 4, "cpu")
+    engine = DetachedTorchEngine(model, frozenset(), 4, "cpu")
     before = [parameter.clone() for parameter in model.parameters()]
     with torch.no_grad():
         for parameter in model.parameters():

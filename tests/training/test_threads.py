@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.services.actor import actor as actor_core
+from quartet.services.actor.actor import Actor
+from quartet.services.critic import critic as critic_core
+from quartet.services.critic.critic import Critic
 from quartet.types import PolicyLossSettings, ValueLossSettings
-from services.actor import actor as actor_core
-from services.actor.actor import Actor
-from services.critic import critic as critic_core
-from services.critic.critic import Critic
 from tests.training.conftest import MakeConfig
 from tests.unit.models.updates import settings
 

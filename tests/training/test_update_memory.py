@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from quartet.config import Config, parse_config
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
+from quartet.services import trainable_model as trained
+from quartet.services.orchestrator.algorithm import updates
+from quartet.services.orchestrator.checkpointing import recovery
 from quartet.types import TRAINED_ROLES
-from services import trained
-from services.orchestrator import recovery, updates
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, merged, orchestrator, run_to_the_end, underway
 from tests.training.test_resume import break_off

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.cli.reference import reference
+from quartet.cli.config_reference import reference
 from quartet.config import Config, load_config, parse_config
 from quartet.errors import ConfigError
 from quartet.topology import roles_of

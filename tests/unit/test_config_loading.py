@@ -49,12 +49,12 @@ WRONG = {
         ":7: reward.micro_batch_tokens: expected a smaller number, not 1e+23",
     ),
     "more rows at once than a step may have": (
-        "rollout:\n  max_concurrent: 65537\n",
-        ":8: rollout.max_concurrent: Input should be less than or equal to 65536, not 65537",
+        "rollout:\n  max_concurrent_sequences: 65537\n",
+        ":8: rollout.max_concurrent_sequences: Input should be less than or equal to 65536, not 65537",
     ),
     "true for a whole number": (
-        "rollout:\n  max_staleness: true\n",
-        ":8: rollout.max_staleness: expected a number, not True",
+        "rollout:\n  max_off_policy_steps: true\n",
+        ":8: rollout.max_off_policy_steps: expected a number, not True",
     ),
     "true for an optional number": (
         "algorithm:\n  clip_ratio_high: true\n",
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("algorithm.clip_ratio_high=null", "algorithm", "clip_ratio_high", None),
         ("algorithm.whiten_rewards=true", "algorithm", "whiten_rewards", True),
         ("algorithm.whiten_rewards=off", "algorithm", "whiten_rewards", False),
-        ("rollout.max_concurrent=1e2", "rollout", "max_concurrent", 100),
+        ("rollout.max_concurrent_sequences=1e2", "rollout", "max_concurrent_sequences", 100),
         ("run.name=7", "run", "name", "7"),
         ("actor.model=some/where=else", "actor", "model", "some/where=else"),
         ("run.name=1e5x", "run", "name", "1e5x"),

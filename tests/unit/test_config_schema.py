@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quartet.cli.reference import settings
+from quartet.cli.config_reference import settings
 from quartet.config import json_schema
 
 SCHEMA = json_schema()

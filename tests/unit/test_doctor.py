@@ -10,8 +10,8 @@ import torch
 
 from quartet.cli.doctor import TRAINED_BYTES, _memory
 from quartet.config import Config
-from quartet.models.optimizer import create_optimizer
-from quartet.models.training import update_policy
+from quartet.models.training.optimizer import create_optimizer
+from quartet.models.training.updates import update_policy
 from quartet.types import Role
 from tests.unit.models import tiny, updates
 

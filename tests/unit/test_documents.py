@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic.fields import FieldInfo
 
-from quartet.cli.reference import Setting, settings
+from quartet.cli.config_reference import Setting, settings
 from quartet.config import Config, GuardConfig, GuardsConfig, Section, parse_config
 from quartet.config.algorithm import Estimator
 
@@ -27,7 +27,7 @@ REQUIRED = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model
 
 # NeMo-Aligner's and TRL's PPO names, as their users know them.
 KNOWN_ELSEWHERE = """
-initial_policy_kl_penalty use_absolute_kl discount_factor gae_lambda normalize_advantages entropy_bonus ratio_eps
+initial_policy_kl_penalty use_absolute_kl discount_factor gae_lambda normalize_advantages entropy_coefficient ratio_eps
 num_rollout_samples rollout_micro_batch_size inference_micro_batch_size offload_adam_states length_params.max_length
 loss_clip_val combine_rm_and_critic_server total_episodes num_ppo_epochs num_mini_batches missing_eos_penalty
 whiten_rewards kl_coef kl_estimator cliprange cliprange_value vf_coef gamma lam response_length stop_token

@@ -10,9 +10,9 @@ import pytest
 
 from quartet.config import Config, parse_config
 from quartet.errors import ConfigError
-from quartet.identity import settings_of
 from quartet.preflight import check_inputs
-from services.actor.engines import engine_factory
+from quartet.run_directory.identity import settings_of
+from quartet.services.actor.engines import engine_factory
 
 URL = "grpc://127.0.0.1:8001"
 LORA = {"rank": 4}
@@ -72,8 +72,8 @@ def test_an_address_of_another_form_is_refused(url: str) -> None:
         ({}, r"rollout\.triton: missing; engine triton needs it"),
         ({"rollout": {"triton": {"url": URL}}}, r"weights lora: .*actor\.lora is null"),
         (
-            {"rollout": {"triton": {"url": URL, "weights": "static"}}, "algorithm": {"importance_cap": None}},
-            r"weights static: .*set algorithm\.importance_cap",
+            {"rollout": {"triton": {"url": URL, "weights": "static"}}, "algorithm": {"importance_sampling_cap": None}},
+            r"weights static: .*set algorithm\.importance_sampling_cap",
         ),
         (
             {"engine": "torch", "rollout": {"triton": {"url": URL}}},
@@ -148,14 +148,14 @@ def test_a_certificate_authority_that_cannot_be_read_is_named(tmp_path: Path) ->
     [
         ({"engine": "tensorrt-llm"}, "engine tensorrt-llm"),
         ({"engine": "triton", "rollout": {"triton": {"url": URL}}, "lora": LORA}, "engine triton"),
-        ({"engine": "torch", "algorithm": {"importance_cap": None}}, "importance_cap"),
-        ({"engine": "torch", "rollout": {"max_staleness": 2}}, "rollout.max_staleness"),
+        ({"engine": "torch", "algorithm": {"importance_sampling_cap": None}}, "importance_sampling_cap"),
+        ({"engine": "torch", "rollout": {"max_off_policy_steps": 2}}, "rollout.max_off_policy_steps"),
         ({"engine": "torch", "timeouts": {"update": 1.0}}, "timeouts.update 1"),
     ],
 )
 def test_stale_policies_need_an_engine_with_weights_of_its_own_and_a_correction(
     changes: dict[str, Any], word: str
 ) -> None:
-    rollout = {"max_staleness": 1, **changes.pop("rollout", {})}
+    rollout = {"max_off_policy_steps": 1, **changes.pop("rollout", {})}
     with pytest.raises(ConfigError, match=word):
         config(**changes, rollout=rollout)

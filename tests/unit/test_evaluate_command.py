@@ -16,7 +16,7 @@ import yaml
 from quartet.cli.evaluate import evaluate
 from quartet.errors import ConfigError, DataError, MismatchError, ModelError
 from quartet.models.loading import load_causal_lm, load_reward_model
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
 from tests.unit.models import tiny
 
 TEXTS = [f"w{30 + index} w{5 + index % 4}" for index in range(6)]

@@ -148,7 +148,7 @@ def test_without_a_folder_to_remember_in_they_are_refused(folder: str | None) ->
 def started(setting: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A service process with this setting, and with a config that is not there."""
     environment = {VARIABLE: setting, FOLDER_VARIABLE: str(folder), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    command = [sys.executable, "-m", "services", "reward", "--config", str(folder / "none.yaml")]
+    command = [sys.executable, "-m", "quartet.services", "reward", "--config", str(folder / "none.yaml")]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

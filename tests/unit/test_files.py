@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from quartet.durable_files import check_saved, confined, describe_files, in_words, replace_directory, write_durably
 from quartet.errors import InvalidRequest, MismatchError
-from quartet.files import check_saved, confined, describe_files, in_words, replace_directory, write_durably
 from quartet.types import SavedFile
 
 

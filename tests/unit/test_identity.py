@@ -9,7 +9,7 @@ import pytest
 
 from quartet.config import parse_config
 from quartet.errors import ConfigError
-from quartet.identity import CAME_LATER, check_settings, settings_of
+from quartet.run_directory.identity import CAME_LATER, check_settings, settings_of
 
 
 def settings(**sections: Any) -> dict[str, Any]:
@@ -24,17 +24,17 @@ def refusal(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def test_a_setting_that_makes_others_count_is_named_itself() -> None:
-    one, other = settings(rollout={"max_staleness": 1}), settings()
+    one, other = settings(rollout={"max_off_policy_steps": 1}), settings()
     assert "checkpoint.every" in one.keys() - other.keys()
-    assert refusal(one, other).startswith("--resume: rollout.max_staleness is 0, the run in runs/tiny had 1;")
-    assert refusal(other, one).startswith("--resume: rollout.max_staleness is 1, the run in runs/tiny had 0;")
+    assert refusal(one, other).startswith("--resume: rollout.max_off_policy_steps is 0, the run in runs/tiny had 1;")
+    assert refusal(other, one).startswith("--resume: rollout.max_off_policy_steps is 1, the run in runs/tiny had 0;")
     for key in CAME_LATER:
         del other[key]
-    assert refusal(other, one).startswith("--resume: rollout.max_staleness is 1, the run in runs/tiny had 0;")
+    assert refusal(other, one).startswith("--resume: rollout.max_off_policy_steps is 1, the run in runs/tiny had 0;")
 
 
 def test_a_setting_that_counts_in_both_is_named_with_both_values() -> None:
-    one, other = (settings(rollout={"max_staleness": 1}, checkpoint={"every": every}) for every in (10, 5))
+    one, other = (settings(rollout={"max_off_policy_steps": 1}, checkpoint={"every": every}) for every in (10, 5))
     assert refusal(one, other).startswith("--resume: checkpoint.every is 5, the run in runs/tiny had 10;")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from quartet.cli.live import LineView, LiveView, News
+from quartet.cli.progress_view import LineView, LiveView, News
 from quartet.v1 import orchestrator_pb2
 
 FIGURES = {

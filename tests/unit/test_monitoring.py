@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from quartet.config import GuardsConfig
+from quartet.services.orchestrator.control.progress import RunState
 from quartet.types import Role
-from services.orchestrator.progress import RunState
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker/monitoring"
@@ -138,6 +138,6 @@ def test_every_metric_that_is_asked_for_is_documented() -> None:
 
 
 def test_guards_are_those_of_the_config() -> None:
-    from services.orchestrator.figures import GUARDS
+    from quartet.services.orchestrator.telemetry.run_metrics import GUARDS
 
     assert set(GUARDS) == set(GuardsConfig.model_fields) - {"window"}

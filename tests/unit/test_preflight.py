@@ -297,7 +297,7 @@ RLOO = {"estimator": "rloo"}
         ({"algorithm": {**RLOO, "critic_warmup_steps": 0}}, "algorithm.critic_warmup_steps", NO_CRITIC),
         ({"services": {"critic": {"threads": 2}}}, "services.critic.threads", NO_CRITIC),
         ({"guards": {"critic_lost": {"action": "stop"}}}, "guards.critic_lost.action", NO_CRITIC),
-        ({"algorithm": {**RLOO, "grpo_std": False}}, "algorithm.grpo_std", "algorithm.estimator is rloo"),
+        ({"algorithm": {**RLOO, "grpo_normalize_std": False}}, "algorithm.grpo_normalize_std", "algorithm.estimator is rloo"),
         ({"actor": {"model": "a/b", "lora": {}}, "reference": {"dtype": "float32", "micro_batch_tokens": 9}},
          "reference.dtype, reference.micro_batch_tokens", "the actor answers as reference with its adapter off"),
         ({"actor": {"model": "a/b", "lora": {}}, "services": {"reference": {"devices": [1]}}},
@@ -332,7 +332,13 @@ def test_settings_that_do_something_are_not_named(models: Path) -> None:
         "guards": {"critic_lost": {"action": "stop"}},
     }  # fmt: skip
     assert unused(parse_config(minimal(models, **sections), "test")) == []
-    grpo = {"algorithm": {"estimator": "grpo", "grpo_std": False, "truncation": {"treatment": "scale", "scale": 0.1}}}
+    grpo = {
+        "algorithm": {
+            "estimator": "grpo",
+            "grpo_normalize_std": False,
+            "truncation": {"treatment": "scale", "scale": 0.1},
+        }
+    }
     assert unused(parse_config(minimal(models, **grpo), "test")) == []
     critic = {"critic": {"final_learning_rate": 1e-6}}
     assert unused(parse_config(minimal(models, **critic), "test")) == [

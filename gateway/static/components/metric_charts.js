@@ -52,9 +52,9 @@ export function chartsOf(detail) {
     },
     plain("Seconds of a step", "", [
       ["seconds", "all", "grey"],
-      ["seconds_generate", "generate", "blue"],
-      ["seconds_score", "score", "green"],
-      ["seconds_update", "update", "orange"],
+      ["generate_seconds", "generate", "blue"],
+      ["score_seconds", "score", "green"],
+      ["update_seconds", "update", "orange"],
     ], { zero: true, format: seconds }),
     plain("Responses that end", "share with an end token", [["eos_rate", "ended", "blue"]], { zero: true, format: percent, ticks: ".0%" }),
     plain("Gradient norms", "before clipping", [

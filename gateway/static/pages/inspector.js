@@ -159,7 +159,7 @@ class Inspector {
       { class: "panel padded stack" },
       h("h3", {}, "Response"),
       h("div", { class: "prose" }, this.found.response),
-      h("p", { class: "notice plain" }, icon("dots"), "This step's tokens were not kept: telemetry.tokens_every and tokens_keep say of which steps they are."),
+      h("p", { class: "notice plain" }, icon("dots"), "This step's tokens were not kept: telemetry.tokens_every_steps and tokens_keep_steps say of which steps they are."),
     );
   }
 }

@@ -93,7 +93,7 @@ class StepsPage {
         { label: "Reward", number: true, cell: (row) => number(row.reward_mean) },
         { label: "KL", number: true, cell: (row) => number(row.kl_mean) },
         { label: "Tokens", number: true, cell: (row) => whole(row.response_tokens) },
-        ...(this.steps.some((row) => row.set_aside) ? [{ label: "Set aside", number: true, cell: (row) => whole(row.set_aside) }] : []),
+        ...(this.steps.some((row) => row.failed_trajectories) ? [{ label: "Set aside", number: true, cell: (row) => whole(row.failed_trajectories) }] : []),
       ],
     });
   }
@@ -222,8 +222,8 @@ class StepsPage {
 
   stepped(step, metrics) {
     if (this.steps.some((row) => row.step >= step)) return;
-    const names = ["seconds", "seconds_generate", "seconds_score", "seconds_update", "reward_mean", "kl_mean", "response_tokens"];
-    this.steps.unshift({ step, set_aside: metrics.set_aside ?? 0, ...Object.fromEntries(names.map((name) => [name, metrics[name] ?? null])) });
+    const names = ["seconds", "generate_seconds", "score_seconds", "update_seconds", "reward_mean", "kl_mean", "response_tokens"];
+    this.steps.unshift({ step, failed_trajectories: metrics.failed_trajectories ?? 0, ...Object.fromEntries(names.map((name) => [name, metrics[name] ?? null])) });
     if (this.timer) return;
     // At most once a second: a fast run would else redraw without end.
     this.timer = setTimeout(() => {

@@ -134,9 +134,9 @@ spec:
 {{- toYaml $component.multiNode.command -}}
 {{- else if eq $component.workload "LeaderWorkerSet" -}}
 {{- list "tini" "--" "torchrun" (printf "--nnodes=%d" (int $component.nodes)) (printf "--nproc-per-node=%d" (max 1 (int $component.gpus)))
-  "--node-rank=$(LWS_WORKER_INDEX)" "--master-addr=$(LWS_LEADER_ADDRESS)" "--master-port=29500" "--module" "services" | toYaml -}}
+  "--node-rank=$(LWS_WORKER_INDEX)" "--master-addr=$(LWS_LEADER_ADDRESS)" "--master-port=29500" "--module" "quartet.services" | toYaml -}}
 {{- else -}}
-{{- list "tini" "--" "python" "-m" (eq $component.name "gateway" | ternary "gateway" "services") | toYaml -}}
+{{- list "tini" "--" "python" "-m" (eq $component.name "gateway" | ternary "quartet.gateway" "quartet.services") | toYaml -}}
 {{- end -}}
 {{- end -}}
 

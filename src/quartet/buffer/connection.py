@@ -13,7 +13,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from quartet.buffer.encryption import check_encryption
+from quartet.buffer.tls_check import check_encryption
 from quartet.config import is_redacted, redact_url
 from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceUnavailable
 

@@ -15,7 +15,7 @@ from typing import Any
 from redis.exceptions import WatchError
 
 from quartet.buffer.connection import Redis, translated
-from quartet.errors import AnotherLeads, FailedPrecondition, QuartetError
+from quartet.errors import FailedPrecondition, LeadershipConflict, QuartetError
 from quartet.processes import has_ended, this_process
 
 DURATION = 15.0
@@ -39,7 +39,7 @@ class Lease:
     ) -> None:
         """Takes the lease, under an epoch of ``at_least`` or more.
 
-        Waits for the end of a lease that nobody renews: its holder died. Raises AnotherLeads when another renews it. One of
+        Waits for the end of a lease that nobody renews: its holder died. Raises LeadershipConflict when another renews it. One of
         ``owner``, any text without a space, makes way: what it sent when the network was down may arrive after its release.
         """
         self._client, self._url, self._run, self._milliseconds = client, url, run, int(duration * 1000)
@@ -69,7 +69,7 @@ class Lease:
                 continue
             now = int(self._client.pttl(self._key))
             if now > left:
-                raise AnotherLeads(
+                raise LeadershipConflict(
                     f"run {self._run}: another orchestrator leads it; stop that one first, or choose another run.name"
                 )
             left = now

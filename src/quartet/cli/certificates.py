@@ -16,9 +16,9 @@ from pathlib import Path
 from rich.console import Console
 
 from quartet.errors import ConfigError
-from quartet.rpc.access import GATEWAY, PROCESSES, REDIS
-from quartet.rpc.authority import Authority
-from quartet.rpc.credentials import DOMAIN
+from quartet.rpc.security.allow_list import GATEWAY, PROCESSES, REDIS
+from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.security.credentials import DOMAIN
 from quartet.types import MODEL_ROLES
 
 console = Console()

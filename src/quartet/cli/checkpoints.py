@@ -11,7 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from quartet.checkpoints import (
+from quartet.config import MAX_MICRO_BATCH_TOKENS, Config, is_redacted, load_config, redact_url
+from quartet.durable_files import write_durably
+from quartet.errors import ConfigError
+from quartet.preflight import check_inputs
+from quartet.run_directory.checkpoints import (
     MANIFEST,
     Checkpoint,
     DamagedCheckpoint,
@@ -22,12 +26,8 @@ from quartet.checkpoints import (
     step_of,
     whole_checkpoint,
 )
-from quartet.config import MOST_MICRO_BATCH_TOKENS, Config, is_redacted, load_config, redact_url
-from quartet.errors import ConfigError
-from quartet.files import write_durably
-from quartet.identity import Identity
-from quartet.preflight import check_inputs
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.identity import Identity
+from quartet.run_directory.run_files import RunFiles
 from quartet.types import TRAINED_ROLES, Role
 
 console = Console()
@@ -141,7 +141,7 @@ def _sizes(files: RunFiles) -> dict[Role, int]:
     """The micro-batches of the run that is branched off: its branch has the same, unless its config says otherwise."""
     parent = Identity.read(files.identity)
     if parent is None:
-        return dict.fromkeys(TRAINED_ROLES, MOST_MICRO_BATCH_TOKENS)
+        return dict.fromkeys(TRAINED_ROLES, MAX_MICRO_BATCH_TOKENS)
     return {role: parent.micro_batch_tokens_of(role) for role in TRAINED_ROLES}
 
 
@@ -229,7 +229,7 @@ def _copy_until(old: RunFiles, new: RunFiles, step: int) -> None:
         (old.metrics, new.metrics),
         (old.evaluation_summaries, new.evaluation_summaries),
         (old.alerts, new.alerts),
-        (old.poison, new.poison),
+        (old.failed_trajectories, new.failed_trajectories),
         (old.timeline, new.timeline),
     ):
         if source.exists():

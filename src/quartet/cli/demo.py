@@ -15,9 +15,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from quartet.cli.runs import run
+from quartet.cli.train import run
 from quartet.config import Config, load_config
-from quartet.telemetry.run_files import RunFiles, read_metrics
+from quartet.run_directory.run_files import RunFiles, read_metrics
 
 console = Console()
 SHOWN = 5
@@ -60,7 +60,7 @@ def demo(directory: Path, overrides: list[str]) -> None:
 
 
 def _make_world(world: Path) -> None:
-    from quartet.demo.world import make_world
+    from quartet.demo.toy_task import make_world
 
     title = "making a tiny world: corpus, tokenizer, policy, reward model (first use only, about a minute)"
     if not console.is_terminal and not world.exists():
@@ -84,7 +84,7 @@ class Scored:
 def _scored_completions(config: Config, policy: str) -> list[Scored]:
     from quartet.cli.generate import complete
     from quartet.data import read_prompt_lines
-    from quartet.rewards.building import build_reward
+    from quartet.rewards.factory import build_reward
     from quartet.types import SamplingParameters, TokenBatch
 
     lines = read_prompt_lines(config.data.prompts)[:SCORED]

@@ -17,15 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from quartet import __version__
-from quartet.buffer.address import buffer_url
 from quartet.buffer.connection import connect
-from quartet.buffer.embedded import find_server
+from quartet.buffer.embedded_redis import find_server
+from quartet.buffer.redis_url import buffer_url
 from quartet.config import Config, load_config, redact_url
 from quartet.errors import ConfigError, QuartetError
-from quartet.launcher.access import check_access
+from quartet.launcher.security_checks import check_access
 from quartet.preflight import check_inputs, looks_local
-from quartet.rpc.access import OPERATOR
 from quartet.rpc.channels import accepts_connections
+from quartet.rpc.security.allow_list import OPERATOR
 from quartet.topology import cores, free_host_bytes, listen_address, roles_of, sharers, threads_of, update_threads_of
 from quartet.types import TRAINED_ROLES, Role
 
@@ -77,7 +77,7 @@ def _machine() -> Iterator[Finding]:
 
 def _bf16(torch: Any) -> str:
     """Times a matrix product in both types: what the processor has counts, not what torch accepts."""
-    from quartet.models.products import linear
+    from quartet.models.forward.onednn_linear import linear
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 4096 if device == "cuda" else 768
@@ -171,7 +171,7 @@ def _updates(config: Config, role: Role) -> str:
         return ""
     import torch
 
-    from quartet.models.memory import free_gpu_bytes
+    from quartet.models.training.update_memory import free_gpu_bytes
 
     devices = getattr(config.services, role).devices
     if any(index >= torch.cuda.device_count() for index in devices):

@@ -29,14 +29,14 @@ from quartet.evaluation import (
     texts_of,
     trajectory_id,
 )
-from quartet.models.engine import TorchEngine
+from quartet.models.forward.scoring import response_log_probs
+from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.loading import load_causal_lm, load_tokenizer, stop_token_ids, tokenizer_fingerprint
-from quartet.models.scoring import response_log_probs
 from quartet.preflight import looks_local
-from quartet.rewards.building import build_reward
+from quartet.rewards.factory import build_reward
 from quartet.rewards.function_worker import FunctionWorker
-from quartet.rewards.source import RewardSource
-from quartet.telemetry.run_files import RunFiles, find_run
+from quartet.rewards.reward_source import RewardSource
+from quartet.run_directory.run_files import RunFiles, find_run
 from quartet.types import GenerationRequest, Prompt, SamplingParameters, TokenBatch, Trajectory
 
 SHOWN = 3
@@ -145,7 +145,7 @@ class _Examiner:
     def answers(self, policy: Any) -> dict[int, Answers]:
         """The policy's answers, by the prompt's index."""
         rollout = self._config.rollout
-        engine = TorchEngine(policy, stop_token_ids(policy, self._tokenizer), rollout.max_concurrent)
+        engine = TorchEngine(policy, stop_token_ids(policy, self._tokenizer), rollout.max_concurrent_sequences)
         greedy = self._responses(engine, greedy_sampling(rollout))
         sampled = self._responses(engine, run_sampling(rollout))
         texts = texts_of(self._tokenizer, [prompt.token_ids for prompt in self._prompts], special_tokens=True)
@@ -155,7 +155,7 @@ class _Examiner:
         }
 
     def _responses(self, engine: TorchEngine, sampling: SamplingParameters) -> dict[int, Response]:
-        run, size = self._config.run, self._config.rollout.score_batch
+        run, size = self._config.run, self._config.rollout.score_batch_size
         requests = [GenerationRequest(trajectory_id(run.name, prompt), prompt.token_ids) for prompt in self._prompts]
         # In the order in which they finish and in batches of the run's size, so that the bits are the run's.
         finished = list(engine.generate(requests, sampling, run.seed, policy_version=0))

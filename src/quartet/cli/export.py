@@ -5,15 +5,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from quartet.checkpoints import Checkpoint
 from quartet.cli.checkpoints import checkpoint_at, console, run_files
 from quartet.config import load_config
 from quartet.errors import ConfigError
 from quartet.models.loading import load_causal_lm, load_tokenizer, snapshot_model
 from quartet.models.lora import add_adapter, is_adapter
-from quartet.models.optimizer import OPTIMIZER_FILE
 from quartet.models.snapshot import Writer, write_model
-from quartet.telemetry.run_files import RunFiles
+from quartet.models.training.optimizer import OPTIMIZER_FILE
+from quartet.run_directory.checkpoints import Checkpoint
+from quartet.run_directory.run_files import RunFiles
 from quartet.types import Role
 
 

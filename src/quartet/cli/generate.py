@@ -13,7 +13,7 @@ import typer
 
 from quartet.data import PromptEncoder, PromptLine, encode_prompts, read_prompt_lines
 from quartet.errors import ConfigError, InvalidRequest
-from quartet.models.engine import TorchEngine
+from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from quartet.types import GenerationRequest, Prompt, SamplingParameters, Trajectory, TrajectoryId
 
@@ -86,7 +86,7 @@ def complete(
         for prompt in prompts
         for sample in range(samples)
     ]
-    engine = TorchEngine(policy, stops, max_concurrent=64)
+    engine = TorchEngine(policy, stops, max_concurrent_sequences=64)
     found = {trajectory.id: trajectory for trajectory in engine.generate(requests, sampling, seed, 0, lambda: False)}
     by_index: dict[int, Prompt] = {prompt.index: prompt for prompt in prompts}
     return [

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Optional
 import typer
 
 from quartet import __version__
+from quartet.durable_files import in_words
 from quartet.errors import ConfigError, QuartetError
-from quartet.files import in_words
 
 app = typer.Typer(
     name="quartet",
@@ -35,7 +35,7 @@ Overlays = Annotated[
     typer.Option(
         "--overlay",
         metavar="FILE",
-        help="Laid over CONFIG, as a further --config of python -m services. May be repeated.",
+        help="Laid over CONFIG, as a further --config of python -m quartet.services. May be repeated.",
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Drop an earlier run of the same name.")]
@@ -51,7 +51,7 @@ def train(
     config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False, resume: Resume = False
 ) -> None:
     """Train: start whatever the config does not point at, run PPO, stop what was started."""
-    from quartet.cli.runs import train as run
+    from quartet.cli.train import train as run
 
     run(config, overrides or [], overwrite, resume)
 
@@ -59,7 +59,7 @@ def train(
 @app.command()
 def up(config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False, resume: Resume = False) -> None:
     """Start everything, train, and keep the services up afterwards, until Ctrl-C."""
-    from quartet.cli.runs import up as run
+    from quartet.cli.train import up as run
 
     run(config, overrides or [], overwrite, resume)
 
@@ -77,7 +77,7 @@ TokenFile = Annotated[
 @app.command()
 def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Show a run that is going on elsewhere."""
-    from quartet.cli.api import find
+    from quartet.cli.gateway_client import find
     from quartet.cli.watch import watch as show
 
     show(find(run, name, token_file))
@@ -86,8 +86,8 @@ def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> 
 @app.command()
 def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Let a run wait after the step in hand."""
-    from quartet.cli.api import find
-    from quartet.cli.control import pause as ask
+    from quartet.cli.gateway_client import find
+    from quartet.cli.run_commands import pause as ask
 
     ask(find(run, name, token_file))
 
@@ -95,8 +95,8 @@ def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> 
 @app.command()
 def resume(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Let a paused run go on."""
-    from quartet.cli.api import find
-    from quartet.cli.control import resume as ask
+    from quartet.cli.gateway_client import find
+    from quartet.cli.run_commands import resume as ask
 
     ask(find(run, name, token_file))
 
@@ -104,8 +104,8 @@ def resume(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) ->
 @app.command()
 def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """End a run after the step in hand; its policy is saved."""
-    from quartet.cli.api import find
-    from quartet.cli.control import stop as ask
+    from quartet.cli.gateway_client import find
+    from quartet.cli.run_commands import stop as ask
 
     ask(find(run, name, token_file))
 
@@ -113,8 +113,8 @@ def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> N
 @app.command()
 def checkpoint(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Let a run write a checkpoint after the step in hand."""
-    from quartet.cli.api import find
-    from quartet.cli.control import checkpoint as ask
+    from quartet.cli.gateway_client import find
+    from quartet.cli.run_commands import checkpoint as ask
 
     ask(find(run, name, token_file))
 
@@ -130,8 +130,8 @@ def change(
     token_file: TokenFile = None,
 ) -> None:
     """Change settings of a run while it goes on."""
-    from quartet.cli.api import find
-    from quartet.cli.control import change as ask
+    from quartet.cli.gateway_client import find
+    from quartet.cli.run_commands import change as ask
 
     ask(find(run, name, token_file), settings or [])
 
@@ -164,7 +164,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML file of a run: curves, tables, texts, settings."""
-    from quartet.cli.report import report as write
+    from quartet.cli.report.command import report as write
 
     write(run, output)
 
@@ -342,7 +342,7 @@ def certificates(
 def config_check(config: ConfigPath, overrides: Overrides = None, overlays: Overlays = None) -> None:
     """Check a config, its prompts, its local checkpoints, its certificates, tokens and passwords."""
     from quartet.config import load_config
-    from quartet.launcher.access import check_access
+    from quartet.launcher.security_checks import check_access
     from quartet.preflight import check_inputs
 
     found = load_config(config, overrides or [], overlays or [])
@@ -362,7 +362,7 @@ def config_show(config: ConfigPath, overrides: Overrides = None, overlays: Overl
 @config_app.command("reference")
 def config_reference() -> None:
     """Print every setting with its type, default and meaning, as Markdown."""
-    from quartet.cli.reference import reference
+    from quartet.cli.config_reference import reference
 
     typer.echo(reference(), nl=False)
 

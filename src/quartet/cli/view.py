@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from quartet.errors import ConfigError, ServiceFailed
-from quartet.launcher.gateway import Gateway
-from quartet.launcher.service import how_it_ended, last_lines
-from quartet.telemetry.run_files import RunFiles
+from quartet.launcher.gateway_process import Gateway
+from quartet.launcher.service_process import how_it_ended, last_lines
+from quartet.run_directory.run_files import RunFiles
 
 console = Console()
 PATIENCE = 60.0

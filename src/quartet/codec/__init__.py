@@ -2,7 +2,12 @@
 
 from quartet.codec.checks import LARGEST, positive
 from quartet.codec.experience import experience_from_bytes, experience_to_bytes
-from quartet.codec.saving import save_kind_from_proto, save_kind_to_proto, saved_file_from_proto, saved_file_to_proto
+from quartet.codec.saved_files import (
+    save_kind_from_proto,
+    save_kind_to_proto,
+    saved_file_from_proto,
+    saved_file_to_proto,
+)
 from quartet.codec.scores import scores_from_proto, scores_to_proto
 from quartet.codec.status import status_from_proto, status_to_proto
 from quartet.codec.tensors import floats_from_proto, ints_from_proto, tensor_to_proto

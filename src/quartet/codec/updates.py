@@ -59,13 +59,13 @@ def policy_loss_to_proto(loss: PolicyLossSettings) -> actor_pb2.PolicyLossSettin
         clip_low=loss.clip_low,
         clip_high=loss.clip_high,
         dual_clip=loss.dual_clip,
-        entropy_bonus=loss.entropy_bonus,
+        entropy_coefficient=loss.entropy_coefficient,
         kl_loss=_KL_LOSSES[loss.kl_loss],
         kl_loss_coefficient=loss.kl_loss_coefficient,
         ratio_level=_RATIO_LEVELS[loss.ratio_level],
         aggregation=_AGGREGATIONS[loss.aggregation],
-        importance_cap=loss.importance_cap,
-        max_update_kl=loss.max_update_kl,
+        importance_sampling_cap=loss.importance_sampling_cap,
+        target_kl=loss.target_kl,
     )
 
 
@@ -76,10 +76,10 @@ def policy_loss_from_proto(message: actor_pb2.PolicyLossSettings) -> PolicyLossS
         "clip_low",
         "clip_high",
         "dual_clip",
-        "entropy_bonus",
+        "entropy_coefficient",
         "kl_loss_coefficient",
-        "importance_cap",
-        "max_update_kl",
+        "importance_sampling_cap",
+        "target_kl",
     )
     if 0 < message.dual_clip <= 1:
         raise InvalidRequest(f"loss.dual_clip {message.dual_clip}: expected 0 (off) or more than 1")
@@ -97,13 +97,13 @@ def policy_loss_from_proto(message: actor_pb2.PolicyLossSettings) -> PolicyLossS
         clip_low=message.clip_low,
         clip_high=message.clip_high,
         dual_clip=message.dual_clip,
-        entropy_bonus=message.entropy_bonus,
+        entropy_coefficient=message.entropy_coefficient,
         kl_loss=kl_loss,  # type: ignore[arg-type]
         kl_loss_coefficient=message.kl_loss_coefficient,
         ratio_level=ratio_level,  # type: ignore[arg-type]
         aggregation=aggregation,  # type: ignore[arg-type]
-        importance_cap=message.importance_cap,
-        max_update_kl=message.max_update_kl,
+        importance_sampling_cap=message.importance_sampling_cap,
+        target_kl=message.target_kl,
     )
 
 

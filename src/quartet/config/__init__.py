@@ -16,7 +16,7 @@ from quartet.config.algorithm import (
 )
 from quartet.config.loading import load_config, parse_config, wrong_keys
 from quartet.config.models import (
-    MOST_MICRO_BATCH_TOKENS,
+    MAX_MICRO_BATCH_TOKENS,
     ActorConfig,
     CriticConfig,
     LoraConfig,
@@ -49,8 +49,8 @@ from quartet.config.section import Section, is_loopback
 from quartet.config.tree import Config, is_redacted, redact_url
 
 __all__ = [
+    "MAX_MICRO_BATCH_TOKENS",
     "MAX_RESPONSES",
-    "MOST_MICRO_BATCH_TOKENS",
     "ActorConfig",
     "AlgorithmConfig",
     "BufferConfig",

@@ -80,7 +80,7 @@ class AlgorithmConfig(Section):
 
     estimator: Estimator = "gae"
     """How advantages are estimated; only gae has a critic."""
-    grpo_std: bool = True
+    grpo_normalize_std: bool = True
     """grpo: divide by the standard deviation of the prompt's samples; false is Dr. GRPO."""
     gamma: Fraction = 1.0
     """Discount factor."""
@@ -118,17 +118,17 @@ class AlgorithmConfig(Section):
     """token: each token has its own ratio; sequence: one ratio a response, of the products of its tokens' probabilities."""
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """token_mean: every token of a mini-batch weighs the same; sequence_mean: every response does."""
-    importance_cap: Positive | None = 2.0
+    importance_sampling_cap: Positive | None = 2.0
     """Truncated importance sampling: tokens weigh min(π_trainer/π_engine, cap) in the policy loss; null is off."""
     value_clip: NonNegative = 0.2
     """Values count within this distance of those at generation; 0 is off."""
-    entropy_bonus: NonNegative = 0.0
+    entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy in the policy loss."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 4
     """Passes over a step's experience."""
     mini_batches: Count = 1
     """Optimizer steps per pass."""
-    max_update_kl: Positive | None = None
+    target_kl: Positive | None = None
     """A step's policy update ends early when KL(old ‖ new), nats per token, exceeds this; null is off."""
     critic_warmup_steps: WholeNumber = 0
     """Steps at the start in which the critic learns and the policy does not."""
@@ -219,11 +219,11 @@ class RolloutConfig(Section):
     """The server of engine triton."""
     tensorrt_llm: TensorRTLLMConfig | None = None
     """Settings of engine tensorrt-llm; null: their defaults."""
-    max_concurrent: Responses = 256
+    max_concurrent_sequences: Responses = 256
     """Sequences decoded at once."""
-    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    max_off_policy_steps: Annotated[int, Field(ge=0, le=1)] = 0
     """Updates that the policy which generates may be behind: 1 generates each step while the one before is learned from."""
-    score_batch: Count = 16
+    score_batch_size: Count = 16
     """Finished responses are scored in batches of this many, in the order in which they finish."""
 
 

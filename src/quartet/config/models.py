@@ -19,7 +19,7 @@ from quartet.config.section import (
     WholeNumber,
 )
 
-MOST_MICRO_BATCH_TOKENS = 4096
+MAX_MICRO_BATCH_TOKENS = 4096
 """Of an update whose micro-batches are found by the free memory: larger ones did not pay."""
 
 
@@ -77,7 +77,7 @@ class TrainedModelConfig(Section):
     @property
     def most_tokens_at_once(self) -> int:
         """Most tokens of one forward pass where memory asks for no fewer, as without gradients it does not."""
-        return self.micro_batch_tokens or MOST_MICRO_BATCH_TOKENS
+        return self.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainedModelConfig:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from quartet.config.section import Count, FunctionName, Name, Positive, Section, WholeNumber
 
-LONGEST_PAUSE = 30.0
+MAX_PAUSE = 30.0
 """Seconds before a further attempt at what failed, at most."""
 
 
@@ -119,7 +119,7 @@ class ServiceConfig(Section):
     listen: HostPort = None
     """HOST:PORT to listen on; port 0 takes a free one. Null: 127.0.0.1 and the port of `address`, or a free one."""
     devices: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
-    """CUDA devices; none: the CPU. One; the actor with rollout.max_staleness 1 may have a second, to generate on."""
+    """CUDA devices; none: the CPU. One; the actor with rollout.max_off_policy_steps 1 may have a second, to generate on."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads; null: its share of the cores, in an update its share among those that learn."""
     metrics: HostPort = None
@@ -174,14 +174,14 @@ class RecoveryConfig(Section):
     stall: Positive = 60.0
     """Seconds without an answer after which a process that was started here counts as stalled: it is killed and restarted. A
     model service ends itself where work goes on for as long after its deadline (`timeouts`) and its caller is gone."""
-    scoring_attempts: Count = 3
+    max_scoring_attempts: Count = 3
     """Attempts to score a trajectory before it is set aside and another of the same prompt takes its place."""
-    max_set_aside: WholeNumber = 4
+    max_failed_trajectories: WholeNumber = 4
     """Trajectories of one step that may be set aside; one more ends the run."""
 
     def pause(self, failures: int) -> float:
         """Seconds before the next attempt after so many failures in a row, from 1 on."""
-        return min(LONGEST_PAUSE, self.backoff * 2.0 ** min(failures - 1, 100))
+        return min(MAX_PAUSE, self.backoff * 2.0 ** min(failures - 1, 100))
 
 
 class SecurityConfig(Section):
@@ -259,9 +259,9 @@ class MLflowConfig(Section):
 class TelemetryConfig(Section):
     """What a run tells of itself, besides the files that it needs itself. None of it can fail a run."""
 
-    tokens_every: WholeNumber = 1
+    tokens_every_steps: WholeNumber = 1
     """Steps between those whose trajectories are kept token by token, for the inspector; 0: none."""
-    tokens_keep: WholeNumber = 0
+    tokens_keep_steps: WholeNumber = 0
     """Newest steps whose tokens are kept; 0: all."""
     timeline: bool = True
     """Keep when each service did what, in every step."""

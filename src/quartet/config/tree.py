@@ -138,7 +138,7 @@ class Config(Section):
             if given is not None and engine != name:
                 key = name.replace("-", "_")
                 raise ValueError(f"rollout.{key}: not used with engine {engine}; set engine {name}, or leave it out")
-        if self.rollout.max_staleness:
+        if self.rollout.max_off_policy_steps:
             self._check_staleness()
         if engine != "triton":
             return
@@ -149,10 +149,10 @@ class Config(Section):
                 "rollout.triton.weights lora: the server gets an adapter for each policy version, and actor.lora is null; set "
                 "actor.lora, or weights static for a server whose weights never change"
             )
-        if triton.weights == "static" and self.algorithm.importance_cap is None:
+        if triton.weights == "static" and self.algorithm.importance_sampling_cap is None:
             raise ValueError(
                 "rollout.triton.weights static: the server samples from another policy than the one that learns, which "
-                "importance sampling corrects for; set algorithm.importance_cap, such as 2"
+                "importance sampling corrects for; set algorithm.importance_sampling_cap, such as 2"
             )
         if (
             not triton.encrypted
@@ -165,21 +165,21 @@ class Config(Section):
             )
 
     def _check_staleness(self) -> None:
-        where = f"rollout.max_staleness {self.rollout.max_staleness}"
+        where = f"rollout.max_off_policy_steps {self.rollout.max_off_policy_steps}"
         if self.rollout.engine != "torch":
             raise ValueError(
                 f"{where}: engine {self.rollout.engine} needs the policy that learns while it generates; set engine torch, "
-                "or max_staleness 0"
+                "or max_off_policy_steps 0"
             )
         if self.timeouts.update < self.timeouts.generate:
             raise ValueError(
-                f"timeouts.update {self.timeouts.update:g}: with rollout.max_staleness an update ends when what is generated "
+                f"timeouts.update {self.timeouts.update:g}: with rollout.max_off_policy_steps an update ends when what is generated "
                 f"meanwhile has come to its end; give at least timeouts.generate {self.timeouts.generate:g}"
             )
-        if self.algorithm.importance_cap is None:
+        if self.algorithm.importance_sampling_cap is None:
             raise ValueError(
                 f"{where}: responses come from an older policy than the one that learns, which importance sampling corrects for; "
-                "set algorithm.importance_cap, such as 2"
+                "set algorithm.importance_sampling_cap, such as 2"
             )
 
     def _check_parts(self) -> None:

@@ -1,7 +1,7 @@
 """Prompts: read from JSON Lines, tokenised once, dealt out to the steps in an order that the seed decides."""
 
-from quartet.data.encoding import ENCODE_LINES, PromptEncoder, PromptSet, encode_prompts
-from quartet.data.lines import (
+from quartet.data.prompt_encoding import ENCODE_LINES, PromptEncoder, PromptSet, encode_prompts
+from quartet.data.prompt_lines import (
     MAX_FIELDS_BYTES,
     MAX_LINE_BYTES,
     MAX_MESSAGES,
@@ -9,7 +9,7 @@ from quartet.data.lines import (
     iterate_prompt_lines,
     read_prompt_lines,
 )
-from quartet.data.order import PromptOrder
+from quartet.data.prompt_order import PromptOrder
 
 __all__ = [
     "ENCODE_LINES",

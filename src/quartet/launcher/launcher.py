@@ -9,20 +9,20 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 
-from quartet.buffer.address import VARIABLE, buffer_url
 from quartet.buffer.connection import connect
-from quartet.buffer.embedded import EmbeddedRedis
+from quartet.buffer.embedded_redis import EmbeddedRedis
+from quartet.buffer.redis_url import VARIABLE, buffer_url
 from quartet.config import Config, ServiceConfig
 from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
-from quartet.launcher.access import processes_of
-from quartet.launcher.gateway import TOKENS, Gateway
-from quartet.launcher.service import Service, how_it_ended
-from quartet.launcher.supervision import Part, Restarts, Supervised, failure_of, in_one_line
-from quartet.rpc.access import OPERATOR
-from quartet.rpc.certificates import check_certificates
-from quartet.rpc.credentials import Credentials
+from quartet.launcher.gateway_process import TOKENS, Gateway
+from quartet.launcher.security_checks import processes_of
+from quartet.launcher.service_process import Service, how_it_ended
+from quartet.launcher.supervisor import Part, Restarts, Supervised, failure_of, in_one_line
+from quartet.rpc.security.allow_list import OPERATOR
+from quartet.rpc.security.certificates import check_certificates
+from quartet.rpc.security.credentials import Credentials
+from quartet.run_directory.run_files import RunFiles
 from quartet.telemetry.logs import file_log
-from quartet.telemetry.run_files import RunFiles
 from quartet.topology import roles_of
 from quartet.types import Role
 

@@ -24,9 +24,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from quartet.errors import ModelError
+from quartet.models.forward.onednn_linear import use_onednn_linear
+from quartet.models.hf_logging import quiet
 from quartet.models.lora import Adapter, adapter_base, adapter_chain, is_adapter, merge_adapter
-from quartet.models.products import multiply_fast
-from quartet.models.quiet import quiet
 from quartet.models.snapshot import Writer, host_state
 from quartet.models.value_head import HEAD_FILE, ValueModel
 from quartet.tokenizer_files import check_tokenizer, has_tokenizer
@@ -234,7 +234,7 @@ def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) ->
         loaded = loaded.to(torch.device(device))
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {device!r}: {_first_line(error)}; expected cpu or a GPU that is present") from error
-    multiply_fast(loaded)
+    use_onednn_linear(loaded)
     return _frozen_dropout(loaded)
 
 

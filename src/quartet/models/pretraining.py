@@ -24,14 +24,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from transformers.utils import logging
 
 from quartet.errors import InvalidRequest
-from quartet.models.products import multiply_fast
-from quartet.models.threads import torch_threads
+from quartet.models.forward.onednn_linear import use_onednn_linear
+from quartet.models.torch_threads import torch_threads
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 """Special tokens, ids 0, 1 and 2. None is added on encode; BOS is there for those who want it."""
 
 TokenIds = Sequence[int]
-SMALLEST_VOCABULARY = 3 + 256
+MIN_VOCABULARY = 3 + 256
 """The special tokens and every byte: any text can be encoded."""
 
 
@@ -93,8 +93,8 @@ def train_tokenizer(
 
     Raises InvalidRequest when the vocabulary has no room for the special tokens and every byte.
     """
-    if vocabulary_size < SMALLEST_VOCABULARY:
-        raise InvalidRequest(f"vocabulary_size {vocabulary_size}: expected at least {SMALLEST_VOCABULARY}")
+    if vocabulary_size < MIN_VOCABULARY:
+        raise InvalidRequest(f"vocabulary_size {vocabulary_size}: expected at least {MIN_VOCABULARY}")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -327,7 +327,7 @@ def _train(
     stage: str,
 ) -> None:
     """Takes ``schedule.steps`` steps of AdamW on ``loss``; weight decay for matrices alone. Leaves ``model`` in eval mode."""
-    multiply_fast(model)
+    use_onednn_linear(model)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quartet.durable_files import replace_directory
 from quartet.errors import QuartetError, StorageFailed
-from quartet.files import replace_directory
-from quartet.models.quiet import quiet
+from quartet.models.hf_logging import quiet
 
 Writer = Callable[[Path], None]
 """Writes its part of a model into an existing directory, on any thread. To be called once."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from quartet.errors import ModelError
+from quartet.models.forward.packing import Packing, hidden_states, read
 from quartet.models.lora import Adapter
-from quartet.models.packing import Packing, hidden_states, read
 from quartet.models.snapshot import Writer, host_copy, host_state
 
 HEAD_FILE = "value_head.safetensors"

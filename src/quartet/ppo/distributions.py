@@ -11,7 +11,7 @@ from quartet.errors import InvalidRequest
 
 CACHED = 2**17
 """Numbers that a core's cache still holds when they are passed over again."""
-LEAST_LOG_PROB = -1e30
+MIN_LOG_PROB = -1e30
 """Less than that of any token whose probability is above 0 in float64."""
 
 
@@ -65,7 +65,7 @@ def entropy(logits: Tensor, temperature: float) -> Tensor:
 def _entropy(logits: Tensor) -> Tensor:
     log_probs = torch.log_softmax(logits, dim=1)
     # A token that cannot occur (logit -inf) adds 0, as p log p does in the limit; 0 * -inf would be NaN.
-    return -(log_probs.exp() * log_probs.clamp(min=LEAST_LOG_PROB)).sum(1)
+    return -(log_probs.exp() * log_probs.clamp(min=MIN_LOG_PROB)).sum(1)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

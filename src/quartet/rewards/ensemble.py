@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quartet.errors import ComputationFailed
-from quartet.rewards.source import RewardSource, never
+from quartet.rewards.reward_source import RewardSource, never
 from quartet.types import FloatArray, Role, Scores, ServiceStatus, TokenBatch
 
 

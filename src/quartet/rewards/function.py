@@ -12,7 +12,7 @@ from quartet.config import RewardSourceConfig
 from quartet.errors import Cancelled, ComputationFailed, ConfigError, InvalidRequest
 from quartet.models.loading import load_tokenizer, tokenizer_fingerprint
 from quartet.rewards.function_worker import FunctionWorker
-from quartet.rewards.source import never, parse_fields
+from quartet.rewards.reward_source import never, parse_fields
 from quartet.types import FloatArray, IntArray, Role, Scores, ServiceStatus, TokenBatch
 
 _LARGEST = float(np.finfo(np.float32).max)

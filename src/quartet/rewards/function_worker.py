@@ -2,7 +2,7 @@
 
 There it may print, leak, hang and crash: a call that takes too long is ended with its process, and the next call finds a
 fresh one. Calls and answers are lines of JSON over pipes, numbered, so that nothing else is taken for an answer. The child is
-``quartet.rewards.worker``. No torch here.
+``quartet.rewards.function_worker_main``. No torch here.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ class _Process:
     def __init__(self, function: str, quotes: bool) -> None:
         self._answers, answers = os.pipe()
         output, printed = os.pipe()
-        command = of_module("quartet.rewards.worker", function, str(answers), *(["quotes"] if quotes else []))
+        command = of_module(
+            "quartet.rewards.function_worker_main", function, str(answers), *(["quotes"] if quotes else [])
+        )
         try:
             self._child = subprocess.Popen(
                 with_parent(command),

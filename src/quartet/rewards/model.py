@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from quartet.config import RewardSourceConfig
 from quartet.errors import ModelError
-from quartet.models.forward import max_positions, vocabulary_size
+from quartet.models.forward.inspection import max_positions, vocabulary_size
+from quartet.models.forward.scoring import sequence_scores
 from quartet.models.loading import count_parameters, load_reward_model, load_tokenizer, tokenizer_fingerprint
-from quartet.models.scoring import sequence_scores
-from quartet.rewards.source import never, parse_fields
+from quartet.rewards.reward_source import never, parse_fields
 from quartet.types import Role, Scores, ServiceStatus, TokenBatch
 
 

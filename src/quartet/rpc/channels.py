@@ -15,8 +15,8 @@ import structlog
 from google.protobuf.message import Message
 
 from quartet.errors import AccessRefused, Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
-from quartet.rpc.credentials import LOCAL, Credentials
-from quartet.rpc.observation import CallTracer
+from quartet.rpc.call_observers import CallTracer
+from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.status_codes import error_of
 from quartet.v1 import status_pb2, status_pb2_grpc
 
@@ -31,7 +31,7 @@ FOREIGN_AFTER = 8.0
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
-class Peer:
+class ServiceChannel:
     """One service at one address."""
 
     def __init__(self, name: str, address: str, credentials: Credentials = LOCAL) -> None:
@@ -119,9 +119,9 @@ class Peer:
             return False
         return True
 
-    def again(self) -> Peer:
+    def again(self) -> ServiceChannel:
         """The same over a new connection."""
-        return Peer(self.name, self.address, self._credentials)
+        return ServiceChannel(self.name, self.address, self._credentials)
 
     def close(self) -> None:
         """Closes the channel."""
@@ -218,7 +218,7 @@ class AnswerToCome:
 class PendingCall:
     """A call under way."""
 
-    def __init__(self, peer: Peer, future: Any, title: str, timeout: float) -> None:
+    def __init__(self, peer: ServiceChannel, future: Any, title: str, timeout: float) -> None:
         self._peer, self._future, self._title, self._timeout = peer, future, title, timeout
 
     def done(self) -> bool:

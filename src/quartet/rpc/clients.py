@@ -11,8 +11,8 @@ import numpy as np
 from quartet import codec
 from quartet.config import TimeoutsConfig
 from quartet.errors import FailedPrecondition, MismatchError, ServiceFailed
-from quartet.rpc.channels import Peer, PendingCall, ToldAtOnce, replicas_at
-from quartet.rpc.credentials import LOCAL, Credentials
+from quartet.rpc.channels import PendingCall, ServiceChannel, ToldAtOnce, replicas_at
+from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.types import (
     FloatArray,
     OptimizationSettings,
@@ -78,7 +78,7 @@ class ServiceClient:
     role: Role
 
     def __init__(self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL) -> None:
-        self.peer = Peer(self.role, address, credentials)
+        self.peer = ServiceChannel(self.role, address, credentials)
         self.timeouts = timeouts
 
     def wait_until_ready(self, alive: Callable[[], None] = lambda: None, known: bool = False) -> ServiceStatus:

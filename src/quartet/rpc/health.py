@@ -42,7 +42,7 @@ class HealthListener:
         )
         health_pb2_grpc.add_HealthServicer_to_server(checks, self._server)
         # Not above: a check runs every few seconds, and needs none of what this brings along.
-        from quartet.rpc.credentials import LOCAL
+        from quartet.rpc.security.credentials import LOCAL
 
         port = LOCAL.listen(self._server, listen)
         if port == 0:

@@ -17,7 +17,7 @@ MAX_STREAMS = 16
 MAX_PENDING_WORK = 16
 """Calls that may wait for a compute thread; fewer than WORKERS, so that health and status always find a free one."""
 
-LONGEST_CALL = 24 * 3600.0
+MAX_CALL = 24 * 3600.0
 """Seconds that a call waits for model work at most, whatever deadline its caller set, or none."""
 
 MAX_PENDING_SAVES = 4

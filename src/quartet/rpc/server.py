@@ -14,10 +14,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from quartet import __version__, codec
 from quartet.errors import ConfigError, InvalidRequest, ServiceBusy
-from quartet.rpc.credentials import LOCAL, AccessControl, Credentials
+from quartet.rpc.call_observers import Observer, wrapped
 from quartet.rpc.health import HealthListener
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_STREAMS, SERVER_OPTIONS, WORKERS
-from quartet.rpc.observation import Observer, wrapped
+from quartet.rpc.security.credentials import LOCAL, AccessControl, Credentials
 from quartet.rpc.status_codes import code_of
 from quartet.topology import is_loopback
 from quartet.types import Role, ServiceStatus

@@ -20,11 +20,11 @@ CODES: tuple[tuple[type[errors.QuartetError], grpc.StatusCode], ...] = (
     (errors.ServiceBusy, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.ServiceFailed, grpc.StatusCode.INTERNAL),
     (errors.StorageFailed, grpc.StatusCode.INTERNAL),
-    (errors.TooManySetAside, grpc.StatusCode.INTERNAL),
+    (errors.TooManyFailedTrajectories, grpc.StatusCode.INTERNAL),
     (errors.QuartetError, grpc.StatusCode.INTERNAL),
 )
 
-LONGEST_TEXT = 512
+MAX_TEXT = 512
 """Characters of a text that leaves the process. gRPC sends it as a header, at most 9 bytes each, and refuses headers of 16 KiB:
 the caller would get neither text nor status."""
 INTERNAL_TEXT = "internal error; the service's log has the cause"
@@ -40,9 +40,9 @@ def code_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
 
 def brief(text: str) -> str:
     """The text, whatever a caller had put into it: its beginning, in one line."""
-    shown = text[:LONGEST_TEXT]
-    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in shown)[:LONGEST_TEXT]
-    return shown if len(text) <= LONGEST_TEXT else f"{shown}... ({len(text)} characters)"
+    shown = text[:MAX_TEXT]
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in shown)[:MAX_TEXT]
+    return shown if len(text) <= MAX_TEXT else f"{shown}... ({len(text)} characters)"
 
 
 def error_of(code: grpc.StatusCode, text: str, where: str, timeout: float) -> errors.QuartetError:
@@ -57,13 +57,13 @@ def error_of(code: grpc.StatusCode, text: str, where: str, timeout: float) -> er
         )
     if code is grpc.StatusCode.CANCELLED:
         # What the caller itself cancels never gets here: the service gave up, and nobody asked it to.
-        return errors.Unanswered(f"{where}: cancelled by the service ({text})")
+        return errors.NoResponse(f"{where}: cancelled by the service ({text})")
     if code is grpc.StatusCode.UNAVAILABLE:
         return errors.ServiceUnavailable(f"{where}: unavailable ({text})")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.MismatchError(f"{where}: the process there does not offer this method; check the address")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return errors.Unanswered(
+        return errors.NoResponse(
             f"{where}: no answer within {timeout:g} s; raise its limit in the timeouts section if the work takes longer"
         )
     if code is grpc.StatusCode.DATA_LOSS:

@@ -268,13 +268,13 @@ class PolicyLossSettings(_message.Message):
     CLIP_LOW_FIELD_NUMBER: _builtins.int
     CLIP_HIGH_FIELD_NUMBER: _builtins.int
     DUAL_CLIP_FIELD_NUMBER: _builtins.int
-    ENTROPY_BONUS_FIELD_NUMBER: _builtins.int
+    ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
     KL_LOSS_FIELD_NUMBER: _builtins.int
     KL_LOSS_COEFFICIENT_FIELD_NUMBER: _builtins.int
     RATIO_LEVEL_FIELD_NUMBER: _builtins.int
     AGGREGATION_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
-    MAX_UPDATE_KL_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_SAMPLING_CAP_FIELD_NUMBER: _builtins.int
+    TARGET_KL_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Sampling temperature of the rollouts. More than 0."""
     clip_low: _builtins.float
@@ -283,7 +283,7 @@ class PolicyLossSettings(_message.Message):
     """Ratios count up to 1 + clip_high."""
     dual_clip: _builtins.float
     """With negative advantage A the loss is at most -dual_clip * A. 0 is off, else more than 1."""
-    entropy_bonus: _builtins.float
+    entropy_coefficient: _builtins.float
     """Weight of the mean entropy, subtracted from the loss."""
     kl_loss: Global___KlLoss.ValueType
     """Auxiliary KL term against the reference."""
@@ -293,9 +293,9 @@ class PolicyLossSettings(_message.Message):
     """What ratios are taken of."""
     aggregation: Global___LossAggregation.ValueType
     """How tokens weigh."""
-    importance_cap: _builtins.float
-    """Tokens weigh min(exp(log-prob of the trainer - log-prob of the engine), importance_cap). 0 is off."""
-    max_update_kl: _builtins.float
+    importance_sampling_cap: _builtins.float
+    """Tokens weigh min(exp(log-prob of the trainer - log-prob of the engine), importance_sampling_cap). 0 is off."""
+    target_kl: _builtins.float
     """Nats per token: the update ends before an optimizer step whose mini-batch has a larger KL(old || new). 0 is off."""
     def __init__(
         self,
@@ -304,17 +304,17 @@ class PolicyLossSettings(_message.Message):
         clip_low: _builtins.float = ...,
         clip_high: _builtins.float = ...,
         dual_clip: _builtins.float = ...,
-        entropy_bonus: _builtins.float = ...,
+        entropy_coefficient: _builtins.float = ...,
         kl_loss: Global___KlLoss.ValueType = ...,
         kl_loss_coefficient: _builtins.float = ...,
         ratio_level: Global___RatioLevel.ValueType = ...,
         aggregation: Global___LossAggregation.ValueType = ...,
-        importance_cap: _builtins.float = ...,
-        max_update_kl: _builtins.float = ...,
+        importance_sampling_cap: _builtins.float = ...,
+        target_kl: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_bonus", b"entropy_bonus", "importance_cap", b"importance_cap", "kl_loss", b"kl_loss", "kl_loss_coefficient", b"kl_loss_coefficient", "max_update_kl", b"max_update_kl", "ratio_level", b"ratio_level", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "importance_sampling_cap", b"importance_sampling_cap", "kl_loss", b"kl_loss", "kl_loss_coefficient", b"kl_loss_coefficient", "ratio_level", b"ratio_level", "target_kl", b"target_kl", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

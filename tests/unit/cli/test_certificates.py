@@ -10,7 +10,7 @@ from cryptography import x509
 
 from quartet.cli.certificates import certificates
 from quartet.errors import ConfigError
-from quartet.rpc.access import PROCESSES
+from quartet.rpc.security.allow_list import PROCESSES
 
 
 def names(folder: Path) -> list[str]:

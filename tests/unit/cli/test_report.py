@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from quartet.cli.report import report
-from quartet.cli.report_curves import POINTS, figures
+from quartet.cli.report.command import report
+from quartet.cli.report.curves import POINTS, figures
 from quartet.config import parse_config
 from quartet.errors import ConfigError
-from quartet.telemetry.run_files import MARK, RunFiles
+from quartet.run_directory.run_files import MARK, RunFiles
 from quartet.types import Alert
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
@@ -31,8 +31,8 @@ def metrics(step: int) -> dict[str, float]:
         "entropy": math.nan if step == 2 else 3.0,
         "response_tokens": 100,
         "seconds": 2.0,
-        "seconds_generate": 0.5,
-        "seconds_update": 1.0,
+        "generate_seconds": 0.5,
+        "update_seconds": 1.0,
         "odd_one": 7.0,
     }
 

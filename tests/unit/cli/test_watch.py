@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from quartet.cli import watch as module
-from quartet.cli.api import Event, Target
-from quartet.cli.live import LineView
+from quartet.cli.gateway_client import Event, Target
+from quartet.cli.progress_view import LineView
 from quartet.cli.watch import Shown, watch
 from quartet.errors import ConfigError, ServiceFailed
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from quartet.demo.world import Recipe, World, make_world
+from quartet.demo.toy_task import Recipe, World, make_world
 from quartet.errors import ConfigError
 from quartet.models.pretraining import Progress, Schedule, Shape
 

@@ -11,8 +11,8 @@ import pytest
 
 from quartet.config import Config, parse_config
 from quartet.errors import ConfigError
-from quartet.launcher.access import check_access
-from quartet.rpc.authority import Authority
+from quartet.launcher.security_checks import check_access
+from quartet.rpc.security.certificate_authority import Authority
 
 HERE = ("operator", "actor", "critic", "reward", "reference", "orchestrator", "gateway")
 SECRET = "this-is-secret-enough"  # pragma: allowlist secret - the test's own

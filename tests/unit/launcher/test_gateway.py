@@ -12,8 +12,8 @@ import pytest
 
 from quartet.config import Config, parse_config
 from quartet.errors import ConfigError
-from quartet.launcher.gateway import NICENESS, TOKEN, Gateway
-from quartet.telemetry.run_files import RunFiles
+from quartet.launcher.gateway_process import NICENESS, TOKEN, Gateway
+from quartet.run_directory.run_files import RunFiles
 
 PATIENCE = 60.0
 

@@ -12,10 +12,10 @@ import pytest
 from quartet.config import parse_config
 from quartet.errors import ConfigError
 from quartet.launcher import launcher as module
-from quartet.launcher.gateway import Gateway
+from quartet.launcher.gateway_process import Gateway
 from quartet.launcher.launcher import Launcher
-from quartet.rpc.authority import Authority
-from quartet.telemetry.run_files import RunFiles
+from quartet.rpc.security.certificate_authority import Authority
+from quartet.run_directory.run_files import RunFiles
 from quartet.types import Role
 
 

@@ -11,8 +11,8 @@ import structlog
 
 from quartet.config import RecoveryConfig
 from quartet.errors import ConfigError, ServiceFailed
-from quartet.launcher.service import Service
-from quartet.launcher.supervision import Supervised
+from quartet.launcher.service_process import Service
+from quartet.launcher.supervisor import Supervised
 
 
 @pytest.mark.parametrize(

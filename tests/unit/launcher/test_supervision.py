@@ -16,8 +16,8 @@ import structlog
 
 from quartet.config import RecoveryConfig
 from quartet.errors import ServiceFailed
-from quartet.launcher.supervision import Restarts, Supervised, failure_of
-from quartet.launcher.watchdog import standing
+from quartet.launcher.liveness import standing
+from quartet.launcher.supervisor import Restarts, Supervised, failure_of
 
 
 def test_the_backoff_doubles_up_to_half_a_minute_and_ends_with_the_restarts() -> None:
@@ -54,7 +54,7 @@ class Echo:
             self.process = subprocess.Popen([sys.executable, "-c", self.program], stdin=subprocess.PIPE, stdout=output)
         self._said = said
 
-    def mend(self) -> str:
+    def repair(self) -> str:
         found, self.damage = self.damage, ""
         return found
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from quartet.launcher.watchdog import Pulse, standing
+from quartet.launcher.liveness import Pulse, standing
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from quartet.models.lora import Adapter, add_adapter
-from quartet.models.optimizer import create_optimizer
-from quartet.models.training import update_policy
+from quartet.models.training.optimizer import create_optimizer
+from quartet.models.training.updates import update_policy
 from quartet.types import Experience, OptimizationSettings, PolicyLossSettings
 from tests.unit.models import tiny
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from quartet.models.loading import snapshot_model
 from quartet.models.lora import Adapter
-from quartet.models.optimizer import OPTIMIZER_FILE, MasterAdamW, snapshot_optimizer
 from quartet.models.snapshot import Writer, write_model
+from quartet.models.training.optimizer import OPTIMIZER_FILE, MasterAdamW, snapshot_optimizer
 from quartet.models.value_head import ValueModel
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.errors import InvalidRequest
-from quartet.models.batching import SPREAD, lay_out, micro_batches, right_pad
+from quartet.models.forward.batching import MAX_ATTENTION_EXPANSION, lay_out, micro_batches, right_pad
 from tests.unit.models import tiny
 
 
@@ -27,7 +27,7 @@ def test_packed_sequences_count_without_pads_and_are_not_spread_too_far(lengths:
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     for group in groups:
         sizes = [lengths[index] for index in group]
-        assert len(group) == 1 or (sum(sizes) <= budget and len(group) * max(sizes) <= SPREAD * budget)
+        assert len(group) == 1 or (sum(sizes) <= budget and len(group) * max(sizes) <= MAX_ATTENTION_EXPANSION * budget)
     assert len(groups) <= len(micro_batches(lengths, budget))
 
 

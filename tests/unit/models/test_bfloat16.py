@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from quartet.models.engine import TorchEngine
+from quartet.models.forward.packing import packs
+from quartet.models.forward.scoring import response_log_probs
+from quartet.models.generation.sampling import draw
+from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.lora import add_adapter
-from quartet.models.optimizer import create_optimizer
-from quartet.models.packing import packs
-from quartet.models.sampling import draw
-from quartet.models.scoring import response_log_probs
-from quartet.models.training import update_policy
+from quartet.models.training.optimizer import create_optimizer
+from quartet.models.training.updates import update_policy
 from quartet.types import SamplingParameters, TokenBatch
 from tests.unit.models import tiny, updates
 
 STOPS = frozenset({tiny.EOS, 7, 9})
-LOSS = updates.with_options(entropy_bonus=0.0, kl_loss_coefficient=0.0)
+LOSS = updates.with_options(entropy_coefficient=0.0, kl_loss_coefficient=0.0)
 NEAR = 0.15
 """Nats that a log-prob may move when weights and activations have 8 bits."""
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from quartet.errors import Cancelled, ComputationFailed, InvalidRequest
-from quartet.models import engine as engine_module
-from quartet.models.engine import TorchEngine
-from quartet.models.scoring import response_log_probs
+from quartet.models.forward.scoring import response_log_probs
+from quartet.models.generation import torch_engine as engine_module
+from quartet.models.generation.torch_engine import TorchEngine
 from quartet.random_streams import uniforms
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, TrajectoryId
 from tests.unit.models import tiny

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, MismatchError, ModelError
-from quartet.models.engines import Policy
-from quartet.models.engines.lora_tensors import lora_tensors
-from quartet.models.engines.responses import Answer, trajectories
-from quartet.models.engines.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
-from quartet.models.engines.triton import TritonEngine, TritonServer
-from quartet.models.engines.triton_tensors import Dialect, Partial, Served, dialect_of
+from quartet.models.forward.scoring import response_log_probs
+from quartet.models.generation.engine import Policy
+from quartet.models.generation.lora_tensors import lora_tensors
+from quartet.models.generation.responses import Answer, trajectories
+from quartet.models.generation.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
+from quartet.models.generation.triton import TritonEngine, TritonServer
+from quartet.models.generation.triton_tensors import Dialect, Partial, Served, dialect_of
 from quartet.models.lora import add_adapter
-from quartet.models.scoring import response_log_probs
 from quartet.random_streams import engine_seed
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, TrajectoryId
 from tests.unit.models import tiny

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.models import log_probs as log_probs_module
-from quartet.models.batching import lay_out
-from quartet.models.log_probs import EntropyUse, forward_log_probs
+from quartet.models.forward import log_probs as log_probs_module
+from quartet.models.forward.batching import lay_out
+from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
 from tests.unit.models import tiny
 
 PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]
@@ -39,7 +39,7 @@ def test_in_parts_they_are_what_they_are_at_once(
     expected = figures(model, entropy_use)
     made: list[int] = []
     model.get_output_embeddings().register_forward_hook(lambda _, states, __: made.append(states[0].shape[0]))
-    monkeypatch.setattr(log_probs_module, "MOST_LOGITS", AT_A_TIME * tiny.VOCABULARY)
+    monkeypatch.setattr(log_probs_module, "MAX_LOGITS", AT_A_TIME * tiny.VOCABULARY)
     found = figures(model, entropy_use)
     assert max(made[2:]) == AT_A_TIME, "the first two are the trial"
     assert sum(made[2:]) == 2 * sum(RESPONSES), "once on the way there and once on the way back"
@@ -63,5 +63,5 @@ def test_a_model_that_does_more_to_its_logits_than_its_head_is_asked_for_all(mon
 
     monkeypatch.setattr(type(model), "forward", scaled)
     expected = figures(model, "none")
-    monkeypatch.setattr(log_probs_module, "MOST_LOGITS", AT_A_TIME * tiny.VOCABULARY)
+    monkeypatch.setattr(log_probs_module, "MAX_LOGITS", AT_A_TIME * tiny.VOCABULARY)
     assert torch.equal(figures(model, "none")[0], expected[0])

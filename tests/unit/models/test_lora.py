@@ -10,9 +10,9 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from quartet.errors import InvalidRequest, ModelError
-from quartet.models.engine import TorchEngine
+from quartet.models.forward.scoring import response_log_probs
+from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.lora import add_adapter
-from quartet.models.scoring import response_log_probs
 from tests.unit.models import tiny
 from tests.unit.models.adapters import ALPHA, BATCH, IDS, RANK, adapted, learn, same, snapshot, split
 

@@ -16,8 +16,8 @@ from quartet.errors import ModelError
 from quartet.models.freezing import freeze_parameters
 from quartet.models.loading import load_causal_lm, load_critic
 from quartet.models.lora import add_adapter
-from quartet.models.optimizer import MasterAdamW, apply_gradients, create_optimizer, load_optimizer
-from quartet.models.training import update_policy, update_value
+from quartet.models.training.optimizer import MasterAdamW, apply_gradients, create_optimizer, load_optimizer
+from quartet.models.training.updates import update_policy, update_value
 from quartet.types import ValueLossSettings
 from tests.unit.models import tiny, updates
 from tests.unit.models.saving import save_optimizer, save_policy
@@ -131,7 +131,7 @@ def test_adapter_and_value_head_are_float32_already_and_have_no_copy(tmp_path: P
 def test_a_mini_batch_that_is_given_up_leaves_no_gradient_behind() -> None:
     model = narrow()
     optimizer = create_optimizer(model, 0.1)
-    loss = dataclasses.replace(updates.LOSS, max_update_kl=1e-9)
+    loss = dataclasses.replace(updates.LOSS, target_kl=1e-9)
     chosen = updates.settings(epochs=3)
     assert update_policy(model, optimizer, updates.experience(model), chosen, loss, 40)["optimizer_steps"] == 1
     assert all(p.grad is None for p in [*model.parameters(), *optimizer.learning()])

@@ -11,11 +11,14 @@ import torch
 
 from quartet.cli.doctor import TRAINED_BYTES
 from quartet.errors import ModelError
-from quartet.models import memory
-from quartet.models.batching import lay_out
-from quartet.models.log_probs import forward_log_probs
+from quartet.models.forward.batching import lay_out
+from quartet.models.forward.log_probs import forward_log_probs
+from quartet.models.forward.packing import packs
+from quartet.models.forward.scoring import forward_values
 from quartet.models.lora import add_adapter
-from quartet.models.memory import (
+from quartet.models.training import update_memory as memory
+from quartet.models.training.activation_checkpointing import recomputing
+from quartet.models.training.update_memory import (
     Activations,
     Kept,
     UpdateMemory,
@@ -24,9 +27,6 @@ from quartet.models.memory import (
     measure_policy,
     measure_value,
 )
-from quartet.models.packing import packs
-from quartet.models.recomputation import recomputing
-from quartet.models.scoring import forward_values
 from quartet.models.value_head import ValueModel
 from quartet.types import TokenBatch
 from tests.unit.models import tiny

@@ -9,8 +9,8 @@ import torch
 
 from quartet.errors import ModelError
 from quartet.models.loading import load_critic
-from quartet.models.optimizer import create_optimizer, load_optimizer
-from quartet.models.training import update_policy, update_value
+from quartet.models.training.optimizer import create_optimizer, load_optimizer
+from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.types import ValueLossSettings
 from tests.unit.models import tiny

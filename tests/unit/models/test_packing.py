@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from quartet.models import packing as packing_module
-from quartet.models.batching import laid_out, lay_out, micro_batches
-from quartet.models.log_probs import forward_log_probs
-from quartet.models.packing import NAME, Packing, hidden_states, packs
-from quartet.models.scoring import response_log_probs
+from quartet.models.forward import packing as packing_module
+from quartet.models.forward.batching import laid_out, lay_out, micro_batches
+from quartet.models.forward.log_probs import forward_log_probs
+from quartet.models.forward.packing import NAME, Packing, hidden_states, packs
+from quartet.models.forward.scoring import response_log_probs
 from quartet.models.value_head import ValueModel
 from quartet.types import TokenBatch
 from tests.unit.models import tiny

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from quartet.models import products
+from quartet.models.forward import onednn_linear as products
+from quartet.models.forward.onednn_linear import linear, onednn_is_faster, use_onednn_linear
 from quartet.models.loading import load_causal_lm
 from quartet.models.lora import add_adapter
-from quartet.models.products import linear, multiply_fast, onednn_is_faster
 from tests.unit.models import tiny
 
 pytestmark = pytest.mark.skipif(
@@ -84,7 +84,7 @@ def test_a_model_computes_the_same_and_keeps_its_weights(kind: str, everywhere: 
     ids, found = torch.arange(24).view(2, 12), []
     plain = tiny.causal(kind)
     fast = copy.deepcopy(plain)
-    multiply_fast(fast)
+    use_onednn_linear(fast)
     for model in (plain, fast):
         logits = model(input_ids=ids).logits
         logits.logsumexp(-1).sum().backward()
@@ -143,7 +143,7 @@ def test_layers_stay_linear_layers(everywhere: list[tuple[int, ...]]) -> None:
         """Computes in its own way."""
 
     model = nn.Sequential(nn.Linear(2, 2), Own(2, 2), Conv1D(2, 2))
-    multiply_fast(model)
+    use_onednn_linear(model)
     assert [type(layer) is kind for layer, kind in zip(model, (nn.Linear, Own, Conv1D), strict=True)] == [
         False,
         True,
@@ -155,7 +155,7 @@ def test_layers_stay_linear_layers(everywhere: list[tuple[int, ...]]) -> None:
 
 def test_an_adapter_goes_on_such_layers(everywhere: list[tuple[int, ...]]) -> None:
     model = tiny.causal("gpt2")
-    multiply_fast(model)
+    use_onednn_linear(model)
     adapter = add_adapter(model, "base", rank=2, alpha=4.0, target_modules=[], seed=0)
     everywhere.clear()
     logits = model(input_ids=torch.arange(6)[None]).logits

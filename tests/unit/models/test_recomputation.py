@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import FalconConfig, FalconForCausalLM
 
+from quartet.models.forward.packing import packs
 from quartet.models.loading import load_causal_lm
 from quartet.models.lora import add_adapter
-from quartet.models.memory import kept_bytes
-from quartet.models.optimizer import create_optimizer
-from quartet.models.packing import packs
-from quartet.models.recomputation import recomputed_layers, recomputing
-from quartet.models.training import update_policy, update_value
+from quartet.models.training.activation_checkpointing import recomputed_layers, recomputing
+from quartet.models.training.optimizer import create_optimizer
+from quartet.models.training.update_memory import kept_bytes
+from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.types import ValueLossSettings
 from tests.unit.models import tiny, updates

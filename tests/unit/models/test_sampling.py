@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quartet.errors import InvalidRequest
-from quartet.models.sampling import check_sampling, draw
+from quartet.models.generation.sampling import check_sampling, draw
 from quartet.random_streams import uniforms
 from quartet.types import SamplingParameters, TrajectoryId
 

@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from quartet.errors import ComputationFailed, InvalidRequest
-from quartet.models.batching import lay_out
-from quartet.models.scoring import forward_log_probs, response_log_probs, response_values, sequence_scores
+from quartet.models.forward.batching import lay_out
+from quartet.models.forward.scoring import (
+    forward_log_probs,
+    response_log_probs,
+    response_values,
+    sequence_scores,
+)
 from quartet.models.value_head import ValueModel
 from quartet.types import TokenBatch
 from tests.unit.models import tiny

@@ -17,11 +17,11 @@ import torch
 import transformers
 
 from quartet.errors import StorageFailed
+from quartet.models.hf_logging import quiet
 from quartet.models.loading import load_causal_lm, load_critic, snapshot_model
 from quartet.models.lora import add_adapter
-from quartet.models.optimizer import create_optimizer, snapshot_optimizer
-from quartet.models.quiet import quiet
 from quartet.models.snapshot import Writer, host_state, write_model
+from quartet.models.training.optimizer import create_optimizer, snapshot_optimizer
 from quartet.models.value_head import HEAD_FILE
 from tests.unit.models import tiny
 

@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quartet.errors import Cancelled, ComputationFailed
-from quartet.models import static_decoding
-from quartet.models.engine import TorchEngine
+from quartet.models.generation import static_decoding
+from quartet.models.generation.static_decoding import COLUMNS, StaticDecoder, unsupported_reason
+from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.lora import add_adapter
-from quartet.models.static_decoding import COLUMNS, StaticDecoder, why_not
 from quartet.types import SamplingParameters, Trajectory
 from tests.unit.models import tiny
 
@@ -111,7 +111,7 @@ def test_a_model_that_does_not_fit_decodes_the_ordinary_way_and_the_log_says_so_
 
 def test_a_model_that_computes_something_else_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_decoding._Layer, "update", lambda self, keys, values, *_, **__: (self.keys, self.values))
-    reason = why_not(tiny.causal("llama"), capture=False)
+    reason = unsupported_reason(tiny.causal("llama"), capture=False)
     assert reason is not None
     assert reason.startswith("logits differ by")
 
@@ -124,10 +124,10 @@ def test_a_model_that_fails_does_not_fit_but_too_little_memory_is_an_error(monke
 
     monkeypatch.setattr(StaticDecoder, "_compute", failing)
     model = tiny.causal("llama")
-    assert why_not(model, False) == "RuntimeError: operation not permitted when stream is capturing"
+    assert unsupported_reason(model, False) == "RuntimeError: operation not permitted when stream is capturing"
     raised[0] = torch.OutOfMemoryError("no memory")
     with pytest.raises(torch.OutOfMemoryError):
-        why_not(model, False)
+        unsupported_reason(model, False)
 
 
 def test_what_an_engine_has_done_before_changes_no_bit() -> None:
@@ -286,7 +286,7 @@ def test_a_generation_whose_cache_a_later_one_has_taken_does_not_go_on() -> None
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_graphs_on_a_gpu_draw_what_the_ordinary_way_draws_there(kind: str) -> None:
     model, asked = tiny.causal(kind).to("cuda"), tiny.requests(40)
-    assert why_not(model, capture=True) is None
+    assert unsupported_reason(model, capture=True) is None
     expected = tiny.generated(TorchEngine(model, STOPS, 7, static=False), asked)
     engine = TorchEngine(model, STOPS, 7)
     for _ in range(2):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from quartet.errors import InvalidRequest
-from quartet.models import training
-from quartet.models.optimizer import create_optimizer
-from quartet.models.training import update_policy, update_value
+from quartet.models.training import updates as training
+from quartet.models.training.optimizer import create_optimizer
+from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.random_streams import permutation
 from quartet.types import PolicyLossSettings, ValueLossSettings
@@ -70,10 +70,10 @@ def test_the_update_ends_before_a_step_whose_kl_is_too_large() -> None:
     free = Straightforward(model, data, chosen)
     free.policy()
     bound = (free.kl_seen[1] + max(free.kl_seen)) / 2
-    plain = Straightforward(model, data, chosen, with_options(max_update_kl=bound))
+    plain = Straightforward(model, data, chosen, with_options(target_kl=bound))
     expected = plain.policy()
     assert 2 <= expected["optimizer_steps"] < 6
-    found = update_policy(model, sgd(model), data, chosen, with_options(max_update_kl=bound), 40)
+    found = update_policy(model, sgd(model), data, chosen, with_options(target_kl=bound), 40)
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert largest_difference(model, plain.model) < 1e-5
     assert found["skipped_steps"] == 0
@@ -83,7 +83,7 @@ def test_the_update_ends_before_a_step_whose_kl_is_too_large() -> None:
 @pytest.mark.parametrize(("bound", "steps"), [(1e-12, 1), (1e6, 4), (0.0, 4)])
 def test_the_first_step_is_always_taken_and_a_bound_of_zero_is_none(bound: float, steps: int) -> None:
     models = [tiny.causal("llama") for _ in range(2)]
-    data, loss = experience(models[0]), with_options(max_update_kl=bound)
+    data, loss = experience(models[0]), with_options(target_kl=bound)
     found = update_policy(models[0], sgd(models[0]), data, settings(mini_batches=1, epochs=4), loss, 1000)
     update_policy(models[1], sgd(models[1]), data, settings(mini_batches=1, epochs=steps), LOSS, 1000)
     assert found["optimizer_steps"] == steps
@@ -216,11 +216,13 @@ def test_no_epochs_change_nothing_and_still_report_entropy_and_mismatch(monkeypa
     model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
     data, before, critic_before = experience(model), copy.deepcopy(model), copy.deepcopy(critic)
     once = settings(mini_batches=1, epochs=1, learning_rate=0.0)
-    expected = update_policy(copy.deepcopy(model), sgd(model), data, once, with_options(importance_cap=1.05), 1000)
+    expected = update_policy(
+        copy.deepcopy(model), sgd(model), data, once, with_options(importance_sampling_cap=1.05), 1000
+    )
     policies, values = (forward_passes(monkeypatch, name) for name in ("forward_log_probs", "forward_values"))
     optimizer = create_optimizer(model, 0.5, weight_decay=0.1)
     none = settings(mini_batches=1, epochs=0)
-    found = update_policy(model, optimizer, data, none, with_options(importance_cap=1.05), 1000)
+    found = update_policy(model, optimizer, data, none, with_options(importance_sampling_cap=1.05), 1000)
     observed = ("entropy", "rollout_mismatch_kl", "importance_weight")
     assert found["entropy"] > 0
     assert {name: found[name] for name in observed} == pytest.approx({name: expected[name] for name in observed})

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from quartet.errors import ComputationFailed
-from quartet.models import training
-from quartet.models.optimizer import create_optimizer
-from quartet.models.training import update_policy, update_value
+from quartet.models.training import updates as training
+from quartet.models.training.optimizer import create_optimizer
+from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.random_streams import permutation
 from quartet.types import Experience, PolicyLossSettings, ValueLossSettings
@@ -59,7 +59,7 @@ def test_when_every_step_is_skipped_nothing_changes_and_the_report_is_finite(bad
     optimizer, critic_optimizer = (create_optimizer(m, 0.1, weight_decay=0.1) for m in (model, critic))
     chosen = settings(skip_non_finite=True)
     reports = (
-        update_policy(model, optimizer, data, chosen, with_options(**OPTIONS["all"], max_update_kl=1e-9), 1000),
+        update_policy(model, optimizer, data, chosen, with_options(**OPTIONS["all"], target_kl=1e-9), 1000),
         update_value(critic, critic_optimizer, data, chosen, ValueLossSettings(), 1000),
     )
     for report in reports:
@@ -115,7 +115,7 @@ def test_after_a_skipped_step_the_next_counts_as_the_first_whatever_its_kl(monke
     bounds = np.cumsum([0, *RESPONSES])
     for row in np.array_split(permutation(5, 3, 0, len(PROMPTS)), 3)[0]:
         data.advantages[bounds[row] : bounds[row + 1]] = np.nan
-    found = update_policy(model, sgd(model), data, chosen, with_options(max_update_kl=1e-6), 1000)
+    found = update_policy(model, sgd(model), data, chosen, with_options(target_kl=1e-6), 1000)
     assert (found["optimizer_steps"], found["skipped_steps"]) == (1, 1)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quartet.models.scoring import response_log_probs
+from quartet.models.forward.scoring import response_log_probs
 from quartet.random_streams import permutation
 from quartet.types import Experience, OptimizationSettings, PolicyLossSettings
 from tests.unit.models import tiny
@@ -20,7 +20,7 @@ LOSS = PolicyLossSettings(
     clip_low=0.1,
     clip_high=0.15,
     dual_clip=1.5,
-    entropy_bonus=0.02,
+    entropy_coefficient=0.02,
     kl_loss="k3",
     kl_loss_coefficient=0.1,
 )
@@ -28,8 +28,8 @@ LOSS = PolicyLossSettings(
 OPTIONS = {
     "sequence_mean": {"aggregation": "sequence_mean"},
     "sequence_ratio": {"ratio_level": "sequence"},
-    "importance": {"importance_cap": 1.05},
-    "all": {"aggregation": "sequence_mean", "ratio_level": "sequence", "importance_cap": 1.05},
+    "importance": {"importance_sampling_cap": 1.05},
+    "all": {"aggregation": "sequence_mean", "ratio_level": "sequence", "importance_sampling_cap": 1.05},
 }
 
 
@@ -144,7 +144,11 @@ class Straightforward:
 
     def trust(self, row: int, old: torch.Tensor) -> torch.Tensor:
         weights = torch.exp(old - self.of("log_probs", row))
-        return weights.clamp(max=self.loss.importance_cap) if self.loss.importance_cap else torch.ones_like(weights)
+        return (
+            weights.clamp(max=self.loss.importance_sampling_cap)
+            if self.loss.importance_sampling_cap
+            else torch.ones_like(weights)
+        )
 
     def policy(self) -> dict[str, float]:
         with torch.no_grad():
@@ -168,12 +172,12 @@ class Straightforward:
                 step_clipped += int(decided.sum())
             count = int(sum(self.of("actor_mask", row).sum() for row in group))
             self.kl_seen.append(step_kl / count)
-            if self.loss.max_update_kl and losses and step_kl / count > self.loss.max_update_kl:
+            if self.loss.target_kl and losses and step_kl / count > self.loss.target_kl:
                 break
             kls, clipped, tokens = kls + step_kl, clipped + step_clipped, tokens + count
             losses.append(total.item())
             norms.append(
-                self.descend(total - self.loss.entropy_bonus * bonus + self.loss.kl_loss_coefficient * penalty)
+                self.descend(total - self.loss.entropy_coefficient * bonus + self.loss.kl_loss_coefficient * penalty)
             )
         drift = torch.cat(old) - torch.from_numpy(self.data.log_probs.astype(np.float64))
         trusts = torch.cat([self.trust(row, old[row]) for row in range(len(old))])

@@ -12,9 +12,9 @@ import pytest
 
 from quartet.config import Config, parse_config
 from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, MismatchError
-from quartet.models.scoring import sequence_scores
-from quartet.rewards.building import build_reward
-from quartet.rewards.source import RewardSource
+from quartet.models.forward.scoring import sequence_scores
+from quartet.rewards.factory import build_reward
+from quartet.rewards.reward_source import RewardSource
 from tests.unit.models import tiny
 from tests.unit.rewards.processes import children
 

@@ -6,7 +6,7 @@ import codecs
 import json
 import re
 
-from quartet.rewards.worker import answer
+from quartet.rewards.function_worker_main import answer
 
 PROMPT, RESPONSE = "My name is Ada and my PIN is", "4711"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quartet.telemetry.metrics import MetricsServer
+from quartet.telemetry.prometheus import MetricsServer
 
 
 @pytest.fixture

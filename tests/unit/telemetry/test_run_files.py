@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quartet.errors import ConfigError, StorageFailed
-from quartet.telemetry.run_files import RunFiles, find_run, read_metrics
+from quartet.run_directory.run_files import RunFiles, find_run, read_metrics
 from quartet.types import Alert
 
 
@@ -20,7 +20,7 @@ def leave_a_run(files: RunFiles) -> None:
     files.append_metrics({"step": 1})
     files.write_trajectories(1, [{"id": "a"}])
     files.write_evaluation(0, {"eval_kl": 0.0}, [{"index": 0}])
-    files.write_poison(1, [{"step": 1}])
+    files.write_failed_trajectories(1, [{"step": 1}])
     (files.root / "thesis.tex").write_text("mine")
 
 
@@ -34,7 +34,7 @@ RUN = [
     "evaluations.jsonl",
     "logs",
     "metrics.jsonl",
-    "poison.jsonl",
+    "failed_trajectories.jsonl",
     "thesis.tex",
     "trajectories",
 ]
@@ -121,25 +121,25 @@ def test_an_evaluation_that_is_repeated_replaces_what_an_earlier_attempt_left(tm
 
 def test_poison_of_a_step_that_is_taken_again_is_written_once(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
-    files.write_poison(1, [])
+    files.write_failed_trajectories(1, [])
     assert not files.poison.exists(), "a run without any has no such file"
-    files.write_poison(1, [{"step": 1, "id": "a", "response": "x\u2028y\n"}])
-    files.write_poison(3, [{"step": 3, "id": "b"}, {"step": 3, "id": "c"}])
-    files.write_poison(3, [{"step": 3, "id": "c"}])
-    assert read_metrics(files.poison) == [
+    files.write_failed_trajectories(1, [{"step": 1, "id": "a", "response": "x\u2028y\n"}])
+    files.write_failed_trajectories(3, [{"step": 3, "id": "b"}, {"step": 3, "id": "c"}])
+    files.write_failed_trajectories(3, [{"step": 3, "id": "c"}])
+    assert read_metrics(files.failed_trajectories) == [
         {"step": 1, "id": "a", "response": "x\u2028y\n"},
         {"step": 3, "id": "c"},
     ]
-    files.write_poison(3, [])
-    assert [line["step"] for line in read_metrics(files.poison)] == [1]
+    files.write_failed_trajectories(3, [])
+    assert [line["step"] for line in read_metrics(files.failed_trajectories)] == [1]
 
 
 def test_poison_of_forgotten_steps_is_forgotten(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     for step in (1, 2, 4):
-        files.write_poison(step, [{"step": step, "id": str(step)}])
+        files.write_failed_trajectories(step, [{"step": step, "id": str(step)}])
     files.forget_after(2)
-    assert [line["step"] for line in read_metrics(files.poison)] == [1, 2]
+    assert [line["step"] for line in read_metrics(files.failed_trajectories)] == [1, 2]
 
 
 @pytest.mark.parametrize(("contents", "reason"), [(None, "No such file or directory"), ("{\n", "not JSON Lines")])
@@ -167,7 +167,12 @@ def test_the_run_of_a_path_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert find_run(tmp_path / "runs/b/policy") is None
 
 
-KINDS = {"metrics": "metrics", "alerts": "alerts", "poison": "poison", "evaluation_summaries": "evaluations"}
+KINDS = {
+    "metrics": "metrics",
+    "alerts": "alerts",
+    "failed_trajectories": "failed_trajectories",
+    "evaluation_summaries": "evaluations",
+}
 
 
 def alert(step: int) -> Alert:
@@ -228,8 +233,8 @@ def test_an_alert_is_on_the_disk_whole_before_the_run_goes_on_or_not_at_all(
 WRITES: dict[str, Callable[[RunFiles], Any]] = {
     "append_metrics": lambda files: files.append_metrics({"step": 2}),
     "append_alert": lambda files: files.append_alert(alert(2)),
-    "write_poison": lambda files: files.write_poison(2, [{"step": 2}]),
-    "append_poison": lambda files: files.append_poison({"step": 2}),
+    "write_failed_trajectories": lambda files: files.write_failed_trajectories(2, [{"step": 2}]),
+    "append_failed_trajectories": lambda files: files.append_failed_trajectories({"step": 2}),
     "write_trajectories": lambda files: files.write_trajectories(2, [{"id": "b"}]),
     "write_evaluation": lambda files: files.write_evaluation(2, {}, [{"index": 0}]),
     "forget_after": lambda files: files.forget_after(0),

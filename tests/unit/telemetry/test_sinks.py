@@ -34,8 +34,8 @@ class Recorder:
             raise RuntimeError(f"{what} is refused")
         self.heard.append((what, *rest))
 
-    def goes_on(self, step: int) -> None:
-        self._hear("goes_on", step)
+    def continues_from(self, step: int) -> None:
+        self._hear("continues_from", step)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._hear("step", step, dict(metrics))
@@ -51,7 +51,7 @@ class Recorder:
 
 
 def tell_all(sinks: Sinks) -> None:
-    sinks.goes_on(2)
+    sinks.continues_from(2)
     sinks.step(3, {"reward_mean": 0.5})
     sinks.alert(ALERT)
     sinks.evaluation(3, {"eval_kl": 0.1})
@@ -59,7 +59,7 @@ def tell_all(sinks: Sinks) -> None:
 
 
 HEARD = [
-    ("goes_on", 2),
+    ("continues_from", 2),
     ("step", 3, {"reward_mean": 0.5}),
     ("alert", ALERT),
     ("evaluation", 3, {"eval_kl": 0.1}),
@@ -77,7 +77,7 @@ def test_every_sink_hears_everything_in_order() -> None:
     assert notes == []
 
 
-@pytest.mark.parametrize("fails_at", ["goes_on", "step", "alert", "evaluation", "close"])
+@pytest.mark.parametrize("fails_at", ["continues_from", "step", "alert", "evaluation", "close"])
 def test_a_sink_that_fails_is_noted_once_and_let_go(fails_at: str) -> None:
     broken, whole, notes = Recorder(fails_at), Recorder(), list[str]()
     tell_all(Sinks({"broken": lambda: broken, "whole": lambda: whole}, notes.append))
@@ -171,7 +171,7 @@ def test_tensorboard_files_hold_what_was_told(tmp_path: Path) -> None:
 def test_tensorboard_goes_on_in_a_file_of_its_own(tmp_path: Path) -> None:
     for step in (1, 2):
         board = TensorBoard(tmp_path)
-        board.goes_on(step - 1)
+        board.continues_from(step - 1)
         board.step(step, {"loss": float(step), "nothing": math.nan})
         board.close()
     assert len(list(tmp_path.iterdir())) == 2
@@ -189,7 +189,7 @@ def taken_up_again(open_sink: Callable[[], Sink]) -> None:
     """A run that broke off after step 2 and went on to step 3."""
     for steps in ((1, 2), (2, 3)):
         sink = open_sink()
-        sink.goes_on(steps[0] - 1)
+        sink.continues_from(steps[0] - 1)
         for step in steps:
             sink.step(step, {"step": step, "reward_mean": step / 2, "approx_kl": math.nan})
         sink.alert(ALERT)
@@ -222,7 +222,7 @@ def test_wandb_takes_a_run_without_a_network(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     sink = WeightsAndBiases(WandbConfig(project="tests"), "name", "0123abc", CONFIG, tmp_path)
-    sink.goes_on(0)
+    sink.continues_from(0)
     for step in (1, 2, 3):
         sink.step(step, {"step": step, "reward_mean": step / 2, "approx_kl": math.nan})
     sink.alert(ALERT)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
 
 
 def steps(files: RunFiles) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quartet.errors import ConfigError
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
 
 LENGTHS = [(3, 2), (1, 4), (2, 1)]
 

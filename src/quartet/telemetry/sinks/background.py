@@ -43,9 +43,9 @@ class Sinks:
         if self._openers:
             self._thread.start()
 
-    def goes_on(self, step: int) -> None:
+    def continues_from(self, step: int) -> None:
         """The run goes on after ``step``."""
-        self._tell(lambda sink: sink.goes_on(step))
+        self._tell(lambda sink: sink.continues_from(step))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step was committed."""

@@ -10,7 +10,7 @@ import yaml
 
 from quartet.config import Config
 from quartet.errors import ConfigError
-from quartet.telemetry.run_files import RunFiles
+from quartet.run_directory.run_files import RunFiles
 from quartet.telemetry.sinks.background import Sinks
 from quartet.telemetry.sinks.sink import Sink
 

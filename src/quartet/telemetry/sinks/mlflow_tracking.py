@@ -42,7 +42,7 @@ class MLflow:
             for start in range(0, len(flat), _BATCH):
                 self._client.log_batch(self._id, params=flat[start : start + _BATCH])
 
-    def goes_on(self, step: int) -> None:
+    def continues_from(self, step: int) -> None:
         """Nothing: figures that come again are written again, with the step that they are of."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

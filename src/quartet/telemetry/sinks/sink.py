@@ -11,7 +11,7 @@ from quartet.types import Alert
 class Sink(Protocol):
     """Takes a run's figures. Only one thread calls it; what it raises ends it and nothing else."""
 
-    def goes_on(self, step: int) -> None:
+    def continues_from(self, step: int) -> None:
         """The run goes on after ``step``, 0 at its start: whatever came of later steps was taken back."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

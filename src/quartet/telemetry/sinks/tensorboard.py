@@ -29,7 +29,7 @@ class TensorBoard:
         self._folder, self._file = folder, self._open(folder)
         self._write(Event(file_version="brain.Event:2"))
 
-    def goes_on(self, step: int) -> None:
+    def continues_from(self, step: int) -> None:
         """Has TensorBoard hide what it knows of later steps."""
         self._write(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 

@@ -34,7 +34,7 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def goes_on(self, step: int) -> None:
+    def continues_from(self, step: int) -> None:
         """Nothing: figures that come again are logged again, with the step that they are of."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

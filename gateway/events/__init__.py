@@ -1,0 +1,1 @@
+"""Server-sent events, read from the files of a run."""

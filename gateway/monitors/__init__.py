@@ -1,0 +1,1 @@
+"""Poll live runs and their services."""

@@ -1,0 +1,1 @@
+"""Find, summarize, start and command runs."""

@@ -1,0 +1,157 @@
+"""Building each role's core and servicer from the config. Imports torch: the entry point imports this last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from quartet.buffer.connection import Link, connect
+from quartet.buffer.experience_store import ExperienceStore
+from quartet.buffer.redis_url import required_buffer_url
+from quartet.buffer.rollout_stream import RolloutStream
+from quartet.config import Config, ServiceConfig
+from quartet.errors import ConfigError
+from quartet.rewards.factory import build_reward
+from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.server import HostedRole
+from quartet.services.actor.actor import Actor, BufferAccess
+from quartet.services.actor.engines import detached_torch_engine, engine_factory
+from quartet.services.actor.servicer import ActorServicer
+from quartet.services.critic.critic import Critic
+from quartet.services.critic.servicer import CriticServicer
+from quartet.services.memory_budget import UpdateLimits
+from quartet.services.reference.reference import Reference
+from quartet.services.reference.servicer import ReferenceServicer
+from quartet.services.reward.servicer import RewardServicer
+from quartet.topology import sharers, update_threads_of
+from quartet.types import Role
+
+
+def set_up_torch(threads: int) -> None:
+    """This process's threads, and the same result for the same work."""
+    torch.set_num_threads(threads)
+    torch.set_num_interop_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # That is for finding what reads memory before it writes it, and costs a twentieth of an update.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def build_model_role(
+    role: Role, config: Config, compute: ComputeThread, threads: int, certificates: Path | None = None
+) -> HostedRole:
+    """Loads one role's model. ``certificates``: the process's own. Raises ModelError, ConfigError or ServiceUnavailable."""
+    if role is Role.ACTOR:
+        return _build_actor(config, compute, threads, certificates)
+    if role is Role.CRITIC:
+        return _build_critic(config, compute, threads, required_buffer_url(config, certificates))
+    if role is Role.REWARD:
+        return _build_reward(config, compute, threads)
+    return _build_reference(config, compute, threads)
+
+
+def _build_actor(config: Config, compute: ComputeThread, threads: int, certificates: Path | None) -> HostedRole:
+    url = required_buffer_url(config, certificates)
+    client = connect(url)
+    link = Link(client, url)
+
+    def access(run: str) -> BufferAccess:
+        return BufferAccess(RolloutStream(client, url, run, link.lose), ExperienceStore(client, url, run, link.lose))
+
+    stale = config.rollout.max_off_policy_steps > 0
+    device, generates = devices_of_actor(config.services.actor, stale)
+    engine = (
+        detached_torch_engine(config.rollout.max_concurrent_sequences, generates)
+        if stale
+        else engine_factory(config, certificates)
+    )
+    actor = Actor(
+        config.actor,
+        device,
+        config.rollout.max_concurrent_sequences,
+        run_root(config),
+        access,
+        config.run.seed,
+        engine,
+        update_threads_of(config, Role.ACTOR),
+        limits_of(config, Role.ACTOR),
+    )
+    return ActorServicer(actor, compute, threads, link.is_lost, ComputeThread() if stale else None)
+
+
+def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str) -> HostedRole:
+    client = connect(url)
+    link = Link(client, url)
+    critic = Critic(
+        config.critic,
+        config.critic_model,
+        device_of(config.services.critic),
+        run_root(config),
+        lambda run: ExperienceStore(client, url, run, link.lose),
+        config.run.seed,
+        update_threads_of(config, Role.CRITIC),
+        limits_of(config, Role.CRITIC),
+    )
+    return CriticServicer(critic, compute, threads, link.is_lost)
+
+
+def _build_reward(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
+    source = build_reward(config, device_of(config.services.reward))
+    # Functions compute in processes of their own: what else is in this one does not wait with those who wait for them.
+    return RewardServicer(source, compute if source.status().parameters else ComputeThread(), threads)
+
+
+def _build_reference(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
+    reference = Reference(
+        config.reference_model,
+        config.reference.dtype or config.actor.dtype,
+        device_of(config.services.reference),
+        config.reference.micro_batch_tokens,
+    )
+    return ReferenceServicer(reference, compute, threads)
+
+
+def devices_of_actor(service: ServiceConfig, stale: bool) -> tuple[str, str]:
+    """The torch devices on which the policy learns and generates: two where it does both at once and has two.
+
+    Raises ConfigError.
+    """
+    if stale and len(service.devices) == 2:
+        learns, generates = (service.model_copy(update={"devices": (device,)}) for device in service.devices)
+        return device_of(learns), device_of(generates)
+    device = device_of(service)
+    return device, device
+
+
+def device_of(service: ServiceConfig) -> str:
+    """The torch device of a service. Raises ConfigError when it is not there."""
+    if not service.devices:
+        return "cpu"
+    found = torch.cuda.device_count()
+    if len(service.devices) > 1:
+        raise ConfigError(
+            f"devices {list(service.devices)}: a model on several GPUs is not supported yet; give one, or to an actor with "
+            "rollout.max_off_policy_steps 1 two, one to learn on and one to generate"
+        )
+    if service.devices[0] >= found:
+        raise ConfigError(
+            f"devices {list(service.devices)}: this machine has {found} CUDA devices; give [] for the CPU"
+        )
+    return f"cuda:{service.devices[0]}"
+
+
+def limits_of(config: Config, role: Role) -> UpdateLimits:
+    """What the run asks of a role's updates at most."""
+    rollout, engine = config.rollout, config.rollout.tensorrt_llm
+    stays = role is Role.ACTOR and rollout.engine == "tensorrt-llm" and engine is not None and not engine.release_memory
+    return UpdateLimits(
+        longest=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        trains_entropy=config.algorithm.entropy_coefficient != 0,
+        part=1 - engine.memory_fraction if engine is not None and stays else 1.0,
+        shared_by=sharers(config, role),
+    )
+
+
+def run_root(config: Config) -> Path:
+    """The directory below which saves are confined."""
+    return config.run_directory.absolute()

@@ -1,0 +1,120 @@
+"""From scored trajectories to experience: token rewards, advantages, returns; and the figures that describe the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quartet.config import AlgorithmConfig
+from quartet.ppo import kl, ragged, rewards, statistics
+from quartet.ppo.rewards import RunningMoments
+from quartet.services.orchestrator.algorithm.advantages import estimate_advantages, treat_scores
+from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
+from quartet.types import Experience, FinishReason, FloatArray, IntArray, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """The experience of a step, the KL of each response (nats, [sequences]), and the step's figures by metric name.
+
+    Those of ``response_metrics`` are not among them.
+    """
+
+    experience: Experience
+    response_kl: FloatArray
+    metrics: dict[str, float]
+
+
+def prepare_step(
+    run: str,
+    step: int,
+    policy_version: int,
+    scored: Sequence[ScoredTrajectory],
+    algorithm: AlgorithmConfig,
+    kl_coefficient: float,
+    moments: RunningMoments | None,
+    max_response_tokens: int,
+) -> PreparedStep:
+    """Computes treated scores, advantages and value targets of a step's trajectories, which are sorted by id.
+
+    ``moments`` normalise the scores; None leaves them. ``max_response_tokens`` is the limit that overlong penalties refer to.
+    """
+    trajectories = [item.trajectory for item in scored]
+    batch = TokenBatch.of(trajectories)
+    lengths = torch.from_numpy(batch.response_lengths).long()
+    truncated = torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories])
+    groups = torch.tensor([t.id.prompt for t in trajectories])
+    log_probs = _flat([t.log_probs for t in trajectories])
+    reference_log_probs = _flat([item.reference_log_probs for item in scored])
+    values = _flat([item.values for item in scored])
+    raw_scores = torch.tensor([item.score for item in scored])
+
+    scores = treat_scores(raw_scores, truncated, lengths, algorithm, moments, max_response_tokens)
+    token_kl = kl.kl_estimate(log_probs, reference_log_probs, algorithm.kl_estimator)
+    estimate = estimate_advantages(scores, token_kl, values, lengths, groups, algorithm, kl_coefficient)
+    masked = algorithm.truncation.treatment == "mask"
+    actor_mask = rewards.mask_truncated(truncated if masked else torch.zeros_like(truncated), lengths)
+    advantages = estimate.advantages
+    if algorithm.normalizes_advantages:
+        advantages = statistics.whiten(advantages, shift_mean=True, mask=actor_mask)
+
+    response_kl = ragged.sequence_sum(kl.kl_estimate(log_probs, reference_log_probs, "k1"), lengths)
+    metrics = {
+        "reward_mean": float(raw_scores.double().mean()),
+        "reward_std": float(raw_scores.double().std(correction=0)),
+        **_part_means(scored),
+        "score_mean": float(scores.double().mean()),
+        "kl_mean": float(response_kl.double().mean()),
+        "kl_coefficient": kl_coefficient,
+        "advantage_std": float(estimate.advantages.double().std(correction=0)),
+        "response_tokens_mean": float(lengths.double().mean()),
+        "eos_rate": float((~truncated).double().mean()),
+        "length_reward_correlation": statistics.correlation(lengths.double(), raw_scores.double()),
+        "prompt_tokens": int(batch.prompt_lengths.sum()),
+        "response_tokens": int(batch.response_lengths.sum()),
+    }
+    if algorithm.has_critic:
+        metrics["explained_variance"] = statistics.explained_variance(values, estimate.returns)
+    experience = Experience(
+        run=run,
+        step=step,
+        policy_version=policy_version,
+        ids=tuple(str(t.id) for t in trajectories),
+        batch=batch,
+        scores=_array(scores),
+        log_probs=_array(log_probs),
+        reference_log_probs=_array(reference_log_probs),
+        values=_array(values),
+        advantages=_array(advantages),
+        returns=_array(estimate.returns),
+        actor_mask=_array(actor_mask),
+    )
+    return PreparedStep(experience, _array(response_kl), metrics)
+
+
+def response_metrics(responses: Sequence[IntArray]) -> dict[str, float]:
+    """How far responses (ids [response tokens] each) repeat themselves and one another, by metric name. Nobody learns from it."""
+    return {
+        "repetition": statistics.repetition(responses),
+        "distinct_1": statistics.distinct(responses, 1),
+        "distinct_2": statistics.distinct(responses, 2),
+    }
+
+
+def _part_means(scored: Sequence[ScoredTrajectory]) -> dict[str, float]:
+    """The mean score of each of an ensemble's sources, before its weight."""
+    return {
+        f"reward_{name}_mean": float(np.mean([item.parts[name] for item in scored], dtype=np.float64))
+        for name in scored[0].parts
+    }
+
+
+def _flat(parts: Sequence[FloatArray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _array(tensor: torch.Tensor) -> FloatArray:
+    return tensor.to(torch.float32).numpy()

@@ -1,0 +1,1 @@
+"""Commit steps, write checkpoints and recover from the last commit."""

@@ -1,0 +1,1 @@
+"""Timings, metrics and sinks of a run."""

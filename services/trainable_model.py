@@ -1,0 +1,181 @@
+"""What actor and critic share: a model that takes updates, is saved while it goes on, and goes back to a checkpoint."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from quartet.config import TrainedModelConfig
+from quartet.durable_files import checkpoint_of, confined, describe_files
+from quartet.errors import FailedPrecondition
+from quartet.failpoints import failpoint
+from quartet.models.forward.inspection import max_positions
+from quartet.models.freezing import freeze_parameters
+from quartet.models.loading import count_parameters, load_tokenizer, tokenizer_fingerprint
+from quartet.models.lora import Adapter, add_adapter
+from quartet.models.snapshot import Writer, write_model
+from quartet.models.torch_threads import torch_threads
+from quartet.models.training.optimizer import (
+    OPTIMIZER_FILE,
+    create_optimizer,
+    load_optimizer,
+    snapshot_optimizer,
+)
+from quartet.models.training.update_log import UpdateLog
+from quartet.models.training.update_memory import UpdateMemory
+from quartet.services.memory_budget import Budget, UpdateLimits, find_budget, free_bytes
+from quartet.types import Role, SavedFile, SaveKind, ServiceStatus, UpdateResult
+
+
+class TrainedModel(ABC):
+    """A model with its adapter, where it has one, its optimizer, and the updates that it has taken."""
+
+    role: ClassVar[Role]
+    saving: ClassVar[str]
+    """The failpoint between the files of a checkpoint."""
+
+    def __init__(
+        self,
+        config: TrainedModelConfig,
+        model: str,
+        device: str,
+        run_directory: Path,
+        seed: int,
+        update_threads: int | None,
+        limits: UpdateLimits | None = None,
+    ) -> None:
+        """Loads ``model``. What is saved lies below ``run_directory``; ``seed`` is where an adapter starts.
+
+        ``update_threads``: CPU threads of an update, None for as many as of all else. ``limits`` of the updates, whose memory is
+        looked at; None: nobody looks. Raises ModelError, ConfigError.
+        """
+        self._trained, self._name, self._device = config, model, device
+        self._root, self._seed, self._update_threads = run_directory, seed, update_threads
+        self._tokenizer = load_tokenizer(model)
+        self._fingerprint = tokenizer_fingerprint(self._tokenizer)
+        self._updates = UpdateLog()
+        self._tokens: Counter[str] = Counter()
+        self._load(None)
+        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+        self._parameters = count_parameters(self._model)
+        self._positions = max_positions(self._model) or 0
+        self._budget = self._find_budget(limits)
+
+    @abstractmethod
+    def _read(self, source: str | Path) -> Any:
+        """The model, from a checkpoint of any kind that the role can use. Raises ModelError."""
+
+    @abstractmethod
+    def _adapted(self) -> Any:
+        """The part of the model that an adapter is put on."""
+
+    @abstractmethod
+    def _snapshot(self, adapter: Adapter | None, merged: bool) -> Writer:
+        """Copies the weights: all of them, with the adapter ``merged`` into them where there is one, or the adapter's alone."""
+
+    @abstractmethod
+    def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
+        """What an update needs, with sequences of at most ``longest`` tokens."""
+
+    def _find_budget(self, limits: UpdateLimits | None) -> Budget:
+        config = self._trained
+        if limits is None or None not in (config.micro_batch_tokens, config.gradient_checkpointing):
+            return Budget(self.role, config.most_tokens_at_once, config.gradient_checkpointing)
+        longest = min(limits.longest, self._positions) if self._positions else limits.longest
+        return find_budget(self.role, config, self._measure(longest, limits), free_bytes(self._model, limits))
+
+    def _read_adapter(self, adapter: Adapter, checkpoint: Path) -> None:
+        """Puts back what ``_snapshot`` of an adapter alone has written. Raises ModelError."""
+        adapter.read(checkpoint)
+
+    def _load(self, checkpoint: Path | None) -> None:
+        """Model, adapter and optimizer, initial or as a checkpoint holds them. Raises ModelError.
+
+        What was there before goes first, as there may be no room for two: after an error there is none.
+        """
+        for part in ("_model", "_adapter", "_optimizer"):
+            vars(self).pop(part, None)
+        config, lora, optimizer = self._trained, self._trained.lora, self._trained.optimizer
+        self._model = self._read(self._name if checkpoint is None or lora else checkpoint)
+        self._adapter = (
+            add_adapter(self._adapted(), self._name, lora.rank, lora.alpha, lora.target_modules, self._seed)
+            if lora
+            else None
+        )
+        freeze_parameters(self._model, config.freeze)
+        self._optimizer = create_optimizer(
+            self._model, config.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay
+        )
+        if checkpoint is not None:
+            if self._adapter is not None:
+                self._read_adapter(self._adapter, checkpoint)
+            load_optimizer(self._optimizer, checkpoint / OPTIMIZER_FILE)
+
+    def snapshot(
+        self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
+    ) -> Callable[[], list[SavedFile]]:
+        """Copies the model, and its optimizer for a checkpoint; what it gives writes them below the run's directory, once.
+
+        The copy is in host memory, and may be written on any thread while the model goes on. With an adapter a checkpoint holds
+        the adapter alone (and a critic's head), and a model is the merged one. Raises InvalidRequest for a directory elsewhere,
+        FailedPrecondition when the model is not at ``step``, when it has learned in another run, when another orchestrator leads,
+        when an update broke off, or when there is no adapter to save. The writing raises StorageFailed.
+        """
+        self._updates.check_save(run, leader_epoch, step)
+        target = confined(self._root, directory)
+        if kind is SaveKind.ADAPTER and self._adapter is None:
+            raise FailedPrecondition(
+                f"save of the adapter: this {self.role} has none; set {self.role}.lora, or save the model"
+            )
+        # Whoever starts from what is written needs the tokenizer, too.
+        writers = [self._tokenizer.save_pretrained, self._snapshot(self._adapter, merged=kind is SaveKind.MODEL)]
+        if kind is SaveKind.CHECKPOINT:
+            writers += [lambda _: failpoint(self.saving), snapshot_optimizer(self._optimizer)]
+
+        def write() -> list[SavedFile]:
+            write_model(target, *writers)
+            return describe_files(self._root, target)
+
+        return write
+
+    def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
+        """Goes back to a checkpoint below the run's directory, or to the initial model for step 0.
+
+        Raises InvalidRequest, FailedPrecondition for a lower leader epoch, ModelError for a checkpoint that is broken.
+        """
+        checkpoint = checkpoint_of(self._root, step, directory)
+        self._updates.restore(run, step, leader_epoch, lambda: self._load(checkpoint))
+
+    def _update_once(
+        self, run: str, step: int, leader_epoch: int, apply: Callable[[], dict[str, float]]
+    ) -> UpdateResult:
+        with torch_threads(self._update_threads):
+            return self._updates.once(run, step, leader_epoch, apply)
+
+    def status(self) -> ServiceStatus:
+        """What the model says of itself; also while there is none, after a restore that failed."""
+        status = ServiceStatus(
+            role=self.role,
+            model=self._name,
+            device=self._device,
+            dtype=self._trained.dtype,
+            parameters=self._parameters,
+            policy_version=self._updates.policy_version,
+            tokenizer_fingerprint=self._fingerprint,
+            vocabulary_size=self._vocabulary,
+            max_sequence_tokens=self._positions,
+            run=self._updates.run,
+            step=self._updates.step,
+            leader_epoch=self._updates.leader_epoch,
+            broken=self._updates.broken,
+            tokens=dict(self._tokens),
+        )
+        return self._budget.told_in(status)
+
+    @property
+    def policy_version(self) -> int:
+        """Updates taken."""
+        return self._updates.policy_version

@@ -1,0 +1,1 @@
+"""`quartet report`: one HTML file about a run."""

@@ -1,0 +1,274 @@
+"""`quartet report RUN`: one self-contained HTML file of a run, finished or going on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import platform
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from quartet import __version__
+from quartet.cli.checkpoints import run_files
+from quartet.cli.report.curves import evaluation_figures, figures, further_figures
+from quartet.cli.report.page import (
+    MARK,
+    facts,
+    figure_places,
+    number,
+    page,
+    paragraph,
+    preformatted,
+    table,
+    texts,
+)
+from quartet.durable_files import write_durably
+from quartet.errors import ConfigError
+from quartet.run_directory.checkpoints import (
+    DamagedCheckpoint,
+    checkpoint_folders,
+    named_checkpoints,
+    read_checkpoint,
+    step_of,
+)
+from quartet.run_directory.run_files import RunFiles, read_metrics
+
+console = Console()
+WINDOW = 10
+"""Steps at each end that the summary compares."""
+SHOWN_ALERTS = 200
+LIBRARIES = ("torch", "transformers", "tokenizers", "peft", "safetensors", "numpy", "grpcio", "redis")
+
+
+def report(run: Path, output: Path | None) -> None:
+    """Writes the report, by default to the run's ``report.html``. Raises ConfigError."""
+    files = run_files(run)
+    target = output if output is not None else files.report
+    _check_replaceable(target)
+    write_durably(target, _page_of(files))
+    console.print(f"report: {target}", highlight=False, soft_wrap=True)
+
+
+def _check_replaceable(target: Path) -> None:
+    """Raises ConfigError when something other than an earlier report lies there."""
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"--output {target}: there is no directory {target.parent}; make it, or give another file")
+    try:
+        with target.open(encoding="utf-8") as file:
+            begins = file.read(len(MARK))
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, UnicodeDecodeError):
+        begins = ""
+    if begins != MARK:
+        raise ConfigError(
+            f"{target}: is there already and is no report; give another file by --output, or move it away"
+        )
+
+
+def _page_of(files: RunFiles) -> str:
+    settings = files.config.read_text(encoding="utf-8")
+    config = yaml.safe_load(settings)
+    steps = _lines_of(files.metrics)
+    evaluations = _lines_of(files.evaluation_summaries)
+    target = _setting(config, "algorithm.kl_controller.target")
+    steered = _setting(config, "algorithm.kl_controller.kind") in ("adaptive", "simple")
+    groups = [figures(steps, target if steered else None), evaluation_figures(evaluations), further_figures(steps)]
+    places = [
+        figure_places(group, sum(map(len, groups[:index]))) if group else "" for index, group in enumerate(groups)
+    ]
+    nothing = paragraph("No step has been committed yet.")
+    sections = [
+        ("Summary", facts(_summary(files, config, steps))),
+        ("Curves", places[0] or nothing),
+        ("EvaluationSchedule", _evaluations(evaluations) + places[1]),
+        ("What guards found", _alerts(files)),
+        ("Settings changed on the way", _changes(files)),
+        ("Where the time went", _time(files, steps)),
+        ("Trajectories", _trajectories(files)),
+        ("Checkpoints", _checkpoints(files)),
+        ("Further metrics", places[2] or nothing),
+        ("Settings", preformatted(settings)),
+        ("Environment", paragraph("Of the machine that wrote this report.") + facts(_environment())),
+    ]
+    written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    subtitle = f"{_state(files, config, steps)}. Written by Quartet {__version__} on {written}."
+    return page(f"Run {_setting(config, 'run.name')}", subtitle, sections, [item for group in groups for item in group])
+
+
+def _lines_of(path: Path) -> list[dict[str, Any]]:
+    return read_metrics(path) if path.exists() else []
+
+
+def _setting(config: Mapping[str, Any], key: str) -> Any:
+    """None where the config has no such setting: runs of earlier versions can be reported on, too."""
+    found: Any = config
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _state(files: RunFiles, config: Mapping[str, Any], steps: Sequence[Mapping[str, float]]) -> str:
+    total, last = _setting(config, "run.steps"), int(steps[-1]["step"]) if steps else 0
+    if files.services.exists():
+        return f"Going on: step {last} of {total}"
+    return f"Finished after {last} steps" if last == total and files.policy.exists() else f"At step {last} of {total}"
+
+
+def _summary(
+    files: RunFiles, config: Mapping[str, Any], steps: Sequence[Mapping[str, float]]
+) -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = [
+        (title, _setting(config, key))
+        for title, key in (
+            ("estimator", "algorithm.estimator"),
+            ("policy", "actor.model"),
+            ("reward", "reward.model"),
+            ("prompts", "data.prompts"),
+            ("seed", "run.seed"),
+        )
+    ]
+    rows.append(("responses of a step", _product(config, "rollout.prompts_per_step", "rollout.samples_per_prompt")))
+    rows.append(("steps", len(steps)))
+    if steps:
+        seconds = math.fsum(step.get("seconds", 0.0) for step in steps)
+        tokens = sum(step.get("response_tokens", 0) for step in steps)
+        rows.append(("time in steps", str(datetime.timedelta(seconds=round(seconds)))))
+        rows.append(("response tokens", int(tokens)))
+        rows.append(("response tokens per second", tokens / seconds if seconds else None))
+        rows += _ends(steps)
+    rows.append(("trajectories set aside", len(_lines_of(files.failed_trajectories))))
+    return rows
+
+
+def _ends(steps: Sequence[Mapping[str, float]]) -> list[tuple[str, object]]:
+    """What counts most, at the beginning and at the end."""
+    window = min(WINDOW, max(1, len(steps) // 2))
+    rows: list[tuple[str, object]] = []
+    for title, name in (("reward", "reward_mean"), ("KL, nats per response", "kl_mean"), ("entropy", "entropy")):
+        first, last = _mean(steps[:window], name), _mean(steps[-window:], name)
+        if first is not None and last is not None:
+            rows.append((f"{title}: first and last {window} steps", f"{number(first)} → {number(last)}"))
+    return rows
+
+
+def _product(config: Mapping[str, Any], *keys: str) -> int | None:
+    factors = [_setting(config, key) for key in keys]
+    return None if None in factors else math.prod(factors)
+
+
+def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float | None:
+    found = [step[name] for step in steps if name in step]
+    return statistics.fmean(found) if found else None
+
+
+def _evaluations(summaries: Sequence[Mapping[str, float]]) -> str:
+    if not summaries:
+        return paragraph("There was none.")
+    names = list(dict.fromkeys(name for summary in summaries for name in summary if name != "step"))
+    rows = [[int(summary["step"]), *(summary.get(name) for name in names)] for summary in summaries]
+    return table(["step", *(name.removeprefix("eval_").replace("_", " ") for name in names)], rows)
+
+
+def _alerts(files: RunFiles) -> str:
+    alerts = _lines_of(files.alerts)
+    if not alerts:
+        return paragraph("Nothing.")
+    columns = ("step", "guard", "action", "evidence", "remedy")
+    before = paragraph(f"The last {SHOWN_ALERTS} of {len(alerts)}.") if len(alerts) > SHOWN_ALERTS else ""
+    return before + table(columns, ([alert.get(name) for name in columns] for alert in alerts[-SHOWN_ALERTS:]))
+
+
+def _changes(files: RunFiles) -> str:
+    changes = _lines_of(files.changes)
+    if not changes:
+        return paragraph("None.")
+    columns = ("step", "setting", "before", "after", "who")
+    return table(["from step", *columns[1:]], ([change.get(name) for name in columns] for change in changes))
+
+
+def _time(files: RunFiles, steps: Sequence[Mapping[str, float]]) -> str:
+    """Each phase's share of the steps' time: by service where a timeline was kept."""
+    spent: dict[tuple[str, str], float] = defaultdict(float)
+    whole = 0.0
+    if files.timeline.exists():
+        for line in _lines_of(files.timeline):
+            whole += line["seconds"]
+            for span in line["spans"]:
+                spent[span["service"], span["phase"]] += span["end"] - span["start"]
+    else:
+        whole = math.fsum(step.get("seconds", 0.0) for step in steps)
+        for phase in ("generate", "score", "update"):
+            if (seconds := math.fsum(step.get(f"seconds_{phase}", 0.0) for step in steps)) > 0:
+                spent["the step", phase] = seconds
+    if not spent or not whole:
+        return paragraph("It was not kept.")
+    longest = sorted(spent.items(), key=lambda item: -item[1])
+    rows = [[*key, seconds, f"{100 * seconds / whole:.1f} %"] for key, seconds in longest]
+    about = "Phases go on side by side, and so do calls within a service: the shares may add up to more than the whole."
+    return paragraph(about) + table(["service", "phase", "seconds", "share of the steps' time"], rows)
+
+
+def _trajectories(files: RunFiles) -> str:
+    """The best, the median and the worst response of the first step and of the last."""
+    paths = sorted(files.trajectories.glob("step-*.jsonl"), key=lambda path: int(path.stem.removeprefix("step-")))
+    found = "".join(_samples(path) for path in dict.fromkeys([*paths[-1:], *paths[:1]]))
+    return found or paragraph("None were kept.")
+
+
+def _samples(path: Path) -> str:
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        ranked = sorted(lines, key=lambda line: line["score"])
+        if not ranked:
+            return ""
+        chosen = {"best": ranked[-1], "median": ranked[len(ranked) // 2], "worst": ranked[0]}
+        shown = "".join(
+            texts(f"{rank}: score {number(line['score'])}", _about(line), line["prompt"], line["response"])
+            for rank, line in chosen.items()
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"trajectories {path}: cannot be read ({type(error).__name__}); mend or remove the file"
+        ) from None
+    return f"<h3>Step {int(path.stem.removeprefix('step-'))}</h3>{shown}"
+
+
+def _about(line: Mapping[str, Any]) -> str:
+    parts = "".join(f", {name} {number(score)}" for name, score in line.get("parts", {}).items())
+    end = "" if line["finished"] else ", cut off at the token limit"
+    return f"{line['id']}{parts}, KL {number(line['kl'])} nats, {line['response_tokens']} tokens{end}"
+
+
+def _checkpoints(files: RunFiles) -> str:
+    folders, named = checkpoint_folders(files), named_checkpoints(files)
+    rows = []
+    for path in folders:
+        names = ", ".join(name for name, folder in named.items() if folder == path.name)
+        try:
+            rows.append([step_of(path), names, f"{read_checkpoint(path).bytes / 2**20:.1f} MiB", ""])
+        except DamagedCheckpoint as damage:
+            rows.append([step_of(path), names, "", str(damage)])
+    return table(["step", "name", "size", "problem"], rows) if rows else paragraph("None are kept.")
+
+
+def _environment() -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = [
+        ("system", platform.platform()),
+        ("Python", platform.python_version()),
+        ("quartet", __version__),
+    ]
+    for name in LIBRARIES:
+        try:
+            rows.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            continue
+    return rows

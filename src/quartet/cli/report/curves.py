@@ -1,0 +1,104 @@
+"""The figures of a report: which metrics belong together, and curves short enough to be drawn at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+POINTS = 1500
+"""Points of a curve at most; where there are more steps, a point is the mean of several in a row."""
+Metrics = Mapping[str, float]
+
+GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("Reward", "per response; the band is one standard deviation between responses", ("reward_mean",)),
+    ("KL to the reference", "nats per response", ("kl_mean",)),
+    ("Response length", "tokens", ("response_tokens_mean",)),
+    ("Finished responses, repetition", "share", ("eos_rate", "repetition")),
+    ("Entropy", "nats per token", ("entropy",)),
+    ("Policy loss", "", ("policy_loss",)),
+    ("Value loss", "", ("value_loss",)),
+    ("Clipped", "share of tokens", ("clip_fraction", "value_clip_fraction")),
+    ("Step of the policy", "nats per token, old policy to new", ("approx_kl",)),
+    ("Explained variance of the critic", "", ("explained_variance",)),
+    ("Gradient norm", "", ("grad_norm_actor", "grad_norm_critic")),
+    ("Learning rate", "", ("learning_rate_actor", "learning_rate_critic")),
+    ("KL coefficient", "", ("kl_coefficient",)),
+    ("Seconds of a step", "", ("seconds", "generate_seconds", "score_seconds", "update_seconds")),
+)
+"""Title, unit, and the metrics that share a figure."""
+_INSIDE = {"step", "reward_std", "response_tokens", "prompt_tokens"}
+"""Metrics that other figures hold."""
+
+
+def figures(steps: Sequence[Metrics], kl_target: float | None) -> list[dict[str, Any]]:
+    """The main figures of a run, each as the report's script draws it; those without a figure in any step are left out."""
+    found = []
+    for title, unit, names in GROUPS:
+        lines = [_line(name, steps, _of(name)) for name in names if _has(steps, name)]
+        if names == ("reward_mean",) and lines and _has(steps, "reward_std"):
+            lines[0] |= _band(steps)
+        if lines:
+            target = kl_target if names == ("kl_mean",) else None
+            found.append({"title": title, "unit": unit, "lines": lines, "target": target})
+    if _has(steps, "response_tokens") and _has(steps, "seconds"):
+        pace = _line("response tokens per second", steps, _tokens_per_second)
+        found.append({"title": "Throughput", "unit": "tokens per second", "lines": [pace], "target": None})
+    return found
+
+
+def further_figures(steps: Sequence[Metrics]) -> list[dict[str, Any]]:
+    """A figure for each metric that the main ones leave out."""
+    shown = _INSIDE | {name for _, _, names in GROUPS for name in names}
+    names = sorted({name for step in steps for name in step} - shown)
+    return [{"title": name, "unit": "", "lines": [_line(name, steps, _of(name))], "target": None} for name in names]
+
+
+def evaluation_figures(summaries: Sequence[Metrics]) -> list[dict[str, Any]]:
+    """What evaluations found over the steps."""
+    groups = (("Validation reward", "reward"), ("Win rate against the initial policy", "win_rate"))
+    found = []
+    for title, word in groups:
+        names = sorted({name for summary in summaries for name in summary if word in name})
+        if names:
+            lines = [_line(name, summaries, _of(name)) for name in names]
+            found.append({"title": title, "unit": "", "lines": lines, "target": None})
+    return found
+
+
+def _has(steps: Sequence[Metrics], name: str) -> bool:
+    return any(name in step for step in steps)
+
+
+def _of(name: str) -> Callable[[Metrics], float | None]:
+    return lambda step: step.get(name)
+
+
+def _tokens_per_second(step: Metrics) -> float | None:
+    tokens, seconds = step.get("response_tokens"), step.get("seconds")
+    return tokens / seconds if tokens is not None and seconds else None
+
+
+def _line(name: str, steps: Sequence[Metrics], value: Callable[[Metrics], float | None]) -> dict[str, Any]:
+    parts = _parts(steps)
+    return {"name": name, "x": [part[-1]["step"] for part in parts], "y": [_mean(part, value) for part in parts]}
+
+
+def _band(steps: Sequence[Metrics]) -> dict[str, list[float | None]]:
+    middle = [(_mean(part, _of("reward_mean")), _mean(part, _of("reward_std"))) for part in _parts(steps)]
+    return {
+        "low": [None if mean is None or width is None else mean - width for mean, width in middle],
+        "high": [None if mean is None or width is None else mean + width for mean, width in middle],
+    }
+
+
+def _parts(steps: Sequence[Metrics]) -> list[Sequence[Metrics]]:
+    """The steps in at most ``POINTS`` parts."""
+    size = max(1, math.ceil(len(steps) / POINTS))
+    return [steps[start : start + size] for start in range(0, len(steps), size)]
+
+
+def _mean(part: Sequence[Metrics], value: Callable[[Metrics], float | None]) -> float | None:
+    """Over the steps that have the figure; None, a gap in the curve, where none has."""
+    found = [number for step in part if (number := value(step)) is not None and math.isfinite(number)]
+    return float(f"{math.fsum(found) / len(found):.7g}") if found else None

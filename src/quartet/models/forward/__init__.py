@@ -1,0 +1,1 @@
+"""Forward passes over ragged batches: batching, packing, log-probs, values and scores."""

@@ -1,0 +1,193 @@
+"""From ragged sequences to micro-batches: which sequences share a forward pass, and where their response tokens are.
+
+Sequences of a model that can be computed packed follow one another in one row, without pads, and a prompt of several of them
+stands there once. For others they are padded on the right: under causal attention a real token never sees the pads that follow
+it, so no attention mask is needed, position ids are 0, 1, 2... in every row, and attention keeps its fast causal path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quartet.errors import InvalidRequest
+from quartet.models.forward.inspection import device_of
+from quartet.models.forward.packing import Packing, Places, packs
+from quartet.types import IntArray, TokenBatch
+
+MAX_ATTENTION_EXPANSION = 4
+"""Rows x longest of what attention sees, over the tokens that a packed micro-batch may have."""
+
+
+def micro_batches(
+    lengths: Sequence[int] | IntArray, max_tokens: int, packed: bool = False, prompts: Sequence[int] | None = None
+) -> list[list[int]]:
+    """A partition of the sequence indices such that rows x longest is at most ``max_tokens``, pads included.
+
+    ``packed``: there are no pads, so that the sum of the lengths is; attention, which spreads rows out, sees at most ``MAX_ATTENTION_EXPANSION``
+    times as many. Neighbours in length share a micro-batch, the longest come first (so that running out of memory shows at
+    once), equal lengths keep their order. With the number of each sequence's prompt in ``prompts``, those of one prompt are
+    neighbours. A sequence longer than ``max_tokens`` goes alone. Depends on the arguments only. Raises InvalidRequest.
+    """
+    if max_tokens < 1:
+        raise InvalidRequest(f"max_tokens {max_tokens}: expected at least 1")
+    sizes = np.asarray(lengths, np.int64)
+    groups: list[list[int]] = []
+    tokens = longest = 0
+    for index in _in_order(sizes, prompts):
+        size = int(sizes[index])
+        tokens, longest = tokens + size, max(longest, size)
+        rows = len(groups[-1]) + 1 if groups else 0
+        if (
+            not groups
+            or rows * longest > max_tokens * (MAX_ATTENTION_EXPANSION if packed else 1)
+            or (packed and tokens > max_tokens)
+        ):
+            groups.append([])
+            tokens = longest = size
+        groups[-1].append(index)
+    return groups if prompts is None else [sorted(group, key=lambda index: -sizes[index]) for group in groups]
+
+
+def _in_order(sizes: NDArray[np.int64], prompts: Sequence[int] | None) -> list[int]:
+    """Indices by size, the largest first; with ``prompts`` by the largest of each prompt, and by size within it."""
+    if prompts is None:
+        order: list[int] = np.argsort(-sizes, kind="stable").tolist()
+        return order
+    most: dict[int, int] = {}
+    for prompt, size in zip(prompts, sizes.tolist(), strict=True):
+        most[prompt] = max(size, most.get(prompt, 0))
+    return sorted(range(len(sizes)), key=lambda index: (-most[prompts[index]], prompts[index], -sizes[index]))
+
+
+def right_pad(sequences: Sequence[IntArray], device: torch.device | str) -> torch.Tensor:
+    """Token ids as int64 [rows, longest], padded on the right with 0.
+
+    The pad value is never compared with anything: lengths travel beside it, and id 0 is an ordinary token.
+    """
+    padded = np.zeros((len(sequences), max(len(sequence) for sequence in sequences)), np.int64)
+    for row, sequence in enumerate(sequences):
+        padded[row, : len(sequence)] = sequence
+    return torch.from_numpy(padded).to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Sequences laid out for one forward pass, and the places of their response tokens.
+
+    ``rows``: the sequences, by index in the batch. ``input_ids`` int64 [rows, longest], or [1, tokens] where there is a
+    ``packing``. ``predicts``: the positions [p-1, p+r-1) of each sequence, whose outputs are about its response tokens (the
+    logits at t-1 score token t); bool of the same shape, or int64 [n] in the packed row. Read in order they give n tokens, for
+    which ``targets`` int64 [n] are the token ids and ``places`` int64 [n] the indices into flat [response tokens] arrays.
+    ``lengths`` int64 [rows]: how many of them are each sequence's. ``last`` int64 [rows]: where each ends, in the flat
+    ``input_ids``.
+    """
+
+    rows: list[int]
+    input_ids: torch.Tensor
+    packing: Packing | None
+    predicts: torch.Tensor
+    targets: torch.Tensor
+    places: torch.Tensor
+    lengths: torch.Tensor
+    last: torch.Tensor
+
+    def __len__(self) -> int:
+        """The number of response tokens, n."""
+        return self.targets.shape[0]
+
+
+def laid_out(
+    model: Any,
+    batch: TokenBatch,
+    max_tokens: int,
+    rows: IntArray | NDArray[np.int64] | None = None,
+    whole: bool = False,
+) -> Iterator[MicroBatch]:
+    """The sequences of ``batch``, or ``rows`` of them, in micro-batches of at most ``max_tokens``, as ``model`` takes them.
+
+    The last token of a sequence predicts none of it and is left out, unless they are to be ``whole``.
+    """
+    chosen = np.arange(len(batch)) if rows is None else rows
+    packed = packs(model)
+    prompts = _prompts(batch, chosen) if packed else None
+    for group in micro_batches(batch.lengths[chosen] - (not whole), max_tokens, packed, prompts):
+        yield lay_out(batch, chosen[group].tolist(), device_of(model), packed, whole)
+
+
+def lay_out(
+    batch: TokenBatch, rows: Sequence[int], device: torch.device | str, packed: bool = False, whole: bool = False
+) -> MicroBatch:
+    """The sequences ``rows`` of ``batch`` as one micro-batch on ``device``, in the order given; ``whole`` as of ``laid_out``."""
+    starts = _starts(batch.lengths)
+    response_starts = _starts(batch.response_lengths)
+    sequences, targets, places, predicts = [], [], [], []
+    for row in rows:
+        prompt, response = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
+        sequence = batch.token_ids[starts[row] : starts[row] + prompt + response]
+        sequences.append(sequence if whole else sequence[:-1])
+        targets.append(sequence[prompt:])
+        places.append(np.arange(response_starts[row], response_starts[row] + response))
+        predicts.append(slice(prompt - 1, prompt + response - 1))
+    if packed:
+        input_ids, where = _in_one_row(sequences, batch.prompt_lengths[list(rows)].tolist(), device)
+    else:
+        input_ids = right_pad(sequences, device)
+        where = [row * input_ids.shape[1] + np.arange(len(sequence)) for row, sequence in enumerate(sequences)]
+    positions = torch.from_numpy(np.concatenate([at[part] for at, part in zip(where, predicts, strict=True)])).to(
+        device
+    )
+    return MicroBatch(
+        rows=list(rows),
+        input_ids=input_ids,
+        packing=Packing.of(where, device) if packed else None,
+        predicts=positions if packed else _marked(positions, input_ids),
+        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
+        places=torch.from_numpy(np.concatenate(places).astype(np.int64)).to(device),
+        lengths=torch.tensor([len(target) for target in targets]).to(device),
+        last=torch.tensor([int(at[-1]) for at in where]).to(device),
+    )
+
+
+def _in_one_row(
+    sequences: Sequence[IntArray], prompt_lengths: Sequence[int], device: torch.device | str
+) -> tuple[torch.Tensor, list[Places]]:
+    """Token ids int64 [1, tokens], each prompt once, and where each sequence's tokens stand."""
+    prompts: dict[bytes, Places] = {}
+    own, where, tokens = [], list[Places](), 0
+    for sequence, length in zip(sequences, prompt_lengths, strict=True):
+        prompt = prompts.get(key := sequence[:length].tobytes(), np.zeros(0, np.int64))
+        own.append(sequence[len(prompt) :])
+        where.append(np.concatenate([prompt, tokens + np.arange(len(own[-1]))]))
+        prompts[key] = where[-1][:length]
+        tokens += len(own[-1])
+    return torch.from_numpy(np.concatenate(own).astype(np.int64)[None]).to(device), where
+
+
+def _marked(positions: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    """bool like ``input_ids``, True at the flat ``positions``."""
+    return (
+        torch.zeros(input_ids.numel(), dtype=torch.bool, device=input_ids.device)
+        .index_fill_(0, positions, True)
+        .view_as(input_ids)
+    )
+
+
+def _prompts(batch: TokenBatch, rows: IntArray | NDArray[np.int64]) -> list[int]:
+    """A number for the prompt of each of the sequences ``rows``, by first appearance."""
+    starts, numbers = _starts(batch.lengths), dict[bytes, int]()
+    return [
+        numbers.setdefault(
+            batch.token_ids[starts[row] : starts[row] + batch.prompt_lengths[row]].tobytes(), len(numbers)
+        )
+        for row in rows
+    ]
+
+
+def _starts(lengths: IntArray | NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[:-1]])

@@ -1,0 +1,94 @@
+"""What the frozen models say of finished sequences: log-probs, values, scores. And the forward passes that training shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quartet.errors import ComputationFailed
+from quartet.models.forward.batching import MicroBatch, laid_out, micro_batches, right_pad
+from quartet.models.forward.inspection import check_batch, device_of
+from quartet.models.forward.log_probs import forward_log_probs
+from quartet.models.forward.packing import hidden_states
+from quartet.models.value_head import ValueModel
+from quartet.types import FloatArray, TokenBatch
+
+
+def forward_values(value_model: ValueModel, micro_batch: MicroBatch) -> torch.Tensor:
+    """Values of one micro-batch's response tokens, each read at the position that predicts the token: float32 [n]."""
+    values: torch.Tensor = value_model(micro_batch.input_ids, micro_batch.predicts, micro_batch.packing)
+    return values
+
+
+def response_log_probs(model: Any, batch: TokenBatch, temperature: float, max_tokens: int) -> FloatArray:
+    """Log-probs in nats of every response token at ``temperature``: float32 [response tokens], flat in the batch's order.
+
+    ``max_tokens`` bounds a micro-batch, pads included. Raises InvalidRequest; ComputationFailed where one is not finite.
+    """
+    check_batch(model, batch)
+    found = np.empty(int(batch.response_lengths.sum()), np.float32)
+    with torch.inference_mode():
+        for micro_batch in laid_out(model, batch, max_tokens):
+            log_probs, _ = forward_log_probs(model, micro_batch, temperature)
+            found[micro_batch.places.cpu().numpy()] = log_probs.float().cpu().numpy()
+    return _finite(found, "log-probs", model)
+
+
+def response_values(value_model: ValueModel, batch: TokenBatch, max_tokens: int) -> FloatArray:
+    """Values before every response token: float32 [response tokens], flat in the batch's order.
+
+    The value of response token t is read at the position that predicts it, as its log-prob is. Raises InvalidRequest;
+    ComputationFailed where one is not finite.
+    """
+    check_batch(value_model, batch)
+    found = np.empty(int(batch.response_lengths.sum()), np.float32)
+    with torch.inference_mode():
+        for micro_batch in laid_out(value_model, batch, max_tokens):
+            found[micro_batch.places.cpu().numpy()] = forward_values(value_model, micro_batch).cpu().numpy()
+    return _finite(found, "values", value_model)
+
+
+def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> FloatArray:
+    """The reward model's score of every prompt + response: float32 [sequences].
+
+    A decoder classifier is read at the last token, found by the length: comparing with a pad id would skip an EOS that shares
+    it. An encoder classifier reads the whole sequence under an attention mask. Raises InvalidRequest; ComputationFailed where a
+    score is not finite.
+    """
+    check_batch(reward_model, batch)
+    found = np.empty(len(batch), np.float32)
+    of_some = _decoder_scores if isinstance(getattr(reward_model, "score", None), nn.Module) else _encoder_scores
+    with torch.inference_mode():
+        for rows, scores in of_some(reward_model, batch, max_tokens):
+            found[rows] = scores.squeeze(-1).float().cpu().numpy()
+    return _finite(found, "scores", reward_model)
+
+
+def _decoder_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Sequences of the batch, and their scores [rows, 1]."""
+    for part in laid_out(reward_model, batch, max_tokens, whole=True):
+        hidden = hidden_states(reward_model.base_model, part.input_ids, part.packing)
+        yield part.rows, reward_model.score(hidden.flatten(0, 1)[part.last])
+
+
+def _encoder_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Iterator[tuple[list[int], torch.Tensor]]:
+    sequences, device = batch.sequences(), device_of(reward_model)
+    for rows in micro_batches(batch.lengths, max_tokens):
+        input_ids = right_pad([sequences[row] for row in rows], device)
+        lengths = torch.from_numpy(batch.lengths[rows].astype(np.int64)).to(device)
+        mask = torch.arange(input_ids.shape[1], device=device) < lengths[:, None]
+        yield rows, reward_model(input_ids=input_ids, attention_mask=mask.long()).logits
+
+
+def _finite(values: FloatArray, name: str, model: nn.Module) -> FloatArray:
+    bad = int(np.count_nonzero(~np.isfinite(values)))
+    if bad:
+        raise ComputationFailed(
+            f"{type(model).__name__}: {bad} of {values.size} {name} are not finite; "
+            "the weights have diverged, or the dtype is too narrow for them (try bfloat16 or float32)"
+        )
+    return values

@@ -1,0 +1,1 @@
+"""Generation engines: torch, TensorRT-LLM and Triton behind one interface."""

@@ -1,0 +1,25 @@
+"""The engine in torch with weights of its own, so that it generates while the policy learns."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from quartet.models.generation.torch_engine import TorchEngine
+
+
+class DetachedTorchEngine(TorchEngine):
+    """Decodes with a copy of the policy, which is as the policy was at the last ``weights_changed``."""
+
+    def __init__(self, learner: Any, stop_ids: frozenset[int], max_concurrent_sequences: int, device: str) -> None:
+        """Copies ``learner`` to ``device``. The rest is as of TorchEngine."""
+        super().__init__(deepcopy(learner).to(device).requires_grad_(False), stop_ids, max_concurrent_sequences)
+        self._learner = learner
+
+    @torch.no_grad()
+    def weights_changed(self) -> None:
+        """Takes over the policy's weights. Not while it generates."""
+        for ours, theirs in zip(self._model.parameters(), self._learner.parameters(), strict=True):
+            ours.copy_(theirs)

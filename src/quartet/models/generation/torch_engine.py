@@ -1,0 +1,386 @@
+"""Generation in torch: continuous batching. Finished rows leave the batch, and those that wait take their places.
+
+Prompts that are equal are computed once. A row's draws come from its own random stream, so which rows share a batch decides
+none of them. (It does decide the last bits of the logits, as matrix products round by shape: the same requests give the same
+bits.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+
+from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
+from quartet.models.forward.batching import micro_batches, right_pad
+from quartet.models.forward.inspection import attends_to_all, device_of, takes, vocabulary_size
+from quartet.models.forward.packing import logits_at
+from quartet.models.generation.kv_cache import DecodeCache, check_cacheable, prefill_cache
+from quartet.models.generation.responses import checked_requests
+from quartet.models.generation.sampling import draw
+from quartet.models.generation.static_decoding import StaticDecoder, unsupported_reason
+from quartet.random_streams import uniforms
+from quartet.types import FinishReason, GenerationRequest, SamplingParameters, Trajectory
+
+log = structlog.get_logger()
+
+PREFILL_TOKENS = 8192
+"""The most prompt tokens, pads included, in one forward pass."""
+
+DROP_FRACTION = 1 / 8
+"""Finished rows are dropped, and replaced, when they are at least this part of the batch; until then they decode unseen."""
+
+
+class TorchEngine:
+    """Generates with a transformers causal LM in this process.
+
+    ``stop_ids`` end a response. ``max_concurrent_sequences`` bounds the rows decoded at once, and so the cache's memory. ``static``: decode
+    in buffers that stay, if the model fits; None: on a GPU, where steps are then replayed as CUDA graphs. Not for use by two
+    threads at once. Raises ModelError for a model whose state is more than keys and values.
+    """
+
+    def __init__(
+        self, model: Any, stop_ids: frozenset[int], max_concurrent_sequences: int, static: bool | None = None
+    ) -> None:
+        if max_concurrent_sequences < 1:
+            raise InvalidRequest(f"max_concurrent_sequences {max_concurrent_sequences}: expected at least 1")
+        if not takes(model, "past_key_values"):
+            raise ModelError(f"{type(model).__name__}: expected a causal language model with a key-value cache")
+        check_cacheable(model)
+        self._model = model
+        self._stop_ids = stop_ids
+        self._max_concurrent = max_concurrent_sequences
+        # What a GPU gains by graphs a CPU loses by reading more columns than are in use.
+        self._capture = device_of(model).type == "cuda"
+        self._to_be_tried = self._capture if static is None else static
+        self._static: StaticDecoder | None = None
+        self._generations = 0
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParameters,
+        seed: int,
+        policy_version: int,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Trajectory]:
+        """The trajectories, each as soon as it is finished: by token, and within one token by id.
+
+        ``log_probs`` are of the sampled tokens at the sampling temperature (1 when greedy), of the whole distribution even where
+        top_k or top_p truncated it, so that they are the ones the trainer computes. Raises InvalidRequest at the call; while
+        iterating, Cancelled (``cancelled`` is asked before every token) and ComputationFailed (logits that are not finite).
+        """
+        ordered = checked_requests(self._model, requests, sampling)
+        return self._generate(ordered, sampling, seed, policy_version, cancelled)
+
+    def _generate(
+        self,
+        requests: list[GenerationRequest],
+        sampling: SamplingParameters,
+        seed: int,
+        policy_version: int,
+        cancelled: Callable[[], bool],
+    ) -> Iterator[Trajectory]:
+        stop_ids = frozenset[int]() if sampling.ignore_eos else self._stop_ids
+        if self._to_be_tried:
+            self._try_static()
+        slots = _Slots(self._model, stop_ids, requests, sampling, seed, self._max_concurrent, self._static)
+        self._generations += 1
+        number = self._generations
+        while slots.active:
+            if cancelled():
+                raise Cancelled("generation was cancelled by its caller")
+            if self._static and number != self._generations:
+                raise Cancelled("generation was cancelled by a later one, which has taken its cache")
+            for request, response_ids, log_probs, reason in slots.step():
+                prompt_ids = np.asarray(request.prompt_ids, np.int32)
+                yield Trajectory(request.id, policy_version, prompt_ids, response_ids, log_probs, reason)
+
+    def _try_static(self) -> None:
+        """Once: whether the model can decode in buffers that stay, or why it goes on without."""
+        self._to_be_tried = False
+        reason = unsupported_reason(self._model, self._capture)
+        if reason is None:
+            self._static = StaticDecoder(self._model, self._capture)
+        else:
+            log.warning("decodes without CUDA graphs", model=type(self._model).__name__, reason=reason)
+
+    def release(self) -> None:
+        """Nothing: a cache goes with the generation, or is what CUDA graphs were captured over, which takes long."""
+
+    def weights_changed(self) -> None:
+        """Nothing: it decodes with the model itself, whose weights stay where they are."""
+
+    def close(self) -> None:
+        """Lets go of the cache and the graphs that stay."""
+        self._static = None
+
+
+Finished = tuple[GenerationRequest, NDArray[np.int32], NDArray[np.float32], FinishReason]
+
+
+class _Slots:
+    """Rows that are decoded together, and the queue of those that are not yet.
+
+    A slot is a place in the batch. The first ``rows`` are in use; when enough of these have finished, rows from the last of them
+    move into their places, and requests of the queue into those that are free then.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        stop_ids: frozenset[int],
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParameters,
+        seed: int,
+        slots: int,
+        static: StaticDecoder | None,
+    ) -> None:
+        self._model, self._sampling, self._seed, self._device = model, sampling, seed, device_of(model)
+        self._stops = np.zeros(vocabulary_size(model), np.bool_)
+        self._stops[[index for index in stop_ids if index < len(self._stops)]] = True
+        self._queue = deque(requests)
+        slots, limit = min(slots, len(requests)), sampling.max_response_tokens
+        self._slots = slots
+
+        self._rows: list[GenerationRequest] = []
+        self._alive = np.zeros(0, np.bool_)
+        self._counts = np.zeros(slots, np.int64)
+        self._token_ids = np.zeros((slots, limit), np.int32)
+        self._log_probs = np.zeros((slots, limit), np.float32)
+
+        longest = max((len(request.prompt_ids) for request in requests), default=1)
+        with torch.inference_mode():
+            self._decoder: _WindowDecoder | StaticDecoder
+            if static:
+                static.prepare(slots, longest + limit)
+                self._decoder = static
+            else:
+                self._decoder = _WindowDecoder(model, slots, longest, limit, refilled=slots < len(requests))
+            self._streams = torch.zeros((slots, limit), dtype=torch.float64, device=self._device)
+            self._places = torch.zeros((slots, 1), dtype=torch.int64, device=self._device)
+            self._chosen = torch.zeros(slots, dtype=torch.int64, device=self._device)
+
+    @property
+    def active(self) -> bool:
+        """Whether any row still has tokens to come."""
+        return bool(self._alive.any() or self._queue)
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """Draws every row's next token. Gives the rows that are finished with it, by id."""
+        logits = self._decoder.logits(self._chosen[: len(self._rows)]) if self._rows else None
+        free = self._slots - len(self._rows)
+        if self._queue and free:
+            joined = self._join([self._queue.popleft() for _ in range(min(free, len(self._queue)))])
+            logits = joined if logits is None else torch.cat([logits, joined])
+        assert logits is not None
+        rows = len(self._rows)
+        uniform = self._streams[:rows].gather(1, self._places[:rows])
+        chosen, log_probs = draw(logits, uniform, self._sampling)
+        self._chosen[:rows] = chosen
+        self._places[:rows] += 1
+        finished = self._note(chosen.cpu().numpy(), log_probs.cpu().numpy())
+        if finished:
+            self._drop()
+        return finished
+
+    def _note(self, tokens: NDArray[np.int64], log_probs: NDArray[np.float32]) -> list[Finished]:
+        """Writes down what was drawn for each row. Gives the rows that are finished with it."""
+        live, slots = np.flatnonzero(self._alive), np.arange(len(self._rows))
+        if not np.isfinite(log_probs[live]).all():
+            raise ComputationFailed(
+                f"{type(self._model).__name__}: logits that are not finite at response token "
+                f"{int(self._counts[live][~np.isfinite(log_probs[live])][0])}; "
+                "the weights have diverged, or the dtype is too narrow for them (try bfloat16 or float32)"
+            )
+        places = self._counts[live]
+        self._token_ids[live, places] = tokens[live]
+        self._log_probs[live, places] = log_probs[live]
+        self._counts[live] += 1
+
+        stopped = self._stops[tokens]
+        ended = slots[self._alive & (stopped | (self._counts[slots] == self._token_ids.shape[1]))]
+        finished: list[Finished] = []
+        for slot in sorted(ended.tolist(), key=lambda slot: self._rows[slot].id):
+            reason = FinishReason.EOS if stopped[slot] else FinishReason.LENGTH
+            count = self._counts[slot]
+            ids, values = self._token_ids[slot, :count], self._log_probs[slot, :count]
+            finished.append((self._rows[slot], ids.copy(), values.copy(), reason))
+        self._alive[ended] = False
+        return finished
+
+    def _join(self, requests: list[GenerationRequest]) -> torch.Tensor:
+        """Takes requests into the free slots. Gives the logits that follow their prompts, [requests, vocabulary]."""
+        first, limit = len(self._rows), self._sampling.max_response_tokens
+        slots = slice(first, first + len(requests))
+        self._rows += requests
+        self._alive = np.concatenate([self._alive, np.ones(len(requests), np.bool_)])
+        self._counts[slots] = 0
+        streams = np.stack([uniforms(self._seed, request.id, limit) for request in requests])
+        self._streams[slots] = torch.from_numpy(streams).to(self._device)
+        self._places[slots] = 0
+        logits = self._prefill([np.asarray(request.prompt_ids, np.int32) for request in requests], first)
+        self._decoder.begin(slots, [len(request.prompt_ids) for request in requests])
+        return logits
+
+    def _prefill(self, prompts: list[NDArray[np.int32]], first: int) -> torch.Tensor:
+        """Computes each distinct prompt once, right-padded (no mask, so the fast causal path). Logits [prompts, vocabulary]."""
+        distinct: dict[bytes, int] = {}
+        owner = [distinct.setdefault(prompt.tobytes(), len(distinct)) for prompt in prompts]
+        unique = [np.frombuffer(key, np.int32) for key in distinct]
+        lengths = [len(prompt) for prompt in unique]
+        logits: torch.Tensor | None = None
+        for group in micro_batches(lengths, PREFILL_TOKENS):
+            input_ids = right_pad([unique[index] for index in group], self._device)
+            keep = torch.zeros_like(input_ids, dtype=torch.bool)
+            keep[torch.arange(len(group)), torch.tensor([lengths[index] - 1 for index in group])] = True
+            cache = prefill_cache()
+            last = logits_at(self._model, input_ids, keep, past_key_values=cache, use_cache=True)
+            place = {index: row for row, index in enumerate(group)}
+            rows = [row for row, index in enumerate(owner) if index in place]
+            sources = [place[owner[row]] for row in rows]
+            self._decoder.fill([first + row for row in rows], sources, [len(prompts[row]) for row in rows], cache)
+            if logits is None:
+                logits = last.new_empty(len(owner), last.shape[1])
+            logits[rows] = last[sources]
+        assert logits is not None
+        return logits
+
+    def _drop(self) -> None:
+        """Removes the finished rows from the batch if they are many enough, or all."""
+        rows, alive = len(self._rows), int(self._alive.sum())
+        if alive and rows - alive < DROP_FRACTION * rows:
+            # They are decoded on, from the first place, so that they never come to one that there is not.
+            ended = np.flatnonzero(~self._alive)
+            self._places[torch.from_numpy(ended).to(self._device)] = 0
+            self._decoder.rest(ended)
+            return
+        holes = np.flatnonzero(~self._alive[:alive])
+        movers = alive + np.flatnonzero(self._alive[alive:])
+        for hole, mover in zip(holes, movers, strict=True):
+            self._rows[hole] = self._rows[mover]
+        self._rows = self._rows[:alive]
+        self._alive = np.ones(alive, np.bool_)
+        for array in (self._counts, self._token_ids, self._log_probs):
+            array[holes] = array[movers]
+        to, source = torch.from_numpy(holes).to(self._device), torch.from_numpy(movers).to(self._device)
+        for tensor in (self._chosen, self._streams, self._places):
+            tensor[to] = tensor[source]
+        self._decoder.keep(alive, to, source)
+
+
+class _WindowDecoder:
+    """Decodes the rows and columns in use, and no others.
+
+    All rows end in the same column of the cache: a prompt that joins is put to the left of it, and hides what stands before it.
+    """
+
+    def __init__(self, model: Any, slots: int, longest: int, limit: int, refilled: bool) -> None:
+        """``longest``: tokens of a prompt; ``limit``: of a response; ``refilled``: rows will take the places of others."""
+        self._model, device = model, device_of(model)
+        columns = longest + limit
+        if refilled:
+            # So that the cache moves to its left end every so many tokens, and not at each.
+            columns += max(columns // 4, 1)
+        # Rounded up, as fast attention kernels on GPUs want masks whose rows start at multiples of 16 bytes.
+        self._cache = DecodeCache(slots, longest, -(-columns // 8) * 8)
+        self._padding = _Padding(model, slots, self._cache.capacity, device)
+        # Where the next token of each row stands.
+        self._positions = torch.zeros((slots, 1), dtype=torch.int64, device=device)
+
+    def fill(self, rows: list[int], sources: list[int], lengths: list[int], prefilled: Any) -> None:
+        """As ``DecodeCache.fill``."""
+        self._cache.fill(rows, sources, lengths, prefilled)
+
+    def begin(self, slots: slice, lengths: list[int]) -> None:
+        """Prompts of these lengths stand in ``slots`` now, the last that are in use."""
+        counts = torch.tensor(lengths, device=self._positions.device)[:, None]
+        self._positions[slots] = counts
+        self._cache.rows = slots.stop
+        self._padding.begin(slots, self._cache.end - counts)
+
+    def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """One more token for each row, int64 [rows]: what follows, [rows, vocabulary]."""
+        rows = len(token_ids)
+        if self._cache.full:
+            self._padding.move(self._cache.move_left())
+        arguments = self._padding.arguments(rows, self._cache.start, self._cache.end + 1)
+        if takes(self._model, "position_ids"):
+            arguments["position_ids"] = self._positions[:rows]
+        logits: torch.Tensor = self._model(
+            input_ids=token_ids[:, None], past_key_values=self._cache.layers, use_cache=True, **arguments
+        ).logits
+        self._cache.advance()
+        self._positions += 1
+        return logits[:, -1]
+
+    def rest(self, rows: NDArray[np.int64]) -> None:
+        """These rows are finished, and are decoded unseen, from the first place, until they are taken out."""
+        self._positions[torch.from_numpy(rows).to(self._positions.device)] = 0
+
+    def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> None:
+        """Moves rows ``movers`` into ``holes`` and keeps the first ``rows``."""
+        self._positions[holes] = self._positions[movers]
+        start = self._padding.keep(rows, holes, movers)
+        self._cache.keep(rows, holes, movers, self._cache.end if start is None else start)
+
+
+class _Padding:
+    """Hides the columns before each row's prompt from attention, as cheaply as the model allows."""
+
+    def __init__(self, model: Any, slots: int, capacity: int, device: torch.device) -> None:
+        self._begins = np.zeros(slots, np.int64)
+        """The first column of each row."""
+        self._columns = torch.arange(capacity, device=device)
+        self._rows = 0
+        self._additive = _takes_additive_mask(model)
+        self._hidden = torch.zeros((), device=device, dtype=torch.int64)
+        self._shown = self._hidden + 1
+        if self._additive:
+            dtype = model.get_input_embeddings().weight.dtype
+            # Half of the least number: adding a score to the least itself can overflow in half precision.
+            self._hidden = torch.full((), torch.finfo(dtype).min / 2, dtype=dtype, device=device)
+            self._shown = torch.zeros_like(self._hidden)
+        self._mask = self._shown.expand(slots, capacity).clone()
+
+    def begin(self, slots: slice, begins: torch.Tensor) -> None:
+        """Rows join in ``slots``, whose first columns are ``begins`` [rows, 1]."""
+        self._begins[slots] = begins[:, 0].cpu().numpy()
+        self._rows = slots.stop
+        self._mask[slots] = torch.where(self._columns >= begins, self._shown, self._hidden)
+
+    def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> int | None:
+        """Moves rows ``movers`` into ``holes`` and keeps the first ``rows``. Gives the first column that any of them has."""
+        self._rows = rows
+        self._begins[holes.cpu().numpy()] = self._begins[movers.cpu().numpy()]
+        self._mask[holes] = self._mask[movers]
+        return int(self._begins[:rows].min()) if rows else None
+
+    def move(self, columns: int) -> None:
+        """All that is in the cache has moved so many columns to the left."""
+        self._begins -= columns
+        begins = torch.from_numpy(self._begins[:, None]).to(self._columns.device)
+        self._mask.copy_(torch.where(self._columns >= begins, self._shown, self._hidden))
+
+    def arguments(self, rows: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """The mask for columns [start, stop), or nothing when no row has padding among them."""
+        if int(self._begins[: self._rows].max()) <= start:
+            return {}
+        mask = self._mask[:rows, start:stop]
+        return {"attention_mask": mask[:, None, None, :] if self._additive else mask}
+
+
+def _takes_additive_mask(model: Any) -> bool:
+    """Whether a ready-made mask [rows, 1, 1, columns] means the same to every layer of the model.
+
+    Then none has to be built from the padding at every token. Not for sliding windows (each kind of layer has its own mask) and
+    not for models that count positions from the padding mask (ALiBi).
+    """
+    plain = getattr(model.config.get_text_config(), "_attn_implementation", None) in ("sdpa", "eager")
+    return plain and attends_to_all(model) and takes(model, "position_ids")

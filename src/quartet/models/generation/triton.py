@@ -1,0 +1,324 @@
+"""Generation by a Triton Inference Server over gRPC, with the tensors of the TensorRT-LLM backend, streamed token by token."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from quartet.errors import (
+    AccessRefused,
+    Cancelled,
+    ComputationFailed,
+    ConfigError,
+    MismatchError,
+    ModelError,
+    QuartetError,
+    ServiceFailed,
+    ServiceUnavailable,
+)
+from quartet.models.generation.engine import Policy
+from quartet.models.generation.lora_tensors import LoraTensors, lora_tensors
+from quartet.models.generation.responses import Answer, checked_requests, trajectories
+from quartet.models.generation.triton_tensors import Dialect, Partial, Served, Tensors, dialect_of
+from quartet.types import GenerationRequest, SamplingParameters, Trajectory
+
+POLL = 0.1
+"""Seconds between looks at whether the caller is still there."""
+MAX_ANSWER = 64 * 2**20
+"""Bytes of one message from the server: many times what a response takes."""
+MAX_REQUEST = 2**31 - 1
+"""Bytes of one message to it: a request may bring an adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class TritonServer:
+    """Where the model is. ``timeout`` is in seconds. ``adapters``: a folder for them, under the same path for the server.
+
+    With ``encrypted``: PEM ``authority``, and ``certificate`` with its ``key``, None where there is none.
+    """
+
+    address: str
+    model: str
+    timeout: float
+    weights: Literal["lora", "static"]
+    max_in_flight: int
+    adapters: Path
+    encrypted: bool = False
+    authority: bytes | None = None
+    certificate: bytes | None = None
+    key: bytes | None = None
+
+    def __str__(self) -> str:
+        return f"model {self.model} of Triton at {self.address}"
+
+
+class TritonEngine:
+    """Generates on a server. Raises ConfigError without the package, ModelError for an adapter that servers cannot take."""
+
+    def __init__(self, server: TritonServer, policy: Policy) -> None:
+        try:
+            import tritonclient.grpc
+        except ImportError as error:
+            raise ConfigError(
+                f"rollout.engine triton: {error}; install it with pip install 'quartet-rlhf[triton]'"
+            ) from None
+        self._grpc: Any = tritonclient.grpc
+        self._server, self._policy = server, policy
+        self._lora: LoraTensors | None = None
+        if server.weights == "lora":
+            self._adapter()
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParameters,
+        seed: int,
+        policy_version: int,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Trajectory]:
+        """The trajectories, each as it finishes, in whatever order.
+
+        ``log_probs`` are the server's where it gives them. Raises InvalidRequest at the call; while iterating Cancelled,
+        ServiceUnavailable, ServiceFailed, MismatchError, AccessRefused, ComputationFailed.
+        """
+        ordered = checked_requests(self._policy.model, requests, sampling)
+        return self._generate(ordered, sampling, seed, policy_version, cancelled)
+
+    def release(self) -> None:
+        """Nothing: the memory is the server's."""
+
+    def weights_changed(self) -> None:
+        """The next generation takes the adapter along as it is then."""
+        self._lora = None
+
+    def close(self) -> None:
+        """Leaves no adapter behind."""
+        shutil.rmtree(self._server.adapters, ignore_errors=True)
+
+    def _generate(
+        self,
+        requests: list[GenerationRequest],
+        sampling: SamplingParameters,
+        seed: int,
+        policy_version: int,
+        cancelled: Callable[[], bool],
+    ) -> Iterator[Trajectory]:
+        waiting, running = deque(requests), dict[str, Partial]()
+        if not waiting:
+            return
+        with self._client() as client:
+            served = self._served(client)
+            dialect = dialect_of(served, self._policy)
+            adapter = self._adapter_tensors(served)
+            answers = _Answers(client, self._server)
+            try:
+                limit = 1 if adapter else self._server.max_in_flight
+                while waiting or running:
+                    while waiting and len(running) < limit:
+                        request = waiting.popleft()
+                        tensors = dialect.request(request, sampling, seed) | adapter
+                        self._send(client, served, dialect, str(request.id), tensors)
+                        running[str(request.id)] = Partial(request)
+                    finished = []
+                    for response in answers.wait(cancelled):
+                        partial = running.get(response.id)
+                        if partial is None:
+                            raise ServiceFailed(f"{self._server}: an answer to {response.id!r}, which was not asked")
+                        self._receive(dialect, partial, response.tensors, sampling.max_response_tokens)
+                        if response.final:
+                            finished.append(self._finished(dialect, running.pop(response.id)))
+                        # From the first answer on the server knows the adapter by its number.
+                        limit = self._server.max_in_flight
+                        adapter = {name: value for name, value in adapter.items() if name not in _WEIGHTS}
+                    yield from trajectories(finished, self._policy, sampling, policy_version, str(self._server))
+            finally:
+                answers.close()
+
+    def _receive(self, dialect: Dialect, partial: Partial, tensors: Tensors, limit: int) -> None:
+        if tensors:
+            dialect.receive(partial, tensors)
+        if len(partial.token_ids) > limit:
+            raise ComputationFailed(f"{self._server}: response to {partial.request.id}: more than {limit} tokens")
+
+    def _finished(self, dialect: Dialect, partial: Partial) -> Answer:
+        answer = dialect.finish(partial)
+        if answer.log_probs is None and self._server.weights == "static":
+            raise ComputationFailed(f"{self._server}: response to {answer.request.id}: without log-probs; {_BLIND}")
+        return answer
+
+    @contextlib.contextmanager
+    def _client(self) -> Iterator[Any]:
+        server, credentials = self._server, None
+        if server.encrypted:
+            import grpc
+
+            credentials = grpc.ssl_channel_credentials(server.authority, server.key, server.certificate)
+        options = [
+            ("grpc.max_send_message_length", MAX_REQUEST),
+            ("grpc.max_receive_message_length", MAX_ANSWER),
+        ]
+        client = self._grpc.InferenceServerClient(server.address, creds=credentials, channel_args=options)
+        try:
+            yield client
+        except self._grpc.InferenceServerException as error:
+            raise failure(error, server) from None
+        finally:
+            client.close()
+
+    def _served(self, client: Any) -> Served:
+        """What the server says of the model. Asked anew each time: it may have been restarted with another."""
+        server = self._server
+        metadata = client.get_model_metadata(server.model, client_timeout=server.timeout)
+        config = client.get_model_config(server.model, client_timeout=server.timeout).config
+        served = Served(
+            str(server),
+            {tensor.name: tensor.datatype for tensor in metadata.inputs},
+            frozenset(tensor.name for tensor in metadata.outputs),
+            config.model_transaction_policy.decoupled,
+            config.max_batch_size > 0,
+        )
+        if (
+            server.weights == "static"
+            and not {"return_log_probs", "output_log_probs"} <= served.inputs.keys() | served.outputs
+        ):
+            raise MismatchError(f"{server}: the model has no return_log_probs and output_log_probs; {_BLIND}")
+        return served
+
+    def _adapter(self) -> LoraTensors:
+        if self._lora is None:
+            if self._policy.adapter is None:
+                raise ModelError("rollout.triton.weights lora: the policy has no adapter; set actor.lora")
+            self._lora = lora_tensors(self._policy.adapter)
+        return self._lora
+
+    def _adapter_tensors(self, served: Served) -> Tensors:
+        """The inputs that bring the adapter to the server; none where its weights are its own."""
+        if self._server.weights == "static":
+            return {}
+        lora = self._adapter()
+        if "input_ids" in served.inputs:
+            served.need("lora_task_id", *_WEIGHTS)
+            return {
+                "lora_task_id": np.array([lora.task], np.uint64),
+                "lora_weights": lora.weights,
+                "lora_config": lora.config,
+            }
+        served.need("lora_id", "lora_name", "lora_path")
+        return {
+            "lora_id": np.array([lora.task], np.uint64),
+            "lora_name": np.array([f"quartet-{lora.task}".encode()], np.object_),
+            "lora_path": np.array([str(self._written(lora)).encode()], np.object_),
+        }
+
+    def _written(self, lora: LoraTensors) -> Path:
+        """Where the adapter is on disk, for servers that read it from there. Those of former versions go."""
+        assert self._policy.adapter is not None
+        target = self._server.adapters / f"adapter-{lora.task}"
+        if not target.exists():
+            shutil.rmtree(self._server.adapters, ignore_errors=True)
+            target.mkdir(parents=True)
+            self._policy.adapter.snapshot()(target)
+        return target
+
+    def _send(self, client: Any, served: Served, dialect: Dialect, name: str, tensors: Tensors) -> None:
+        inputs = []
+        for tensor, value in tensors.items():
+            kind = served.inputs.get(tensor)
+            if kind is None:
+                continue
+            shaped = value[None] if served.batched else value
+            entry = self._grpc.InferInput(tensor, list(shaped.shape), kind)
+            entry.set_data_from_numpy(shaped.astype(_DTYPES.get(kind, shaped.dtype)))
+            inputs.append(entry)
+        client.async_stream_infer(
+            self._server.model,
+            inputs,
+            request_id=name,
+            outputs=[self._grpc.InferRequestedOutput(output) for output in dialect.outputs],
+            enable_empty_final_response=True,
+        )
+
+
+_BLIND = "with rollout.triton.weights static nothing else tells how far the policy has gone from what was sampled"
+_WEIGHTS = ("lora_weights", "lora_config")
+# BF16 is sent from float32.
+_DTYPES = {"FP16": np.float16, "FP32": np.float32, "BF16": np.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class _Response:
+    id: str
+    tensors: Tensors
+    final: bool
+
+
+class _Answers:
+    """What arrives on one stream."""
+
+    def __init__(self, client: Any, server: TritonServer) -> None:
+        self._client, self._server = client, server
+        self._arrived: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._last = time.monotonic()
+        client.start_stream(lambda result, error: self._arrived.put((result, error)))
+
+    def wait(self, cancelled: Callable[[], bool]) -> list[_Response]:
+        """What has arrived since, at least one response. Raises Cancelled, and what the server failed with."""
+        while True:
+            if cancelled():
+                raise Cancelled("generation was cancelled by its caller")
+            try:
+                found = [self._read(*self._arrived.get(timeout=POLL))]
+                break
+            except queue.Empty:
+                if time.monotonic() - self._last > self._server.timeout:
+                    raise ServiceUnavailable(
+                        f"{self._server}: no answer for {self._server.timeout:g} s; raise rollout.triton.timeout if need be"
+                    ) from None
+        while not self._arrived.empty():
+            found.append(self._read(*self._arrived.get()))
+        self._last = time.monotonic()
+        return found
+
+    def close(self) -> None:
+        """Cancels what is under way."""
+        stream = self._client._stream
+        self._client.stop_stream(cancel_requests=True)
+        if stream is not None:
+            # tritonclient leaves the thread behind that waits for further requests: it has heard of no end.
+            stream._request_queue.put(None)
+
+    def _read(self, result: Any, error: Any) -> _Response:
+        if error is not None:
+            raise failure(error, self._server)
+        message = result.get_response()
+        # as_numpy gives None for an output that a response lacks.
+        tensors = {output.name: result.as_numpy(output.name) for output in message.outputs}
+        parameters = message.parameters
+        final = "triton_final_response" in parameters and parameters["triton_final_response"].bool_param
+        return _Response(message.id, {name: value for name, value in tensors.items() if value.size}, final)
+
+
+def failure(error: Any, server: TritonServer) -> QuartetError:
+    """What an error of tritonclient means. One of the server's model, unlike one of the connection, has no status."""
+    code, text = error.status() or "", error.message()
+    where = f"{server}: {text}"
+    if not code:
+        return ServiceFailed(f"{server}: the model failed: {text}")
+    if code in ("StatusCode.UNAUTHENTICATED", "StatusCode.PERMISSION_DENIED"):
+        return AccessRefused(f"{where}; check rollout.triton.url and its certificates")
+    if code == "StatusCode.NOT_FOUND" or (code == "StatusCode.UNAVAILABLE" and "unknown model" in text):
+        return MismatchError(f"{where}; rollout.triton.model names the model")
+    if code in ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED"):
+        return MismatchError(where)
+    if code in ("StatusCode.RESOURCE_EXHAUSTED", "StatusCode.INTERNAL", "StatusCode.DATA_LOSS"):
+        return ComputationFailed(f"{where} ({code})")
+    return ServiceUnavailable(f"{where} ({code}); start the server, or correct rollout.triton.url")

@@ -1,0 +1,233 @@
+"""What a served model is asked and how its answers are read: the TensorRT-LLM backend's tensors, of token ids or of text.
+
+Which of them a server has, its model's metadata says: with ``input_ids`` it takes token ids (and ``seed``, or ``random_seed`` in
+older versions), with ``text_input`` text.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet.errors import ComputationFailed, InvalidRequest, MismatchError
+from quartet.models.generation.engine import Policy
+from quartet.models.generation.responses import Answer
+from quartet.random_streams import engine_seed
+from quartet.types import GenerationRequest, SamplingParameters
+
+Tensors = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model as its server describes it: types of its inputs by name, its outputs, and how it takes requests."""
+
+    where: str
+    inputs: Mapping[str, str]
+    outputs: frozenset[str]
+    decoupled: bool
+    batched: bool
+
+    def need(self, *names: str) -> None:
+        """Raises MismatchError for an input or output that the model lacks."""
+        lacking = [name for name in names if name not in self.inputs and name not in self.outputs]
+        if lacking:
+            raise MismatchError(
+                f"{self.where}: the model has no {' and no '.join(lacking)}; expected the tensors of the TensorRT-LLM backend; "
+                "rollout.triton.model names the model"
+            )
+
+
+@dataclass(slots=True)
+class Partial:
+    """A response as far as it has arrived. ``text`` and what follows it: of servers that answer in text."""
+
+    request: GenerationRequest
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    text: str | None = None
+    finish_reason: str = ""
+    stop_reason: str = ""
+
+
+class Dialect(ABC):
+    """How one model is asked and answers. ``outputs`` are those that are asked for."""
+
+    outputs: tuple[str, ...]
+
+    def __init__(self, served: Served, policy: Policy) -> None:
+        self._served, self._policy = served, policy
+
+    @abstractmethod
+    def request(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Tensors:
+        """The inputs that ask for one trajectory. Raises InvalidRequest, ComputationFailed."""
+
+    @abstractmethod
+    def receive(self, partial: Partial, outputs: Tensors) -> None:
+        """Takes in what one response of the server holds. Raises ComputationFailed."""
+
+    @abstractmethod
+    def finish(self, partial: Partial) -> Answer:
+        """What the request was answered with, after the last response. Raises ComputationFailed."""
+
+    def _failed(self, request: GenerationRequest, text: str) -> ComputationFailed:
+        return ComputationFailed(f"{self._served.where}: response to {request.id}: {text}")
+
+
+class TokenDialect(Dialect):
+    """Token ids both ways, with log-probs where the model gives them."""
+
+    def __init__(self, served: Served, policy: Policy) -> None:
+        super().__init__(served, policy)
+        served.need(
+            "input_lengths", "request_output_len", "temperature", "stop_words_list", "output_ids", "sequence_length"
+        )
+        self._seed = "seed" if "seed" in served.inputs else "random_seed"
+        served.need(self._seed)
+        self._gives_log_probs = {"return_log_probs", "output_log_probs"} <= served.inputs.keys() | served.outputs
+        self.outputs = ("output_ids", "sequence_length", *(["output_log_probs"] if self._gives_log_probs else []))
+        self._echoes = not served.decoupled and "exclude_input_in_output" not in served.inputs
+
+    def request(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Tensors:
+        """All stop tokens as stop words and none as end_id: what ends a response is then part of it, with its log-prob."""
+        greedy, prompt = sampling.temperature == 0, request.prompt_ids
+        stops = [] if sampling.ignore_eos else sorted(self._policy.stop_ids)
+        found: Tensors = {
+            "input_ids": prompt.astype(np.int32),
+            "input_lengths": np.array([len(prompt)], np.int32),
+            "request_output_len": np.array([sampling.max_response_tokens], np.int32),
+            "end_id": np.array([-1], np.int32),
+            "pad_id": np.array([stops[0] if stops else 0], np.int32),
+            "temperature": np.array([1.0 if greedy else sampling.temperature], np.float32),
+            "runtime_top_k": np.array([1 if greedy else sampling.top_k], np.int32),
+            "runtime_top_p": np.array([sampling.top_p], np.float32),
+            self._seed: np.array([engine_seed(seed, request.id)], np.uint64),
+            "return_log_probs": np.array([self._gives_log_probs]),
+            "streaming": np.array([self._served.decoupled]),
+            "exclude_input_in_output": np.array([True]),
+        }
+        if stops:
+            # The words, one after another, and where each of them ends.
+            found["stop_words_list"] = np.array([stops, range(1, len(stops) + 1)], np.int32)
+        return found
+
+    def receive(self, partial: Partial, outputs: Tensors) -> None:
+        """New tokens, and the log-probs of these or of all so far."""
+        if not {"output_ids", "sequence_length"} <= outputs.keys():
+            raise self._failed(partial.request, "a response without output_ids and sequence_length")
+        count = int(outputs["sequence_length"].reshape(-1)[0])
+        ids = outputs["output_ids"].reshape(-1)[:count].tolist()
+        prompt = partial.request.prompt_ids.tolist()
+        if self._echoes and not partial.token_ids:
+            if ids[: len(prompt)] != prompt:
+                raise self._failed(partial.request, "does not begin with the prompt, as this version's do")
+            ids = ids[len(prompt) :]
+        partial.token_ids += ids
+        if self._gives_log_probs and "output_log_probs" in outputs:
+            log_probs = outputs["output_log_probs"].reshape(-1).tolist()
+            if len(log_probs) >= len(partial.token_ids):
+                partial.log_probs = log_probs[: len(partial.token_ids)]
+            else:
+                partial.log_probs += log_probs
+
+    def finish(self, partial: Partial) -> Answer:
+        """Log-probs of which the server sent none are the trainer's to compute."""
+        return Answer(partial.request, partial.token_ids, partial.log_probs or None)
+
+
+class TextDialect(Dialect):
+    """Text both ways: what cannot be told apart in text is an error, and log-probs are the trainer's to compute."""
+
+    def __init__(self, served: Served, policy: Policy) -> None:
+        super().__init__(served, policy)
+        served.need(*(f"sampling_param_{name}" for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")))
+        self.outputs = ("text_output", "finish_reason", *(["stop_reason"] if "stop_reason" in served.outputs else []))
+        served.need("return_finish_reason", *self.outputs)
+
+    def request(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Tensors:
+        """Raises ComputationFailed for a prompt whose text does not give its tokens again."""
+        if sampling.ignore_eos:
+            raise InvalidRequest(f"{self._served.where}: a server that takes text cannot be told to ignore EOS")
+        greedy = sampling.temperature == 0
+        return {
+            "text_input": _text(self._prompt(request)),
+            "sampling_param_max_tokens": np.array([sampling.max_response_tokens], np.int32),
+            "sampling_param_temperature": np.array([1.0 if greedy else sampling.temperature], np.float32),
+            "sampling_param_top_k": np.array([1 if greedy else sampling.top_k], np.int32),
+            "sampling_param_top_p": np.array([sampling.top_p], np.float32),
+            "sampling_param_seed": np.array([engine_seed(seed, request.id)], np.uint64),
+            "sampling_param_exclude_input_from_output": np.array([True]),
+            "return_finish_reason": np.array([True]),
+            "return_stop_reason": np.array([True]),
+            "streaming": np.array([False]),
+        }
+
+    def receive(self, partial: Partial, outputs: Tensors) -> None:
+        """The text as a whole."""
+        if not {"text_output", "finish_reason"} <= outputs.keys():
+            raise self._failed(partial.request, "a response without text_output and finish_reason")
+        partial.text = (partial.text or "") + _string(outputs["text_output"])
+        partial.finish_reason = _string(outputs["finish_reason"])
+        partial.stop_reason = _string(outputs["stop_reason"]) if "stop_reason" in outputs else ""
+
+    def finish(self, partial: Partial) -> Answer:
+        """Its tokens, where they give its text again. A stop token, which the text lacks, is put back."""
+        if partial.text is None:
+            return Answer(partial.request, [], None)
+        tokenizer = self._policy.tokenizer
+        ids = list(tokenizer.encode(partial.text, add_special_tokens=False))
+        if tokenizer.decode(ids, skip_special_tokens=True) != partial.text:
+            raise self._failed(partial.request, "its text, tokenised, does not give the same text again")
+        if partial.finish_reason == "stop":
+            ids.append(self._stop_id(partial))
+        elif partial.finish_reason != "length":
+            raise self._failed(partial.request, f"finish_reason {partial.finish_reason!r}; expected stop or length")
+        return Answer(partial.request, ids, None)
+
+    def _prompt(self, request: GenerationRequest) -> str:
+        tokenizer, ids = self._policy.tokenizer, request.prompt_ids.tolist()
+        # The server's tokenizer may begin every text with a token of its own.
+        for first in (0, 1):
+            text: str = tokenizer.decode(ids[first:])
+            if list(tokenizer.encode(text)) == ids:
+                return text
+        raise ComputationFailed(
+            f"{self._served.where}: prompt of {request.id}: its text, tokenised, gives other tokens; "
+            "serve a model that takes token ids"
+        )
+
+    def _stop_id(self, partial: Partial) -> int:
+        if partial.stop_reason.isdecimal() and int(partial.stop_reason) in self._policy.stop_ids:
+            return int(partial.stop_reason)
+        end: int | None = self._policy.tokenizer.eos_token_id
+        if end is None:
+            raise self._failed(
+                partial.request, "it does not say which stop token ended it, and the tokenizer has no EOS"
+            )
+        return end
+
+
+def dialect_of(served: Served, policy: Policy) -> Dialect:
+    """How to speak with a model. Raises MismatchError for one that has other tensors."""
+    if "input_ids" in served.inputs:
+        return TokenDialect(served, policy)
+    if "text_input" in served.inputs:
+        return TextDialect(served, policy)
+    raise MismatchError(
+        f"{served.where}: the model has neither input_ids nor text_input; expected the tensors of the TensorRT-LLM backend; "
+        "rollout.triton.model names the model"
+    )
+
+
+def _text(value: str) -> NDArray[Any]:
+    return np.array([value.encode()], np.object_)
+
+
+def _string(value: NDArray[Any]) -> str:
+    first = value.reshape(-1)[0]
+    return first.decode() if isinstance(first, bytes) else str(first)

@@ -1,0 +1,1 @@
+"""Policy and value updates: mini-batches, optimizer, memory limits and the update log."""

@@ -1,0 +1,132 @@
+"""How an update goes through one step's experience, and what it keeps count of on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from quartet.errors import ComputationFailed, InvalidRequest
+from quartet.models.forward.batching import MicroBatch, laid_out
+from quartet.models.forward.inspection import check_batch, device_of
+from quartet.models.training.optimizer import apply_gradients
+from quartet.random_streams import permutation
+from quartet.types import Experience, FloatArray, OptimizationSettings, TokenBatch
+
+MiniBatch = list[MicroBatch]
+
+
+class MiniBatchIterator:
+    """The order in which an update sees the sequences: a rule of (seed, step, epoch), checked before anything is computed."""
+
+    def __init__(self, model: Any, experience: Experience, settings: OptimizationSettings, max_tokens: int) -> None:
+        sequences = len(experience.batch)
+        if settings.epochs < 0:
+            raise InvalidRequest(f"epochs {settings.epochs}: expected at least 0")
+        if not 1 <= settings.mini_batches <= sequences:
+            raise InvalidRequest(
+                f"mini_batches {settings.mini_batches}: expected 1 to {sequences}, the number of sequences in the step"
+            )
+        check_batch(model, experience.batch)
+        _check_flat(experience)
+        self._batch: TokenBatch = experience.batch
+        self._step, self._settings = experience.step, settings
+        self._model, self._max_tokens, self._device = model, max_tokens, device_of(model)
+        # With one mini-batch the order cannot matter: every epoch is the same, and is laid out once.
+        self._whole = [self._mini_batch(np.arange(sequences))] if settings.mini_batches == 1 else None
+
+    def mini_batches(self, epoch: int) -> list[MiniBatch]:
+        """The epoch's mini-batches, of near-equal numbers of sequences."""
+        if self._whole is not None:
+            return self._whole
+        order = permutation(self._settings.seed, self._step, epoch, len(self._batch))
+        return [self._mini_batch(part) for part in np.array_split(order, self._settings.mini_batches)]
+
+    def tensor(self, values: FloatArray) -> torch.Tensor:
+        """A flat array of the experience on the model's device, float32 [response tokens]."""
+        return torch.from_numpy(np.array(values, np.float32)).to(self._device)
+
+    def _mini_batch(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> MiniBatch:
+        return list(laid_out(self._model, self._batch, self._max_tokens, rows))
+
+
+class MetricSums:
+    """Named sums. The tensors stay on the device until a number is asked for; what was never added is 0."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, **values: torch.Tensor) -> None:
+        """Adds ``values`` [] in float64."""
+        for name, value in values.items():
+            value = value.detach().double()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def merge(self, other: MetricSums) -> None:
+        """Adds what ``other`` holds."""
+        self.add(**other._sums)
+
+    def __getitem__(self, name: str) -> float:
+        return float(self._sums[name]) if name in self._sums else 0.0
+
+
+@dataclass(slots=True)
+class UpdateStats:
+    """What an update has seen in the optimizer steps that it took, and how many it took and skipped."""
+
+    steps: int = 0
+    skipped: int = 0
+    tokens: int = 0
+    sums: MetricSums = field(default_factory=MetricSums)
+    _norms: float = 0.0
+
+    def take_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        losses: Sequence[torch.Tensor],
+        settings: OptimizationSettings,
+        what: str,
+        tokens: int,
+        seen: MetricSums,
+    ) -> None:
+        """Takes the optimizer step of a mini-batch of ``tokens``, from its gradients, and remembers what was ``seen`` of it.
+
+        A loss [] or gradient that is not finite leaves weights and optimizer as they are: under ``settings.skip_non_finite`` the
+        step is counted as skipped and nothing of it remembered, else it raises ComputationFailed.
+        """
+        try:
+            norm = apply_gradients(optimizer, losses, settings.max_grad_norm, what)
+        except ComputationFailed:
+            if not settings.skip_non_finite:
+                raise
+            self.skipped += 1
+            return
+        self.steps += 1
+        self.tokens += tokens
+        self._norms += norm
+        self.sums.merge(seen)
+
+    def means(self, per_step: Mapping[str, str], per_token: Mapping[str, str]) -> dict[str, float]:
+        """MetricSums, by metric name, as means over the steps taken or over their tokens. Nothing where no step was taken."""
+        if not self.steps:
+            return {}
+        found = {metric: self.sums[name] / self.steps for metric, name in per_step.items()}
+        return found | {metric: self.sums[name] / self.tokens for metric, name in per_token.items()}
+
+    def metrics(self, settings: OptimizationSettings) -> dict[str, float]:
+        """``optimizer_steps`` and ``skipped_steps``; of steps that were taken ``grad_norm`` and ``learning_rate``."""
+        found = {"optimizer_steps": float(self.steps), "skipped_steps": float(self.skipped)}
+        if self.steps:
+            found |= {"grad_norm": self._norms / self.steps, "learning_rate": settings.learning_rate}
+        return found
+
+
+def _check_flat(experience: Experience) -> None:
+    expected = (int(experience.batch.response_lengths.sum()),)
+    for name in ("log_probs", "reference_log_probs", "values", "advantages", "returns", "actor_mask"):
+        shape = getattr(experience, name).shape
+        if shape != expected:
+            raise InvalidRequest(f"experience {name} {shape}: expected {expected}, one number per response token")

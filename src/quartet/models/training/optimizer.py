@@ -1,0 +1,202 @@
+"""AdamW as PPO uses it: float32 masters, what decays, how a step is refused, how its state is kept in safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+from quartet.errors import ComputationFailed, ModelError
+from quartet.failpoints import failpoint
+from quartet.models.snapshot import Writer, host_copy
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+"""Its name in a checkpoint."""
+_STEPPING = {"policy": "actor.stepping", "value": "critic.stepping"}
+_STEPPED = {"policy": "actor.stepped", "value": "critic.stepped"}
+_MASTER = "master"
+"""What a master weight is called in the file, beside the names that AdamW has for its moments."""
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov & Hutter 2019) that steps in float32 (master weights: Micikevicius et al. 2018).
+
+    A parameter of less than float32 has a master, a float32 copy that the steps are taken in; after each the parameter is the
+    master's rounding, at the address that it had. Any other parameter is stepped in itself, and has no copy.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
+        """``groups`` of the model's parameters; the rest is as of torch's AdamW."""
+        self.rounded: dict[torch.Tensor, nn.Parameter] = {}
+        """The model's parameter, by its master."""
+        super().__init__(
+            [{**group, "params": [self._learning(p) for p in group["params"]]} for group in groups], **settings
+        )
+
+    def learning(self) -> list[torch.Tensor]:
+        """What the steps are taken in: masters, and parameters without one."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def take_gradients(self) -> None:
+        """Gives each master the gradient of its parameter, which has none afterwards."""
+        for master, parameter in self.rounded.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step from the gradients that were taken; the model's parameters follow."""
+        loss = super().step(closure)
+        for master, parameter in self.rounded.items():
+            parameter.copy_(master)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, also those that were not taken yet."""
+        super().zero_grad(set_to_none)
+        for parameter in self.rounded.values():
+            parameter.grad = None
+
+    def _learning(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dtype.itemsize >= torch.float32.itemsize:
+            return parameter
+        master = nn.Parameter(parameter.detach().float())
+        self.rounded[master] = parameter
+        return master
+
+
+def create_optimizer(
+    model: nn.Module,
+    learning_rate: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> MasterAdamW:
+    """AdamW over the parameters that take gradients; none of the decay on biases and norms (one dimension).
+
+    The fused kernel: one pass over each parameter, the same bits every time for the same number of threads.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return MasterAdamW(
+        [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """The learning rate of the next steps, for every parameter."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def apply_gradients(
+    optimizer: torch.optim.Optimizer, losses: Sequence[torch.Tensor], max_grad_norm: float, what: str
+) -> float:
+    """Clips the gradients to ``max_grad_norm`` (0 leaves them), takes one step, clears them. Gives the norm before clipping.
+
+    ``losses`` are the losses [] that the gradients came from. Raises ComputationFailed, before any weight is touched, when one of
+    them or the norm is not finite.
+    """
+    if isinstance(optimizer, MasterAdamW):
+        optimizer.take_gradients()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm if max_grad_norm > 0 else math.inf)
+    # One transfer for everything: each would otherwise wait for the device.
+    *loss_values, norm_value = torch.stack([*(loss.detach().float() for loss in losses), norm.float()]).tolist()
+    if not all(map(math.isfinite, (*loss_values, norm_value))):
+        optimizer.zero_grad(set_to_none=True)
+        raise ComputationFailed(
+            f"{what} update: loss {sum(loss_values)}, gradient norm {norm_value}: expected finite numbers; the weights are those "
+            "before this mini-batch. Lower the learning rate, or look for outliers in rewards and advantages"
+        )
+    failpoint(_STEPPING[what])
+    optimizer.step()
+    failpoint(_STEPPED[what])
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm_value)
+
+
+def snapshot_optimizer(optimizer: MasterAdamW) -> Writer:
+    """Copies masters, moments, step counts and hyperparameters; what it gives writes them to one safetensors file."""
+    state = optimizer.state_dict()
+    tensors = {
+        f"{index}.{name}": host_copy(value) for index, entry in state["state"].items() for name, value in entry.items()
+    }
+    for index, weight in enumerate(optimizer.learning()):
+        if weight in optimizer.rounded:
+            tensors[f"{index}.{_MASTER}"] = host_copy(weight)
+    # One metadata entry: safetensors writes several in no fixed order.
+    metadata = {"param_groups": json.dumps(state["param_groups"], sort_keys=True)}
+    return lambda directory: safetensors.torch.save_file(tensors, directory / OPTIMIZER_FILE, metadata=metadata)
+
+
+def load_optimizer(optimizer: MasterAdamW, path: str | Path) -> None:
+    """Puts back the masters, moments and step counts that ``snapshot_optimizer`` copied; the hyperparameters stay the
+    optimizer's own.
+
+    The model has the weights of that checkpoint already. A file without masters, of a version that kept none, leaves those that
+    the optimizer began with, which are the model's weights. Raises ModelError when the file is broken or of another model.
+    """
+    path = Path(path)
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            groups = json.loads((file.metadata() or {})["param_groups"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # safetensors raises its own error, OSError, KeyError or JSON's
+        raise ModelError(
+            f"optimizer state {path}: cannot be read: {error}; take the checkpoint before it, or start without"
+        ) from error
+    masters: dict[int, torch.Tensor] = {}
+    state: dict[int, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        index, _, key = name.partition(".")
+        if key == _MASTER:
+            masters[int(index)] = tensor
+        else:
+            state.setdefault(int(index), {})[key] = tensor
+    _check_shapes(optimizer, groups, state, path)
+    if masters:
+        _load_master_weights(optimizer, masters, path)
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _check_shapes(
+    optimizer: MasterAdamW, groups: list[dict[str, Any]], state: dict[int, dict[str, Any]], path: Path
+) -> None:
+    sizes = [[len(group["params"]) for group in optimizer.param_groups], [len(group["params"]) for group in groups]]
+    if sizes[0] != sizes[1]:
+        raise ModelError(f"optimizer state {path}: is for {sizes[1]} parameters in groups, the model has {sizes[0]}")
+    parameters = optimizer.learning()
+    for index, entry in state.items():
+        shape, expected = tuple(entry["exp_avg"].shape), tuple(parameters[index].shape)
+        if shape != expected:
+            raise ModelError(f"optimizer state {path}: parameter {index} has shape {shape}, the model's {expected}")
+
+
+@torch.no_grad()
+def _load_master_weights(optimizer: MasterAdamW, masters: dict[int, torch.Tensor], path: Path) -> None:
+    expected = {index: weight for index, weight in enumerate(optimizer.learning()) if weight in optimizer.rounded}
+    if masters.keys() != expected.keys():
+        raise ModelError(
+            f"optimizer state {path}: has float32 masters of {len(masters)} parameters, the model {len(expected)} in half "
+            "precision; expected the state of this model, in the dtype that it was trained in"
+        )
+    for index, master in expected.items():
+        parameter, found = optimizer.rounded[master], masters[index].to(master.device)
+        if found.dtype != master.dtype or not torch.equal(found.to(parameter.dtype), parameter):
+            raise ModelError(
+                f"optimizer state {path}: the master of parameter {index}, {found.dtype} {tuple(found.shape)}, does not round to "
+                f"the model's, {parameter.dtype} {tuple(parameter.shape)}; expected weights and state of one checkpoint"
+            )
+    for index, master in expected.items():
+        master.copy_(masters[index])

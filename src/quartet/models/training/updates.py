@@ -1,0 +1,254 @@
+"""The PPO updates: one step's experience walked through in epochs, mini-batches and micro-batches.
+
+A mini-batch is one optimizer step, and its loss is weighted over all of it however it is split: micro-batches bound the memory
+and change nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from quartet.errors import ComputationFailed
+from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
+from quartet.models.forward.scoring import forward_values
+from quartet.models.training.mini_batches import MetricSums, MiniBatch, MiniBatchIterator, UpdateStats
+from quartet.models.training.optimizer import set_learning_rate
+from quartet.models.value_head import ValueModel
+from quartet.ppo.losses import importance_weights, kl_loss, loss_weights, policy_loss, value_loss, weighted_sum
+from quartet.types import (
+    Experience,
+    FloatArray,
+    OptimizationSettings,
+    PolicyLossSettings,
+    ValueLossSettings,
+)
+
+_POLICY_TOKEN_MEANS = {"clip_fraction": "clipped", "approx_kl": "approx_kl"}
+
+
+def update_policy(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    experience: Experience,
+    settings: OptimizationSettings,
+    loss: PolicyLossSettings,
+    max_tokens: int,
+) -> dict[str, float]:
+    """Takes the policy's optimizer steps on one step's experience and reports on them.
+
+    Old log-probs are the trainer's own, in the micro-batches of epoch one, before the first optimizer step: the ratio starts at 1
+    exactly. A mini-batch without a token under ``actor_mask`` takes no step. The result does not depend on ``max_tokens``, which
+    bounds a micro-batch, pads included. Before any step but the first, a mini-batch whose mean KL(old || new) over its masked
+    tokens exceeds ``loss.target_kl`` ends the update instead (Spinning Up's target_kl, without its factor of 1.5). With 0
+    epochs one forward pass is all, and nothing changes.
+
+    Metrics, left out where nothing was observed: ``policy_loss`` and ``grad_norm`` (before clipping), means over optimizer
+    steps; ``clip_fraction`` and ``approx_kl`` (old to new, nats), means over masked tokens of all epochs; ``entropy`` (nats), of
+    the old policy, mean over response tokens; ``rollout_mismatch_kl`` (nats), k3 between the engine's log-probs and the old
+    ones, mean over response tokens; ``importance_weight``, mean over masked tokens, 1 without a cap; ``learning_rate``; and
+    always ``optimizer_steps`` and ``skipped_steps``. Steps not taken count in none of the other means.
+
+    Raises InvalidRequest before anything; ComputationFailed at an old log-prob, loss or gradient that is not finite, before that
+    mini-batch's step (the steps before it stay: go back to the checkpoint). Under ``settings.skip_non_finite`` that step is left
+    out instead.
+    """
+    walk = MiniBatchIterator(model, experience, settings, max_tokens)
+    policy = _PolicyExperience(model, walk, experience, loss)
+    totals = UpdateStats()
+    if settings.epochs == 0:
+        policy.recompute(walk.mini_batches(0), settings.skip_non_finite)
+    else:
+        set_learning_rate(optimizer, settings.learning_rate)
+        optimizer.zero_grad(set_to_none=True)
+        _take_policy_steps(walk, policy, optimizer, settings, loss, totals)
+    return {
+        **totals.means(per_step={"policy_loss": "policy_loss"}, per_token=_POLICY_TOKEN_MEANS),
+        **policy.observations(),
+        **totals.metrics(settings),
+    }
+
+
+def update_value(
+    value_model: ValueModel,
+    optimizer: torch.optim.Optimizer,
+    experience: Experience,
+    settings: OptimizationSettings,
+    loss: ValueLossSettings,
+    max_tokens: int,
+) -> dict[str, float]:
+    """Takes the value model's optimizer steps on one step's experience and reports on them.
+
+    Every response token counts, whatever the actor's mask; the old values are the experience's. Does not depend on
+    ``max_tokens``. With 0 epochs nothing is computed. Metrics, left out where nothing was observed: ``value_loss`` and
+    ``grad_norm`` (before clipping), means over optimizer steps; ``value_clip_fraction``, mean over tokens of all epochs;
+    ``learning_rate``; and always ``optimizer_steps`` and ``skipped_steps``. Raises, or skips, as ``update_policy``.
+    """
+    walk = MiniBatchIterator(value_model, experience, settings, max_tokens)
+    old_values, returns = walk.tensor(experience.values), walk.tensor(experience.returns)
+    totals = UpdateStats()
+    if settings.epochs:
+        set_learning_rate(optimizer, settings.learning_rate)
+        optimizer.zero_grad(set_to_none=True)
+
+    for epoch in range(settings.epochs):
+        for mini_batch in walk.mini_batches(epoch):
+            count = sum(map(len, mini_batch))
+            losses, seen = [], MetricSums()
+            for micro_batch in mini_batch:
+                values = forward_values(value_model, micro_batch)
+                places = micro_batch.places
+                result = value_loss(values, old_values[places], returns[places], loss.value_clip, count)
+                result.loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(result.loss)
+                seen.add(value_loss=result.loss, clipped=result.clipped_tokens)
+            totals.take_step(optimizer, losses, settings, "value", count, seen)
+
+    return {
+        **totals.means(per_step={"value_loss": "value_loss"}, per_token={"value_clip_fraction": "clipped"}),
+        **totals.metrics(settings),
+    }
+
+
+def _take_policy_steps(
+    walk: MiniBatchIterator,
+    policy: _PolicyExperience,
+    optimizer: torch.optim.Optimizer,
+    settings: OptimizationSettings,
+    loss: PolicyLossSettings,
+    totals: UpdateStats,
+) -> None:
+    for epoch in range(settings.epochs):
+        mini_batches = walk.mini_batches(epoch)
+        counts = [policy.masked_tokens(mini_batch) for mini_batch in mini_batches]
+        # The first mini-batch to be stepped on is still at the old weights when it is computed: its own forward pass serves.
+        first = next((index for index, count in enumerate(counts) if count), None) if epoch == 0 else None
+        if epoch == 0:
+            others = [mini_batch for index, mini_batch in enumerate(mini_batches) if index != first]
+            policy.recompute(others, settings.skip_non_finite)
+        for index, (mini_batch, count) in enumerate(zip(mini_batches, counts, strict=True)):
+            if count == 0:
+                continue
+            losses, seen = policy.backward(mini_batch, index == first)
+            if loss.target_kl and totals.steps and seen["approx_kl"] / count > loss.target_kl:
+                optimizer.zero_grad(set_to_none=True)
+                return
+            totals.take_step(optimizer, losses, settings, "policy", count, seen)
+
+
+class _PolicyExperience:
+    """A step's experience on the policy's device, the old log-probs [response tokens] as they become known, and the loss."""
+
+    def __init__(self, model: Any, walk: MiniBatchIterator, experience: Experience, loss: PolicyLossSettings) -> None:
+        self._model, self._loss, self._actor_mask = model, loss, experience.actor_mask
+        self._mask, self._advantages = walk.tensor(experience.actor_mask), walk.tensor(experience.advantages)
+        self._reference, self._rollout = walk.tensor(experience.reference_log_probs), walk.tensor(experience.log_probs)
+        self._weights = torch.zeros_like(self._mask)
+        self._rollout_log_probs = experience.log_probs
+        self._entropy = MetricSums()
+        self.old = torch.full_like(self._mask, torch.nan)
+
+    def masked_tokens(self, mini_batch: MiniBatch) -> int:
+        """How many of its tokens count in the policy loss."""
+        return int(sum(np.count_nonzero(self._actor_mask[part.places.cpu().numpy()]) for part in mini_batch))
+
+    def recompute(self, mini_batches: list[MiniBatch], skip_non_finite: bool) -> None:
+        """Fills in the old log-probs at the present weights, in the shapes in which they will be trained, and the entropy.
+
+        One that is not finite becomes NaN, which makes the loss of its mini-batch NaN, or raises ComputationFailed unless
+        ``skip_non_finite``.
+        """
+        seen = MetricSums()
+        with torch.no_grad():
+            for micro_batch in (part for mini_batch in mini_batches for part in mini_batch):
+                log_probs, entropies = forward_log_probs(self._model, micro_batch, self._loss.temperature, "report")
+                finite = log_probs.isfinite()
+                seen.add(not_finite=(~finite).sum())
+                self.old[micro_batch.places] = torch.where(finite, log_probs, torch.nan)
+                self._observe(entropies)
+        if seen["not_finite"] and not skip_non_finite:
+            raise ComputationFailed(
+                f"policy update: {seen['not_finite']:g} old log-probs are not finite: the weights diverged before this step, "
+                "which has not touched them; go back to the checkpoint"
+            )
+
+    def backward(self, mini_batch: MiniBatch, is_first: bool) -> tuple[list[torch.Tensor], MetricSums]:
+        """Adds the mini-batch's gradients to the model's. Gives the loss [] of each micro-batch, and what was seen.
+
+        ``is_first``: the weights are the old ones, and this forward pass gives the old log-probs and the entropy.
+        """
+        loss, losses, seen = self._loss, [], MetricSums()
+        self._weigh(mini_batch)
+        for micro_batch in mini_batch:
+            places = micro_batch.places
+            entropy_use: EntropyUse = "train" if loss.entropy_coefficient else "report" if is_first else "none"
+            log_probs, entropies = forward_log_probs(self._model, micro_batch, loss.temperature, entropy_use)
+            if is_first:
+                self.old[places] = log_probs.detach()
+            weights = self._weights[places]
+            result = policy_loss(
+                log_probs,
+                self.old[places],
+                self._advantages[places],
+                self._trusted(weights, places),
+                micro_batch.lengths,
+                loss.clip_low,
+                loss.clip_high,
+                loss.dual_clip,
+                loss.ratio_level,
+            )
+            total = result.loss
+            if loss.entropy_coefficient and entropies is not None:
+                total = total - loss.entropy_coefficient * weighted_sum(entropies, weights)
+            if loss.kl_loss != "none" and loss.kl_loss_coefficient:
+                penalty = kl_loss(log_probs, self._reference[places], weights, loss.kl_loss)
+                total = total + loss.kl_loss_coefficient * penalty
+            total.backward()  # type: ignore[no-untyped-call]
+            losses.append(total)
+            seen.add(policy_loss=result.loss, clipped=result.clipped_tokens, approx_kl=result.approx_kl_sum)
+            if is_first:
+                self._observe(entropies)
+        return losses, seen
+
+    def observations(self) -> dict[str, float]:
+        """``entropy``, ``rollout_mismatch_kl`` and ``importance_weight`` of the tokens of which they are known."""
+        found = {}
+        if self._entropy["tokens"]:
+            found["entropy"] = self._entropy["entropy"] / self._entropy["tokens"]
+        old = self.old.cpu().numpy()
+        if np.isfinite(old).any():
+            found["rollout_mismatch_kl"] = _mismatch(self._rollout_log_probs, old)
+        known = (self._mask != 0) & self.old.isfinite()
+        if not self._loss.importance_sampling_cap:
+            found["importance_weight"] = 1.0
+        elif known.any():
+            weights = importance_weights(self.old[known], self._rollout[known], self._loss.importance_sampling_cap)
+            found["importance_weight"] = float(weights.double().mean())
+        return found
+
+    def _observe(self, entropies: torch.Tensor | None) -> None:
+        assert entropies is not None
+        finite = entropies.isfinite()
+        self._entropy.add(entropy=entropies[finite].sum(), tokens=finite.sum())
+
+    def _weigh(self, mini_batch: MiniBatch) -> None:
+        places = torch.cat([micro_batch.places for micro_batch in mini_batch])
+        lengths = torch.cat([micro_batch.lengths for micro_batch in mini_batch])
+        self._weights[places] = loss_weights(self._mask[places], lengths, self._loss.aggregation)
+
+    def _trusted(self, weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """``weights`` [n] of the tokens at ``places``, less where the engine sampled them from another distribution."""
+        if not self._loss.importance_sampling_cap:
+            return weights
+        trust = importance_weights(self.old[places], self._rollout[places], self._loss.importance_sampling_cap)
+        # Not 0 * NaN where the mask leaves a token out.
+        return torch.where(weights != 0, weights * trust, 0.0)
+
+
+def _mismatch(rollout: FloatArray, old: FloatArray) -> float:
+    """k3 estimate of KL(engine || trainer) in nats, mean over the response tokens whose old log-prob is known."""
+    difference = np.clip(old.astype(np.float64) - rollout, -20, 20)
+    difference = difference[np.isfinite(difference)]
+    return float(np.mean(np.expm1(difference) - difference))

@@ -1,0 +1,53 @@
+"""The reward source that a config describes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from quartet.config import Config, RewardPartConfig
+from quartet.errors import MismatchError
+from quartet.models.loading import load_tokenizer, tokenizer_fingerprint
+from quartet.rewards.ensemble import EnsemblePart, EnsembleReward
+from quartet.rewards.function import FunctionReward
+from quartet.rewards.model import ModelReward
+from quartet.rewards.reward_source import RewardSource
+
+
+def build_reward(config: Config, device: str) -> RewardSource:
+    """Loads models on ``device``, starts functions' processes; the caller closes what it gets.
+
+    Raises ModelError; ConfigError for a function that cannot be imported; MismatchError where the parts of an ensemble do not
+    read token ids alike. Nothing stays behind then.
+    """
+    if config.reward.source == "model":
+        return ModelReward(config.reward, device)
+    if config.reward.source == "function":
+        return FunctionReward(config.reward, config.reward_tokenizer)
+    with ExitStack() as built:
+        parts = []
+        for part in config.reward.parts:
+            source = _build_part(part, config.reward_tokenizer, device)
+            built.callback(source.close)
+            parts.append(EnsemblePart(part.name, part.weight, source))
+        _check_tokenizers(config, parts)
+        ensemble = EnsembleReward(parts)
+        built.pop_all()
+        return ensemble
+
+
+def _build_part(part: RewardPartConfig, tokenizer: str, device: str) -> RewardSource:
+    if part.source == "model":
+        return ModelReward(part, device)
+    return FunctionReward(part, tokenizer, f"reward.parts.{part.name}")
+
+
+def _check_tokenizers(config: Config, parts: list[EnsemblePart]) -> None:
+    expected = tokenizer_fingerprint(load_tokenizer(config.reward_tokenizer))
+    for part in parts:
+        status = part.source.status()
+        if status.tokenizer_fingerprint != expected:
+            raise MismatchError(
+                f"reward.parts.{part.name}.model {status.model}: its vocabulary is not that of {config.reward_tokenizer} "
+                "(reward.tokenizer, or actor.model where that is null): a token id would mean two things; give models "
+                "trained with one tokenizer, and name it"
+            )

@@ -1,0 +1,1 @@
+"""Mutual TLS, tokens and the list of roles that may call each method."""

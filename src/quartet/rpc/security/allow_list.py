@@ -1,0 +1,57 @@
+"""The allow list: which role may call which method. A call that is not listed is refused.
+
+The certificate names the caller (see ``quartet.rpc.security.credentials``). Without certificates, calls are accepted on loopback
+only, or in a network that the config trusts explicitly; every caller may then call every method.
+"""
+
+from __future__ import annotations
+
+from quartet.types import Role
+
+GATEWAY = "gateway"
+"""The gateway's process."""
+OPERATOR = "operator"
+"""The `quartet` command, as it starts and watches a run."""
+PROMETHEUS = "prometheus"
+"""Who reads figures; it calls no method."""
+REDIS = "redis"
+"""The rollout buffer; it calls no method."""
+
+PROCESSES = (*(str(role) for role in Role), GATEWAY, OPERATOR, PROMETHEUS, REDIS)
+"""Every process that has a certificate."""
+
+_ORCHESTRATOR = frozenset({str(Role.ORCHESTRATOR)})
+_USERS = frozenset({GATEWAY, OPERATOR})
+_ANY_CALLER = _ORCHESTRATOR | _USERS
+
+CALLERS: dict[str, frozenset[str]] = {
+    "quartet.v1.ActorService/Generate": _ORCHESTRATOR,
+    "quartet.v1.ActorService/LogProbs": _ORCHESTRATOR,
+    "quartet.v1.ActorService/Update": _ORCHESTRATOR,
+    "quartet.v1.ActorService/Save": _ORCHESTRATOR,
+    "quartet.v1.ActorService/Restore": _ORCHESTRATOR,
+    "quartet.v1.CriticService/Values": _ORCHESTRATOR,
+    "quartet.v1.CriticService/Update": _ORCHESTRATOR,
+    "quartet.v1.CriticService/Save": _ORCHESTRATOR,
+    "quartet.v1.CriticService/Restore": _ORCHESTRATOR,
+    "quartet.v1.RewardService/Score": _ORCHESTRATOR,
+    "quartet.v1.ReferenceService/LogProbs": _ORCHESTRATOR,
+    "quartet.v1.OrchestratorService/GetProgress": _USERS,
+    "quartet.v1.OrchestratorService/WatchProgress": _USERS,
+    "quartet.v1.OrchestratorService/Stop": _USERS,
+    "quartet.v1.OrchestratorService/Pause": _USERS,
+    "quartet.v1.OrchestratorService/Resume": _USERS,
+    "quartet.v1.OrchestratorService/Checkpoint": _USERS,
+    "quartet.v1.OrchestratorService/RollBack": _USERS,
+    "quartet.v1.OrchestratorService/GetSettings": _USERS,
+    "quartet.v1.OrchestratorService/ChangeSettings": _USERS,
+    "quartet.v1.StatusService/GetStatus": _ANY_CALLER,
+    "grpc.health.v1.Health/Check": _ANY_CALLER,
+    "grpc.health.v1.Health/Watch": _ANY_CALLER,
+}
+"""By method, the processes that may call it."""
+
+
+def may_call(processes: frozenset[str], method: str) -> bool:
+    """Whether one of the ``processes`` that a certificate names may call ``package.Service/Method``."""
+    return bool(processes & CALLERS.get(method, frozenset()))
