@@ -19,7 +19,7 @@ FUZZ_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test chaos faults soak durability-cost end-to-end generation precision gpu update growth transport buffer gae orchestration gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check format proto acceptance parity engines clean
+.PHONY: help demo test chaos faults soak durability-cost end-to-end generation precision gpu update growth transport buffer gae orchestration gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check docs docs-reference format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
@@ -120,6 +120,17 @@ helm-schema: $(VENV)/.installed-dev ## Write the config tree anew into the chart
 e2e-compose: $(VENV)/.installed-dev ## Build the images, bring the stack up on the CPU, train, kill, recover; needs Docker
 	$(BIN)/python -m pytest tests/compose -m 'slow or not slow' --capture=no $(PYTEST_ARGS)
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.installed-docs ## Build the documentation site into build/docs; fail on a broken link
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs build/docs
+	@echo "docs: build/docs/index.html"
+
+docs-reference: $(VENV)/.installed-dev ## Write docs/reference again from the code
+	$(BIN)/python docs/generate_reference.py --write
+
 check: $(VENV)/.installed-dev ## Lint, types, committed stubs, forbidden constructs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -128,6 +139,7 @@ check: $(VENV)/.installed-dev ## Lint, types, committed stubs, forbidden constru
 		PYTHON=$(BIN)/python proto/generate.sh "$$scratch" && \
 		diff -r -x __init__.py -x __pycache__ "$$scratch/quartet/v1" src/quartet/v1 || \
 		{ echo "error: src/quartet/v1 differs from proto/; run make proto and commit" >&2; exit 1; }
+	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python helm/values_schema.py
 	$(BIN)/python -m tests.helm.golden
 	PATH="$(abspath $(BIN)):$$PATH" .ci/forbidden $$(git ls-files | grep -vxE "src/quartet/(services|gateway)")

@@ -136,8 +136,8 @@ def test_what_does_not_fit_together_is_an_error_before_anything_starts(changes: 
 
 
 def test_the_reference_of_settings_is_the_one_in_the_docs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "configuration.md"
-    assert page.read_text(encoding="utf-8") == reference(), "run: quartet config reference > docs/configuration.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
+    assert page.read_text(encoding="utf-8") == reference(), "run: make docs-reference"
 
 
 def test_an_estimator_without_critic_needs_no_critic_and_lora_no_reference() -> None:

@@ -1,11 +1,14 @@
-"""The reference of all settings, from the config tree itself."""
+"""The reference of all settings, generated from the config tree."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_origin
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -15,24 +18,29 @@ from quartet.config.loading import section_of
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key of the tree, such as algorithm.gamma; ``name`` writes an element of a list as reward.parts[].weight."""
+    """One key of the tree, such as algorithm.gamma. The name of a key in a list is like reward.parts[].weight."""
 
     name: str
     field: FieldInfo
 
     @property
     def default(self) -> str:
-        """As one would write it in the file."""
+        """The default as YAML, or "required"."""
         return "required" if self.field.is_required() else _shown(self.field.get_default(call_default_factory=True))
 
     @property
     def meaning(self) -> str:
-        """Its one-line description."""
+        """The description of the field, on one line."""
         return " ".join((self.field.description or "").split())
+
+    @property
+    def accepts(self) -> str:
+        """The values that the key takes by its type and bounds."""
+        return _accepts(self.field.annotation, self.field.metadata)
 
 
 def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Setting]:
-    """Every key that holds a value, section after section."""
+    """Yield every key that holds a value, section by section."""
     for name, field in section.model_fields.items():
         if section_of(field.annotation) is None or _is_optional(field):
             yield Setting(prefix + name, field)
@@ -43,15 +51,18 @@ def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Se
 
 
 def reference() -> str:
-    """One Markdown table for each section."""
+    """Return one Markdown table for each section."""
     lines = [
         "# Settings",
         "",
-        "Every key of a config file. Written by `quartet config reference`; a test holds it to the code.",
+        "Which keys a config file has, which values they take, and what they mean. This page is generated from the config",
+        "tree by `make docs-reference`; `quartet config reference` prints it.",
         "",
-        "An editor with a YAML language server completes and checks the keys once `quartet config schema > quartet.schema.json`",
-        "has written their JSON Schema and the config begins with `# yaml-language-server: $schema=quartet.schema.json`, a path",
-        "from the config's own folder. What keys must be together, `quartet config check` says.",
+        "[Hyperparameters](../hyperparameters.md) says what TRL, OpenRLHF and NeMo-Aligner call these settings.",
+        "`quartet config check CONFIG` also checks the conditions between keys.",
+        "",
+        "To complete and check keys in an editor with a YAML language server, run `quartet config schema > quartet.schema.json`.",
+        "Then start the config with `# yaml-language-server: $schema=quartet.schema.json`, a path relative to the config.",
         "",
     ]
     _describe(Config, "", lines)
@@ -62,15 +73,66 @@ def _describe(section: type[BaseModel], prefix: str, lines: list[str]) -> None:
     plain = [setting for setting in settings(section, prefix) if "." not in setting.name[len(prefix) :]]
     if plain:
         about = (section.__doc__ or "").strip().splitlines()[0]
-        lines += [f"## `{prefix.rstrip('.')}`", "", about, "", "| key | default | meaning |", "|---|---|---|"]
+        lines += [
+            f"## `{prefix.rstrip('.')}`",
+            "",
+            about,
+            "",
+            "| key | default | accepts | meaning |",
+            "|---|---|---|---|",
+        ]
         for setting in plain:
             default = setting.default if setting.field.is_required() else f"`{setting.default}`"
-            lines.append(f"| `{setting.name}` | {default} | {setting.meaning.replace('|', chr(92) + '|')} |")
+            cells = (f"`{setting.name}`", default, setting.accepts, setting.meaning)
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         lines.append("")
     for name, field in section.model_fields.items():
         below = section_of(field.annotation)
         if below is not None:
             _describe(below, f"{prefix}{name}{'[]' if _is_list(field) else ''}.", lines)
+
+
+def _accepts(annotation: Any, metadata: list[Any]) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [item for part in arguments[1:] for item in (part.metadata if isinstance(part, FieldInfo) else [part])]
+        return _accepts(arguments[0], [*inner, *metadata])
+    if origin in (Union, types.UnionType):
+        choices = [_accepts(part, metadata) for part in arguments if part is not type(None)]
+        return " or ".join([*choices, "null"])
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin is tuple:
+        element = _accepts(arguments[0], [])
+        return f"list of {element}" if arguments[-1] is Ellipsis else f"list of {len(arguments)}, each {element}"
+    if annotation is bool:
+        return "true, false"
+    if annotation in (int, float):
+        return _number("integer" if annotation is int else "number", metadata)
+    if annotation is Path:
+        return "path"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    patterns = [item.pattern for item in metadata if getattr(item, "pattern", None)]
+    return f"text that matches `{patterns[0]}`" if patterns else "text"
+
+
+def _number(kind: str, metadata: list[Any]) -> str:
+    bounds = {}
+    for item in metadata:
+        for name in ("ge", "gt", "le", "lt"):
+            if isinstance(item, getattr(annotated_types, name.title())):
+                bounds[name] = _bound(getattr(item, name))
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    if low and high:
+        return f"{kind} in {'[' if 'ge' in bounds else '('}{low}, {high}{']' if 'le' in bounds else ')'}"
+    if low:
+        return f"{kind} {'≥' if 'ge' in bounds else '>'} {low}"
+    return f"{kind} {'≤' if 'le' in bounds else '<'} {high}" if high else kind
+
+
+def _bound(value: float) -> str:
+    return "2^63" if value == 2**63 else f"{value:.15g}"
 
 
 def _is_list(field: FieldInfo) -> bool:

@@ -1,0 +1,276 @@
+"""The metrics of a step and of an evaluation: name, unit, meaning, and how to read the curve.
+
+docs/reference/metrics.md is generated from this table. A test compares the names with those that the code writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MetricDefinition:
+    """One metric of metrics.jsonl or evaluations.jsonl."""
+
+    name: str
+    """Key in the file. NAME stands for a part of a reward ensemble."""
+    unit: str
+    """Unit, or an empty string."""
+    meaning: str
+    healthy: str
+    """What the curve does in a run that learns."""
+    warning: str
+    """What the curve does when something is wrong, or an empty string."""
+
+
+def _metric(name: str, unit: str, meaning: str, healthy: str, warning: str = "") -> MetricDefinition:
+    return MetricDefinition(name, unit, meaning, healthy, warning)
+
+
+STEP_METRICS = (
+    _metric("step", "", "Number of the step, from 1.", "rises", "stands still"),
+    _metric(
+        "reward_mean", "reward", "Mean score, as the reward source returns it.", "rises slowly", "rises fast, or never"
+    ),
+    _metric(
+        "reward_std",
+        "reward",
+        "Standard deviation of scores between responses.",
+        "well above 0",
+        "near 0: there is nothing to learn from",
+    ),
+    _metric(
+        "reward_NAME_mean",
+        "reward",
+        "Mean unweighted score of the ensemble part NAME.",
+        "all parts rise together, or hold",
+        "one part rises at the expense of the others",
+    ),
+    _metric(
+        "score_mean",
+        "reward",
+        "Mean score after normalisation, scale, clip and penalties.",
+        "follows reward_mean",
+        "falls below reward_mean: penalties outweigh the scores",
+    ),
+    _metric(
+        "kl_mean",
+        "nats per response",
+        "KL to the reference.",
+        "rises, then settles",
+        "rises without end, jumps, or stays at 0",
+    ),
+    _metric(
+        "kl_coefficient",
+        "reward per nat",
+        "KL coefficient β of this step.",
+        "steady, or slowly moving",
+        "grows or shrinks without end: the target is out of reach",
+    ),
+    _metric(
+        "entropy",
+        "nats per token",
+        "Entropy of the policy.",
+        "falls slowly",
+        "falls fast to near 0, or rises steadily",
+    ),
+    _metric(
+        "entropy_slope",
+        "nats per token and step",
+        "Change of entropy per step, over the window of the guards.",
+        "near 0, slightly negative",
+        "strongly negative for long",
+    ),
+    _metric(
+        "policy_loss",
+        "",
+        "Mean loss of the policy's optimizer steps.",
+        "around 0 without trend; it does not measure progress",
+        "spikes",
+    ),
+    _metric(
+        "approx_kl",
+        "nats per token",
+        "KL from the old to the new policy within a step.",
+        "small and steady",
+        "spikes",
+    ),
+    _metric(
+        "clip_fraction",
+        "share of tokens",
+        "Share of tokens whose gradient the ratio clip stopped.",
+        "small, above 0",
+        "always 0, or a large share",
+    ),
+    _metric("grad_norm_actor", "", "Mean gradient norm of the policy before clipping.", "steady", "spikes, growth"),
+    _metric(
+        "grad_norm_critic", "", "Mean gradient norm of the value model before clipping.", "steady", "spikes, growth"
+    ),
+    _metric("learning_rate_actor", "per optimizer step", "Learning rate of the policy in this step.", "as scheduled"),
+    _metric(
+        "learning_rate_critic", "per optimizer step", "Learning rate of the value model in this step.", "as scheduled"
+    ),
+    _metric(
+        "optimizer_steps_actor",
+        "",
+        "Optimizer steps taken by the policy.",
+        "epochs times mini-batches",
+        "fewer: algorithm.target_kl ended the update, or steps were skipped",
+    ),
+    _metric(
+        "optimizer_steps_critic",
+        "",
+        "Optimizer steps taken by the value model.",
+        "epochs times mini-batches",
+        "fewer: steps were skipped",
+    ),
+    _metric(
+        "skipped_steps_actor",
+        "",
+        "Optimizer steps of the policy skipped because of a NaN or infinity.",
+        "0",
+        "above 0",
+    ),
+    _metric(
+        "skipped_steps_critic",
+        "",
+        "Optimizer steps of the value model skipped because of a NaN or infinity.",
+        "0",
+        "above 0",
+    ),
+    _metric(
+        "rollout_mismatch_kl",
+        "nats per token",
+        "KL between the generation engine's log-probs and the trainer's.",
+        "as small as rounding",
+        "grows: the trained policy is not the sampled one",
+    ),
+    _metric(
+        "importance_weight",
+        "",
+        "Mean weight of truncated importance sampling, which corrects for the mismatch.",
+        "1",
+        "away from 1",
+    ),
+    _metric(
+        "off_policy_steps",
+        "updates",
+        "Updates between the policy that generated the step and the newest one. Only if rollout.max_off_policy_steps is 1.",
+        "1; 0 after a checkpoint",
+    ),
+    _metric(
+        "value_loss",
+        "",
+        "Mean loss of the value model's optimizer steps.",
+        "falls, then fluctuates",
+        "grows, or never falls",
+    ),
+    _metric(
+        "value_clip_fraction",
+        "share of tokens",
+        "Share of values whose gradient the value clip stopped.",
+        "small",
+        "most: the clip is narrow for the scale of the returns",
+    ),
+    _metric(
+        "explained_variance",
+        "share",
+        "Share of the returns' variance that the critic explains.",
+        "between 0 and 1, rising at first",
+        "below 0: worse than a constant",
+    ),
+    _metric(
+        "advantage_std",
+        "reward",
+        "Standard deviation of advantages before normalisation.",
+        "steady",
+        "near 0: responses score alike; growth: the critic lags behind",
+    ),
+    _metric(
+        "response_tokens_mean",
+        "tokens",
+        "Mean tokens per response.",
+        "steady, or as the task requires",
+        "rises with reward and KL, or falls to almost 0",
+    ),
+    _metric(
+        "length_reward_correlation",
+        "",
+        "Correlation of length and score within a step.",
+        "moderate, steady",
+        "near 1",
+    ),
+    _metric("eos_rate", "share of responses", "Share of responses that end with EOS.", "near 1", "falls"),
+    _metric(
+        "repetition",
+        "share of 3-grams",
+        "Share of a response's 3-grams that repeat an earlier one.",
+        "low, steady",
+        "rises",
+    ),
+    _metric("distinct_1", "share of tokens", "Share of distinct tokens in the step.", "steady", "falls"),
+    _metric(
+        "distinct_2",
+        "share of pairs",
+        "Share of distinct token pairs in the step.",
+        "steady",
+        "falls: responses become alike",
+    ),
+    _metric("prompt_tokens", "tokens", "Prompt tokens of the step.", "steady"),
+    _metric("response_tokens", "tokens", "Response tokens of the step.", "steady"),
+    _metric(
+        "failed_trajectories",
+        "trajectories",
+        "Trajectories that could not be scored and were replaced; failed_trajectories.jsonl holds the errors.",
+        "0",
+        "above 0: the reward's failures select what is trained on",
+    ),
+    _metric("seconds", "seconds", "Duration of the step.", "steady", "grows: longer responses, or a busy machine"),
+    _metric("generate_seconds", "seconds", "Duration of generation.", "steady", "grows"),
+    _metric("score_seconds", "seconds", "Duration of scoring after generation.", "steady", "grows"),
+    _metric("update_seconds", "seconds", "Duration of the updates.", "steady", "grows"),
+)
+"""Metrics of metrics.jsonl. Those of the critic are absent without one."""
+
+EVALUATION_METRICS = (
+    _metric(
+        "eval_reward_greedy",
+        "reward",
+        "Mean score of greedy responses to the validation prompts.",
+        "rises with reward_mean",
+        "stays while reward_mean rises: the prompts are memorised",
+    ),
+    _metric(
+        "eval_reward_sampled",
+        "reward",
+        "Mean score of sampled responses to the validation prompts.",
+        "rises with reward_mean",
+        "stays while reward_mean rises: the prompts are memorised",
+    ),
+    _metric("eval_kl", "nats per response", "KL of the sampled responses.", "as kl_mean", "far above kl_mean"),
+    _metric("eval_tokens_greedy", "tokens", "Mean tokens per greedy response.", "steady", "rises with the reward"),
+    _metric("eval_tokens_sampled", "tokens", "Mean tokens per sampled response.", "steady", "rises with the reward"),
+    _metric("eval_eos_rate", "share of responses", "Share of sampled responses that end with EOS.", "near 1", "falls"),
+    _metric(
+        "eval_win_rate_greedy",
+        "share of prompts",
+        "Share of prompts on which the greedy response scores above the initial policy's. A tie counts half.",
+        "rises from 0.5",
+        "stays while the reward rises: a few prompts carry the mean",
+    ),
+    _metric(
+        "eval_win_rate_sampled",
+        "share of prompts",
+        "Share of prompts on which the sampled response scores above the initial policy's. A tie counts half.",
+        "rises from 0.5",
+        "stays while the reward rises: a few prompts carry the mean",
+    ),
+    _metric(
+        "eval_judge_win_rate",
+        "share of prompts",
+        "Mean verdict of evaluation.judge against the initial policy.",
+        "rises with the win rates",
+        "diverges from them: the reward is being exploited",
+    ),
+)
+"""Metrics of evaluations.jsonl."""
