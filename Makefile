@@ -1,14 +1,14 @@
-# Quartet's commands. `make demo` and `make test` need nothing but Python 3.11+ and a way to install packages.
+# Quartet's commands. `make demo` and `make test` need only Python 3.11 or newer and a way to install packages.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PARITY := build/parity-venv
 ENGINES := build/engines-venv
 TRITON := build/triton-venv
-# The wheel's Python backend works with this Python alone.
+# The Python backend in Triton's wheel works only with the distribution's Python.
 TRITON_PYTHON ?= /usr/bin/python3
 PYTEST_ARGS ?=
-# Tests of processes mostly wait: two at a time keep two cores busy.
+# Two workers keep two cores busy. More do not help: most tests either compute or start processes that compute.
 TEST_WORKERS ?= 2
 CHAOS_ARGS ?=
 SOAK_ARGS ?=
@@ -17,9 +17,12 @@ GATEWAY_ARGS ?=
 BENCHMARK_ARGS ?=
 FUZZ_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test chaos faults soak durability-cost end-to-end generation precision gpu update growth transport buffer gae orchestration gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden helm-schema e2e-compose check docs docs-reference format proto acceptance parity engines clean
+.PHONY: help demo test test-fast test-all chaos faults soak durability-cost end-to-end generation precision gpu update growth \
+	transport buffer gae orchestration gateway-load gateway-metrics browser screenshots fuzz-api fuzz-rpc helm-golden \
+	helm-schema e2e-compose check docs docs-reference wheel format proto acceptance parity engines clean
 .DEFAULT_GOAL := help
 
 help: ## Show the commands
@@ -27,47 +30,53 @@ help: ## Show the commands
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "error: $(PYTHON) is older than 3.11; run make PYTHON=python3.11 (or newer)" >&2; exit 2; }
+		{ echo "error: $(PYTHON) is older than Python 3.11; run make PYTHON=python3.11 (or newer)" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
-	@echo "installing into $(VENV): a minute or more, most of it torch"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@echo "installing into $(VENV): takes a minute or more, mostly to download torch"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
 	@touch $@
 
-demo: $(VENV)/.installed ## Train a tiny model from nothing and show what changed
+demo: $(VENV)/.installed ## Train a tiny model from scratch and show what changed
 	$(BIN)/quartet demo
 
-test: $(VENV)/.installed-dev ## Run the tests
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+test-fast: $(VENV)/.installed-dev ## Run the unit, contract and buffer tests; under a minute
+	$(PYTEST) tests/unit tests/contract tests/buffer -m 'not slow and not processes' $(PYTEST_ARGS)
+
+test: $(VENV)/.installed-dev ## Run all tests except the slow suites; under seven minutes on two cores
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-dev ## Run all tests and the slow suites that this machine has the tools for
+	$(PYTEST) -m 'slow or not slow' --timeout=1800 $(PYTEST_ARGS)
 
 chaos: $(VENV)/.installed-dev ## Kill and stop every process at every moment of a step; write docs/durability.md
 	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 
-faults: $(VENV)/.installed-dev ## Cut the network, slow services down, and all else that can go wrong; ten minutes
+faults: $(VENV)/.installed-dev ## Run the fault tests, long network outages included; ten minutes
 	$(BIN)/python -m pytest tests/faults -m 'slow or not slow' $(PYTEST_ARGS)
 
-soak: $(VENV)/.installed ## A thousand steps watched for leaks; write docs/durability.md
+soak: $(VENV)/.installed ## Watch 1,000 steps for leaks; write docs/durability.md
 	$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
 
-durability-cost: $(VENV)/.installed ## What durability costs the review run; write docs/durability.md
+durability-cost: $(VENV)/.installed ## Measure what durability costs the review run; write docs/durability.md
 	$(BIN)/python -m benchmarks.durability $(DURABILITY_ARGS)
 
-end-to-end: $(VENV)/.installed $(PARITY)/.installed ## Episodes a second, Quartet beside TRL, in pairs; write docs/performance.md
+end-to-end: $(VENV)/.installed $(PARITY)/.installed ## Compare episodes per second with TRL, in pairs of runs; write docs/performance.md
 	$(BIN)/python -m benchmarks.end_to_end $(BENCHMARK_ARGS)
 
-generation: $(VENV)/.installed ## Tokens a second of the torch engine, beside transformers'; write docs/performance.md
+generation: $(VENV)/.installed ## Compare generated tokens per second with transformers; write docs/performance.md
 	$(BIN)/python -m benchmarks.generation $(BENCHMARK_ARGS)
 
-precision: $(VENV)/.installed ## Generation and updates in bfloat16 beside float32 on this CPU; write docs/performance.md
+precision: $(VENV)/.installed ## Compare bfloat16 with float32 on this CPU; write docs/performance.md
 	$(BIN)/python -m benchmarks.random_models build/half --layers 4 --dtype float32
 	$(BIN)/python -m benchmarks.precision $(BENCHMARK_ARGS)
 
-gpu: $(VENV)/.installed ## A 0.5B policy on one GPU: decode rate, MFU, and PPO beside TRL; figures in build/gpu
+gpu: $(VENV)/.installed ## Measure a 0.5B policy on one GPU: decode rate, MFU, PPO against TRL; results in build/gpu
 	$(BIN)/python -m benchmarks.random_models build/gpu --for configs/gpu/ppo.yaml
 	$(BIN)/python -m benchmarks.generation --config configs/gpu/ppo.yaml --prompts 128 --tokens 512 --folder build/gpu/generation
 	$(BIN)/python -m benchmarks.update --config configs/gpu/ppo.yaml --full --folder build/gpu/update
@@ -75,53 +84,53 @@ gpu: $(VENV)/.installed ## A 0.5B policy on one GPU: decode rate, MFU, and PPO b
 	$(BIN)/python -m benchmarks.end_to_end --config configs/gpu/ppo.yaml --config configs/gpu/rloo.yaml --steps 6 --pairs 2 \
 		--folder build/gpu/end-to-end
 
-update: $(VENV)/.installed ## Updates, packed beside padded, and their share of the matmul peak; write docs/performance.md
+update: $(VENV)/.installed ## Compare packed with padded updates, and with the matmul peak; write docs/performance.md
 	$(BIN)/python -m benchmarks.update $(BENCHMARK_ARGS)
 
-growth: $(VENV)/.installed ## Seconds of a step as batch, responses and model grow; write docs/performance.md
+growth: $(VENV)/.installed ## Measure step time as batch, responses and model grow; write docs/performance.md
 	$(BIN)/python -m benchmarks.growth $(BENCHMARK_ARGS)
 
-transport: $(VENV)/.installed ## Codec and RPC in GB/s; write docs/performance.md
+transport: $(VENV)/.installed ## Measure codec and RPC in GB/s; write docs/performance.md
 	$(BIN)/python -m benchmarks.transport $(BENCHMARK_ARGS)
 
-buffer: $(VENV)/.installed ## Trajectories a second through Redis, experience in GB/s; write docs/performance.md
+buffer: $(VENV)/.installed ## Measure trajectories per second and experience in GB/s through Redis; write docs/performance.md
 	$(BIN)/python -m benchmarks.buffer $(BENCHMARK_ARGS)
 
-gae: $(VENV)/.installed ## Advantages of a million tokens; write docs/performance.md
+gae: $(VENV)/.installed ## Measure advantages of a million tokens; write docs/performance.md
 	$(BIN)/python -m benchmarks.gae $(BENCHMARK_ARGS)
 
-orchestration: $(VENV)/.installed ## What the orchestrator adds to a step of 1 to 256 replicas that sleep; a quarter of an hour
+orchestration: $(VENV)/.installed ## Measure the orchestrator's overhead with 1 to 256 simulated replicas; 15 minutes
 	$(BIN)/python -m benchmarks.orchestration $(BENCHMARK_ARGS)
 
-gateway-load: $(VENV)/.installed ## 100 event streams and 50 requests/s while a run trains; write docs/gateway.md
+gateway-load: $(VENV)/.installed ## Load the gateway with 100 event streams and 50 requests/s during a run; write docs/gateway.md
 	$(BIN)/python -m benchmarks.gateway $(GATEWAY_ARGS)
 
-gateway-metrics: $(VENV)/.installed ## A metrics query over a 100,000-step run; write docs/gateway.md
+gateway-metrics: $(VENV)/.installed ## Measure a metrics query over a run of 100,000 steps; write docs/gateway.md
 	$(BIN)/python -m benchmarks.gateway_metrics
 
-browser: $(VENV)/.installed-dev ## The dashboard in a real Chromium
+browser: $(VENV)/.installed-dev ## Test the dashboard in a real Chromium
 	$(BIN)/python -m pytest tests/browser -m 'slow or not slow' $(PYTEST_ARGS)
 
-screenshots: $(VENV)/.installed-dev ## Every page of the dashboard, light and dark, into docs/screenshots
+screenshots: $(VENV)/.installed-dev ## Take pictures of every dashboard page, light and dark, into docs/screenshots
 	$(BIN)/python -m tests.browser.screenshots
 
-fuzz-api: $(VENV)/.installed-dev ## 10,000 requests to the REST API of a gateway's process, hundreds to each method
+fuzz-api: $(VENV)/.installed-dev ## Send 10,000 generated requests to a gateway process
 	$(BIN)/python -m pytest tests/gateway/test_schema.py -m slow -rP --timeout=1500 $(PYTEST_ARGS)
 
-fuzz-rpc: $(VENV)/.installed-dev ## 100,000 mutated requests to every RPC method of real service processes; five minutes
+fuzz-rpc: $(VENV)/.installed-dev ## Send 100,000 mutated requests to every RPC method of real services; five minutes
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
-helm-golden: $(VENV)/.installed-dev ## Render the chart's examples anew into tests/helm/golden
+helm-golden: $(VENV)/.installed-dev ## Render the chart's examples into tests/helm/golden
 	$(BIN)/python -m tests.helm.golden --write
 
-helm-schema: $(VENV)/.installed-dev ## Write the config tree anew into the chart's values.schema.json
+helm-schema: $(VENV)/.installed-dev ## Write the config tree into the chart's values.schema.json
 	$(BIN)/python helm/values_schema.py --write
 
-e2e-compose: $(VENV)/.installed-dev ## Build the images, bring the stack up on the CPU, train, kill, recover; needs Docker
+e2e-compose: $(VENV)/.installed-dev ## Build the images, start the stack on the CPU, train, kill, recover; needs Docker
 	$(BIN)/python -m pytest tests/compose -m 'slow or not slow' --capture=no $(PYTEST_ARGS)
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,docs]'
 	@touch $@
 
 docs: $(VENV)/.installed-docs ## Build the documentation site into build/docs; fail on a broken link
@@ -131,63 +140,68 @@ docs: $(VENV)/.installed-docs ## Build the documentation site into build/docs; f
 docs-reference: $(VENV)/.installed-dev ## Write docs/reference again from the code
 	$(BIN)/python docs/generate_reference.py --write
 
-check: $(VENV)/.installed-dev ## Lint, types, committed stubs, forbidden constructs
+check: $(VENV)/.installed-dev ## Run linters, type checks and the repository's own checks; change nothing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && \
 		PYTHON=$(BIN)/python proto/generate.sh "$$scratch" && \
 		diff -r -x __init__.py -x __pycache__ "$$scratch/quartet/v1" src/quartet/v1 || \
-		{ echo "error: src/quartet/v1 differs from proto/; run make proto and commit" >&2; exit 1; }
+		{ echo "error: src/quartet/v1 differs from proto/; run make proto and commit the result" >&2; exit 1; }
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python helm/values_schema.py
 	$(BIN)/python -m tests.helm.golden
 	PATH="$(abspath $(BIN)):$$PATH" .ci/forbidden $$(git ls-files | grep -vxE "src/quartet/(services|gateway)")
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.tensorrt-llm docker/redis/Dockerfile
-	@echo "check: fine"
+	@echo "check: passed"
 
-format: $(VENV)/.installed-dev ## Format the code
+wheel: $(BIN)/python ## Build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+format: $(VENV)/.installed-dev ## Format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-proto: $(VENV)/.installed-dev ## Regenerate src/quartet/v1 from proto/
+proto: $(VENV)/.installed-dev ## Generate src/quartet/v1 from proto/
 	PYTHON=$(BIN)/python proto/generate.sh
 
-acceptance: $(VENV)/.installed-dev ## Every estimator on real reviews (POSITIVE=... NEGATIVE=...), with table and plots
+acceptance: $(VENV)/.installed-dev ## Train every estimator on real reviews (POSITIVE=... NEGATIVE=...), with table and plots
 	@test -n "$(POSITIVE)" -a -n "$(NEGATIVE)" || \
-		{ echo "error: give two files of sentences: make acceptance POSITIVE=... NEGATIVE=..." >&2; exit 2; }
+		{ echo "error: missing input; give two files of sentences: make acceptance POSITIVE=... NEGATIVE=..." >&2; exit 2; }
 	$(BIN)/python examples/reviews/prepare.py "$(POSITIVE)" "$(NEGATIVE)" build/reviews
 	for config in configs/reviews/*.yaml; do $(BIN)/quartet train $$config --overwrite || exit; done
 	$(BIN)/python examples/reviews/report.py $(REVIEW_RUNS)
 
-# In an environment of its own: TRL brings much that Quartet does not need, and imports requests without asking for it.
+# TRL has many dependencies that Quartet does not need, so it gets a separate environment. TRL imports requests but does not declare it.
 $(PARITY)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing into $(PARITY): a minute or more, most of it torch"
+	@echo "installing into $(PARITY): takes a minute or more, mostly to download torch"
 	$(BIN)/python -m venv $(PARITY)
 	$(PARITY)/bin/python -m pip install --quiet --constraint constraints.txt \
-		$$(grep '^torch==' constraints.txt) trl==1.8.0 requests --editable .
+		$$(grep '^torch==' constraints.txt) trl==1.8.0 requests --editable '.[train]'
 	@touch $@
 
 parity: $(PARITY)/.installed ## Compare one update with TRL's trainers; write docs/parity.md
 	$(PARITY)/bin/python -m tests.parity
 
+# The Triton server's Python backend can only read arrays of NumPy below 2, so that NumPy is installed in a second environment, which
+# finds all other packages in the first.
 $(ENGINES)/.installed: pyproject.toml constraints.txt
 	@$(TRITON_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' || \
-		{ echo "error: $(TRITON_PYTHON) is older than 3.11; run make engines TRITON_PYTHON=..., the distribution's own" >&2; exit 2; }
-	@echo "installing into $(ENGINES) and $(TRITON): a minute or more, most of it torch"
+		{ echo "error: $(TRITON_PYTHON) is older than Python 3.11; run make engines TRITON_PYTHON=..., with the distribution's Python" >&2; \
+		exit 2; }
+	@echo "installing into $(ENGINES) and $(TRITON): takes a minute or more, mostly to download torch"
 	$(TRITON_PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints.txt \
-		$$(grep '^torch==' constraints.txt) pytest pytest-timeout --editable '.[triton]'
+		$$(grep '^torch==' constraints.txt) pytest pytest-timeout --editable '.[train,triton]'
 	$(TRITON_PYTHON) -m venv $(TRITON)
 	$(TRITON)/bin/python -m pip install --quiet --no-deps nvidia-pytriton==0.7.0 'numpy<2'
 	$(ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		$$($(TRITON)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/engines.pth
 	@touch $@
 
-# The server's Python has a NumPy of its own, below 2, whose arrays its backend can read; the rest it takes from the other.
-engines: $(ENGINES)/.installed ## Hold the generation engines to one contract, Triton's against a real server
+engines: $(ENGINES)/.installed ## Test every generation engine against one contract, Triton's with a real server
 	QUARTET_TRITON_PYTHON=$(TRITON)/bin/python $(ENGINES)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
 
-clean: ## Remove installation, builds and caches; runs/ stays
+clean: ## Remove the environment, builds and caches; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Prints what a pyproject.toml says that its package needs, for pip, so that it can be installed before the package is there.
+"""Print the dependencies of a pyproject.toml for pip, so that an image layer can install them before the package itself.
 
 ``requirements.py PYPROJECT [EXTRA ...]``
 """

@@ -30,6 +30,7 @@ from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.failpoints import arm
 from quartet.telemetry.logs import configure_logs
 from quartet.topology import listen_address, threads_of
+from quartet.train_extra import explain_missing_package
 from quartet.types import Role
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _serve(roles, options, announcer)
     except PermissionError as error:
         return _ended(ConfigError(in_words(error)), announcer)
+    except ModuleNotFoundError as error:
+        return _ended(explain_missing_package(error), announcer)
     except Exception as error:
         return _ended(error, announcer)
 

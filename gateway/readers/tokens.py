@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from quartet.gateway.runs.catalog import Signature, signature
 
@@ -38,6 +36,8 @@ class Tokenizers:
             if known is not None and known[0] == seen:
                 return known[1]
         try:
+            from tokenizers import Tokenizer  # The base install does not have it.
+
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises nothing more precise.
             log.warning("tokenizer cannot be used: tokens are shown as numbers", path=str(path), error=str(error))
@@ -60,6 +60,8 @@ def token_texts(tokenizer: Any | None, ids: list[int]) -> list[str]:
         return [f"⟨{number}⟩" for number in ids]
     if not ids:
         return []
+    from tokenizers.decoders import DecodeStream
+
     stream = DecodeStream(skip_special_tokens=False)
     texts = [stream.step(tokenizer, number) or "" for number in ids]
     whole, shown = tokenizer.decode(ids, skip_special_tokens=False), "".join(texts)

