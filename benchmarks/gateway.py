@@ -28,7 +28,7 @@ import yaml
 
 from benchmarks import page
 from benchmarks.options import add_shared, page_of, parser_of, positive
-from quartet.demo.toy_task import make_world
+from quartet.demo.toy_task import make_toy_task
 from quartet.processes import with_parent
 from quartet.types import MODEL_ROLES
 
@@ -83,14 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _config(folder: Path) -> Path:
-    world = make_world(folder / "world")
+    toy_task = make_toy_task(folder / "toy-task")
     tree = {
         "run": {"name": RUN, "steps": STEPS, "directory": str(folder / "runs")},
-        "data": {"prompts": str(world.prompts), "max_prompt_tokens": 24},
+        "data": {"prompts": str(toy_task.prompts), "max_prompt_tokens": 24},
         "rollout": {"prompts_per_step": 32, "max_response_tokens": 24},
-        "actor": {"model": str(world.policy), "learning_rate": 1e-6},
+        "actor": {"model": str(toy_task.policy), "learning_rate": 1e-6},
         "critic": {"learning_rate": 1e-6},
-        "reward": {"model": str(world.reward)},
+        "reward": {"model": str(toy_task.reward)},
         "services": {role.value: {"threads": 1} for role in MODEL_ROLES},
         "gateway": {"requests_per_second": 1000},
     }

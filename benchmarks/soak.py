@@ -24,7 +24,7 @@ from benchmarks import page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
-from quartet.demo.toy_task import Recipe, make_world
+from quartet.demo.toy_task import Recipe, make_toy_task
 from quartet.models.pretraining import Schedule, Shape
 from quartet.processes import with_parent
 from quartet.types import MODEL_ROLES
@@ -106,15 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _config(folder: Path, steps: int, url: str) -> Path:
-    world = make_world(folder / "world", recipe=RECIPE)
+    toy_task = make_toy_task(folder / "toy-task", recipe=RECIPE)
     tree = {
         "run": {"name": RUN, "steps": steps, "directory": str(folder / "runs")},
-        "data": {"prompts": str(world.prompts), "validation": str(world.prompts), "max_prompt_tokens": 24},
+        "data": {"prompts": str(toy_task.prompts), "validation": str(toy_task.prompts), "max_prompt_tokens": 24},
         "algorithm": {"score": {"normalize": "running"}, "kl_controller": {"kind": "adaptive"}},
         "rollout": {"prompts_per_step": 32, "max_response_tokens": 24, "score_batch_size": 8},
-        "actor": {"model": str(world.policy), "learning_rate": 1e-5},
+        "actor": {"model": str(toy_task.policy), "learning_rate": 1e-5},
         "critic": {"learning_rate": 1e-5},
-        "reward": {"model": str(world.reward)},
+        "reward": {"model": str(toy_task.reward)},
         "evaluation": {"every": CHECKPOINT_EVERY, "prompts": 8},
         "checkpoint": {"every": CHECKPOINT_EVERY, "keep": 2},
         "buffer": {"url": url},

@@ -13,11 +13,11 @@ import pytest
 from tests.browser.window import Window
 from tests.gateway.conftest import ended, shown
 from tests.gateway.serving import Gateway
-from tests.training.conftest import _one_thread, make, world, world_tree
+from tests.training.conftest import _one_thread, make, toy_task, toy_task_tree
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the dashboard's tests need playwright")
 
-__all__ = ["_one_thread", "ended", "make", "shown", "world", "world_tree"]
+__all__ = ["_one_thread", "ended", "make", "shown", "toy_task", "toy_task_tree"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

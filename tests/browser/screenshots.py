@@ -1,6 +1,6 @@
 """`make screenshots`: every page of the dashboard of a real run, light and dark, into docs/screenshots.
 
-Trains two short runs on the demo's world: one to its end, to compare with, and one that is paused late and looked at.
+Trains two short runs on the demo's toy task: one to its end, to compare with, and one that is paused late and looked at.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import yaml
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from quartet.demo.toy_task import make_world
+from quartet.demo.toy_task import make_toy_task
 from quartet.processes import with_parent
 from tests.browser.conftest import NAMES
 
@@ -77,16 +77,16 @@ class Run:
 
 @contextmanager
 def training(folder: Path, name: str, kl_coefficient: float) -> Iterator[Run]:
-    """`quartet train` on the demo's world, with evaluations, ended at the end."""
-    world = make_world(folder / "world")
+    """`quartet train` on the demo's toy task, with evaluations, ended at the end."""
+    toy_task = make_toy_task(folder / "toy-task")
     tree = {
         "run": {"name": name, "steps": STEPS, "directory": str(folder / "runs")},
-        "data": {"prompts": str(world.prompts), "validation": str(world.prompts), "max_prompt_tokens": 24},
+        "data": {"prompts": str(toy_task.prompts), "validation": str(toy_task.prompts), "max_prompt_tokens": 24},
         "algorithm": {"kl_coefficient": kl_coefficient},
         "rollout": {"prompts_per_step": 48, "max_response_tokens": 44, "score_batch_size": 12},
-        "actor": {"model": str(world.policy), "learning_rate": 1e-4},
+        "actor": {"model": str(toy_task.policy), "learning_rate": 1e-4},
         "critic": {"learning_rate": 3e-4},
-        "reward": {"model": str(world.reward)},
+        "reward": {"model": str(toy_task.reward)},
         "evaluation": {"every": EVERY, "prompts": 16},
         "guards": {"kl_runaway": {"above": 6.0, "action": "warn"}},
         "checkpoint": {"every": EVERY},

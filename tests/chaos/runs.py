@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from quartet.demo.toy_task import World, make_world
+from quartet.demo.toy_task import ToyTask, make_toy_task
 from quartet.failpoints import FOLDER_VARIABLE, VARIABLE
 from tests.chaos.cases import (
     CHECKPOINT_EVERY,
@@ -56,16 +56,16 @@ class Result:
 
 
 class Ground:
-    """The world, the config, and the undisturbed run of each seed: what all cases have in common, kept in one folder."""
+    """The toy task, the config, and the undisturbed run of each seed: what all cases have in common, kept in one folder."""
 
     def __init__(self, folder: Path, stale: bool = False) -> None:
         """``stale``: the runs are one step off-policy."""
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
-        world = self._world()
+        toy_task = self._toy_task()
         tree = {
             "run": {"name": RUN, "steps": STEPS},
-            "data": {"prompts": str(world.prompts), "max_prompt_tokens": 24},
+            "data": {"prompts": str(toy_task.prompts), "max_prompt_tokens": 24},
             # Of all that can be on, what a resumed run could forget: an adaptive KL coefficient and moments of the scores.
             "algorithm": {
                 "mini_batches": MINI_BATCHES,
@@ -78,9 +78,9 @@ class Ground:
                 "score_batch_size": SCORE_BATCH,
                 "max_off_policy_steps": int(stale),
             },
-            "actor": {"model": str(world.policy), "learning_rate": 1e-3},
+            "actor": {"model": str(toy_task.policy), "learning_rate": 1e-3},
             "critic": {"learning_rate": 1e-3},
-            "reward": {"model": str(world.reward)},
+            "reward": {"model": str(toy_task.reward)},
             "checkpoint": {"every": CHECKPOINT_EVERY, "keep": len(KEPT)},
             "recovery": {"backoff": 0.05},
             # The same arithmetic wherever the other services are.
@@ -89,8 +89,8 @@ class Ground:
         self.config = self.folder / "chaos.yaml"
         self.config.write_text(yaml.safe_dump(tree, sort_keys=False))
 
-    def _world(self) -> World:
-        return make_world(self.folder / "world", recipe=MINIATURE)
+    def _toy_task(self) -> ToyTask:
+        return make_toy_task(self.folder / "toy-task", recipe=MINIATURE)
 
     def undisturbed(self, seed: int) -> Path:
         """The directory of the run that nothing happened to; it is run when it is first asked for."""

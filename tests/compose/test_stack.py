@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quartet.demo.toy_task import make_world
+from quartet.demo.toy_task import make_toy_task
 from tests.compose.stack import SECRETS, Stack, compose_command, docker, wait_for
 from tests.e2e.conftest import MAX_PROMPT, MINIATURE
 from tests.e2e.test_apart import free_ports
@@ -72,15 +72,15 @@ def engine() -> None:
 
 @pytest.fixture(scope="module")
 def settings(engine: None) -> Iterator[tuple[Path, int]]:
-    """What a user has as .env, and the gateway's port in it; with a world of the smallest size; the containers' user reads it."""
+    """What a user has as .env, and the gateway's port in it; with a toy task of the smallest size; the containers' user reads it."""
     folder = Path(tempfile.mkdtemp(prefix="quartet-compose-"))
     try:
-        world = make_world(folder / "world", recipe=MINIATURE)
+        toy_task = make_toy_task(folder / "toy-task", recipe=MINIATURE)
         models, data = folder / "models", folder / "data"
-        shutil.copytree(world.policy, models / "policy")
-        shutil.copytree(world.reward, models / "reward")
+        shutil.copytree(toy_task.policy, models / "policy")
+        shutil.copytree(toy_task.reward, models / "reward")
         data.mkdir()
-        shutil.copy(world.prompts, data / "prompts.jsonl")
+        shutil.copy(toy_task.prompts, data / "prompts.jsonl")
         tree = {
             "run": {"name": "tiny", "steps": STEPS},
             "data": {"prompts": "data/prompts.jsonl", "max_prompt_tokens": MAX_PROMPT},

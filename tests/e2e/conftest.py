@@ -1,4 +1,4 @@
-"""A world of the smallest size, a config that trains on it in seconds, and the runs that several tests look at."""
+"""A toy task of the smallest size, a config that trains on it in seconds, and the runs that several tests look at."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from quartet.buffer.embedded_redis import EmbeddedRedis
-from quartet.demo.toy_task import Recipe, World, make_world
+from quartet.demo.toy_task import Recipe, ToyTask, make_toy_task
 from quartet.models.pretraining import Schedule, Shape
 from tests.e2e.commands import QUARTET, Command, Ended, settings
 
@@ -44,26 +44,26 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("e2e") / "world", recipe=MINIATURE)
+def toy_task(tmp_path_factory: pytest.TempPathFactory) -> ToyTask:
+    return make_toy_task(tmp_path_factory.mktemp("e2e") / "toy-task", recipe=MINIATURE)
 
 
 @pytest.fixture(scope="session")
-def config(world: World) -> Path:
+def config(toy_task: ToyTask) -> Path:
     """The config file that every run starts from. Runs go below the working directory of the command."""
     tree = {
         "run": {"name": "tiny", "steps": STEPS},
-        "data": {"prompts": str(world.prompts), "max_prompt_tokens": MAX_PROMPT},
+        "data": {"prompts": str(toy_task.prompts), "max_prompt_tokens": MAX_PROMPT},
         "algorithm": {"epochs": 2},
         "rollout": {"prompts_per_step": 8, "max_response_tokens": 12, "score_batch_size": 4},
-        "actor": {"model": str(world.policy), "learning_rate": 1e-3},
+        "actor": {"model": str(toy_task.policy), "learning_rate": 1e-3},
         "critic": {"learning_rate": 1e-3},
-        "reward": {"model": str(world.reward)},
+        "reward": {"model": str(toy_task.reward)},
         "checkpoint": {"every": 1, "keep": 2},
         # The same arithmetic wherever the other services are.
         "services": {role: {"threads": 1} for role in ("actor", "critic", "reward", "reference")},
     }
-    path = world.policy.parent.parent / "tiny.yaml"
+    path = toy_task.policy.parent.parent / "tiny.yaml"
     path.write_text(yaml.safe_dump(tree, sort_keys=False))
     return path
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.demo.toy_task import World, make_world
+from quartet.demo.toy_task import ToyTask, make_toy_task
 from tests.e2e.commands import Ended, settings
 from tests.e2e.conftest import MINIATURE, STEPS, Run, Service, Start
 
@@ -100,16 +100,16 @@ def test_a_model_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
     refuse(f"actor.model={tmp_path}/absent", mentioned=("actor.model", tmp_path / "absent", "no such directory"))
 
 
-def test_a_model_whose_config_is_broken(refuse: Refuse, world: World, copy: Callable[[Path], Path]) -> None:
-    model = copy(world.reward)
+def test_a_model_whose_config_is_broken(refuse: Refuse, toy_task: ToyTask, copy: Callable[[Path], Path]) -> None:
+    model = copy(toy_task.reward)
     (model / "config.json").write_text("{")
     refuse(f"reward.model={model}", mentioned=("reward.model", model / "config.json", "not JSON"))
 
 
 def test_a_model_without_its_tokenizer_leaves_no_folder(
-    refuse: Refuse, world: World, copy: Callable[[Path], Path], tmp_path: Path
+    refuse: Refuse, toy_task: ToyTask, copy: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    model = copy(world.policy)
+    model = copy(toy_task.policy)
     for file in model.glob("tokenizer*"):
         file.unlink()
     refuse(f"actor.model={model}", mentioned=("actor.model", model, "its tokenizer files are missing"))
@@ -117,9 +117,9 @@ def test_a_model_without_its_tokenizer_leaves_no_folder(
 
 
 def test_a_model_whose_weights_are_truncated(
-    refuse: Refuse, world: World, frozen: Service, copy: Callable[[Path], Path]
+    refuse: Refuse, toy_task: ToyTask, frozen: Service, copy: Callable[[Path], Path]
 ) -> None:
-    model = copy(world.policy)
+    model = copy(toy_task.policy)
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     # Only the actor is started here: it must refuse before the others are looked at.
@@ -127,16 +127,16 @@ def test_a_model_whose_weights_are_truncated(
     refuse(f"actor.model={model}", options=options, mentioned=("actor: ", model, "weights cannot be used"))
 
 
-def test_a_language_model_given_as_reward_model(refuse: Refuse, world: World, frozen: Service) -> None:
+def test_a_language_model_given_as_reward_model(refuse: Refuse, toy_task: ToyTask, frozen: Service) -> None:
     options = frozen.serving("actor", "critic", "reference")
-    wrong = ("reward.model", world.policy, "LlamaForCausalLM", "expected a sequence classifier")
-    refuse(f"reward.model={world.policy}", options=options, mentioned=wrong)
+    wrong = ("reward.model", toy_task.policy, "LlamaForCausalLM", "expected a sequence classifier")
+    refuse(f"reward.model={toy_task.policy}", options=options, mentioned=wrong)
 
 
 def test_a_classifier_with_two_outputs_given_as_reward_model(
-    refuse: Refuse, world: World, frozen: Service, copy: Callable[[Path], Path]
+    refuse: Refuse, toy_task: ToyTask, frozen: Service, copy: Callable[[Path], Path]
 ) -> None:
-    model = copy(world.reward)
+    model = copy(toy_task.reward)
     description = json.loads((model / "config.json").read_text())
     labels = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
     (model / "config.json").write_text(json.dumps(description | labels))
@@ -145,7 +145,7 @@ def test_a_classifier_with_two_outputs_given_as_reward_model(
 
 
 def test_a_reward_model_with_another_vocabulary(refuse: Refuse, frozen: Service, tmp_path: Path) -> None:
-    other = make_world(tmp_path / "other", recipe=replace(MINIATURE, vocabulary=280))
+    other = make_toy_task(tmp_path / "other", recipe=replace(MINIATURE, vocabulary=280))
     refuse(
         f"reward.model={other.reward}",
         options=frozen.serving("reference"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from quartet.demo.toy_task import Recipe, World
+from quartet.demo.toy_task import Recipe, ToyTask
 from tests.e2e.commands import committed_steps, settings
 from tests.e2e.conftest import Run, Service, Start
 
@@ -45,11 +45,11 @@ def test_generate_refuses_a_model_that_is_not_there(start: Start, tmp_path: Path
     assert ended.err.count("\n") == 1
 
 
-def test_config_check_says_what_it_found(start: Start, config: Path, world: World) -> None:
+def test_config_check_says_what_it_found(start: Start, config: Path, toy_task: ToyTask) -> None:
     ended = start("config", "check", config).ended()
     assert (ended.code, ended.err) == (0, "")
-    assert f"data.prompts {world.prompts}: 288 prompts" in ended.out
-    assert f"reward.model {world.reward}: LlamaForSequenceClassification" in ended.out
+    assert f"data.prompts {toy_task.prompts}: 288 prompts" in ended.out
+    assert f"reward.model {toy_task.reward}: LlamaForSequenceClassification" in ended.out
     assert ended.out.endswith("fine\n")
 
 
@@ -109,14 +109,14 @@ def test_doctor_says_what_to_mend_and_fails(start: Start, config: Path, tmp_path
 
 
 def test_demo_trains_and_shows_completions_before_and_after(
-    start: Start, world: World, frozen: Service, tmp_path: Path
+    start: Start, toy_task: ToyTask, frozen: Service, tmp_path: Path
 ) -> None:
-    ready = tmp_path / "shown" / "demo-world"
-    shutil.copytree(world.policy.parent, ready)
-    # The demo makes a world of its own recipe, in a minute; here a smaller one passes for it.
-    label = json.loads((ready / "world.json").read_text())
+    ready = tmp_path / "shown" / "toy-task"
+    shutil.copytree(toy_task.policy.parent, ready)
+    # The demo makes a toy task of its own recipe, in a minute; here a smaller one passes for it.
+    label = json.loads((ready / "toy_task.json").read_text())
     label["recipe"] |= json.loads(json.dumps(asdict(Recipe())))
-    (ready / "world.json").write_text(json.dumps(label))
+    (ready / "toy_task.json").write_text(json.dumps(label))
     small = settings(
         "run.steps=4", "rollout.prompts_per_step=8", "rollout.max_response_tokens=12", "algorithm.epochs=1"
     )

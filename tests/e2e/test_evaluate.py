@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from tests.e2e.commands import QUARTET, Command, settings
 from tests.e2e.conftest import STEPS, Run, Start
 
@@ -15,10 +15,10 @@ EVALUATED = 6
 
 
 @pytest.fixture(scope="module")
-def evaluated_run(config: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def evaluated_run(config: Path, toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that evaluates after its second step, and before the first and after the last as always."""
     folder = tmp_path_factory.mktemp("evaluated")
-    options = settings(f"data.validation={world.prompts}", "evaluation.every=2", f"evaluation.prompts={EVALUATED}")
+    options = settings(f"data.validation={toy_task.prompts}", "evaluation.every=2", f"evaluation.prompts={EVALUATED}")
     command = Command(QUARTET, "train", config, *options, cwd=folder)
     try:
         return Run(command.ended(), folder / "runs" / "tiny")

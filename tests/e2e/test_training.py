@@ -14,7 +14,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from tests.e2e.commands import committed_steps, settings
 from tests.e2e.conftest import MAX_PROMPT, STEPS, Run, Service, Start
 
@@ -99,19 +99,19 @@ def test_every_process_keeps_a_log(first_run: Run) -> None:
     assert (first_run.directory / "logs" / "redis.log").stat().st_size
 
 
-def test_the_policy_loads_with_transformers_generates_and_has_learnt(first_run: Run, world: World) -> None:
+def test_the_policy_loads_with_transformers_generates_and_has_learnt(first_run: Run, toy_task: ToyTask) -> None:
     policy = AutoModelForCausalLM.from_pretrained(first_run.directory / "policy")
     tokenizer = AutoTokenizer.from_pretrained(first_run.directory / "policy")
     prompt = tokenizer("a quick lunch with friends :", return_tensors="pt")
     generated = policy.generate(**prompt, max_new_tokens=5, do_sample=False, min_new_tokens=5)
     assert generated.shape[1] == prompt.input_ids.shape[1] + 5
-    initial = AutoModelForCausalLM.from_pretrained(world.policy)
+    initial = AutoModelForCausalLM.from_pretrained(toy_task.policy)
     assert any(not torch.equal(*pair) for pair in zip(policy.parameters(), initial.parameters(), strict=True))
 
 
-def test_prompts_over_the_limit_are_dropped_and_counted(first_run: Run, world: World) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(world.policy)
-    texts = [json.loads(line)["text"] for line in world.prompts.read_text().splitlines()]
+def test_prompts_over_the_limit_are_dropped_and_counted(first_run: Run, toy_task: ToyTask) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(toy_task.policy)
+    texts = [json.loads(line)["text"] for line in toy_task.prompts.read_text().splitlines()]
     too_long = {text for text in texts if len(tokenizer(text).input_ids) > MAX_PROMPT}
     assert 0 < len(too_long) < len(texts)
     note = f"note: {len(too_long)} of {len(texts)} prompts are over data.max_prompt_tokens {MAX_PROMPT} and dropped"

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from tests.engines.triton_server import Model, TritonServer
-from tests.training.conftest import MakeConfig, make, world, world_tree
+from tests.training.conftest import MakeConfig, make, toy_task, toy_task_tree
 from tests.training.runs import fleet, orchestrator, run_to_the_end
 
-__all__ = ["make", "world", "world_tree"]
+__all__ = ["make", "toy_task", "toy_task_tree"]
 STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def triton(server: TritonServer, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def triton(server: TritonServer, toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """Serves the run's own initial policy. ``server`` is asked for so that without the wheel the tests are skipped."""
     del server
     found = TritonServer(
-        tmp_path_factory.mktemp("served"), Path(world.policy), (Model("current"), Model("silent", log_probs="no"))
+        tmp_path_factory.mktemp("served"), Path(toy_task.policy), (Model("current"), Model("silent", log_probs="no"))
     )
     found.start()
     yield found

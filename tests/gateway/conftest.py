@@ -1,4 +1,4 @@
-"""What tests of the gateway share: the tiny world, a run on it that has ended, and a gateway that shows it."""
+"""What tests of the gateway share: the toy task, a run on it that has ended, and a gateway that shows it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import Alert
 from tests.gateway.serving import Gateway, serving
-from tests.training.conftest import MakeConfig, _one_thread, make, world, world_tree
+from tests.training.conftest import MakeConfig, _one_thread, make, toy_task, toy_task_tree
 from tests.training.runs import Run, run_to_the_end
 
-__all__ = ["_one_thread", "make", "world", "world_tree"]
+__all__ = ["_one_thread", "make", "toy_task", "toy_task_tree"]
 
 STEPS = 3
 
 
 @pytest.fixture(scope="session")
-def ended(make: MakeConfig, world: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def ended(make: MakeConfig, toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A whole run with a critic, evaluations and checkpoints, alone in its folder, to which what rarely happens was added."""
     folder = tmp_path_factory.mktemp("shown")
     run = run_to_the_end(
@@ -29,7 +29,7 @@ def ended(make: MakeConfig, world: World, tmp_path_factory: pytest.TempPathFacto
             run={"name": "whole", "steps": STEPS, "directory": str(folder)},
             rollout={"samples_per_prompt": 2},
             checkpoint={"every": 2},
-            data={"validation": str(world.prompts)},
+            data={"validation": str(toy_task.prompts)},
             evaluation={"every": 2, "prompts": 3},
         )
     )

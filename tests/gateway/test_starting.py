@@ -30,8 +30,8 @@ def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 
 @pytest.fixture
-def tree(world_tree: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    found = world_tree()
+def tree(toy_task_tree: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    found = toy_task_tree()
     found["run"] = {"name": "started", "steps": 1, "directory": "/elsewhere"}
     return found
 

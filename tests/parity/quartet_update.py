@@ -23,7 +23,7 @@ from quartet.services.orchestrator.algorithm.experience import prepare_step
 from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of, value_loss_of
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 from quartet.types import Experience, FinishReason, TokenBatch, Trajectory, TrajectoryId
-from tests.parity.checkpoints import World
+from tests.parity.checkpoints import ToyTask
 from tests.parity.figures import Number, Weights
 from tests.parity.rollouts import Rollouts
 from tests.parity.scenarios import STEP
@@ -40,18 +40,18 @@ class QuartetUpdate:
     critic: Weights = field(default_factory=dict)
 
 
-def run(world: World, rollouts: Rollouts, config: Config, same_order: bool = False) -> QuartetUpdate:
+def run(toy_task: ToyTask, rollouts: Rollouts, config: Config, same_order: bool = False) -> QuartetUpdate:
     """Scores the rollouts, prepares the step and takes both updates, with the settings that ``config`` makes of an update.
 
     ``same_order``: every epoch walks in the first one's order.
     """
     with_critic = config.algorithm.has_critic
     batch = TokenBatch.of(_trajectories(rollouts))
-    policy, max_tokens = load_causal_lm(world.policy), config.actor.micro_batch_tokens
+    policy, max_tokens = load_causal_lm(toy_task.policy), config.actor.micro_batch_tokens
     temperature = config.rollout.temperature
-    reference = response_log_probs(load_causal_lm(world.reference), batch, temperature, max_tokens)
-    scores = sequence_scores(load_reward_model(world.reward), batch, max_tokens)
-    critic = load_critic(world.critic) if with_critic else None
+    reference = response_log_probs(load_causal_lm(toy_task.reference), batch, temperature, max_tokens)
+    scores = sequence_scores(load_reward_model(toy_task.reward), batch, max_tokens)
+    critic = load_critic(toy_task.critic) if with_critic else None
     values = response_values(critic, batch, max_tokens) if critic else np.zeros_like(reference)
     ends = np.cumsum(rollouts.lengths)[:-1]
     scored = [

@@ -1,4 +1,4 @@
-"""The tiny world that runs in these tests start from."""
+"""The toy task that runs in these tests start from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quartet.config import Config
-from quartet.demo.toy_task import World, make_world
+from quartet.demo.toy_task import ToyTask, make_toy_task
 from tests.e2e.conftest import MINIATURE
 from tests.training.runs import merged, parsed
 
@@ -27,24 +27,26 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("training") / "world", recipe=MINIATURE)
+def toy_task(tmp_path_factory: pytest.TempPathFactory) -> ToyTask:
+    return make_toy_task(tmp_path_factory.mktemp("training") / "toy-task", recipe=MINIATURE)
 
 
 @pytest.fixture(scope="session")
-def world_tree(world: World, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Any]]:
-    """The settings that tie any config to the tiny world: its checkpoints, prompts, Redis, a run's folder of its own."""
+def toy_task_tree(
+    toy_task: ToyTask, redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], dict[str, Any]]:
+    """The settings that tie any config to the toy task: its checkpoints, prompts, Redis, a run's folder of its own."""
     folder = tmp_path_factory.mktemp("runs")
 
     def tree() -> dict[str, Any]:
         return {
             "run": {"name": f"run-{next(_NUMBERS)}", "steps": 2, "directory": str(folder)},
-            "data": {"prompts": str(world.prompts), "max_prompt_tokens": 24},
+            "data": {"prompts": str(toy_task.prompts), "max_prompt_tokens": 24},
             "algorithm": {"epochs": 2},
             "rollout": {"prompts_per_step": 4, "max_response_tokens": 10, "score_batch_size": 4},
-            "actor": {"model": str(world.policy), "learning_rate": 1e-3},
+            "actor": {"model": str(toy_task.policy), "learning_rate": 1e-3},
             "critic": {"learning_rate": 1e-3},
-            "reward": {"model": str(world.reward)},
+            "reward": {"model": str(toy_task.reward)},
             "checkpoint": {"every": 0},
             "buffer": {"url": redis_url},
         }
@@ -53,15 +55,15 @@ def world_tree(world: World, redis_url: str, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="session")
-def make(world_tree: Callable[[], dict[str, Any]]) -> MakeConfig:
-    """A config on the tiny world, changed section by section."""
+def make(toy_task_tree: Callable[[], dict[str, Any]]) -> MakeConfig:
+    """A config on the toy task, changed section by section."""
 
     def build(**changes: Any) -> Config:
-        return parsed(merged(world_tree(), changes))
+        return parsed(merged(toy_task_tree(), changes))
 
     return build
 
 
 @pytest.fixture(scope="session")
-def prompts_of(world: World) -> Path:
-    return world.prompts
+def prompts_of(toy_task: ToyTask) -> Path:
+    return toy_task.prompts

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from quartet.topology import roles_of
 from quartet.types import Role
 from tests.training.conftest import MakeConfig
@@ -30,17 +30,17 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 }
 
 
-def policy_moved(run: Run, world: World) -> bool:
+def policy_moved(run: Run, toy_task: ToyTask) -> bool:
     trained = safetensors.torch.load_file(run.files.policy / "model.safetensors")
-    initial = safetensors.torch.load_file(world.policy / "model.safetensors")
+    initial = safetensors.torch.load_file(toy_task.policy / "model.safetensors")
     return any(not torch.equal(trained[name], initial[name]) for name in trained)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_each_estimator_trains_the_policy_and_only_gae_a_critic(name: str, make: MakeConfig, world: World) -> None:
+def test_each_estimator_trains_the_policy_and_only_gae_a_critic(name: str, make: MakeConfig, toy_task: ToyTask) -> None:
     run = run_to_the_end(make(**ESTIMATORS[name]))
     assert [step["step"] for step in run.metrics] == [1, 2]
-    assert policy_moved(run, world)
+    assert policy_moved(run, toy_task)
     about_critic = {"value_loss", "explained_variance", "grad_norm_critic", "learning_rate_critic"}
     for step in run.metrics:
         assert about_critic & set(step) == (about_critic if name == "gae" else set())
@@ -57,12 +57,12 @@ def test_samples_of_one_prompt_come_together(make: MakeConfig) -> None:
     assert len({item["response"] for item in run.trajectories(1)}) > 2, "samples draw from streams of their own"
 
 
-def test_the_policy_rests_while_the_critic_warms_up(make: MakeConfig, world: World) -> None:
+def test_the_policy_rests_while_the_critic_warms_up(make: MakeConfig, toy_task: ToyTask) -> None:
     run = run_to_the_end(make(run={"steps": 3}, algorithm={"critic_warmup_steps": 2}, checkpoint={"every": 2}))
     rested = safetensors.torch.load_file(run.files.checkpoints / "step-000002" / "actor" / "model.safetensors")
-    initial = safetensors.torch.load_file(world.policy / "model.safetensors")
+    initial = safetensors.torch.load_file(toy_task.policy / "model.safetensors")
     assert all(torch.equal(rested[name], initial[name]) for name in rested)
-    assert policy_moved(run, world)
+    assert policy_moved(run, toy_task)
     assert run.metrics[2]["optimizer_steps_actor"] == 2
     for step in run.metrics[:2]:
         assert (step["optimizer_steps_actor"], step["optimizer_steps_critic"]) == (0, 2)
@@ -110,10 +110,10 @@ def test_an_actor_with_adapters_is_its_own_reference(make: MakeConfig) -> None:
     assert (run.files.policy / "model.safetensors").is_file()
 
 
-def test_with_adapters_on_the_same_figures_come_out_of_a_reference_service(make: MakeConfig, world: World) -> None:
+def test_with_adapters_on_the_same_figures_come_out_of_a_reference_service(make: MakeConfig, toy_task: ToyTask) -> None:
     lora = {"lora": {"rank": 2}, "learning_rate": 0.05}
     own = run_to_the_end(make(actor=lora))
-    other = run_to_the_end(make(actor=lora, reference={"model": str(world.policy)}))
+    other = run_to_the_end(make(actor=lora, reference={"model": str(toy_task.policy)}))
     for left, right in zip(own.metrics, other.metrics, strict=True):
         assert left["kl_mean"] == pytest.approx(right["kl_mean"], abs=1e-4)
         assert left["reward_mean"] == pytest.approx(right["reward_mean"], abs=1e-6)

@@ -14,7 +14,7 @@ import torch
 from quartet.cli import checkpoints as cli
 from quartet.cli.train import train
 from quartet.config import Config, load_config
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from quartet.errors import ConfigError
 from quartet.models.training import updates as training_of_models
 from quartet.run_directory.checkpoints import read_checkpoint
@@ -221,11 +221,11 @@ def test_another_normalisation_of_scores_begins_with_the_branch(
 
 
 def test_another_reward_takes_effect_and_its_moments_begin_with_the_branch(
-    branch: Branch, source: Callable[[str], Run], world: World
+    branch: Branch, source: Callable[[str], Run], toy_task: ToyTask
 ) -> None:
-    part = f"{{name: less, model: {world.reward}, weight: -1}}"
+    part = f"{{name: less, model: {toy_task.reward}, weight: -1}}"
     run = run_to_the_end(
-        branch("running", f"reward={{source: ensemble, parts: [{part}]}}", f"critic.model={world.reward}")
+        branch("running", f"reward={{source: ensemble, parts: [{part}]}}", f"critic.model={toy_task.reward}")
     )
     ours, theirs = ([item["score"] for item in found.trajectories(AT + 1)] for found in (run, source("running")))
     assert ours == [-score for score in theirs]
@@ -290,8 +290,8 @@ def test_a_setting_that_the_weights_of_a_checkpoint_cannot_follow_is_refused(
 
 
 @pytest.fixture(scope="module")
-def evaluated(make: MakeConfig, world: World) -> Run:
-    evaluation = {"data": {"validation": str(world.prompts)}, "evaluation": {"every": 2, "prompts": 3}}
+def evaluated(make: MakeConfig, toy_task: ToyTask) -> Run:
+    evaluation = {"data": {"validation": str(toy_task.prompts)}, "evaluation": {"every": 2, "prompts": 3}}
     return run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every": 2, "keep": 5}, **evaluation))
 
 
@@ -318,11 +318,11 @@ def test_evaluations_that_nothing_can_be_held_against_are_refused(
     said: str,
     evaluated: Run,
     source: Callable[[str], Run],
-    world: World,
+    toy_task: ToyTask,
     tmp_path: Path,
 ) -> None:
     run = evaluated if kind == "evaluated" else source(kind)
-    given = [override.replace("PROMPTS", str(world.prompts)) for override in overrides]
+    given = [override.replace("PROMPTS", str(toy_task.prompts)) for override in overrides]
     with pytest.raises(ConfigError) as error:
         cli.branch(run.files.root, str(AT), "new", [f"run.directory={tmp_path}", *given])
     assert str(error.value).startswith(said)

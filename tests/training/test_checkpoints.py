@@ -13,7 +13,7 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from quartet.errors import ServiceUnavailable, StorageFailed
 from quartet.models import snapshot
 from quartet.services import trainable_model as trained
@@ -179,7 +179,7 @@ class Crash(Exception):
 def test_a_crash_before_a_checkpoint_has_its_name_goes_on_from_the_one_before(
     when: str,
     make: MakeConfig,
-    world: World,
+    toy_task: ToyTask,
     undisturbed: Callable[[str], Run],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from quartet.cli import train as command
 from quartet.config import Config
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from quartet.errors import ConfigError, ServiceFailed, StorageFailed
 from quartet.preflight import check_resumable
 from quartet.run_directory.identity import Identity
@@ -25,8 +25,8 @@ from tests.training.test_resume import break_off, changes
 EVALUATED: dict[str, Any] = {"evaluation": {"every": 2, "prompts": 3}}
 
 
-def evaluated(world: World) -> dict[str, Any]:
-    return {"data": {"validation": str(world.prompts)}, **EVALUATED}
+def evaluated(toy_task: ToyTask) -> dict[str, Any]:
+    return {"data": {"validation": str(toy_task.prompts)}, **EVALUATED}
 
 
 def again(config: Config, **changed: Any) -> Config:
@@ -51,9 +51,9 @@ def begun(config: Config, identified: bool) -> RunFiles:
     ],
 )
 def test_what_a_run_is_evaluated_on_stays_as_it_was(
-    changed: dict[str, Any], key: str, identified: bool, make: MakeConfig, world: World
+    changed: dict[str, Any], key: str, identified: bool, make: MakeConfig, toy_task: ToyTask
 ) -> None:
-    config = make(**evaluated(world))
+    config = make(**evaluated(toy_task))
     files = begun(config, identified)
     with pytest.raises(ConfigError, match=rf"^--resume: {key} is .*, the run in .* had "):
         check_resumable(again(config, **changed), files)
@@ -61,9 +61,9 @@ def test_what_a_run_is_evaluated_on_stays_as_it_was(
 
 @pytest.mark.parametrize("identified", [True, False])
 def test_evaluation_cannot_be_turned_on_where_there_was_none_before_the_first_step(
-    identified: bool, make: MakeConfig, world: World
+    identified: bool, make: MakeConfig, toy_task: ToyTask
 ) -> None:
-    config = make(data={"validation": str(world.prompts)})
+    config = make(data={"validation": str(toy_task.prompts)})
     files = begun(config, identified)
     with pytest.raises(ConfigError, match=r"^--resume: evaluation\.every is 3, .* had none: .* leave it at 0"):
         check_resumable(again(config, evaluation={"every": 3}), files)
@@ -72,16 +72,16 @@ def test_evaluation_cannot_be_turned_on_where_there_was_none_before_the_first_st
 @pytest.mark.parametrize("identified", [True, False])
 @pytest.mark.parametrize("changed", [{"every": 5}, {"every": 0}, {"judge": "mine:judge"}, {"timeout": 5.0}], ids=str)
 def test_how_often_and_by_whom_a_run_is_evaluated_may_change(
-    changed: dict[str, Any], identified: bool, make: MakeConfig, world: World
+    changed: dict[str, Any], identified: bool, make: MakeConfig, toy_task: ToyTask
 ) -> None:
-    config = make(**evaluated(world))
+    config = make(**evaluated(toy_task))
     check_resumable(again(config, evaluation=changed), begun(config, identified))
 
 
 def test_a_run_that_is_evaluated_at_other_times_goes_on(
-    make: MakeConfig, world: World, monkeypatch: pytest.MonkeyPatch
+    make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**merged(evaluated(world), {"run": {"steps": 6}, "checkpoint": {"every": 2}}))
+    config = make(**merged(evaluated(toy_task), {"run": {"steps": 6}, "checkpoint": {"every": 2}}))
     break_off(config, "generate", 4, monkeypatch)
     other = again(config, evaluation={"every": 3})
     check_resumable(other, RunFiles(config.run_directory))
@@ -97,9 +97,9 @@ class NoLauncher:
 
 
 def test_a_new_run_finds_nothing_of_one_that_took_no_step(
-    make: MakeConfig, world: World, monkeypatch: pytest.MonkeyPatch
+    make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**evaluated(world))
+    config = make(**evaluated(toy_task))
     break_off(config, "generate", 1, monkeypatch)
     files = RunFiles(config.run_directory)
     assert (files.evaluations / "step-000000.jsonl").exists(), "otherwise this shows nothing"
@@ -111,9 +111,9 @@ def test_a_new_run_finds_nothing_of_one_that_took_no_step(
 
 
 def test_a_run_that_took_no_step_goes_on_with_what_it_has(
-    make: MakeConfig, world: World, monkeypatch: pytest.MonkeyPatch
+    make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**evaluated(world))
+    config = make(**evaluated(toy_task))
     break_off(config, "generate", 1, monkeypatch)
     files = RunFiles(config.run_directory)
     before = (files.evaluations / "step-000000.jsonl").read_bytes()
@@ -124,9 +124,9 @@ def test_a_run_that_took_no_step_goes_on_with_what_it_has(
 
 
 def test_trajectories_that_were_cut_off_are_not_learned_from(
-    make: MakeConfig, world: World, monkeypatch: pytest.MonkeyPatch
+    make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**{**changes("ppo", world), "checkpoint": {"every": 4}})
+    config = make(**{**changes("ppo", toy_task), "checkpoint": {"every": 4}})
     break_off(config, "generate", 4, monkeypatch)
     path = RunFiles(config.run_directory).trajectories / "step-000003.jsonl"
     whole = path.read_text()
@@ -139,7 +139,7 @@ def test_trajectories_that_were_cut_off_are_not_learned_from(
     path.write_text(whole)
     repaired, expected = (
         run_to_the_end(config),
-        run_to_the_end(make(**{**changes("ppo", world), "checkpoint": {"every": 4}})),
+        run_to_the_end(make(**{**changes("ppo", toy_task), "checkpoint": {"every": 4}})),
     )
     assert_same(repaired, expected)
 
@@ -166,10 +166,10 @@ def full(*_: Any) -> None:
     "what", ["evaluations/", "evaluations.jsonl", "alerts.jsonl", "metrics.jsonl", "trajectories/", "asked"]
 )
 def test_a_disk_that_is_full_ends_the_run_with_what_to_do(
-    what: str, make: MakeConfig, world: World, monkeypatch: pytest.MonkeyPatch
+    what: str, make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common = {
-        **merged(evaluated(world), {"run": {"steps": 3}, "checkpoint": {"every": 2}}),
+        **merged(evaluated(toy_task), {"run": {"steps": 3}, "checkpoint": {"every": 2}}),
         "guards": {"window": 2, "missing_eos": {"action": "pause", "below": 1.0}}
         if what in ("alerts.jsonl", "asked")
         else {},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.actor import actor
 from quartet.services.critic import critic
@@ -61,13 +61,13 @@ def test_what_is_written_down_of_a_step_is_made_while_both_models_learn(
 
 @pytest.mark.parametrize("between", ["checkpoint", "evaluation"])
 def test_what_needs_the_policy_between_two_steps_comes_first(
-    between: str, make: MakeConfig, world: World, run: Run
+    between: str, make: MakeConfig, toy_task: ToyTask, run: Run
 ) -> None:
     changes: dict[str, Any] = {
         "checkpoint": {"checkpoint": {"every": 1}},
         "evaluation": {
             "evaluation": {"every": 1, "prompts": 2},
-            "data": {"validation": str(world.prompts)},
+            "data": {"validation": str(toy_task.prompts)},
             "checkpoint": {"every": 0},
         },
     }[between]

@@ -13,7 +13,7 @@ import structlog
 
 from quartet.buffer.connection import Redis
 from quartet.config import Config, RecoveryConfig
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from quartet.errors import ComputationFailed, InvalidRequest, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.rpc.clients import RewardClient
 from quartet.services.orchestrator.rollout.evaluation import Evaluator
@@ -197,9 +197,9 @@ def undisturbed() -> dict[str, Run]:
     return {}
 
 
-def marked(world: World, path: Path, count: int) -> dict[str, Any]:
-    """The world's prompts, so many of them with a mark."""
-    lines = [json.loads(line) for line in world.prompts.read_text().splitlines()]
+def marked(toy_task: ToyTask, path: Path, count: int) -> dict[str, Any]:
+    """The toy task's prompts, so many of them with a mark."""
+    lines = [json.loads(line) for line in toy_task.prompts.read_text().splitlines()]
     with path.open("w") as file:
         for number, line in enumerate(lines):
             file.write(json.dumps({**line, "marked": number < count}) + "\n")
@@ -207,9 +207,9 @@ def marked(world: World, path: Path, count: int) -> dict[str, Any]:
 
 
 def test_a_prompt_none_of_whose_samples_can_be_scored_ends_the_run_with_count_ids_and_error(
-    runs: Runs, world: World, tmp_path: Path
+    runs: Runs, toy_task: ToyTask, tmp_path: Path
 ) -> None:
-    data = marked(world, tmp_path / "prompts.jsonl", len(world.prompts.read_text().splitlines()))
+    data = marked(toy_task, tmp_path / "prompts.jsonl", len(toy_task.prompts.read_text().splitlines()))
     run = runs.failure("raises_for_marked", data=data, recovery={"max_failed_trajectories": 2})
     text = run.progress.error
     assert text.startswith("step 1: 3 of its trajectories could not be scored, recovery.max_failed_trajectories is 2")
@@ -225,8 +225,8 @@ def test_a_prompt_none_of_whose_samples_can_be_scored_ends_the_run_with_count_id
     assert run.progress.recoveries == 0, "another attempt would fail alike"
 
 
-def test_what_ended_a_run_is_forgotten_when_it_goes_on(runs: Runs, world: World, tmp_path: Path) -> None:
-    data = marked(world, tmp_path / "prompts.jsonl", len(world.prompts.read_text().splitlines()))
+def test_what_ended_a_run_is_forgotten_when_it_goes_on(runs: Runs, toy_task: ToyTask, tmp_path: Path) -> None:
+    data = marked(toy_task, tmp_path / "prompts.jsonl", len(toy_task.prompts.read_text().splitlines()))
     changes: dict[str, Any] = {"data": data, "run": {"steps": 1, "name": "mended"}}
     broken = runs.failure("raises_for_marked", **changes)
     assert broken.files.failed_trajectories.exists()
@@ -245,9 +245,9 @@ def test_none_may_be_set_aside_where_the_config_says_so(runs: Runs) -> None:
 
 
 def test_the_evaluation_that_all_others_are_held_against_must_be_scored(
-    runs: Runs, world: World, tmp_path: Path
+    runs: Runs, toy_task: ToyTask, tmp_path: Path
 ) -> None:
-    validation = marked(world, tmp_path / "validation.jsonl", 1)["prompts"]
+    validation = marked(toy_task, tmp_path / "validation.jsonl", 1)["prompts"]
     data = {"validation": validation}
     run = runs.failure("raises_for_marked", data=data, evaluation={"every": 1, "prompts": 3}, recovery={"attempts": 0})
     assert "ValueError: this prompt cannot be scored" in run.progress.error
@@ -259,9 +259,9 @@ EVALUATION: dict[str, Any] = {"every": 1, "prompts": 3}
 
 @pytest.mark.parametrize("error", [ComputationFailed, InvalidRequest])
 def test_a_later_evaluation_that_cannot_be_scored_is_told_and_left_out_and_the_run_goes_on(
-    error: type[QuartetError], runs: Runs, world: World, monkeypatch: pytest.MonkeyPatch
+    error: type[QuartetError], runs: Runs, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes: dict[str, Any] = {"data": {"validation": str(world.prompts)}, "evaluation": EVALUATION}
+    changes: dict[str, Any] = {"data": {"validation": str(toy_task.prompts)}, "evaluation": EVALUATION}
     expected = runs.run("healthy", **changes)
     real = Evaluator._responses
 
@@ -289,9 +289,9 @@ def test_a_later_evaluation_that_cannot_be_scored_is_told_and_left_out_and_the_r
 
 
 def test_an_evaluation_that_loses_a_service_is_taken_again(
-    runs: Runs, world: World, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes: dict[str, Any] = {"data": {"validation": str(world.prompts)}, "evaluation": EVALUATION}
+    changes: dict[str, Any] = {"data": {"validation": str(toy_task.prompts)}, "evaluation": EVALUATION}
     real, left = Evaluator._responses, [1]
 
     def fail(self: Evaluator, version: int, *arguments: Any) -> Any:

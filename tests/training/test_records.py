@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from quartet.cli.checkpoints import branch
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from quartet.errors import ConfigError
 from quartet.run_directory.checkpoints import roll_back
 from quartet.run_directory.run_files import RunFiles
@@ -31,14 +31,14 @@ FULL = Path("/dev/full")
 
 
 @pytest.fixture(scope="module")
-def run(make: MakeConfig, world: World) -> Run:
+def run(make: MakeConfig, toy_task: ToyTask) -> Run:
     """A run with a critic, a checkpoint after each step, and evaluations."""
     return run_to_the_end(
         make(
             run={"steps": STEPS},
             rollout={"samples_per_prompt": 2},
             checkpoint={"every": 1},
-            data={"validation": str(world.prompts)},
+            data={"validation": str(toy_task.prompts)},
             evaluation={"every": 2, "prompts": 2},
         )
     )

@@ -11,7 +11,7 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.config import Config
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from quartet.services.orchestrator.control.progress import RunState
 from quartet.services.orchestrator.run import Training
 from quartet.services.orchestrator.step import StepTransaction
@@ -46,19 +46,19 @@ class Crash(Exception):
     """Ends the training as a crash would: nothing of it is tidied up by the algorithm."""
 
 
-def changes(kind: str, world: World) -> dict[str, Any]:
+def changes(kind: str, toy_task: ToyTask) -> dict[str, Any]:
     common = {"run": {"steps": STEPS}, "checkpoint": {"every": 2, "keep": 2}}
-    evaluation = {"data": {"validation": str(world.prompts)}, "evaluation": {"every": 3, "prompts": 3}}
+    evaluation = {"data": {"validation": str(toy_task.prompts)}, "evaluation": {"every": 3, "prompts": 3}}
     return {**common, **(evaluation if kind == "ppo" else {}), **KINDS[kind]}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(make: MakeConfig, world: World) -> Callable[[str], Run]:
+def undisturbed(make: MakeConfig, toy_task: ToyTask) -> Callable[[str], Run]:
     runs: dict[str, Run] = {}
 
     def run(kind: str) -> Run:
         if kind not in runs:
-            runs[kind] = run_to_the_end(make(**changes(kind, world)))
+            runs[kind] = run_to_the_end(make(**changes(kind, toy_task)))
         return runs[kind]
 
     return run
@@ -95,11 +95,11 @@ def test_a_run_that_crashed_goes_on_to_the_same_bits(
     kind: str,
     where: str,
     make: MakeConfig,
-    world: World,
+    toy_task: ToyTask,
     undisturbed: Callable[[str], Run],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = make(**changes(kind, world))
+    config = make(**changes(kind, toy_task))
     break_off(config, where, 4, monkeypatch)
     run = run_to_the_end(config)
     assert_same(run, undisturbed(kind))
@@ -108,9 +108,9 @@ def test_a_run_that_crashed_goes_on_to_the_same_bits(
 
 @pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
 def test_services_that_stayed_up_take_only_what_they_have_not(
-    where: str, make: MakeConfig, world: World, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+    where: str, make: MakeConfig, toy_task: ToyTask, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with services(make(**changes("ppo", world))) as config:
+    with services(make(**changes("ppo", toy_task))) as config:
         break_off(config, where, 4, monkeypatch)
         with orchestrator(config) as going:
             run = going.finish()
@@ -127,21 +127,21 @@ def empty(redis: Redis, run: str) -> None:
 def test_a_run_whose_redis_was_lost_takes_the_steps_after_its_checkpoint_again(
     step: int,
     make: MakeConfig,
-    world: World,
+    toy_task: ToyTask,
     undisturbed: Callable[[str], Run],
     monkeypatch: pytest.MonkeyPatch,
     redis_client: Redis,
 ) -> None:
-    config = make(**changes("normalized", world))
+    config = make(**changes("normalized", toy_task))
     break_off(config, "updated", step, monkeypatch)
     empty(redis_client, config.run.name)
     assert_same(run_to_the_end(config), undisturbed("normalized"))
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_stopped(
-    make: MakeConfig, world: World, undisturbed: Callable[[str], Run]
+    make: MakeConfig, toy_task: ToyTask, undisturbed: Callable[[str], Run]
 ) -> None:
-    config = make(**changes("ppo", world))
+    config = make(**changes("ppo", toy_task))
     with underway(config) as going:
         wait_for(going, lambda: going.board.current().step >= 3)
         going.control.stop()
@@ -154,9 +154,9 @@ def test_a_run_that_was_stopped_goes_on_where_it_stopped(
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "gone", "manifest"])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
-    damage: str, make: MakeConfig, world: World, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+    damage: str, make: MakeConfig, toy_task: ToyTask, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**changes("ppo", world))
+    config = make(**changes("ppo", toy_task))
     break_off(config, "generate", 6, monkeypatch)
     newest = config.run_directory / "checkpoints" / "step-000004"
     spoil(newest, damage)
@@ -178,9 +178,9 @@ def spoil(checkpoint: Path, damage: str) -> None:
 
 
 def test_a_commit_that_a_crash_cut_off_is_no_commit(
-    make: MakeConfig, world: World, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+    make: MakeConfig, toy_task: ToyTask, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**changes("ppo", world))
+    config = make(**changes("ppo", toy_task))
     break_off(config, "committed", 4, monkeypatch)
     metrics = config.run_directory / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes()[:-20])
@@ -205,9 +205,9 @@ def leads(going: Underway) -> bool:
 
 
 def test_metrics_that_end_before_the_checkpoint_are_an_error_and_nothing_is_trained_over_the_gap(
-    make: MakeConfig, world: World, monkeypatch: pytest.MonkeyPatch
+    make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**changes("normalized", world))
+    config = make(**changes("normalized", toy_task))
     break_off(config, "generate", 6, monkeypatch)
     metrics = config.run_directory / "metrics.jsonl"
     metrics.write_text("".join(line + "\n" for line in metrics.read_text().splitlines()[:2]))
@@ -219,12 +219,12 @@ def test_metrics_that_end_before_the_checkpoint_are_an_error_and_nothing_is_trai
 
 def test_sealed_experience_that_is_damaged_is_not_trained_on_and_its_steps_are_taken_again(
     make: MakeConfig,
-    world: World,
+    toy_task: ToyTask,
     undisturbed: Callable[[str], Run],
     monkeypatch: pytest.MonkeyPatch,
     redis_client: Redis,
 ) -> None:
-    config = make(**changes("normalized", world), recovery={"backoff": 0.01})
+    config = make(**changes("normalized", toy_task), recovery={"backoff": 0.01})
     break_off(config, "generate", 6, monkeypatch)
     [key] = redis_client.scan_iter(match=f"quartet:{config.run.name}:experience:*")
     data = bytearray(redis_client.hget(key, "experience"))

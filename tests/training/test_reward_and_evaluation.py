@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from tests.training.conftest import MakeConfig
 from tests.training.runs import json_lines, run_to_the_end, underway
 
@@ -33,10 +33,10 @@ def prefers_initial(prompt, response, initial_response, fields):
 
 
 @pytest.fixture
-def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: World) -> Path:
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_task: ToyTask) -> Path:
     """A folder with a module of functions, in which the run takes place, and prompts with a field."""
     (tmp_path / "mine.py").write_text(FUNCTIONS)
-    lines = [json.loads(line) for line in world.prompts.read_text().splitlines()]
+    lines = [json.loads(line) for line in toy_task.prompts.read_text().splitlines()]
     with (tmp_path / "prompts.jsonl").open("w") as file:
         for number, line in enumerate(lines):
             file.write(json.dumps({**line, "worth": number}) + "\n")
@@ -56,9 +56,11 @@ def test_a_function_scores_by_the_prompts_own_fields(make: MakeConfig, functions
             assert item["score"] == 2.0 * prompt
 
 
-def test_an_ensemble_weighs_its_parts_and_keeps_each_of_them(make: MakeConfig, functions: Path, world: World) -> None:
+def test_an_ensemble_weighs_its_parts_and_keeps_each_of_them(
+    make: MakeConfig, functions: Path, toy_task: ToyTask
+) -> None:
     parts = [
-        {"name": "tone", "model": str(world.reward), "weight": 0.5},
+        {"name": "tone", "model": str(toy_task.reward), "weight": 0.5},
         {"name": "words", "source": "function", "function": "mine:words", "batched": True, "weight": -0.1},
     ]
     run = run_to_the_end(make(reward={"source": "ensemble", "parts": parts, "model": None}))
@@ -82,11 +84,11 @@ def test_a_function_that_fails_stops_the_run_with_its_name_and_error(make: MakeC
 
 
 def test_evaluations_are_kept_with_a_table_and_held_against_the_initial_policy(
-    make: MakeConfig, functions: Path, world: World
+    make: MakeConfig, functions: Path, toy_task: ToyTask
 ) -> None:
     config = make(
         run={"steps": 3},
-        data={"validation": str(world.prompts)},
+        data={"validation": str(toy_task.prompts)},
         evaluation={"every": 2, "prompts": 5, "judge": "mine:prefers_initial"},
         actor={"learning_rate": 0.05},
     )
@@ -110,8 +112,11 @@ def test_evaluations_are_kept_with_a_table_and_held_against_the_initial_policy(
     assert any(note.startswith("evaluation after step 3: ") for note in run.progress.notes)
 
 
-def test_evaluating_changes_nothing_of_the_training(make: MakeConfig, world: World) -> None:
-    evaluated: dict[str, Any] = {"data": {"validation": str(world.prompts)}, "evaluation": {"every": 1, "prompts": 3}}
+def test_evaluating_changes_nothing_of_the_training(make: MakeConfig, toy_task: ToyTask) -> None:
+    evaluated: dict[str, Any] = {
+        "data": {"validation": str(toy_task.prompts)},
+        "evaluation": {"every": 1, "prompts": 3},
+    }
     with_it, without = run_to_the_end(make(**evaluated)), run_to_the_end(make())
     weights = [run.files.policy / "model.safetensors" for run in (with_it, without)]
     assert weights[0].read_bytes() == weights[1].read_bytes()

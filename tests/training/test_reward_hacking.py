@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from quartet.config import Config
-from quartet.demo.toy_task import World, make_world
+from quartet.demo.toy_task import ToyTask, make_toy_task
 from quartet.services.orchestrator.control.progress import RunState
 from tests.training.runs import merged, parsed, run_to_the_end, underway
 from tests.training.test_stability import wait_for
@@ -20,21 +20,21 @@ EXAMPLE = ROOT / "examples" / "reward_hacking"
 
 
 @pytest.fixture(scope="module")
-def demo_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def demo_toy_task(tmp_path_factory: pytest.TempPathFactory) -> ToyTask:
     """The demo's own, as the example's user has it."""
-    return make_world(tmp_path_factory.mktemp("demo") / "world")
+    return make_toy_task(tmp_path_factory.mktemp("demo") / "toy-task")
 
 
-def example(name: str, steps: int, world: World, redis_url: str, folder: Path) -> Config:
+def example(name: str, steps: int, toy_task: ToyTask, redis_url: str, folder: Path) -> Config:
     shipped = yaml.safe_load((EXAMPLE / name).read_text())
     parts = [
-        {**part, **({"model": str(world.reward)} if "model" in part else {})} for part in shipped["reward"]["parts"]
+        {**part, **({"model": str(toy_task.reward)} if "model" in part else {})} for part in shipped["reward"]["parts"]
     ]
     ties: dict[str, Any] = {
         "run": {"steps": steps, "directory": str(folder)},
-        "data": {"prompts": str(world.prompts)},
-        "actor": {"model": str(world.policy)},
-        "critic": {"model": str(world.reward)},
+        "data": {"prompts": str(toy_task.prompts)},
+        "actor": {"model": str(toy_task.policy)},
+        "critic": {"model": str(toy_task.reward)},
         "reward": {"parts": parts},
         "buffer": {"url": redis_url},
     }
@@ -42,10 +42,10 @@ def example(name: str, steps: int, world: World, redis_url: str, folder: Path) -
 
 
 def test_a_reward_for_length_pauses_the_run_with_its_explanation(
-    demo_world: World, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo_toy_task: ToyTask, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    with underway(example("exploit.yaml", 60, demo_world, redis_url, tmp_path)) as going:
+    with underway(example("exploit.yaml", 60, demo_toy_task, redis_url, tmp_path)) as going:
         wait_for(going, lambda: going.board.current().state is RunState.PAUSED, seconds=200)
         going.control.stop()
         run = going.finish()
@@ -58,10 +58,10 @@ def test_a_reward_for_length_pauses_the_run_with_its_explanation(
 
 
 def test_with_a_price_on_length_the_same_run_stays_healthy(
-    demo_world: World, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo_toy_task: ToyTask, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    run = run_to_the_end(example("healthy.yaml", 40, demo_world, redis_url, tmp_path))
+    run = run_to_the_end(example("healthy.yaml", 40, demo_toy_task, redis_url, tmp_path))
     assert run.progress.alerts == []
     first, last = run.metrics[:3], run.metrics[-5:]
     assert fmean(step["response_tokens_mean"] for step in last) < 40

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from quartet.services.orchestrator.control.progress import RunState
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Underway, json_lines, run_to_the_end, underway
@@ -112,7 +112,7 @@ def tuple_of(found: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.usefixtures("poisoned")
-def test_a_nan_loss_is_skipped_counted_and_told_where_the_config_says_so(make: MakeConfig, world: World) -> None:
+def test_a_nan_loss_is_skipped_counted_and_told_where_the_config_says_so(make: MakeConfig, toy_task: ToyTask) -> None:
     run = run_to_the_end(make(algorithm={"non_finite": "skip", "epochs": 4}))
     for step in run.metrics:
         assert (step["optimizer_steps_actor"], step["skipped_steps_actor"]) == (2, 2)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.demo.toy_task import World
+from quartet.demo.toy_task import ToyTask
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.services.actor import servicer
 from quartet.services.critic.critic import Critic
@@ -111,9 +111,9 @@ def test_a_run_that_broke_off_goes_on_to_the_same_bits(
             assert_same(going.finish(), undisturbed)
 
 
-def test_an_evaluation_changes_nothing(make: MakeConfig, world: World, undisturbed: Run) -> None:
+def test_an_evaluation_changes_nothing(make: MakeConfig, toy_task: ToyTask, undisturbed: Run) -> None:
     evaluated = run_to_the_end(
-        stale(make, evaluation={"every": 1, "prompts": 2}, data={"validation": str(world.prompts)})
+        stale(make, evaluation={"every": 1, "prompts": 2}, data={"validation": str(toy_task.prompts)})
     )
     assert_same(evaluated, undisturbed)
     assert evaluated.progress.recoveries == 0

@@ -1,4 +1,4 @@
-"""`quartet demo`: a tiny world, a PPO run on it, and what changed."""
+"""`quartet demo`: a toy task, a PPO run on it, and what changed."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ WINDOW = 10
 
 
 def demo(directory: Path, overrides: list[str]) -> None:
-    """Makes the world on first use, trains on it, and prints completions before and after."""
+    """Makes the toy task on first use, trains on it, and prints completions before and after."""
     start = time.monotonic()
-    world = directory.absolute() / "demo-world"
-    _make_world(world)
+    toy_task = directory.absolute() / "toy-task"
+    _make_toy_task(toy_task)
     settings = [
         f"run.directory={directory.absolute()}",
-        f"data.prompts={world / 'prompts.jsonl'}",
-        f"actor.model={world / 'policy'}",
-        f"reward.model={world / 'reward'}",
+        f"data.prompts={toy_task / 'prompts.jsonl'}",
+        f"actor.model={toy_task / 'policy'}",
+        f"reward.model={toy_task / 'reward'}",
     ]
     with resources.as_file(resources.files("quartet.demo") / "demo.yaml") as path:
         config = load_config(path, [*settings, *overrides])
@@ -59,17 +59,19 @@ def demo(directory: Path, overrides: list[str]) -> None:
     )
 
 
-def _make_world(world: Path) -> None:
-    from quartet.demo.toy_task import make_world
+def _make_toy_task(toy_task: Path) -> None:
+    from quartet.demo.toy_task import make_toy_task
 
-    title = "making a tiny world: corpus, tokenizer, policy, reward model (first use only, about a minute)"
-    if not console.is_terminal and not world.exists():
+    title = "making a toy task: corpus, tokenizer, policy, reward model (first use only, about a minute)"
+    if not console.is_terminal and not toy_task.exists():
         console.print(title)
     with console.status(title):
         start = time.monotonic()
-        make_world(world)
+        make_toy_task(toy_task)
         if time.monotonic() - start > 1:
-            console.print(f"world: {world}, made in {time.monotonic() - start:.0f} s", highlight=False, soft_wrap=True)
+            console.print(
+                f"toy task: {toy_task}, made in {time.monotonic() - start:.0f} s", highlight=False, soft_wrap=True
+            )
 
 
 @dataclass(frozen=True, slots=True)

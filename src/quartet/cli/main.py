@@ -246,10 +246,10 @@ def branch(
 
 @app.command()
 def demo(
-    directory: Annotated[Path, typer.Option(help="Where the demo keeps its world and its run.")] = Path("runs"),
+    directory: Annotated[Path, typer.Option(help="Where the demo keeps its toy task and its run.")] = Path("runs"),
     overrides: Overrides = None,
 ) -> None:
-    """Make a tiny world, train on it with PPO, and show completions before and after."""
+    """Make a toy task, train on it with PPO, and show completions before and after."""
     from quartet.cli.demo import demo as run
 
     run(directory, overrides or [])

@@ -1,4 +1,4 @@
-"""The demo's world: a tiny policy, its reward model and prompts, made on first use in under a minute on one CPU core."""
+"""The demo's toy task: a tiny policy, its reward model and prompts, made on first use in under a minute on one CPU core."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from quartet.models import pretraining
 from quartet.models.pretraining import ProgressCallback, Schedule, Shape
 
 _FORMAT = 1
-"""Raised whenever the recipe changes what a seed makes, so that worlds made before are made again."""
+"""Raised whenever the recipe changes what a seed makes, so that toy tasks made before are made again."""
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class ToyTask:
     """Where the pieces are: two Hugging Face checkpoints, each with the tokenizer, and a prompts file."""
 
     policy: Path
@@ -27,7 +27,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a world is made. The defaults are the demo's."""
+    """How a toy task is made. The defaults are the demo's."""
 
     vocabulary: int = 512
     shape: Shape = field(default_factory=lambda: Shape(hidden=64, layers=2, heads=4, positions=128))
@@ -37,25 +37,25 @@ class Recipe:
     reward: Schedule = field(default_factory=lambda: Schedule(steps=250, batch_sequences=32, learning_rate=2e-3))
 
 
-def make_world(
+def make_toy_task(
     directory: Path, seed: int = 0, progress: ProgressCallback | None = None, recipe: Recipe | None = None
-) -> World:
-    """The world at ``directory``, made there unless a complete one of the same seed and recipe stands there already.
+) -> ToyTask:
+    """The toy task at ``directory``, made there unless a complete one of the same seed and recipe stands there already.
 
-    A world appears whole or not at all; whatever else stands at ``directory`` is replaced only if it is an older, another
-    or a damaged world, or empty. Raises ConfigError where it is something else.
+    A toy task appears whole or not at all; whatever else stands at ``directory`` is replaced only if it is an older, another
+    or a damaged toy task, or empty. Raises ConfigError where it is something else.
     """
     recipe = recipe or Recipe()
-    world = World(directory / "policy", directory / "reward", directory / "prompts.jsonl")
+    toy_task = ToyTask(directory / "policy", directory / "reward", directory / "prompts.jsonl")
     label = {"format": _FORMAT, "seed": seed, **asdict(recipe)}
-    if _is_complete(directory, world, label):
-        return world
+    if _is_complete(directory, toy_task, label):
+        return toy_task
     _check_replaceable(directory)
     with staged_directory(directory) as staging:
         _build(staging, seed, progress, recipe)
         sizes = {str(path.relative_to(staging)): path.stat().st_size for path in sorted(staging.rglob("*.*"))}
-        (staging / "world.json").write_text(json.dumps({"recipe": label, "files": sizes}, indent=2) + "\n")
-    return world
+        (staging / "toy_task.json").write_text(json.dumps({"recipe": label, "files": sizes}, indent=2) + "\n")
+    return toy_task
 
 
 def _build(directory: Path, seed: int, progress: ProgressCallback | None, recipe: Recipe) -> None:
@@ -88,25 +88,25 @@ def _build(directory: Path, seed: int, progress: ProgressCallback | None, recipe
         file.writelines(json.dumps({"text": prompt}) + "\n" for prompt in prompts)
 
 
-def _is_complete(directory: Path, world: World, label: dict[str, object]) -> bool:
-    """Whether ``world.json`` names this recipe and every file it lists is there in its full size."""
+def _is_complete(directory: Path, toy_task: ToyTask, label: dict[str, object]) -> bool:
+    """Whether ``toy_task.json`` names this recipe and every file it lists is there in its full size."""
     try:
-        written = json.loads((directory / "world.json").read_text())
+        written = json.loads((directory / "toy_task.json").read_text())
         sizes = {name: (directory / name).stat().st_size for name in written["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    pieces = (world.policy, world.reward, world.prompts)
+    pieces = (toy_task.policy, toy_task.reward, toy_task.prompts)
     return bool(written["recipe"] == label and written["files"] == sizes and all(piece.exists() for piece in pieces))
 
 
 def _check_replaceable(directory: Path) -> None:
-    """Raises ConfigError where ``directory`` is a file or holds what no world has."""
+    """Raises ConfigError where ``directory`` is a file or holds what no toy task has."""
     if not directory.exists():
         return
     if not directory.is_dir():
-        raise ConfigError(f"{directory}: is a file, expected a directory to make the demo's world in")
+        raise ConfigError(f"{directory}: is a file, expected a directory to make the demo's toy task in")
     strangers = sorted(
-        {entry.name for entry in directory.iterdir()} - {"policy", "reward", "prompts.jsonl", "world.json"}
+        {entry.name for entry in directory.iterdir()} - {"policy", "reward", "prompts.jsonl", "toy_task.json"}
     )
     if strangers:
-        raise ConfigError(f"{directory}: holds {strangers[0]!r}, no part of a demo world; give another directory")
+        raise ConfigError(f"{directory}: holds {strangers[0]!r}, no part of a demo's toy task; give another directory")

@@ -1,4 +1,4 @@
-"""A miniature of the demo's world: loadable, reproducible to the byte, whole or made again."""
+"""A miniature of the demo's toy task: loadable, reproducible to the byte, whole or made again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from quartet.demo.toy_task import Recipe, World, make_world
+from quartet.demo.toy_task import Recipe, ToyTask, make_toy_task
 from quartet.errors import ConfigError
 from quartet.models.pretraining import Progress, Schedule, Shape
 
@@ -23,21 +23,21 @@ MINIATURE = Recipe(
 )
 
 
-def miniature(directory: Path, seed: int = 0) -> tuple[World, list[Progress]]:
-    """The world and the progress its making reported: none when it was reused."""
+def miniature(directory: Path, seed: int = 0) -> tuple[ToyTask, list[Progress]]:
+    """The toy task and the progress its making reported: none when it was reused."""
     progress: list[Progress] = []
-    return make_world(directory, seed=seed, progress=progress.append, recipe=MINIATURE), progress
+    return make_toy_task(directory, seed=seed, progress=progress.append, recipe=MINIATURE), progress
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return miniature(tmp_path_factory.mktemp("made") / "world")[0]
+def toy_task(tmp_path_factory: pytest.TempPathFactory) -> ToyTask:
+    return miniature(tmp_path_factory.mktemp("made") / "toy-task")[0]
 
 
-def test_checkpoints_load_with_the_auto_classes(world: World) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(world.policy)
-    policy = AutoModelForCausalLM.from_pretrained(world.policy)
-    reward = AutoModelForSequenceClassification.from_pretrained(world.reward)
+def test_checkpoints_load_with_the_auto_classes(toy_task: ToyTask) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(toy_task.policy)
+    policy = AutoModelForCausalLM.from_pretrained(toy_task.policy)
+    reward = AutoModelForSequenceClassification.from_pretrained(toy_task.reward)
     assert policy.config.vocab_size == reward.config.vocab_size == len(tokenizer)
     assert reward.config.num_labels == 1
     for config in (policy.config, reward.config):
@@ -49,30 +49,30 @@ def test_checkpoints_load_with_the_auto_classes(world: World) -> None:
     assert reward(ids).logits.shape == (1, 1)
 
 
-def test_both_checkpoints_carry_the_same_tokenizer_which_adds_no_special_tokens(world: World) -> None:
-    assert (world.policy / "tokenizer.json").read_bytes() == (world.reward / "tokenizer.json").read_bytes()
-    tokenizer = AutoTokenizer.from_pretrained(world.policy)
+def test_both_checkpoints_carry_the_same_tokenizer_which_adds_no_special_tokens(toy_task: ToyTask) -> None:
+    assert (toy_task.policy / "tokenizer.json").read_bytes() == (toy_task.reward / "tokenizer.json").read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(toy_task.policy)
     text = "a quick lunch, naïve – 日本 :"
     ids = tokenizer(text).input_ids
     assert not set(ids) & set(tokenizer.all_special_ids)
     assert tokenizer.decode(ids) == text
 
 
-def test_prompts_are_json_lines_of_text(world: World) -> None:
-    lines = [json.loads(line) for line in world.prompts.read_text().splitlines()]
+def test_prompts_are_json_lines_of_text(toy_task: ToyTask) -> None:
+    lines = [json.loads(line) for line in toy_task.prompts.read_text().splitlines()]
     assert len(lines) >= 200
     assert all(set(line) == {"text"} and line["text"].strip() for line in lines)
 
 
 def test_progress_counts_every_step_of_both_stages(tmp_path: Path) -> None:
-    _, progress = miniature(tmp_path / "world")
+    _, progress = miniature(tmp_path / "toy-task")
     assert [(p.stage, p.step, p.steps) for p in progress] == [
         *(("policy", step, 4) for step in (1, 2, 3, 4)),
         *(("reward", step, 3) for step in (1, 2, 3)),
     ]
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(world: World, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(toy_task: ToyTask, tmp_path: Path) -> None:
     torch.manual_seed(12345)  # The caller's random state is of no account,
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # nor is the number of threads.
@@ -83,52 +83,52 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(world: World
         torch.set_num_threads(threads)
     other, _ = miniature(tmp_path / "other", seed=1)
     for piece in ("policy", "reward"):
-        weights = [(getattr(w, piece) / "model.safetensors").read_bytes() for w in (world, again, other)]
+        weights = [(getattr(w, piece) / "model.safetensors").read_bytes() for w in (toy_task, again, other)]
         assert weights[0] == weights[1]
         assert weights[0] != weights[2]
 
 
-def test_making_a_world_leaves_the_callers_random_state_alone(tmp_path: Path) -> None:
+def test_making_a_toy_task_leaves_the_callers_random_state_alone(tmp_path: Path) -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    miniature(tmp_path / "world")
+    miniature(tmp_path / "toy-task")
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_complete_world_is_reused(tmp_path: Path) -> None:
-    first, _ = miniature(tmp_path / "world")
+def test_a_complete_toy_task_is_reused(tmp_path: Path) -> None:
+    first, _ = miniature(tmp_path / "toy-task")
     stamp = (first.policy / "model.safetensors").stat().st_mtime_ns
-    again, progress = miniature(tmp_path / "world")
+    again, progress = miniature(tmp_path / "toy-task")
     assert again == first
     assert progress == []
     assert (first.policy / "model.safetensors").stat().st_mtime_ns == stamp
 
 
-@pytest.mark.parametrize("lost", ["world.json", "prompts.jsonl", "reward/model.safetensors", "policy/config.json"])
-def test_a_world_that_lacks_a_file_is_made_again(tmp_path: Path, lost: str) -> None:
-    world, _ = miniature(tmp_path / "world")
-    expected = (world.reward / "model.safetensors").read_bytes()
-    (tmp_path / "world" / lost).unlink()
-    _, progress = miniature(tmp_path / "world")
+@pytest.mark.parametrize("lost", ["toy_task.json", "prompts.jsonl", "reward/model.safetensors", "policy/config.json"])
+def test_a_toy_task_that_lacks_a_file_is_made_again(tmp_path: Path, lost: str) -> None:
+    toy_task, _ = miniature(tmp_path / "toy-task")
+    expected = (toy_task.reward / "model.safetensors").read_bytes()
+    (tmp_path / "toy-task" / lost).unlink()
+    _, progress = miniature(tmp_path / "toy-task")
     assert progress
-    assert (tmp_path / "world" / lost).exists()
-    assert (world.reward / "model.safetensors").read_bytes() == expected
+    assert (tmp_path / "toy-task" / lost).exists()
+    assert (toy_task.reward / "model.safetensors").read_bytes() == expected
 
 
-def test_a_world_with_a_truncated_checkpoint_is_made_again(tmp_path: Path) -> None:
-    world, _ = miniature(tmp_path / "world")
-    weights = world.policy / "model.safetensors"
+def test_a_toy_task_with_a_truncated_checkpoint_is_made_again(tmp_path: Path) -> None:
+    toy_task, _ = miniature(tmp_path / "toy-task")
+    weights = toy_task.policy / "model.safetensors"
     expected = weights.read_bytes()
     weights.write_bytes(expected[:100])
-    assert miniature(tmp_path / "world")[1]
+    assert miniature(tmp_path / "toy-task")[1]
     assert weights.read_bytes() == expected
 
 
-def test_a_world_of_another_seed_is_replaced(tmp_path: Path) -> None:
-    miniature(tmp_path / "world")
-    assert miniature(tmp_path / "world", seed=1)[1]
-    assert not miniature(tmp_path / "world", seed=1)[1]
+def test_a_toy_task_of_another_seed_is_replaced(tmp_path: Path) -> None:
+    miniature(tmp_path / "toy-task")
+    assert miniature(tmp_path / "toy-task", seed=1)[1]
+    assert not miniature(tmp_path / "toy-task", seed=1)[1]
 
 
 def test_an_interrupted_making_leaves_nothing(tmp_path: Path) -> None:
@@ -137,11 +137,11 @@ def test_an_interrupted_making_leaves_nothing(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make_world(tmp_path / "world", progress=interrupt, recipe=MINIATURE)
+        make_toy_task(tmp_path / "toy-task", progress=interrupt, recipe=MINIATURE)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_is_no_world_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_that_is_no_toy_task_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ConfigError, match=r"thesis\.txt"):
         miniature(tmp_path)
