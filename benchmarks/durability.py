@@ -106,13 +106,13 @@ def measure(config: Config, path: Path, steps: int, folder: Path) -> Cost:
     every = steps // CHECKPOINTS
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    settings = (f"run.name={RUN}", f"run.directory={folder}", f"run.steps={steps}", f"checkpoint.every={every}")
+    settings = (f"run.name={RUN}", f"run.directory={folder}", f"run.steps={steps}", f"checkpoint.every_steps={every}")
     command = [str(Path(sys.executable).with_name("quartet")), "train", str(path)]
     command += [part for setting in settings for part in ("--set", setting)]
     files = RunFiles(folder / RUN)
     held = _held_by_saves(command, files, every, steps, folder / "train.log")
     seconds = logged_seconds((files.logs / "orchestrator.log").read_text())
-    return cost_of(seconds, held, every, config.checkpoint.every or every)
+    return cost_of(seconds, held, every, config.checkpoint.every_steps or every)
 
 
 def _held_by_saves(command: list[str], files: RunFiles, every: int, steps: int, log: Path) -> dict[Role, float]:
@@ -144,7 +144,7 @@ def _busy_with_saves(files: RunFiles) -> dict[Role, float]:
     found: dict[Role, float] = {}
     for kind in (ActorClient, CriticClient):
         if kind.role in addresses:
-            client = kind(addresses[kind.role], TimeoutsConfig(load=2.0))
+            client = kind(addresses[kind.role], TimeoutsConfig(load_seconds=2.0))
             try:
                 found[kind.role] = client.wait_until_ready().busy_seconds.get("save", 0.0)
             except QuartetError:

@@ -91,8 +91,8 @@ def _config(folder: Path) -> Path:
         "actor": {"model": str(toy_task.policy), "learning_rate": 1e-6},
         "critic": {"learning_rate": 1e-6},
         "reward": {"model": str(toy_task.reward)},
-        "services": {role.value: {"threads": 1} for role in MODEL_ROLES},
-        "gateway": {"requests_per_second": 1000},
+        "services": {role.value: {"num_threads": 1} for role in MODEL_ROLES},
+        "gateway": {"max_requests_per_second": 1000},
     }
     path = folder / "loaded.yaml"
     path.write_text(yaml.safe_dump(tree, sort_keys=False))

@@ -182,7 +182,7 @@ def _config(point: Point) -> Config:
         {
             "run": {"name": "growth", "steps": 1},
             "data": {"prompts": "none"},
-            "algorithm": {"estimator": "reinforce", "epochs": 1},
+            "algorithm": {"estimator": "reinforce", "num_epochs": 1},
             "rollout": {"prompts_per_step": point.prompts, "max_response_tokens": point.tokens},
             "actor": {"model": "random", "learning_rate": 1e-5},
             "reward": {"model": "none"},

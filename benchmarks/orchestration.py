@@ -221,9 +221,9 @@ def _config(case: Case, steps: int, root: Path, url: str) -> Config:
             },
             "actor": {"model": str(root / "policy")},
             "reward": {"model": "simulated"},
-            "checkpoint": {"every": 0},
+            "checkpoint": {"every_steps": 0},
             "buffer": {"url": url},
-            "timeouts": {"generate": hour, "score": hour, "update": hour},
+            "timeouts": {"generate_seconds": hour, "score_seconds": hour, "update_seconds": hour},
         },
         "benchmarks.orchestration",
     )

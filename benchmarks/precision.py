@@ -34,7 +34,7 @@ HALF = (
     "data.max_prompt_tokens=128",
     "rollout.prompts_per_step=8",
     "rollout.max_response_tokens=64",
-    "algorithm.epochs=1",
+    "algorithm.num_epochs=1",
     "actor.model=build/half/policy",
     "reward.model=build/half/reward",
 )

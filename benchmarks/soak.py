@@ -115,10 +115,10 @@ def _config(folder: Path, steps: int, url: str) -> Path:
         "actor": {"model": str(toy_task.policy), "learning_rate": 1e-5},
         "critic": {"learning_rate": 1e-5},
         "reward": {"model": str(toy_task.reward)},
-        "evaluation": {"every": CHECKPOINT_EVERY, "prompts": 8},
-        "checkpoint": {"every": CHECKPOINT_EVERY, "keep": 2},
+        "evaluation": {"every_steps": CHECKPOINT_EVERY, "max_prompts": 8},
+        "checkpoint": {"every_steps": CHECKPOINT_EVERY, "keep_last": 2},
         "buffer": {"url": url},
-        "services": {role.value: {"threads": 1} for role in MODEL_ROLES},
+        "services": {role.value: {"num_threads": 1} for role in MODEL_ROLES},
     }
     path = folder / "soak.yaml"
     path.write_text(yaml.safe_dump(tree, sort_keys=False))

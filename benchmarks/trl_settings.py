@@ -12,8 +12,8 @@ def ppo_settings(config: Config, folder: str) -> dict[str, Any]:
     algorithm = config.algorithm
     return {
         **_common(config, folder),
-        "num_mini_batches": algorithm.mini_batches,
-        "num_ppo_epochs": algorithm.epochs,
+        "num_mini_batches": algorithm.num_mini_batches,
+        "num_ppo_epochs": algorithm.num_epochs,
         "num_sample_generations": 0,
         "response_length": config.rollout.max_response_tokens,
         "stop_token": "eos",
@@ -33,7 +33,7 @@ def rloo_settings(config: Config, folder: str) -> dict[str, Any]:
     return {
         **_common(config, folder),
         "num_generations": config.rollout.samples_per_prompt,
-        "num_iterations": config.algorithm.epochs,
+        "num_iterations": config.algorithm.num_epochs,
         "max_completion_length": config.rollout.max_response_tokens,
         "beta": config.algorithm.kl_coefficient,
         "epsilon": config.algorithm.clip_ratio,

@@ -55,7 +55,7 @@ def main(path: str, steps: str, out: str, *settings: str) -> None:
 def _rows(config: Config) -> int:
     """Sequences that go through the model at once: a divisor of the mini-batch."""
     rollout = config.rollout
-    whole = rollout.prompts_per_step * rollout.samples_per_prompt // config.algorithm.mini_batches
+    whole = rollout.prompts_per_step * rollout.samples_per_prompt // config.algorithm.num_mini_batches
     if not config.services.actor.devices:
         return whole
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
@@ -125,7 +125,7 @@ def _rloo(config: Config, steps: int, folder: str, clock: Clock) -> None:
 
     algorithm, rollout = config.algorithm, config.rollout
     responses = rollout.prompts_per_step * rollout.samples_per_prompt
-    updates, rows = algorithm.epochs * algorithm.mini_batches, _rows(config)
+    updates, rows = algorithm.num_epochs * algorithm.num_mini_batches, _rows(config)
     seen: dict[str, float] = {}
 
     class Timed(RLOOTrainer):  # type: ignore[misc]
@@ -147,7 +147,7 @@ def _rloo(config: Config, steps: int, folder: str, clock: Clock) -> None:
     settings = RLOOConfig(
         **rloo_settings(config, folder),
         per_device_train_batch_size=rows,
-        gradient_accumulation_steps=responses // algorithm.mini_batches // rows,
+        gradient_accumulation_steps=responses // algorithm.num_mini_batches // rows,
         steps_per_generation=responses // rows,
         max_steps=updates * steps,
     )

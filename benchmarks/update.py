@@ -168,7 +168,7 @@ def of_policy(config: Config, device: str, full: bool) -> Work:
         update_policy(model, optimizer, learned, settings, loss, config.actor.most_tokens_at_once)
 
     products = body * distinct_tokens(learned.batch, config) + head * len(learned.advantages)
-    return Work(optimizer, update, learned, 6.0 * settings.epochs * products)
+    return Work(optimizer, update, learned, 6.0 * settings.num_epochs * products)
 
 
 def of_critic(config: Config, device: str, full: bool) -> Work:
@@ -182,7 +182,7 @@ def of_critic(config: Config, device: str, full: bool) -> Work:
         update_value(model, optimizer, learned, settings, loss, config.critic.most_tokens_at_once)
 
     products = _weights(model.backbone) * distinct_tokens(learned.batch, config)
-    return Work(optimizer, update, learned, 6.0 * settings.epochs * products)
+    return Work(optimizer, update, learned, 6.0 * settings.num_epochs * products)
 
 
 def distinct_tokens(batch: TokenBatch, config: Config) -> int:

@@ -107,10 +107,10 @@ def _serve(options: argparse.Namespace, announce: Any) -> None:
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"listen {listen!r}: expected HOST:PORT")
-    if section.certificate is None:
+    if section.certificate_file is None:
         _check_plaintext(listen, options.allow_plaintext or (config is not None and config.security.allow_plaintext))
-    elif section.key is not None:
-        check_certificate(section.certificate, section.key)
+    elif section.key_file is not None:
+        check_certificate(section.certificate_file, section.key_file)
     credentials = LOCAL if config is None else Credentials(GATEWAY, config.security)
     with _listening(listen) as (bound, address):
         settings = GatewaySettings(
@@ -121,11 +121,11 @@ def _serve(options: argparse.Namespace, announce: Any) -> None:
             viewer_token=viewer_token,
             allowed_hosts=(*section.allowed_hosts, *options.allow_host),
             start_runs=is_loopback(address.rpartition(":")[0]) if section.start_runs is None else section.start_runs,
-            requests_per_second=section.requests_per_second,
+            requests_per_second=section.max_requests_per_second,
             buffer_url=None if config is None else buffer_url(config, credentials.folder),
             credentials=credentials,
-            certificate=section.certificate,
-            key=section.key,
+            certificate=section.certificate_file,
+            key=section.key_file,
         )
         place = os.environ.get(PUBLISHED) or _reachable(address)
         url = f"{'http' if settings.certificate is None else 'https'}://{place}"
@@ -218,7 +218,7 @@ def _check_plaintext(listen: str, allowed: bool) -> None:
     except ConfigError:
         raise ConfigError(
             f"listen {listen}: not a loopback address, and requests are not encrypted; listen on 127.0.0.1, give "
-            "gateway.certificate and gateway.key, or, inside a network that you trust or behind a proxy that encrypts, "
+            "gateway.certificate_file and gateway.key_file, or, inside a network that you trust or behind a proxy that encrypts, "
             "security.allow_plaintext true (--allow-plaintext)"
         ) from None
 

@@ -144,19 +144,19 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: ReadyNotif
         from quartet.rpc.server import Server
 
         observation.begin()
-        server = Server(hosted, listen, credentials, observation.observers, observation.address, place.health)
+        server = Server(hosted, listen, credentials, observation.observers, observation.address, place.health_listen)
         log.info("ready", address=server.address, metrics=observation.address, threads=threads)
         announcer.say(address=server.address, metrics_address=observation.address)
         if tell is not None:
             tell(server.address)
         if background is not None:
             background.start()
-        cause = _wait_for_the_end(endings, hosted, config.recovery.stall)
+        cause = _wait_for_the_end(endings, hosted, config.recovery.hang_timeout_seconds)
         log.info("stopping", cause=cause)
         if tell is not None and cause != END_OF_RUN:
             # Whoever started it is to start it again: the run is not at its end.
             status[0] = 128 + signal.SIGTERM
-        server.stop(config.timeouts.drain)
+        server.stop(config.timeouts.drain_seconds)
         observation.close()
         log.info("stopped")
         for failure in failures:

@@ -26,7 +26,7 @@ class Observation:
 
     def __init__(self, roles: Sequence[Role], config: Config, credentials: Credentials = LOCAL) -> None:
         """Raises ConfigError for an address beyond loopback without certificates or leave. Nothing listens yet."""
-        self._key, given = f"services.{roles[0]}.metrics", getattr(config.services, roles[0]).metrics
+        self._key, given = f"services.{roles[0]}.metrics_listen", getattr(config.services, roles[0]).metrics_listen
         self._listen, self._wanted = given or ANYWHERE, given is not None
         self._certificates = credentials.folder
         try:
@@ -67,10 +67,10 @@ class Observation:
 
 
 def _traces(config: Config, role: str) -> Traces | None:
-    if config.telemetry.traces is None:
+    if config.telemetry.otlp_endpoint is None:
         return None
     try:
-        return Traces(config.telemetry.traces, role, config.run.name)
+        return Traces(config.telemetry.otlp_endpoint, role, config.run.name)
     except Exception as error:  # OpenTelemetry's own settings come from the environment, and may be anything.
         log.warning("no traces", error=str(error))
         return None

@@ -181,7 +181,7 @@ class Actor(TrainedModel):
             with self._generating:
                 self._engine.weights_changed()
                 self._generates = step
-            if settings.epochs:
+            if settings.num_epochs:
                 self._tokens["trained"] += len(experience.advantages)
             return metrics
 

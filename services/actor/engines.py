@@ -44,12 +44,12 @@ def _triton(config: Config, certificates: Path | None) -> EngineFactory:
         authority, certificate, key = (
             _read("security.certificates", certificates / name) for name in (AUTHORITY, CERTIFICATE, KEY)
         )
-    if triton.encrypted and triton.certificate_authority is not None:
-        authority = _read("rollout.triton.certificate_authority", triton.certificate_authority)
+    if triton.encrypted and triton.certificate_authority_file is not None:
+        authority = _read("rollout.triton.certificate_authority_file", triton.certificate_authority_file)
     server = TritonServer(
         triton.address,
         triton.model,
-        triton.timeout,
+        triton.timeout_seconds,
         triton.weights,
         config.rollout.max_concurrent_sequences,
         (config.run_directory / FOLDER).absolute(),

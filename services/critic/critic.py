@@ -89,7 +89,7 @@ class Critic(TrainedModel):
             tokens, again = self._budget.settle(settings.micro_batch_tokens)
             with recomputing(self._model, again):
                 metrics = update_value(self._model, self._optimizer, experience, settings, loss, tokens)
-            if settings.epochs:
+            if settings.num_epochs:
                 self._tokens["trained"] += len(experience.advantages)
             return metrics
 

@@ -151,7 +151,7 @@ class Training:
         config, files, timeline = self._config, self._files, self._telemetry.timeline
         tokenizer = load_tokenizer(config.actor.model)
         order = training_prompts(config, tokenizer, statuses, self._board.note)
-        if config.evaluation.every:
+        if config.evaluation.every_steps:
             self._evaluations.begin(self._make_evaluator(tokenizer, statuses))
         begun = bool(files.committed()) or self._saving.newest(verify=False) is not None
         found = {client.role: statuses[client.role].micro_batch_tokens for client in self._service_clients.trained}

@@ -82,7 +82,7 @@ class ServiceClients:
         return statuses
 
     def _wait_until_connected(self, client: ServiceClient) -> ServiceStatus:
-        timeout = self._config.timeouts.load
+        timeout = self._config.timeouts.load_seconds
         deadline = time.monotonic() + timeout
         while (status := client.wait_until_ready(known=True)).buffer_unreachable:
             if time.monotonic() > deadline:

@@ -41,7 +41,7 @@ class ServiceHandshake:
     def again(self, before: Statuses, identity: Identity) -> Statuses:
         """The same of services that may have gone away. Raises MismatchError when one is not what it was ``before``."""
         self._board.update(phase="waiting for redis")
-        wait_for_server(self._redis, self._url, self._config.timeouts.load)
+        wait_for_server(self._redis, self._url, self._config.timeouts.load_seconds)
         statuses = self._service_clients.wait_until_back(self._show_waiting)
         check_same(before, statuses)
         anew = {role: status for role, status in statuses.items() if status.free_bytes != before[role].free_bytes}

@@ -25,7 +25,7 @@ STEP = 0
 
 
 def read_validation_prompts(config: Config, tokenizer: Any, vocabulary_size: int) -> PromptSet:
-    """The first ``evaluation.prompts`` usable prompts of ``data.validation``, by the actor's tokenizer. Raises ConfigError."""
+    """The first ``evaluation.max_prompts`` usable prompts of ``data.validation``, by the actor's tokenizer. Raises ConfigError."""
     path = config.data.validation
     if path is None:
         raise ConfigError("data.validation: names no prompts to evaluate on; give a JSON Lines file of some")
@@ -36,7 +36,7 @@ def read_validation_prompts(config: Config, tokenizer: Any, vocabulary_size: int
         frozenset({tokenizer.eos_token_id} - {None}),
         vocabulary_size,
         config.data.max_prompt_tokens,
-        limit=config.evaluation.prompts,
+        limit=config.evaluation.max_prompts,
     )
 
 
@@ -181,7 +181,7 @@ def compare(
         if theirs is None or theirs.prompt != ours.prompt:
             raise ConfigError(
                 f"data.validation: prompt {prompt.index + 1} is not the one that the initial policy answered before the "
-                "first step; give the same file, data.max_prompt_tokens and evaluation.prompts as then"
+                "first step; give the same file, data.max_prompt_tokens and evaluation.max_prompts as then"
             )
         preference = None
         if judge is not None:

@@ -48,7 +48,11 @@ def check_inputs(config: Config) -> list[str]:
     for role in roles_of(config):
         service: ServiceConfig = getattr(config.services, role)
         if service.address is None:
-            places = {"listen": listen_address(service), "metrics": service.metrics, "health": service.health}
+            places = {
+                "listen": listen_address(service),
+                "metrics_listen": service.metrics_listen,
+                "health_listen": service.health_listen,
+            }
             for name, place in places.items():
                 if place is not None:
                     _check_port(f"services.{role}.{name}", place)

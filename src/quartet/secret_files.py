@@ -44,10 +44,10 @@ def check_token(token: str, where: str) -> None:
 
 
 def check_certificate(certificate: Path, key: Path) -> None:
-    """Raises ConfigError unless ``gateway.certificate`` and ``gateway.key`` belong together and are good today."""
+    """Raises ConfigError unless ``gateway.certificate_file`` and ``gateway.key_file`` belong together and are good today."""
     from cryptography import x509
 
-    where = f"gateway.certificate {certificate}, gateway.key {key}"
+    where = f"gateway.certificate_file {certificate}, gateway.key_file {key}"
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
         until = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc

@@ -62,7 +62,7 @@ def threads_of(config: Config, role: Role) -> int:
     """
     if role is Role.ORCHESTRATOR:
         return 1
-    told: int | None = getattr(config.services, role).threads
+    told: int | None = getattr(config.services, role).num_threads
     if told is not None:
         return told
     return _share(config, role, roles_of(config))
@@ -76,7 +76,7 @@ def update_threads_of(config: Config, role: Role) -> int | None:
     """
     if config.rollout.max_off_policy_steps:
         return None
-    told: int | None = getattr(config.services, role).threads
+    told: int | None = getattr(config.services, role).num_threads
     return told or _share(config, role, [other for other in roles_of(config) if other in TRAINED_ROLES])
 
 

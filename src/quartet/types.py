@@ -205,13 +205,13 @@ class Experience:
 class OptimizationSettings:
     """How a service walks through one step's experience. ``seed`` orders the mini-batches.
 
-    ``epochs`` 0 takes note of the step and leaves the weights as they are. ``skip_non_finite``: a NaN or infinite loss or
+    ``num_epochs`` 0 takes note of the step and leaves the weights as they are. ``skip_non_finite``: a NaN or infinite loss or
     gradient skips its optimizer step; else it ends the update with an error. ``micro_batch_tokens``: most tokens of a forward
     pass, 0 for as many as the service itself found or was configured for.
     """
 
-    epochs: int
-    mini_batches: int
+    num_epochs: int
+    num_mini_batches: int
     learning_rate: float
     max_grad_norm: float
     seed: int

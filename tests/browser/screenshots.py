@@ -87,9 +87,9 @@ def training(folder: Path, name: str, kl_coefficient: float) -> Iterator[Run]:
         "actor": {"model": str(toy_task.policy), "learning_rate": 1e-4},
         "critic": {"learning_rate": 3e-4},
         "reward": {"model": str(toy_task.reward)},
-        "evaluation": {"every": EVERY, "prompts": 16},
+        "evaluation": {"every_steps": EVERY, "max_prompts": 16},
         "guards": {"kl_runaway": {"above": 6.0, "action": "warn"}},
-        "checkpoint": {"every": EVERY},
+        "checkpoint": {"every_steps": EVERY},
     }
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(tree, sort_keys=False))

@@ -68,7 +68,7 @@ class Ground:
             "data": {"prompts": str(toy_task.prompts), "max_prompt_tokens": 24},
             # Of all that can be on, what a resumed run could forget: an adaptive KL coefficient and moments of the scores.
             "algorithm": {
-                "mini_batches": MINI_BATCHES,
+                "num_mini_batches": MINI_BATCHES,
                 "kl_controller": {"kind": "adaptive"},
                 "score": {"normalize": "running"},
             },
@@ -81,10 +81,10 @@ class Ground:
             "actor": {"model": str(toy_task.policy), "learning_rate": 1e-3},
             "critic": {"learning_rate": 1e-3},
             "reward": {"model": str(toy_task.reward)},
-            "checkpoint": {"every": CHECKPOINT_EVERY, "keep": len(KEPT)},
-            "recovery": {"backoff": 0.05},
+            "checkpoint": {"every_steps": CHECKPOINT_EVERY, "keep_last": len(KEPT)},
+            "recovery": {"backoff_seconds": 0.05},
             # The same arithmetic wherever the other services are.
-            "services": {role: {"threads": 1} for role in ("actor", "critic", "reward", "reference")},
+            "services": {role: {"num_threads": 1} for role in ("actor", "critic", "reward", "reference")},
         }
         self.config = self.folder / "chaos.yaml"
         self.config.write_text(yaml.safe_dump(tree, sort_keys=False))

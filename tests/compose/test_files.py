@@ -170,7 +170,7 @@ def test_deployments_fit_every_kind_of_run(tmp_path: Path, run: str, devices: st
     for role in (*used, Role.ORCHESTRATOR):
         place = getattr(config.services, role)
         assert (place.address, place.listen) == (f"{role}:50051", "0.0.0.0:50051")
-        assert (place.metrics, place.health) == ("0.0.0.0:9100", "0.0.0.0:9101")
+        assert (place.metrics_listen, place.health_listen) == ("0.0.0.0:9100", "0.0.0.0:9101")
     for role in used:
         assert getattr(config.services, role).devices == ((0,) if devices == "gpu" else ())
     assert (config.security.certificates is None) == (security == "plaintext") == config.security.allow_plaintext

@@ -88,8 +88,8 @@ def settings(engine: None) -> Iterator[tuple[Path, int]]:
             "actor": {"model": "models/policy", "learning_rate": 1e-3},
             "critic": {"learning_rate": 1e-3},
             "reward": {"model": "models/reward"},
-            "checkpoint": {"every": 5},
-            "services": {role: {"threads": 1} for role in ("actor", "critic", "reward", "reference")},
+            "checkpoint": {"every_steps": 5},
+            "services": {role: {"num_threads": 1} for role in ("actor", "critic", "reward", "reference")},
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(tree))
         for path in (folder, *folder.rglob("*")):

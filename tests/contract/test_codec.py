@@ -309,11 +309,11 @@ def test_sampling_parameters_out_of_range_are_refused(wrong: dict[str, float]) -
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"mini_batches": 0}]
+    [{"num_mini_batches": 0}]
     + [{name: value} for name in ("learning_rate", "max_grad_norm") for value in (-1e-9, NAN, INFINITY)],
 )
 def test_optimization_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
-    good = {"epochs": 1, "mini_batches": 1, "learning_rate": 0.1, "max_grad_norm": 0.0}
+    good = {"num_epochs": 1, "num_mini_batches": 1, "learning_rate": 0.1, "max_grad_norm": 0.0}
     codec.optimization_from_proto(update_pb2.OptimizationSettings(**good))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
         codec.optimization_from_proto(update_pb2.OptimizationSettings(**{**good, **wrong}))  # type: ignore[arg-type]

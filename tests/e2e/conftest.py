@@ -54,14 +54,14 @@ def config(toy_task: ToyTask) -> Path:
     tree = {
         "run": {"name": "tiny", "steps": STEPS},
         "data": {"prompts": str(toy_task.prompts), "max_prompt_tokens": MAX_PROMPT},
-        "algorithm": {"epochs": 2},
+        "algorithm": {"num_epochs": 2},
         "rollout": {"prompts_per_step": 8, "max_response_tokens": 12, "score_batch_size": 4},
         "actor": {"model": str(toy_task.policy), "learning_rate": 1e-3},
         "critic": {"learning_rate": 1e-3},
         "reward": {"model": str(toy_task.reward)},
-        "checkpoint": {"every": 1, "keep": 2},
+        "checkpoint": {"every_steps": 1, "keep_last": 2},
         # The same arithmetic wherever the other services are.
-        "services": {role: {"threads": 1} for role in ("actor", "critic", "reward", "reference")},
+        "services": {role: {"num_threads": 1} for role in ("actor", "critic", "reward", "reference")},
     }
     path = toy_task.policy.parent.parent / "tiny.yaml"
     path.write_text(yaml.safe_dump(tree, sort_keys=False))
@@ -93,7 +93,7 @@ def first_run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         command.clean_up()
 
 
-LONGER = settings("run.steps=8", "checkpoint.every=3")
+LONGER = settings("run.steps=8", "checkpoint.every_steps=3")
 """Long enough to be disturbed after a checkpoint, and before the next."""
 
 

@@ -70,8 +70,8 @@ def deployment(tmp_path: Path, redis_port: int) -> Path:
     services = {
         name: {
             "address": f"127.0.0.1:{ports.pop()}",
-            "metrics": f"0.0.0.0:{ports.pop()}",
-            "health": f"127.0.0.1:{ports.pop()}",
+            "metrics_listen": f"0.0.0.0:{ports.pop()}",
+            "health_listen": f"127.0.0.1:{ports.pop()}",
         }
         for name in names
     }
@@ -88,8 +88,8 @@ def deployment(tmp_path: Path, redis_port: int) -> Path:
         "gateway": {
             "listen": "0.0.0.0:0",
             "token_file": str(tmp_path / "gateway-token"),
-            "certificate": str(tls / "tls.crt"),
-            "key": str(tls / "tls.key"),
+            "certificate_file": str(tls / "tls.crt"),
+            "key_file": str(tls / "tls.key"),
         },
     }
     path = tmp_path / "deployment.yaml"
@@ -148,12 +148,12 @@ def test_processes_that_were_started_one_by_one_train_as_one_machine_does(
     assert figures(trained) == figures(first_run)
     assert weights(run) == weights(first_run.directory)
 
-    metrics = tree["services"]["actor"]["metrics"]
+    metrics = tree["services"]["actor"]["metrics_listen"]
     # One that never shakes hands keeps nobody else waiting.
     with socket.create_connection(("127.0.0.1", int(metrics.rpartition(":")[2]))):
         assert "quartet_rpc_requests_total" in _figures(metrics, tmp_path, "prometheus")
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        _figures(tree["services"]["actor"]["metrics"], tmp_path, None)
+        _figures(tree["services"]["actor"]["metrics_listen"], tmp_path, None)
 
     kept = (run / "config.yaml").read_text()
     said = "".join(command.out + command.err for command in (*services.values(), gateway, again))

@@ -118,7 +118,7 @@ def test_demo_trains_and_shows_completions_before_and_after(
     label["recipe"] |= json.loads(json.dumps(asdict(Recipe())))
     (ready / "toy_task.json").write_text(json.dumps(label))
     small = settings(
-        "run.steps=4", "rollout.prompts_per_step=8", "rollout.max_response_tokens=12", "algorithm.epochs=1"
+        "run.steps=4", "rollout.prompts_per_step=8", "rollout.max_response_tokens=12", "algorithm.num_epochs=1"
     )
     options = (*small, *frozen.serving("reward", "reference"))
     ended = start("demo", "--directory", "shown", *options).ended()
@@ -131,7 +131,7 @@ def test_demo_trains_and_shows_completions_before_and_after(
 
 def test_a_guard_pauses_a_run_and_commands_resume_and_stop_it(start: Start, config: Path, tmp_path: Path) -> None:
     # The tiny policy seldom ends a response within twelve tokens.
-    guard = settings("run.steps=100000", "guards.window=2", "guards.missing_eos={below: 1.0, action: pause}")
+    guard = settings("run.steps=100000", "guards.window_steps=2", "guards.missing_eos={below: 1.0, action: pause}")
     command = start("train", config, *guard)
     command.wait_for(lambda: "quartet resume runs/tiny goes on" in command.out)
     line = next(

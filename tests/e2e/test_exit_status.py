@@ -53,9 +53,9 @@ def test_a_process_whose_address_is_taken(config: Path, tmp_path: Path) -> None:
     ) as other:
         assert other.stdout is not None
         taken = f"127.0.0.1:{other.stdout.readline().strip()}"
-        metrics = settings(f"services.reference.metrics={taken}")
+        metrics = settings(f"services.reference.metrics_listen={taken}")
         code, said = status("services", "reference", "--config", config, *metrics, cwd=tmp_path)
-        assert (code, said[:60]) == (2, f"error: services.reference.metrics {taken}: cannot listen there"[:60])
+        assert (code, said[:60]) == (2, f"error: services.reference.metrics_listen {taken}: cannot listen there"[:60])
         code, said = status("gateway", "--runs", tmp_path, "--listen", taken, cwd=tmp_path)
         assert (code, said.startswith(f"error: listen {taken}: the port is taken")) == (2, True)
         other.kill()

@@ -17,7 +17,7 @@ import httpx2
 from tests.e2e.commands import Command, committed_steps, settings
 from tests.e2e.conftest import Run, Service, Start
 
-ENDLESS = settings("run.steps=1000000", "checkpoint.every=0")
+ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
 WITHIN = 10.0
 """Seconds from Ctrl-C to the end of the command."""
 
@@ -107,7 +107,7 @@ def test_a_run_goes_on_without_a_gateway_that_is_given_up_and_ctrl_c_ends_it(
     start: Start, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "tiny"
-    none = settings("recovery.restarts=0")
+    none = settings("recovery.max_restarts=0")
     command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, *none)
     link(command)
     os.kill(command.child("gateway"), signal.SIGKILL)

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.e2e.commands import START, Command, committed_steps, settings, wait_until
 from tests.e2e.conftest import Service, Start
 
-ENDLESS = settings("run.steps=1000000", "checkpoint.every=0")
+ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
 WITHIN = 10.0
 """Seconds from a death, or from Ctrl-C, to the end of the command."""
 
@@ -40,7 +40,7 @@ def wait_for_steps(command: Command, folder: Path, steps: int = 1) -> None:
 def test_without_restarts_a_process_that_dies_ends_the_run_with_its_name_and_last_words(
     victim: str, said: str, start: Start, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
-    none = settings("recovery.restarts=0")
+    none = settings("recovery.max_restarts=0")
     command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, *none)
     wait_for_steps(command, tmp_path)
     os.kill(command.child(victim), signal.SIGKILL)

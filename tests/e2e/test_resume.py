@@ -46,7 +46,7 @@ def test_what_cannot_be_resumed_is_refused(start: Start, config: Path, undisturb
 
 def test_a_finished_run_can_be_made_longer(start: Start, config: Path, undisturbed: Run, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
-    first = start("train", config, *settings("run.steps=5", "checkpoint.every=3")).ended()
+    first = start("train", config, *settings("run.steps=5", "checkpoint.every_steps=3")).ended()
     assert first.code == 0, first
     assert yaml.safe_load((run / "config.yaml").read_text())["run"]["steps"] == 5
     ended = start("train", config, *LONGER, "--resume").ended()
@@ -155,7 +155,7 @@ def test_a_checkpoint_has_the_names_that_it_was_given(start: Start, copied: Path
 
 def test_a_named_checkpoint_stays_however_many_come_after_it(start: Start, config: Path, copied: Path) -> None:
     assert start("checkpoints", "name", copied, "6", "best").ended().code == 0
-    longer = settings("run.steps=13", "checkpoint.every=3")
+    longer = settings("run.steps=13", "checkpoint.every_steps=3")
     assert start("train", config, *longer, "--resume").ended().code == 0
     assert folders(copied) == ["best", "step-000006", "step-000012", "step-000013"]
     assert start("checkpoints", "verify", copied).ended().out.count("whole") == 3
@@ -208,7 +208,7 @@ def test_an_export_over_something_or_of_something_damaged_is_refused(
 
 def test_an_exported_adapter_is_merged_as_the_run_itself_does_it(start: Start, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
-    adapted = settings("actor.lora.rank=2", "actor.learning_rate=0.01", "run.steps=2", "checkpoint.every=1")
+    adapted = settings("actor.lora.rank=2", "actor.learning_rate=0.01", "run.steps=2", "checkpoint.every_steps=1")
     assert start("train", config, *adapted).ended().code == 0
     assert (run / "checkpoints" / "step-000002" / "actor" / "adapter_config.json").exists()
     exported = start("checkpoints", "export", run, "2", "merged").ended()
@@ -225,7 +225,7 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_ends_well_and_goes_on_wh
     # The kernel refuses to let any file of any of the processes grow so large: the optimizer's is the only one.
     limit = (saved / "optimizer.safetensors").stat().st_size // 1024
     run = tmp_path / "runs" / "tiny"
-    short = settings("run.steps=5", "checkpoint.every=3")
+    short = settings("run.steps=5", "checkpoint.every_steps=3")
     limited = Command(
         "bash", "-c", f'ulimit -f {limit}; exec "$@"', "bash", QUARTET, "train", config, *short, cwd=tmp_path
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.e2e.commands import Command, committed_steps, settings
 from tests.e2e.conftest import LONGER, Run, Service, Start, figures, weights
 
-ENDLESS = settings("run.steps=1000000", "checkpoint.every=0")
+ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
 WITHIN = 10.0
 """Seconds from Ctrl-C, or from the last of the restarts, to the end of the command."""
 
@@ -71,7 +71,7 @@ def test_a_run_whose_processes_are_killed_while_they_start_begins_all_the_same(
 
 
 def test_one_that_is_killed_at_every_start_is_given_up(start: Start, config: Path, frozen: Service) -> None:
-    options = [*frozen.serving("reward", "reference"), *settings("recovery.restarts=1")]
+    options = [*frozen.serving("reward", "reference"), *settings("recovery.max_restarts=1")]
     command = start("train", config, *options)
     os.kill(first := begun(command, "critic"), signal.SIGKILL)
     command.wait_for(lambda: first not in command.processes())
@@ -86,7 +86,7 @@ def test_a_process_that_stalls_is_named_and_restarted_and_one_that_pauses_is_lef
 ) -> None:
     stall = 4.0
     command = start(
-        "train", config, *frozen.serving("reward", "reference"), *LONGER, *settings(f"recovery.stall={stall}")
+        "train", config, *frozen.serving("reward", "reference"), *LONGER, *settings(f"recovery.hang_timeout_seconds={stall}")
     )
     wait_for_steps(command, tmp_path)
     actor = command.child("actor")
@@ -117,7 +117,7 @@ def test_a_process_that_dies_again_and_again_is_given_up_with_its_last_words(
         config,
         *frozen.serving("reward", "reference"),
         *ENDLESS,
-        *settings("recovery.restarts=1", "recovery.attempts=100"),
+        *settings("recovery.max_restarts=1", "recovery.max_recoveries=100"),
     )
     wait_for_steps(command, tmp_path)
     os.kill(command.child("critic"), signal.SIGKILL)
@@ -137,7 +137,7 @@ def test_a_process_that_dies_again_and_again_is_given_up_with_its_last_words(
 def test_ctrl_c_during_a_backoff_stops_everything_at_once(
     start: Start, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
-    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, *settings("recovery.backoff=30"))
+    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, *settings("recovery.backoff_seconds=30"))
     wait_for_steps(command, tmp_path)
     os.kill(command.child("actor"), signal.SIGKILL)
     command.wait_for(lambda: "actor: killed by SIGKILL; restarted (1 of 5 in a row)" in command.out)

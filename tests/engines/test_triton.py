@@ -172,7 +172,7 @@ def updated(subject: Policy, found: list[Trajectory]) -> dict[str, float]:
         log_probs=np.concatenate([t.log_probs for t in found]), actor_mask=np.ones(count, np.float32), **flat,
     )  # fmt: skip
     optimizer = create_optimizer(subject.model, 1e-3, (0.9, 0.95), 1e-8, 0.0)
-    settings = OptimizationSettings(epochs=0, mini_batches=1, learning_rate=1e-3, max_grad_norm=1.0, seed=0)
+    settings = OptimizationSettings(num_epochs=0, num_mini_batches=1, learning_rate=1e-3, max_grad_norm=1.0, seed=0)
     return update_policy(
         subject.model, optimizer, experience, settings, PolicyLossSettings(importance_sampling_cap=2.0), 4096
     )

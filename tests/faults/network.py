@@ -22,7 +22,7 @@ STRUCK = 3
 """The step in which faults strike: after a checkpoint, so that there is something to replay and something to lose."""
 SHORT: dict[str, Any] = {
     "run": {"steps": STEPS},
-    "checkpoint": {"every": 2},
+    "checkpoint": {"every_steps": 2},
     "algorithm": {"score": {"normalize": "running"}},
 }
 BUFFER_OF_THE_SERVICES = "buffer-of-the-services"

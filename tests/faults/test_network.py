@@ -43,7 +43,7 @@ def cut_and_run(
 ) -> Run:
     """A run of which one link is cut for a while, right after a request has crossed it and before its answer does."""
     cuts: list[str] = []
-    with network(make(**SHORT, recovery={"backoff": 0.2, **recovery})) as parts:
+    with network(make(**SHORT, recovery={"backoff_seconds": 0.2, **recovery})) as parts:
         proxy = parts.links[link]
 
         def cut() -> None:

@@ -101,9 +101,9 @@ def tree(folder: Path, redis_url: str, **changes: Any) -> dict[str, Any]:
         "actor": {"model": str(models["policy"]), "learning_rate": 1e-4},
         "critic": {"model": str(models["scorer"])},
         "reward": {"model": str(models["scorer"])},
-        "checkpoint": {"every": CHECKPOINT_EVERY, "keep": 3},
+        "checkpoint": {"every_steps": CHECKPOINT_EVERY, "keep_last": 3},
         "buffer": {"url": redis_url},
-        "services": {role: {"threads": 1} for role in MODEL_ROLES},
+        "services": {role: {"num_threads": 1} for role in MODEL_ROLES},
         "gateway": {"enabled": False},
         "telemetry": {"tensorboard": False},
         **changes,
@@ -152,7 +152,7 @@ def processes(folder: Path) -> Iterator[Ground]:
         for role, (config, (pid, ready)) in started.items():
             ground.targets.append(Target(role, ready()["address"], root_of(config, folder), pid))
         beside = read()["address"]
-        live["services"] = {role: {"threads": 1, "address": beside} for role in MODEL_ROLES}
+        live["services"] = {role: {"num_threads": 1, "address": beside} for role in MODEL_ROLES}
         ground.targets.append(stack.enter_context(_orchestrator(folder, live)))
         ground.seal()
         yield ground

@@ -75,8 +75,8 @@ def _generate(random: Random, now: Standing) -> Message:
 
 def _optimization(random: Random) -> update_pb2.OptimizationSettings:
     return update_pb2.OptimizationSettings(
-        epochs=random.randint(0, 2),
-        mini_batches=random.randint(1, 2),
+        num_epochs=random.randint(0, 2),
+        num_mini_batches=random.randint(1, 2),
         learning_rate=1e-4,
         max_grad_norm=1.0,
         seed=1,

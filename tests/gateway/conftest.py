@@ -28,9 +28,9 @@ def ended(make: MakeConfig, toy_task: ToyTask, tmp_path_factory: pytest.TempPath
         make(
             run={"name": "whole", "steps": STEPS, "directory": str(folder)},
             rollout={"samples_per_prompt": 2},
-            checkpoint={"every": 2},
+            checkpoint={"every_steps": 2},
             data={"validation": str(toy_task.prompts)},
-            evaluation={"every": 2, "prompts": 3},
+            evaluation={"every_steps": 2, "max_prompts": 3},
         )
     )
     run.files.append_alert(Alert(1, "kl_runaway", "warn", "kl_mean 30", "lower the learning rate"))

@@ -33,7 +33,7 @@ def live(
     make: MakeConfig, folder: Path, name: str, steps: int = 400, **changes: Any
 ) -> Iterator[tuple[Underway, Fleet]]:
     """A run under way whose orchestrator can be spoken to."""
-    config = make(run={"name": name, "steps": steps, "directory": str(folder)}, checkpoint={"every": 1000}, **changes)
+    config = make(run={"name": name, "steps": steps, "directory": str(folder)}, checkpoint={"every_steps": 1000}, **changes)
     with fleet(config) as services, orchestrator(services.config) as going:
         addresses = {role: getattr(services.config.services, role).address for role in MODEL_ROLES}
         with speaking(going, addresses):

@@ -112,7 +112,7 @@ def process(folder: Path) -> Iterator[tuple[str, int]]:
     """A gateway as a process of its own: its address and its process id."""
     tree = yaml.safe_load((folder / "whole" / "config.yaml").read_text())
     tree["run"]["directory"] = str(folder)
-    tree["gateway"] = {"start_runs": False, "requests_per_second": 100_000}
+    tree["gateway"] = {"start_runs": False, "max_requests_per_second": 100_000}
     config = folder / "gateway.yaml"
     config.write_text(yaml.safe_dump(tree))
     with (folder / "gateway.log").open("wb") as log:

@@ -98,7 +98,7 @@ def test_a_run_is_started_in_a_process_of_its_own(
         ("run", "name", "../up", "body.config.run.name"),
         ("algorithm", "estimator", "magic", "body.config.algorithm.estimator"),
         ("actor", "model", None, "body.config.actor.model"),
-        ("evaluation", "every", 2, "body.config"),
+        ("evaluation", "every_steps", 2, "body.config"),
         ("gateway", "port", 1, "body.config.gateway.port"),
     ],
 )

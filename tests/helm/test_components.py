@@ -51,7 +51,7 @@ def containers(values: Values) -> dict[str, Manifest]:
 
 def told(container: Manifest) -> list[str]:
     """The roles that a container is told to be."""
-    if container["command"][-1] != "services":
+    if container["command"][-1] != "quartet.services":
         return []
     arguments: list[str] = container["args"]
     return arguments[: arguments.index("--config")]
@@ -111,7 +111,7 @@ def test_files_are_mounted_by_those_alone_who_need_them() -> None:
 
 
 def test_probes_ask_by_grpc_and_wait_for_the_model() -> None:
-    found = containers(changed("single-node-4-gpus", config__timeouts={"load": 1234}))
+    found = containers(changed("single-node-4-gpus", config__timeouts={"load_seconds": 1234}))
     for name in ("actor", "critic", "reward", "reference", "orchestrator"):
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert found[name][probe]["grpc"] == {"port": 9101}
@@ -128,7 +128,7 @@ def test_probes_ask_by_grpc_and_wait_for_the_model() -> None:
 def test_pods_end_after_the_step_in_hand() -> None:
     values = changed(
         "single-node-4-gpus",
-        config__timeouts={"generate": 100, "update": 300, "score": 50},
+        config__timeouts={"generate_seconds": 100, "update_seconds": 300, "score_seconds": 50},
         components__reference={"drainSeconds": 7, "terminationGracePeriodSeconds": 9},
     )
     found = {
@@ -142,7 +142,7 @@ def test_pods_end_after_the_step_in_hand() -> None:
         "orchestrator": (10, 40),
     }
     for name, (drain, grace) in seconds.items():
-        assert found[name]["containers"][0]["args"][-2:] == ["--set", f"timeouts.drain={drain}"]
+        assert found[name]["containers"][0]["args"][-2:] == ["--set", f"timeouts.drain_seconds={drain}"]
         assert found[name]["terminationGracePeriodSeconds"] == grace
 
 

@@ -31,7 +31,7 @@ def test_both_files_are_one_config(name: str, tmp_path: Path) -> None:
 
 def test_the_second_file_says_where_everything_is() -> None:
     found = yaml.safe_load(files(example("cpu-kind"))["deployment.yaml"])
-    everywhere = {"listen": "0.0.0.0:50051", "metrics": "0.0.0.0:9100", "health": "0.0.0.0:9101"}
+    everywhere = {"listen": "0.0.0.0:50051", "metrics_listen": "0.0.0.0:9100", "health_listen": "0.0.0.0:9101"}
     homes = {"actor": "actor", "critic": "critic", "reward": "critic", "reference": "reference"}
     assert found == {
         "run": {"directory": "runs"},
@@ -59,8 +59,8 @@ def test_the_second_file_says_where_everything_is() -> None:
             ],
             "token_file": "/run/secrets/quartet/gateway_token",
             "viewer_token_file": "/run/secrets/quartet/gateway_viewer_token",
-            "certificate": "/certificates/gateway/tls.crt",
-            "key": "/certificates/gateway/tls.key",
+            "certificate_file": "/certificates/gateway/tls.crt",
+            "key_file": "/certificates/gateway/tls.key",
         },
     }
 

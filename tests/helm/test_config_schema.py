@@ -94,13 +94,13 @@ def keys_of(node: dict[str, Any], path: str = "config") -> set[str]:
 
 EVERYTHING: dict[str, Any] = Config.model_validate(changed("cpu-kind")["config"]).model_dump(mode="json")
 SECTIONS = ("buffer", "security", "gateway", "services")
-FREE = {"config__gateway__requests_per_second"}
-FREE |= {f"config__services__{role}__threads" for role in ("actor", "critic", "reward", "reference")}
+FREE = {"config__gateway__max_requests_per_second"}
+FREE |= {f"config__services__{role}__num_threads" for role in ("actor", "critic", "reward", "reference")}
 OWNED = keys_of({section: EVERYTHING[section] for section in SECTIONS}) - FREE
-OWNED |= {"config__run__directory", "config__timeouts__drain"}
+OWNED |= {"config__run__directory", "config__timeouts__drain_seconds"}
 # What is right as a value of a key, by the word that its name ends with; of others, a path.
-VALUES: dict[str, Any] = {"listen": "h:1", "metrics": "h:1", "health": "h:1", "address": "h:1", "devices": [0]}
-VALUES |= {"enabled": True, "start_runs": False, "allow_plaintext": False, "allowed_hosts": ["h"], "drain": 10}
+VALUES: dict[str, Any] = {"listen": "h:1", "metrics_listen": "h:1", "health_listen": "h:1", "address": "h:1", "devices": [0]}
+VALUES |= {"enabled": True, "start_runs": False, "allow_plaintext": False, "allowed_hosts": ["h"], "drain_seconds": 10}
 # With all of these the chart sets the fewest keys.
 FEWEST = {
     "components__gateway": None,
@@ -126,14 +126,14 @@ def test_null_and_an_empty_list_say_nothing(setting: dict[str, Any]) -> None:
 
 
 def test_the_rate_of_the_gateway_is_given_in_one_place() -> None:
-    said = refusal(changed("cpu-kind", gateway__requestsPerSecond=50, config__gateway={"requests_per_second": 5}))
-    assert "config.gateway.requests_per_second: the chart sets it; leave it out, and see gateway" in said
+    said = refusal(changed("cpu-kind", gateway__maxRequestsPerSecond=50, config__gateway={"max_requests_per_second": 5}))
+    assert "config.gateway.max_requests_per_second: the chart sets it; leave it out, and see gateway" in said
 
 
 @pytest.mark.parametrize(
     ("path", "value", "instead"),
     [
-        ("config__timeouts__drain", 5, "components.NAME.drainSeconds"),
+        ("config__timeouts__drain_seconds", 5, "components.NAME.drainSeconds"),
         ("config__gateway__enabled", False, "components.gateway.enabled"),
         ("config__run__directory", "elsewhere", "storage.runs"),
     ],
@@ -156,10 +156,10 @@ TELEMETRY = [
 ]
 
 
-@pytest.mark.parametrize("key", ["traces", "mlflow.uri"])
+@pytest.mark.parametrize("key", ["otlp_endpoint", "mlflow.tracking_uri"])
 @pytest.mark.parametrize("address", TELEMETRY)
 def test_a_telemetry_address_with_a_password_is_refused_as_the_tree_does_and_not_quoted(address: str, key: str) -> None:
-    telemetry = {"traces": address} if key == "traces" else {"mlflow": {"uri": address}}
+    telemetry = {"otlp_endpoint": address} if key == "otlp_endpoint" else {"mlflow": {"tracking_uri": address}}
     values = changed("cpu-kind", config__telemetry=telemetry)
     assert "telemetry" in str(wrong_keys(values["config"]))
     said = refusal(values)
@@ -170,8 +170,8 @@ def test_a_telemetry_address_with_a_password_is_refused_as_the_tree_does_and_not
 @pytest.mark.parametrize(
     "telemetry",
     [
-        {"traces": "http://collector:4318/v1/traces?a=b", "mlflow": {"uri": "http://tracking:5000/a@b"}},
-        {"traces": None, "mlflow": {"uri": "file:///home/a@b/mlruns"}},
+        {"otlp_endpoint": "http://collector:4318/v1/traces?a=b", "mlflow": {"tracking_uri": "http://tracking:5000/a@b"}},
+        {"otlp_endpoint": None, "mlflow": {"tracking_uri": "file:///home/a@b/mlruns"}},
         {"mlflow": None},
     ],
 )
@@ -180,7 +180,7 @@ def test_telemetry_addresses_without_a_password_are_taken(telemetry: dict[str, A
 
 
 def test_what_the_chart_leaves_alone_is_taken() -> None:
-    values = changed("cpu-kind", config__services={"actor": {"threads": 3}}, config__gateway={"requests_per_second": 5})
+    values = changed("cpu-kind", config__services={"actor": {"num_threads": 3}}, config__gateway={"max_requests_per_second": 5})
     config = yaml.safe_load(files(values)["config.yaml"])
-    assert config["services"] == {"actor": {"threads": 3}}
-    assert config["gateway"] == {"requests_per_second": 5}
+    assert config["services"] == {"actor": {"num_threads": 3}}
+    assert config["gateway"] == {"max_requests_per_second": 5}

@@ -105,7 +105,7 @@ def homes_of(cluster: Cluster) -> dict[str, str]:
     homes = {}
     for component, template in cluster.pods.items():
         container = template["spec"]["containers"][0]
-        if container["command"][-1] == "services":
+        if container["command"][-1] == "quartet.services":
             for role in container["args"][: container["args"].index("--config")]:
                 homes[role] = component
         elif container["command"][-1] == "gateway":

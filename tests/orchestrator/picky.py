@@ -26,7 +26,7 @@ ALWAYS = 1_000_000
 
 def recovering(**changes: Any) -> RecoveryConfig:
     """With pauses too short to notice."""
-    return RecoveryConfig(backoff=BACKOFF, **changes)
+    return RecoveryConfig(backoff_seconds=BACKOFF, **changes)
 
 
 def sampled(run: str, prompt: int, sample: int = 0) -> Trajectory:

@@ -28,7 +28,7 @@ HEALTHY = {
 
 def run(steps: list[dict[str, float]], **config: Any) -> list[Alert]:
     """The alerts of a run whose metrics are healthy but for what each step says."""
-    guards = Guards(GuardsConfig(**{"window": 8, **config}))
+    guards = Guards(GuardsConfig(**{"window_steps": 8, **config}))
     found: list[Alert] = []
     for number, changes in enumerate(steps, 1):
         found += guards.look({"step": number, **HEALTHY, **changes})
@@ -80,10 +80,10 @@ def test_two_of_the_three_are_not(calm: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     "threshold",
     [
-        {"reward_rise": 5.0},
-        {"kl_rise": 5.0},
-        {"length_rise": 5.0, "length_rise_since_start": 5.0},
-        {"kl_above": 50.0},
+        {"min_reward_rise": 5.0},
+        {"min_kl_rise": 5.0},
+        {"min_length_rise": 5.0, "min_length_rise_since_start": 5.0},
+        {"min_kl": 50.0},
     ],
     ids=str,
 )
@@ -99,12 +99,12 @@ def test_a_creep_over_many_windows_is_reward_hacking_too() -> None:
 
 def test_a_jump_in_the_first_steps_is_not_missed() -> None:
     start = rising(3, reward_mean=(0.0, 18.0), kl_mean=(0.1, 30.0), response_tokens_mean=(30.0, 96.0))
-    (alert,) = run([*start, *[start[-1]] * 20], kl_runaway={"action": "off"}, window=8)[:1]
+    (alert,) = run([*start, *[start[-1]] * 20], kl_runaway={"action": "off"}, window_steps=8)[:1]
     assert alert.guard == "reward_hacking"
 
 
 def test_what_a_step_did_not_see_is_no_figure() -> None:
-    guards = Guards(GuardsConfig(window=8))
+    guards = Guards(GuardsConfig(window_steps=8))
     for number in range(1, 17):
         metrics = {name: value for name, value in HEALTHY.items() if name not in ("entropy", "rollout_mismatch_kl")}
         assert guards.look({"step": number, **metrics}) == []
@@ -166,7 +166,7 @@ def test_a_rule_speaks_again_only_after_a_window() -> None:
 
 
 def test_without_a_critic_its_rule_is_silent() -> None:
-    guards = Guards(GuardsConfig(window=4))
+    guards = Guards(GuardsConfig(window_steps=4))
     metrics = {
         name: value for name, value in HEALTHY.items() if name not in ("explained_variance", "skipped_steps_critic")
     }
@@ -174,12 +174,12 @@ def test_without_a_critic_its_rule_is_silent() -> None:
 
 
 def test_every_rule_of_the_config_can_speak() -> None:
-    rules = set(GuardsConfig.model_fields) - {"window"}
+    rules = set(GuardsConfig.model_fields) - {"window_steps"}
     assert rules == {*BEYOND, "not_finite", "reward_hacking", "entropy_collapse"}
 
 
 def test_the_entropy_slope_is_that_of_the_window() -> None:
-    guards = Guards(GuardsConfig(window=4))
+    guards = Guards(GuardsConfig(window_steps=4))
     slopes = []
     for step, entropy in enumerate([5.0, 3.0, 2.0, 1.0, 0.0, 0.0], 1):
         slopes.append(guards.entropy_slope(entropy))

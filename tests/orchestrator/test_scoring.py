@@ -215,7 +215,7 @@ def test_attempts_come_after_pauses_that_double_and_other_services_go_on_meanwhi
     pauses: list[float], run: str
 ) -> None:
     scorer, clock = PickyScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS}), Clock()
-    recovery = RecoveryConfig(backoff=2.0, max_scoring_attempts=len(pauses) + 1)
+    recovery = RecoveryConfig(backoff_seconds=2.0, max_scoring_attempts=len(pauses) + 1)
     scoring = scoring_of(scorer, [[0], [1]], run, recovery, clock)
     for attempt, pause in enumerate(pauses):
         scorer.calls["score"][1 + attempt if attempt else 0].answer()

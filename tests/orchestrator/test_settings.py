@@ -51,9 +51,9 @@ def test_a_cosine_schedule_would_reach_its_end_in_the_step_after_the_last() -> N
 
 
 def test_the_policy_rests_while_the_critic_warms_up() -> None:
-    found = config(algorithm={"critic_warmup_steps": 2, "epochs": 3})
-    assert [optimization_at(found, found.actor, step).epochs for step in (1, 2, 3)] == [0, 0, 3]
-    assert [optimization_at(found, found.critic, step).epochs for step in (1, 2, 3)] == [3, 3, 3]
+    found = config(algorithm={"critic_warmup_steps": 2, "num_epochs": 3})
+    assert [optimization_at(found, found.actor, step).num_epochs for step in (1, 2, 3)] == [0, 0, 3]
+    assert [optimization_at(found, found.critic, step).num_epochs for step in (1, 2, 3)] == [3, 3, 3]
 
 
 def test_actor_and_critic_have_schedules_of_their_own() -> None:
@@ -72,12 +72,12 @@ def test_what_becomes_of_a_nan_is_part_of_the_request() -> None:
 def test_every_setting_of_the_optimisation_is_passed_on() -> None:
     found = config(
         run={"seed": 11},
-        algorithm={"epochs": 3, "mini_batches": 5, "non_finite": "skip"},
+        algorithm={"num_epochs": 3, "num_mini_batches": 5, "non_finite": "skip"},
         actor={"learning_rate": 0.25, "optimizer": {"max_grad_norm": 0.7}},
         critic={"learning_rate": 0.5, "optimizer": {"max_grad_norm": 0.0}},
     )
     expected = OptimizationSettings(
-        epochs=3, mini_batches=5, learning_rate=0.25, max_grad_norm=0.7, seed=11, skip_non_finite=True
+        num_epochs=3, num_mini_batches=5, learning_rate=0.25, max_grad_norm=0.7, seed=11, skip_non_finite=True
     )
     assert optimization_at(found, found.actor, 4) == expected
     assert optimization_at(found, found.critic, 4) == replace(expected, learning_rate=0.5, max_grad_norm=0.0)

@@ -37,7 +37,7 @@ class Scenario:
     @property
     def compares_entropy(self) -> bool:
         """Whether TRL's first epoch is at the weights that generated: no optimizer step comes before its end."""
-        return self.algorithm.get("mini_batches", 1) == 1
+        return self.algorithm.get("num_mini_batches", 1) == 1
 
     def toy_task(self, directory: Path) -> ToyTask:
         """The checkpoints, and prompts for two steps: on the last batch of a data set accelerate accumulates no gradients."""
@@ -72,7 +72,7 @@ def responses(config: Config) -> int:
 def order(config: Config, epoch: int) -> NDArray[np.int64]:
     """The order in which Quartet walks through the step's responses, int64 [responses]."""
     n = responses(config)
-    return permutation(config.run.seed, STEP, epoch, n) if config.algorithm.mini_batches > 1 else np.arange(n)
+    return permutation(config.run.seed, STEP, epoch, n) if config.algorithm.num_mini_batches > 1 else np.arange(n)
 
 
 PPO = (
@@ -80,7 +80,7 @@ PPO = (
         "ppo-full",
         "Every response runs to the token limit: no pads in responses, so nothing of TRL's handling of them is touched. "
         "One mini-batch in two micro-batches.",
-        {"epochs": 4},
+        {"num_epochs": 4},
         {"prompts_per_step": 16},
         learning_rate=5e-4,
         eos_logit=ENDLESS,
@@ -90,7 +90,7 @@ PPO = (
     Scenario(
         "ppo-ragged",
         "Responses end at EOS, or lack it and pay a penalty. Two mini-batches, shuffled in every epoch.",
-        {"epochs": 3, "mini_batches": 2, "truncation": {"treatment": "penalty", "penalty": 1.0}},
+        {"num_epochs": 3, "num_mini_batches": 2, "truncation": {"treatment": "penalty", "penalty": 1.0}},
         {"prompts_per_step": 24},
         learning_rate=3e-4,
     ),
@@ -99,7 +99,7 @@ PPO = (
         "Away from their defaults: `whiten_rewards`, `gamma`, `gae_lambda`, `kl_coefficient`, `clip_ratio`, `value_clip`, "
         "`epochs` and `temperature`.",
         {
-            "epochs": 2,
+            "num_epochs": 2,
             "whiten_rewards": True,
             "gamma": 0.97,
             "gae_lambda": 0.8,
@@ -118,7 +118,7 @@ RLOO = (
     Scenario(
         "rloo",
         "Four responses to each of six prompts, one mini-batch in two micro-batches, gradients clipped to norm 1.",
-        {**_RLOO, "epochs": 4},
+        {**_RLOO, "num_epochs": 4},
         {"prompts_per_step": 6, "samples_per_prompt": 4},
         learning_rate=5e-5,
         micro_batches=2,
@@ -128,7 +128,7 @@ RLOO = (
     Scenario(
         "rloo-mini-batches",
         "Two mini-batches in the same shuffled order, another temperature, clip and KL coefficient.",
-        {**_RLOO, "epochs": 3, "mini_batches": 2, "clip_ratio": 0.1, "kl_coefficient": 0.2},
+        {**_RLOO, "num_epochs": 3, "num_mini_batches": 2, "clip_ratio": 0.1, "kl_coefficient": 0.2},
         {"prompts_per_step": 6, "samples_per_prompt": 4, "temperature": 0.8},
         learning_rate=5e-5,
         max_grad_norm=1.0,

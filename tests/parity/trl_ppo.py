@@ -92,7 +92,7 @@ def _population_variance() -> Iterator[None]:
 
 def _trainer(toy_task: ToyTask, config: Config, micro_batches: int, folder: str) -> _Captured:
     algorithm, batch = config.algorithm, responses(config)
-    accumulation = algorithm.mini_batches * micro_batches
+    accumulation = algorithm.num_mini_batches * micro_batches
     settings = PPOConfig(
         **ppo_settings(config, folder),
         per_device_train_batch_size=batch // accumulation,
@@ -167,8 +167,8 @@ def _rollouts(found: dict[str, Any], keep: torch.Tensor) -> Rollouts:
 
 def _token_shares(keep: torch.Tensor, config: Config, micro_batches: int) -> torch.Tensor:
     """Response tokens of each micro-batch, float64 [epochs, mini-batches, micro-batches]."""
-    counts, shape = keep.sum(1).double(), (config.algorithm.mini_batches, micro_batches, -1)
-    orders = [torch.from_numpy(order(config, epoch)) for epoch in range(config.algorithm.epochs)]
+    counts, shape = keep.sum(1).double(), (config.algorithm.num_mini_batches, micro_batches, -1)
+    orders = [torch.from_numpy(order(config, epoch)) for epoch in range(config.algorithm.num_epochs)]
     return torch.stack([counts[rows].view(shape).sum(-1) for rows in orders])
 
 

@@ -93,13 +93,13 @@ def _take(rows: torch.Tensor, batch: dict[str, Any]) -> dict[str, Any]:
 
 def _trainer(toy_task: ToyTask, config: Config, micro_batches: int, folder: str) -> _Captured:
     algorithm = config.algorithm
-    steps_per_generation = algorithm.mini_batches * micro_batches
+    steps_per_generation = algorithm.num_mini_batches * micro_batches
     settings = RLOOConfig(
         **rloo_settings(config, folder),
         per_device_train_batch_size=responses(config) // steps_per_generation,
         gradient_accumulation_steps=micro_batches,
         steps_per_generation=steps_per_generation,
-        max_steps=algorithm.epochs * algorithm.mini_batches,
+        max_steps=algorithm.num_epochs * algorithm.num_mini_batches,
     )
     return _Captured(
         args=settings,
@@ -130,12 +130,12 @@ def _update(trainer: _Captured, config: Config, micro_batches: int) -> TrlUpdate
     keep = generated["completion_mask"].bool()
     log_probs, reference = trainer.log_probs
     counts = keep.sum(1).double()
-    micro = config.algorithm.mini_batches * micro_batches
+    micro = config.algorithm.num_mini_batches * micro_batches
     shares = counts[torch.from_numpy(order(config, 0))].view(micro, -1).sum(1) / counts.sum()
 
     def over_tokens(name: str, epochs: slice = slice(None)) -> float:
         """A statistic of every micro-batch, weighed by its tokens."""
-        found = torch.tensor(statistics[name], dtype=torch.float64).view(config.algorithm.epochs, micro)
+        found = torch.tensor(statistics[name], dtype=torch.float64).view(config.algorithm.num_epochs, micro)
         return float((found * shares).sum(1)[epochs].mean())
 
     figures: dict[str, Number] = {

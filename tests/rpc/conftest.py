@@ -18,7 +18,7 @@ from quartet.services.factories import build_model_role
 from quartet.types import MODEL_ROLES, Role
 from tests.unit.models import tiny
 
-TIMEOUTS = TimeoutsConfig(load=30, generate=60, score=60, update=60, save=60)
+TIMEOUTS = TimeoutsConfig(load_seconds=30, generate_seconds=60, score_seconds=60, update_seconds=60, save_seconds=60)
 CLIENTS: dict[Role, type[ServiceClient]] = {
     Role.ACTOR: ActorClient,
     Role.CRITIC: CriticClient,

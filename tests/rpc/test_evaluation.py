@@ -69,7 +69,7 @@ def configure(folder: Path, make_config: Configure, request: pytest.FixtureReque
                     "max_concurrent_sequences": 4,
                     "score_batch_size": 3,
                 },
-                "evaluation": {"every": STEP, "prompts": ASKED},
+                "evaluation": {"every_steps": STEP, "max_prompts": ASKED},
                 **sections,
             }
         )
@@ -205,7 +205,7 @@ def test_a_later_policy_is_held_against_the_first_evaluation_also_by_another_pro
 def test_quartet_evaluate_gives_the_same_rows(
     services: Services, build: Build, configure: Configure, trained: Path
 ) -> None:
-    config = configure(evaluation={"every": 1, "prompts": ASKED, "judge": "mine:longer"})
+    config = configure(evaluation={"every_steps": 1, "max_prompts": ASKED, "judge": "mine:longer"})
     build(config).evaluate(0, 0, 1)
     summary = build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0, 1)
     found, notes = compare_with_initial(str(trained), config, "cpu")
@@ -263,7 +263,7 @@ def test_functions_get_the_prompts_own_fields(services: Services, build: Build, 
 def test_a_judge_compares_sampled_responses_with_the_initial_ones(
     services: Services, build: Build, configure: Configure, trained: Path
 ) -> None:
-    config = configure(evaluation={"every": 1, "prompts": ASKED, "judge": "mine:longer"})
+    config = configure(evaluation={"every_steps": 1, "max_prompts": ASKED, "judge": "mine:longer"})
     assert build(config).evaluate(0, 0, 1)["eval_judge_win_rate"] == 0.5
     after = build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0, 1)
     rows = rows_of(config, STEP)
@@ -281,7 +281,7 @@ def test_a_judge_compares_sampled_responses_with_the_initial_ones(
 def test_what_fails_is_raised_and_leaves_no_evaluation(
     services: Services, build: Build, configure: Configure, trained: Path
 ) -> None:
-    config = configure(evaluation={"every": 1, "prompts": ASKED, "judge": "mine:failing"})
+    config = configure(evaluation={"every_steps": 1, "max_prompts": ASKED, "judge": "mine:failing"})
     with pytest.raises(ConfigError, match=r"step-000000\.jsonl: cannot be read"):
         build(config).evaluate(STEP, 0, 1)
     with pytest.raises(FailedPrecondition, match="policy version 3"):
@@ -289,7 +289,7 @@ def test_what_fails_is_raised_and_leaves_no_evaluation(
     build(config).evaluate(0, 0, 1)
     with pytest.raises(ComputationFailed, match=r"evaluation\.judge mine:failing, prompt 1: raised KeyError"):
         build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0, 1)
-    slow = configure(evaluation={"every": 1, "prompts": ASKED, "judge": "mine:hanging", "timeout": 0.25})
+    slow = configure(evaluation={"every_steps": 1, "max_prompts": ASKED, "judge": "mine:hanging", "timeout_seconds": 0.25})
     with pytest.raises(ComputationFailed, match=r"mine:hanging, prompt 1: took longer than 0\.25 s"):
         build(slow, actor=actor_of(services, trained, slow)).evaluate(STEP, 0, 1)
     assert len(read_metrics(config.run_directory / "evaluations.jsonl")) == 1
@@ -300,7 +300,7 @@ def test_a_judge_that_cannot_be_imported_is_refused_before_anything_is_generated
     build: Build, configure: Configure
 ) -> None:
     with pytest.raises(ConfigError, match=r"evaluation\.judge mine:absent"):
-        build(configure(evaluation={"every": 1, "judge": "mine:absent"}))
+        build(configure(evaluation={"every_steps": 1, "judge": "mine:absent"}))
 
 
 def test_evaluations_come_before_the_first_step_every_so_often_and_after_the_last(
@@ -308,5 +308,5 @@ def test_evaluations_come_before_the_first_step_every_so_often_and_after_the_las
 ) -> None:
     evaluator = build(configure())
     assert [step for step in range(14) if evaluator.is_due(step, last=step == 13)] == [0, 5, 10, 13]
-    never = build(configure(evaluation={"every": 0}))
+    never = build(configure(evaluation={"every_steps": 0}))
     assert not any(never.is_due(step, last=True) for step in range(14))

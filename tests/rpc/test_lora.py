@@ -21,7 +21,7 @@ from tests.buffer.samples import experience
 from tests.rpc.conftest import Services
 from tests.unit.models import tiny
 
-SETTINGS = OptimizationSettings(epochs=2, mini_batches=1, learning_rate=1e-2, max_grad_norm=1.0, seed=0)
+SETTINGS = OptimizationSettings(num_epochs=2, num_mini_batches=1, learning_rate=1e-2, max_grad_norm=1.0, seed=0)
 LOSSES: dict[Role, Any] = {Role.ACTOR: PolicyLossSettings(), Role.CRITIC: ValueLossSettings(value_clip=0.0)}
 TRAINED = [Role.ACTOR, Role.CRITIC]
 BATCH = tiny.batch([3, 2], [4, 7])

@@ -50,7 +50,7 @@ def good_batch() -> trajectory_pb2.TokenBatch:
 
 def good_requests() -> dict[str, Any]:
     """A request for every RPC of the four services that succeeds."""
-    optimization = update_pb2.OptimizationSettings(epochs=1, mini_batches=1, learning_rate=1e-3)
+    optimization = update_pb2.OptimizationSettings(num_epochs=1, num_mini_batches=1, learning_rate=1e-3)
     policy_loss = actor_pb2.PolicyLossSettings(
         temperature=1.0,
         clip_low=0.2,
@@ -165,12 +165,12 @@ GENERATE: dict[str, tuple[Change, str]] = {
     "top_p NaN": (put("sampling.top_p", NAN), "top_p"),
 }
 UPDATE: dict[str, tuple[Change, str]] = {
-    "no optimization": (drop("optimization"), "mini_batches 0"),
+    "no optimization": (drop("optimization"), "num_mini_batches 0"),
     "more mini-batches than sequences": (
-        both(put("step", 2), put("optimization.mini_batches", 3)),
-        "mini_batches 3: expected 1 to 2",
+        both(put("step", 2), put("optimization.num_mini_batches", 3)),
+        "num_mini_batches 3: expected 1 to 2",
     ),
-    "epochs without end": (put("optimization.epochs", 2**32 - 1), "epochs 4294967295: expected at most 1000"),
+    "epochs without end": (put("optimization.num_epochs", 2**32 - 1), "num_epochs 4294967295: expected at most 1000"),
     "a negative learning rate": (put("optimization.learning_rate", -1.0), "learning_rate"),
     "a learning rate beyond single precision": (put("optimization.learning_rate", 1e300), "expected 0 to 1e+30"),
     "learning rate NaN": (put("optimization.learning_rate", NAN), "learning_rate"),

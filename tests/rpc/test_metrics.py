@@ -114,8 +114,8 @@ def test_the_status_says_where_the_figures_are(reference: ReferenceClient, obser
 
 
 def test_figures_are_served_in_plaintext_on_loopback_only_unless_told_so(make_config: Callable[..., Config]) -> None:
-    section = {"reference": {"metrics": "0.0.0.0:0"}}
-    with pytest.raises(ConfigError, match=r"services\.reference\.metrics: listen 0\.0\.0\.0:0: not a loopback address"):
+    section = {"reference": {"metrics_listen": "0.0.0.0:0"}}
+    with pytest.raises(ConfigError, match=r"services\.reference\.metrics_listen: listen 0\.0\.0\.0:0: not a loopback address"):
         Observation([Role.REFERENCE], make_config(services=section))
     told = Observation([Role.REFERENCE], make_config(services=section, security={"allow_plaintext": True}))
     told.begin()
@@ -132,7 +132,7 @@ def taken() -> Iterator[str]:
 def test_an_address_of_the_config_that_is_taken_is_for_the_user_to_mend(
     make_config: Callable[..., Config], taken: str
 ) -> None:
-    observation = Observation([Role.CRITIC], make_config(services={"critic": {"metrics": taken}}))
+    observation = Observation([Role.CRITIC], make_config(services={"critic": {"metrics_listen": taken}}))
     with pytest.raises(ConfigError, match=rf"^services\.critic\.metrics {taken}: cannot listen there .*another port"):
         observation.begin()
 
@@ -152,7 +152,7 @@ def test_where_the_config_names_no_address_the_process_goes_on_without(
 def test_a_process_announces_its_figures_and_serves_them(
     make_config: Callable[..., Config], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    config = make_config(telemetry={"traces": "http://127.0.0.1:9"})
+    config = make_config(telemetry={"otlp_endpoint": "http://127.0.0.1:9"})
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml())
     reader, writer = os.pipe()

@@ -37,7 +37,7 @@ RUN = "options"
 SEQUENCES = 12
 BATCH = tiny.batch([2] * SEQUENCES, [3] * SEQUENCES)
 """Sequences of five tokens each."""
-SETTINGS = OptimizationSettings(epochs=1, mini_batches=1, learning_rate=3e-3, max_grad_norm=0.02, seed=0)
+SETTINGS = OptimizationSettings(num_epochs=1, num_mini_batches=1, learning_rate=3e-3, max_grad_norm=0.02, seed=0)
 LOSSES: dict[Role, Any] = {Role.ACTOR: PolicyLossSettings(), Role.CRITIC: ValueLossSettings(value_clip=0.0)}
 TRAINED = [Role.ACTOR, Role.CRITIC]
 

@@ -167,7 +167,7 @@ def test_token_ids_that_mean_nothing_are_refused(start: Callable[..., Any], ense
 def test_a_functions_failure_reaches_the_client_as_it_is_and_the_next_call_works(
     mood: str, expected: str, start: Callable[..., Any]
 ) -> None:
-    client = start(**function("moody", timeout=1.0))
+    client = start(**function("moody", timeout_seconds=1.0))
     with pytest.raises(ComputationFailed) as failed:
         client.score(BATCH, ["{}", f'{{"mood": {mood}}}', "{}"]).result()
     assert f"Score: reward.function scorers:moody, sequence index 1: {expected}" in str(failed.value)
@@ -203,7 +203,7 @@ def test_a_caller_that_goes_away_ends_the_scoring_of_its_batch(
     services: Services, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     server = services.serve(services.build(Role.REWARD, make_config(reward=function("waits"))))
-    client = services.client(Role.REWARD, server, TIMEOUTS.model_copy(update={"score": 1.0}))
+    client = services.client(Role.REWARD, server, TIMEOUTS.model_copy(update={"score_seconds": 1.0}))
     scores = client.score(BATCH)
     wait_for((tmp_path / "waiting").exists)
     with pytest.raises(ServiceFailed, match="Score: no answer within 1 s"):

@@ -198,7 +198,7 @@ def test_a_cancelled_call_is_cancelled_for_its_caller(gate: Gate, reference: Ref
 
 
 def test_a_passed_deadline_names_service_method_and_seconds(gate: Gate, services: Services) -> None:
-    timeouts = TIMEOUTS.model_copy(update={"score": 0.2})
+    timeouts = TIMEOUTS.model_copy(update={"score_seconds": 0.2})
     client = services.client(Role.REFERENCE, services.serve(gated(gate)), timeouts)
     with pytest.raises(ServiceFailed, match=r"^reference at 127.*: LogProbs: no answer within 0\.2 s; raise"):
         client.log_probs(BATCH, 1.0).result()
@@ -211,7 +211,7 @@ def test_nobody_at_an_address_is_unavailable_however_long(monkeypatch: pytest.Mo
     with pytest.raises(ServiceUnavailable, match=f"^reward at {address}: Score: unavailable"):
         client.score(BATCH).result()
     client.close()
-    client = RewardClient(address, TimeoutsConfig(load=0.3))
+    client = RewardClient(address, TimeoutsConfig(load_seconds=0.3))
     with pytest.raises(
         ServiceUnavailable, match=r"no Quartet service answered within 0\.3 s; start it, or correct serv"
     ):
@@ -232,7 +232,7 @@ def test_the_wrong_service_does_not_offer_the_method(reference: ReferenceClient,
 
 
 def test_a_wait_for_readiness_may_be_given_up(services: Services) -> None:
-    client = RewardClient(f"127.0.0.1:{free_port()}", TimeoutsConfig(load=60))
+    client = RewardClient(f"127.0.0.1:{free_port()}", TimeoutsConfig(load_seconds=60))
 
     def gone() -> None:
         raise Cancelled("stopped")
@@ -255,7 +255,7 @@ def web_server() -> Iterator[str]:
 
 def test_something_else_at_an_address_is_told_from_nobody(web_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "FOREIGN_AFTER", 0.5)
-    client = RewardClient(web_server, TimeoutsConfig(load=60))
+    client = RewardClient(web_server, TimeoutsConfig(load_seconds=60))
     expected = (
         rf"reward at {web_server}: what answers there is not a Quartet service, or .*check services\.reward\.address"
     )
@@ -269,7 +269,7 @@ def test_another_grpc_server_is_no_quartet_service() -> None:
         server = grpc.server(executor)
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
-        client = RewardClient(address, TimeoutsConfig(load=60))
+        client = RewardClient(address, TimeoutsConfig(load_seconds=60))
         with pytest.raises(ConfigError, match="not a Quartet service"):
             client.wait_until_ready()
         client.close()
@@ -278,7 +278,7 @@ def test_another_grpc_server_is_no_quartet_service() -> None:
 
 def test_a_service_that_starts_late_is_waited_for(gate: Gate) -> None:
     address = f"127.0.0.1:{free_port()}"
-    client = ReferenceClient(address, TimeoutsConfig(load=30))
+    client = ReferenceClient(address, TimeoutsConfig(load_seconds=30))
     started: list[Server] = []
 
     def alive() -> None:

@@ -125,7 +125,7 @@ def test_the_wrong_service_at_an_address_is_named(clients: dict[Role, Any], serv
 
 def start_long_generation(actor: Any, stream: RolloutStream, timeout: float) -> Any:
     """A generation of 4000 trajectories, certainly under way: its first trajectories are in the stream."""
-    actor.timeouts = TIMEOUTS.model_copy(update={"generate": timeout})
+    actor.timeouts = TIMEOUTS.model_copy(update={"generate_seconds": timeout})
     prompts = [Prompt(index, np.array([5, 6, 7], np.int32)) for index in range(8)]
     sampling = SamplingParameters(max_response_tokens=40, ignore_eos=True)
     generation = actor.generate("long", 1, 1, prompts, 500, sampling, seed=0, policy_version=0)

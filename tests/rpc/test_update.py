@@ -38,7 +38,7 @@ from tests.buffer.samples import experience
 from tests.rpc.conftest import Services
 from tests.unit.models import tiny
 
-SETTINGS = OptimizationSettings(epochs=2, mini_batches=1, learning_rate=1e-2, max_grad_norm=1.0, seed=0)
+SETTINGS = OptimizationSettings(num_epochs=2, num_mini_batches=1, learning_rate=1e-2, max_grad_norm=1.0, seed=0)
 LOSSES: dict[Role, Any] = {Role.ACTOR: PolicyLossSettings(), Role.CRITIC: ValueLossSettings()}
 BATCH = tiny.batch([3, 2], [4, 7])
 TRAINED = [Role.ACTOR, Role.CRITIC]
@@ -101,7 +101,7 @@ def test_a_repeated_update_answers_the_same_and_changes_nothing(
     # Not even the experience is needed any more, and other settings make no difference.
     store.discard([2])
     assert update(client, run, 2) == second
-    other = OptimizationSettings(epochs=9, mini_batches=1, learning_rate=1.0, max_grad_norm=0.0, seed=1)
+    other = OptimizationSettings(num_epochs=9, num_mini_batches=1, learning_rate=1.0, max_grad_norm=0.0, seed=1)
     assert client.update(run, 2, 1, other, LOSSES[role]).result() == second
     assert outputs(client) == after
     assert update(client, run, 3).policy_version == 3

@@ -42,12 +42,12 @@ def toy_task_tree(
         return {
             "run": {"name": f"run-{next(_NUMBERS)}", "steps": 2, "directory": str(folder)},
             "data": {"prompts": str(toy_task.prompts), "max_prompt_tokens": 24},
-            "algorithm": {"epochs": 2},
+            "algorithm": {"num_epochs": 2},
             "rollout": {"prompts_per_step": 4, "max_response_tokens": 10, "score_batch_size": 4},
             "actor": {"model": str(toy_task.policy), "learning_rate": 1e-3},
             "critic": {"learning_rate": 1e-3},
             "reward": {"model": str(toy_task.reward)},
-            "checkpoint": {"every": 0},
+            "checkpoint": {"every_steps": 0},
             "buffer": {"url": redis_url},
         }
 

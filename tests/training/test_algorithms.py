@@ -58,7 +58,7 @@ def test_samples_of_one_prompt_come_together(make: MakeConfig) -> None:
 
 
 def test_the_policy_rests_while_the_critic_warms_up(make: MakeConfig, toy_task: ToyTask) -> None:
-    run = run_to_the_end(make(run={"steps": 3}, algorithm={"critic_warmup_steps": 2}, checkpoint={"every": 2}))
+    run = run_to_the_end(make(run={"steps": 3}, algorithm={"critic_warmup_steps": 2}, checkpoint={"every_steps": 2}))
     rested = safetensors.torch.load_file(run.files.checkpoints / "step-000002" / "actor" / "model.safetensors")
     initial = safetensors.torch.load_file(toy_task.policy / "model.safetensors")
     assert all(torch.equal(rested[name], initial[name]) for name in rested)

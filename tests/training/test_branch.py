@@ -47,7 +47,7 @@ def source(make: MakeConfig) -> Callable[[str], Run]:
 
     def run(kind: str) -> Run:
         if kind not in runs:
-            tree = {"run": {"steps": STEPS}, "checkpoint": {"every": 2, "keep": 5}, **SOURCES[kind]}
+            tree = {"run": {"steps": STEPS}, "checkpoint": {"every_steps": 2, "keep_last": 5}, **SOURCES[kind]}
             runs[kind] = run_to_the_end(make(**tree))
         return runs[kind]
 
@@ -102,7 +102,7 @@ def seen(source: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) -> Seen:
 def test_a_branch_with_the_same_settings_comes_to_the_same_bits(
     kind: str, branch: Branch, source: Callable[[str], Run]
 ) -> None:
-    run = run_to_the_end(branch(kind, "guards.window=7"))
+    run = run_to_the_end(branch(kind, "guards.window_steps=7"))
     assert figures(run) == figures(source(kind))
     assert weights(run) == weights(source(kind))
 
@@ -141,8 +141,8 @@ def test_other_settings_of_the_optimizer_take_effect_and_its_moments_go_on(
     [
         ("{role}.learning_rate", 0.25, "learning_rate"),
         ("{role}.optimizer.max_grad_norm", 0.125, "max_grad_norm"),
-        ("algorithm.epochs", 3, "epochs"),
-        ("algorithm.mini_batches", 2, "mini_batches"),
+        ("algorithm.num_epochs", 3, "num_epochs"),
+        ("algorithm.num_mini_batches", 2, "num_mini_batches"),
     ],
 )
 def test_other_settings_of_the_updates_take_effect(
@@ -291,15 +291,15 @@ def test_a_setting_that_the_weights_of_a_checkpoint_cannot_follow_is_refused(
 
 @pytest.fixture(scope="module")
 def evaluated(make: MakeConfig, toy_task: ToyTask) -> Run:
-    evaluation = {"data": {"validation": str(toy_task.prompts)}, "evaluation": {"every": 2, "prompts": 3}}
-    return run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every": 2, "keep": 5}, **evaluation))
+    evaluation = {"data": {"validation": str(toy_task.prompts)}, "evaluation": {"every_steps": 2, "max_prompts": 3}}
+    return run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": 2, "keep_last": 5}, **evaluation))
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [0, 2]), (1, [0, 2, 3, 4]), (2, [0, 2, 4])])
 def test_evaluations_may_come_more_often_or_not_at_all(
     every: int, steps: list[int], evaluated: Run, tmp_path: Path
 ) -> None:
-    cli.branch(evaluated.files.root, str(AT), "new", [f"run.directory={tmp_path}", f"evaluation.every={every}"])
+    cli.branch(evaluated.files.root, str(AT), "new", [f"run.directory={tmp_path}", f"evaluation.every_steps={every}"])
     run = run_to_the_end(load_config(tmp_path / "new" / "config.yaml"))
     assert [line["step"] for line in json_lines(run.files.evaluation_summaries)] == steps
 
@@ -307,8 +307,8 @@ def test_evaluations_may_come_more_often_or_not_at_all(
 @pytest.mark.parametrize(
     ("kind", "overrides", "said"),
     [
-        ("ppo", ["evaluation.every=2", "data.validation=PROMPTS"], "evaluation.every 2: evaluations are held against"),
-        ("evaluated", ["evaluation.prompts=4"], "evaluation.prompts 4: "),
+        ("ppo", ["evaluation.every_steps=2", "data.validation=PROMPTS"], "evaluation.every_steps 2: evaluations are held against"),
+        ("evaluated", ["evaluation.max_prompts=4"], "evaluation.max_prompts 4: "),
         ("evaluated", ["data.validation=elsewhere.jsonl"], "data.validation elsewhere.jsonl: "),
     ],
 )
@@ -370,7 +370,7 @@ def test_the_way_on_is_printed_with_the_url_where_its_password_is_kept_nowhere(
 
 
 def test_a_branch_takes_along_the_changes_up_to_its_step_but_for_settings_that_it_has_anew(make: MakeConfig) -> None:
-    run = run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every": AT}))
+    run = run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": AT}))
     line = {"before": 1e-3, "after": 5e-4, "who": "operator", "at": 0.0}
     kept = {**line, "setting": "critic.learning_rate", "step": AT}
     run.files.append_changes(

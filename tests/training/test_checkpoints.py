@@ -49,7 +49,7 @@ def undisturbed(make: MakeConfig) -> Callable[[str], Run]:
 def test_a_run_with_a_checkpoint_after_every_step_has_the_bits_of_one_without(
     kind: str, make: MakeConfig, undisturbed: Callable[[str], Run]
 ) -> None:
-    run = run_to_the_end(make(**{**KINDS[kind], "run": {"steps": 8}, "checkpoint": {"every": 1, "keep": 3}}))
+    run = run_to_the_end(make(**{**KINDS[kind], "run": {"steps": 8}, "checkpoint": {"every_steps": 1, "keep_last": 3}}))
     assert kept(run) == ["step-000006", "step-000007", "step-000008"]
     assert figures(run) == figures(undisturbed(kind))
     assert weights(run) == weights(undisturbed(kind))
@@ -84,7 +84,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCheckpoints]:
 def test_the_next_step_is_generated_and_scored_while_a_checkpoint_is_written_and_waits_with_its_update(
     make: MakeConfig, held: HeldCheckpoints, undisturbed: Callable[[str], Run]
 ) -> None:
-    config = make(**{**KINDS["ppo"], "run": {"steps": 8}, "checkpoint": {"every": 3}})
+    config = make(**{**KINDS["ppo"], "run": {"steps": 8}, "checkpoint": {"every_steps": 3}})
     with underway(config) as going:
         assert held.begun.wait(60)
         wait_for(going, lambda: going.board.current().phase == "checkpoint")
@@ -101,7 +101,7 @@ def test_the_next_step_is_generated_and_scored_while_a_checkpoint_is_written_and
 
 
 def test_a_run_that_pauses_has_its_checkpoint_whole(make: MakeConfig, held: HeldCheckpoints) -> None:
-    with underway(make(run={"steps": 50}, checkpoint={"every": 2})) as going:
+    with underway(make(run={"steps": 50}, checkpoint={"every_steps": 2})) as going:
         assert held.begun.wait(60)
         going.control.pause()
         # The step in hand is the third by now, or its checkpoint's own.
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_cannot_be_written_is_noted_and_the_run_goes_on_with_t
     redis_url: str,
 ) -> None:
     full_disk(role, {4, 6})
-    config = make(**{**KINDS["ppo"], "run": {"steps": 6}, "checkpoint": {"every": 2, "keep": 5}})
+    config = make(**{**KINDS["ppo"], "run": {"steps": 6}, "checkpoint": {"every_steps": 2, "keep_last": 5}})
     run = run_to_the_end(config)
     assert run.progress.state is RunState.FINISHED
     assert kept(run) == ["step-000002"]
@@ -166,7 +166,7 @@ def test_the_first_checkpoint_that_cannot_be_written_says_that_there_is_none(
     make: MakeConfig, full_disk: Callable[[str, set[int]], None]
 ) -> None:
     full_disk("actor", {1})
-    run = run_to_the_end(make(run={"steps": 2}, checkpoint={"every": 1}))
+    run = run_to_the_end(make(run={"steps": 2}, checkpoint={"every_steps": 1}))
     assert [note for note in run.progress.notes if "there is none yet" in note]
     assert kept(run) == ["step-000002"]
 
@@ -183,7 +183,7 @@ def test_a_crash_before_a_checkpoint_has_its_name_goes_on_from_the_one_before(
     undisturbed: Callable[[str], Run],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = make(**{**KINDS["ppo"], "run": {"steps": 8}, "checkpoint": {"every": 2}})
+    config = make(**{**KINDS["ppo"], "run": {"steps": 8}, "checkpoint": {"every_steps": 2}})
 
     def crash(*_: Any) -> None:
         raise Crash
@@ -226,7 +226,7 @@ def test_a_run_that_is_stopped_while_it_recovers_takes_a_step_that_one_model_has
         raise ServiceUnavailable("critic: gone")
 
     monkeypatch.setattr(StepTransaction, "_update", lose_critic)
-    config = make(run={"steps": 8}, checkpoint={"every": 5}, recovery={"attempts": 1})
+    config = make(run={"steps": 8}, checkpoint={"every_steps": 5}, recovery={"max_recoveries": 1})
     with services(config) as addressed, orchestrator(addressed, control) as going:
         run = going.finish()
     assert run.code == 0, run.progress.error

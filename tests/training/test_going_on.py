@@ -22,7 +22,7 @@ from tests.training.conftest import MakeConfig
 from tests.training.runs import assert_same, json_lines, merged, parsed, run_to_the_end, underway
 from tests.training.test_resume import break_off, changes
 
-EVALUATED: dict[str, Any] = {"evaluation": {"every": 2, "prompts": 3}}
+EVALUATED: dict[str, Any] = {"evaluation": {"every_steps": 2, "max_prompts": 3}}
 
 
 def evaluated(toy_task: ToyTask) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def begun(config: Config, identified: bool) -> RunFiles:
 @pytest.mark.parametrize(
     ("changed", "key"),
     [
-        ({"evaluation": {"prompts": 6}}, "evaluation.prompts"),
+        ({"evaluation": {"max_prompts": 6}}, "evaluation.max_prompts"),
         ({"data": {"validation": "others.jsonl"}}, "data.validation"),
     ],
 )
@@ -66,11 +66,11 @@ def test_evaluation_cannot_be_turned_on_where_there_was_none_before_the_first_st
     config = make(data={"validation": str(toy_task.prompts)})
     files = begun(config, identified)
     with pytest.raises(ConfigError, match=r"^--resume: evaluation\.every is 3, .* had none: .* leave it at 0"):
-        check_resumable(again(config, evaluation={"every": 3}), files)
+        check_resumable(again(config, evaluation={"every_steps": 3}), files)
 
 
 @pytest.mark.parametrize("identified", [True, False])
-@pytest.mark.parametrize("changed", [{"every": 5}, {"every": 0}, {"judge": "mine:judge"}, {"timeout": 5.0}], ids=str)
+@pytest.mark.parametrize("changed", [{"every_steps": 5}, {"every_steps": 0}, {"judge": "mine:judge"}, {"timeout_seconds": 5.0}], ids=str)
 def test_how_often_and_by_whom_a_run_is_evaluated_may_change(
     changed: dict[str, Any], identified: bool, make: MakeConfig, toy_task: ToyTask
 ) -> None:
@@ -81,9 +81,9 @@ def test_how_often_and_by_whom_a_run_is_evaluated_may_change(
 def test_a_run_that_is_evaluated_at_other_times_goes_on(
     make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**merged(evaluated(toy_task), {"run": {"steps": 6}, "checkpoint": {"every": 2}}))
+    config = make(**merged(evaluated(toy_task), {"run": {"steps": 6}, "checkpoint": {"every_steps": 2}}))
     break_off(config, "generate", 4, monkeypatch)
-    other = again(config, evaluation={"every": 3})
+    other = again(config, evaluation={"every_steps": 3})
     check_resumable(other, RunFiles(config.run_directory))
     run = run_to_the_end(other)
     assert [line["step"] for line in json_lines(run.files.evaluation_summaries)] == [0, 2, 3, 6]
@@ -126,7 +126,7 @@ def test_a_run_that_took_no_step_goes_on_with_what_it_has(
 def test_trajectories_that_were_cut_off_are_not_learned_from(
     make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**{**changes("ppo", toy_task), "checkpoint": {"every": 4}})
+    config = make(**{**changes("ppo", toy_task), "checkpoint": {"every_steps": 4}})
     break_off(config, "generate", 4, monkeypatch)
     path = RunFiles(config.run_directory).trajectories / "step-000003.jsonl"
     whole = path.read_text()
@@ -139,7 +139,7 @@ def test_trajectories_that_were_cut_off_are_not_learned_from(
     path.write_text(whole)
     repaired, expected = (
         run_to_the_end(config),
-        run_to_the_end(make(**{**changes("ppo", toy_task), "checkpoint": {"every": 4}})),
+        run_to_the_end(make(**{**changes("ppo", toy_task), "checkpoint": {"every_steps": 4}})),
     )
     assert_same(repaired, expected)
 
@@ -147,7 +147,7 @@ def test_trajectories_that_were_cut_off_are_not_learned_from(
 def test_an_alert_that_a_crash_cut_off_does_not_keep_a_run_from_going_on(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(run={"steps": 4}, checkpoint={"every": 2}, guards={"window": 2, "missing_eos": {"below": 1.0}})
+    config = make(run={"steps": 4}, checkpoint={"every_steps": 2}, guards={"window_steps": 2, "missing_eos": {"below": 1.0}})
     break_off(config, "generate", 3, monkeypatch)
     files = RunFiles(config.run_directory)
     lines = json_lines(files.alerts)
@@ -169,8 +169,8 @@ def test_a_disk_that_is_full_ends_the_run_with_what_to_do(
     what: str, make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common = {
-        **merged(evaluated(toy_task), {"run": {"steps": 3}, "checkpoint": {"every": 2}}),
-        "guards": {"window": 2, "missing_eos": {"action": "pause", "below": 1.0}}
+        **merged(evaluated(toy_task), {"run": {"steps": 3}, "checkpoint": {"every_steps": 2}}),
+        "guards": {"window_steps": 2, "missing_eos": {"action": "pause", "below": 1.0}}
         if what in ("alerts.jsonl", "asked")
         else {},
     }

@@ -17,7 +17,7 @@ from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, merged, orchestrator, run_to_the_end, services
 from tests.training.test_resume import break_off
 
-COMMON: dict[str, Any] = {"run": {"steps": 6}, "checkpoint": {"every": 4}, "recovery": {"backoff": 0.01}}
+COMMON: dict[str, Any] = {"run": {"steps": 6}, "checkpoint": {"every_steps": 4}, "recovery": {"backoff_seconds": 0.01}}
 
 
 def changed(config: Config, **changes: Any) -> Config:

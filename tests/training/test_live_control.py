@@ -27,7 +27,7 @@ from tests.training.test_resume import KINDS, break_off
 from tests.training.test_stability import wait_for
 
 STEPS = 6
-PPO: dict[str, Any] = {"run": {"steps": STEPS}, "checkpoint": {"every": 2, "keep": 9}, "recovery": {"backoff": 0.01}}
+PPO: dict[str, Any] = {"run": {"steps": STEPS}, "checkpoint": {"every_steps": 2, "keep_last": 9}, "recovery": {"backoff_seconds": 0.01}}
 Ask = Callable[[Underway, int], None]
 
 
@@ -90,7 +90,7 @@ def test_a_change_is_for_the_first_step_that_has_not_begun(make: MakeConfig, mon
 def test_a_run_with_changes_that_crashed_goes_on_to_the_same_bits(
     step: int, where: str, kind: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config: dict[str, Any] = {**PPO, **KINDS[kind], "checkpoint": {"every": 4}}
+    config: dict[str, Any] = {**PPO, **KINDS[kind], "checkpoint": {"every_steps": 4}}
     values = {"kl_coefficient": 0.4, "actor.learning_rate": 2e-3}
     with monkeypatch.context() as patch, asked(make(**config), {3: changed(values)}, patch) as going:
         expected = going.finish()
@@ -186,7 +186,7 @@ def steps_kept(run: Run) -> list[str]:
 
 
 def test_a_checkpoint_is_saved_when_a_user_asks(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make(**{**PPO, "run": {"steps": 4}, "checkpoint": {"every": 0}})
+    config = make(**{**PPO, "run": {"steps": 4}, "checkpoint": {"every_steps": 0}})
     with asked(config, {2: lambda running: running.commands.checkpoint()}, monkeypatch) as going:
         run = going.finish()
     assert run.code == 0, run.progress.error
@@ -199,7 +199,7 @@ def test_a_paused_run_saves_a_checkpoint_and_goes_back(make: MakeConfig, monkeyp
     def pause(running: Any) -> None:
         running.commands.pause()
 
-    with asked(make(**{**PPO, "checkpoint": {"every": 2, "keep": 9}}), {3: pause}, monkeypatch) as going:
+    with asked(make(**{**PPO, "checkpoint": {"every_steps": 2, "keep_last": 9}}), {3: pause}, monkeypatch) as going:
         wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
         going.commands.checkpoint()
         folder = RunFiles(going.config.run_directory).checkpoints / "step-000003" / "manifest.json"
@@ -258,7 +258,7 @@ def test_going_back_to_where_no_checkpoint_is_or_past_a_named_one_is_refused(
 def test_going_back_keeps_the_checkpoint_that_is_asked_for_though_newer_ones_would_have_it_dropped(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {**PPO, "checkpoint": {"every": 2, "keep": 2}}
+    settings = {**PPO, "checkpoint": {"every_steps": 2, "keep_last": 2}}
     plain = run_to_the_end(make(**settings))
     config = make(**settings)
     mark = RunFiles(config.run_directory).asked
@@ -370,7 +370,7 @@ def test_an_orchestrator_that_is_restarted_hears_what_the_one_before_was_asked(t
 
 
 def test_failures_before_a_run_went_back_do_not_count_against_what_comes_after() -> None:
-    attempts = Attempts(RecoveryConfig(attempts=1, backoff=0.01))
+    attempts = Attempts(RecoveryConfig(max_recoveries=1, backoff_seconds=0.01))
     attempts.progressed(50)
     attempts.go_back(20)
     for step in (21, 22, 23):

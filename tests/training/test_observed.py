@@ -21,8 +21,8 @@ STEPS = 3
 CONFIG: dict[str, Any] = {
     "run": {"steps": STEPS},
     "algorithm": {"kl_controller": {"kind": "adaptive", "target": 2.5}},
-    "checkpoint": {"every": 2},
-    "guards": {"window": 2, "critic_lost": {"below": 1.0}},
+    "checkpoint": {"every_steps": 2},
+    "guards": {"window_steps": 2, "critic_lost": {"below": 1.0}},
 }
 
 
@@ -34,7 +34,7 @@ def collector() -> Any:
 
 @pytest.fixture(scope="module")
 def observed(make: MakeConfig, collector: Collector) -> Observed:
-    return run_observed(make(**CONFIG, telemetry={"traces": collector.url}))
+    return run_observed(make(**CONFIG, telemetry={"otlp_endpoint": collector.url}))
 
 
 def test_the_run_ends_well_with_the_bits_of_one_that_nobody_looks_at(observed: Observed, make: MakeConfig) -> None:
@@ -148,7 +148,7 @@ def test_a_step_that_breaks_off_is_a_trace_that_says_so(make: MakeConfig, monkey
 
     monkeypatch.setattr(StepTransaction, "_update", broken)
     with Collector().listening() as collector:
-        ended = run_observed(make(run={"steps": 2}, telemetry={"traces": collector.url}))
+        ended = run_observed(make(run={"steps": 2}, telemetry={"otlp_endpoint": collector.url}))
     assert ended.run.code == 1
     marked = {span.name: span.status for _, span in collector.spans if span.status.code}
     assert set(marked) == {"step 2", "update"}
@@ -161,9 +161,9 @@ def test_a_collector_that_takes_nothing_does_not_touch_the_run(make: MakeConfig,
     with Collector(status=status or 200).listening() as collector:
         url = collector.url
         if status:
-            ended = run_observed(make(run={"steps": 2}, telemetry={"traces": url}))
+            ended = run_observed(make(run={"steps": 2}, telemetry={"otlp_endpoint": url}))
     if status is None:
-        ended = run_observed(make(run={"steps": 2}, telemetry={"traces": url}))
+        ended = run_observed(make(run={"steps": 2}, telemetry={"otlp_endpoint": url}))
     assert ended.run.code == 0, ended.run.progress.error
     assert not collector.spans
     assert collector.requests >= (1 if status else 0)

@@ -57,8 +57,8 @@ def of_each(calls: list[dict[str, Any]], *names: str) -> list[Any]:
 UNUSUAL: dict[str, dict[str, Any]] = {
     "run": {"steps": 4, "seed": 11},
     "algorithm": {
-        "epochs": 3,
-        "mini_batches": 2,
+        "num_epochs": 3,
+        "num_mini_batches": 2,
         "clip_ratio": 0.15,
         "clip_ratio_high": 0.3,
         "dual_clip": 4.0,
@@ -128,7 +128,7 @@ def test_at_another_temperature_engine_trainer_and_reference_agree_on_the_first_
     lora: dict[str, Any] | None, make: MakeConfig
 ) -> None:
     """All four log-probs of the untrained policy are the same numbers, so that every ratio is 1 and every KL 0."""
-    config = make(run={"steps": 1}, algorithm={"epochs": 1}, rollout={"temperature": 0.25}, actor={"lora": lora})
+    config = make(run={"steps": 1}, algorithm={"num_epochs": 1}, rollout={"temperature": 0.25}, actor={"lora": lora})
     (step,) = run_to_the_end(config).metrics
     assert step["kl_mean"] == pytest.approx(0, abs=1e-4)
     assert step["rollout_mismatch_kl"] == pytest.approx(0, abs=1e-8)
@@ -177,7 +177,7 @@ def test_the_kl_coefficient_of_a_step_follows_from_the_kl_of_the_step_before(
             run={"steps": 5},
             algorithm={"kl_coefficient": 0.3, "kl_controller": controller},
             actor={"learning_rate": 0.02},
-            checkpoint={"every": 1, "keep": 5},
+            checkpoint={"every_steps": 1, "keep_last": 5},
         )
     )
     expected = 0.3
@@ -194,7 +194,7 @@ def test_the_kl_coefficient_of_a_step_follows_from_the_kl_of_the_step_before(
 def test_a_checkpoint_holds_the_moments_by_which_scores_are_normalised(
     normalize: str, steps_seen: int, make: MakeConfig
 ) -> None:
-    run = run_to_the_end(make(algorithm={"score": {"normalize": normalize}}, checkpoint={"every": 2}))
+    run = run_to_the_end(make(algorithm={"score": {"normalize": normalize}}, checkpoint={"every_steps": 2}))
     moments = manifest(run, 2)["state"]["score_moments"]
     if not steps_seen:
         assert moments is None

@@ -35,7 +35,7 @@ def begun_ahead(files: RunFiles) -> list[int]:
 
 @pytest.fixture(scope="module")
 def run(make: MakeConfig) -> Run:
-    return run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every": 0}))
+    return run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": 0}))
 
 
 def test_the_next_generation_begins_when_the_policy_is_ready_and_before_the_step_is_committed(run: Run) -> None:
@@ -56,7 +56,7 @@ def test_what_is_written_down_of_a_step_is_made_while_both_models_learn(
 
     for module, name in ((actor, "update_policy"), (critic, "update_value"), (records, "trajectory_lines")):
         monkeypatch.setattr(module, name, meeting(getattr(module, name)))
-    assert figures(run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every": 0}))) == figures(run)
+    assert figures(run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": 0}))) == figures(run)
 
 
 @pytest.mark.parametrize("between", ["checkpoint", "evaluation"])
@@ -64,11 +64,11 @@ def test_what_needs_the_policy_between_two_steps_comes_first(
     between: str, make: MakeConfig, toy_task: ToyTask, run: Run
 ) -> None:
     changes: dict[str, Any] = {
-        "checkpoint": {"checkpoint": {"every": 1}},
+        "checkpoint": {"checkpoint": {"every_steps": 1}},
         "evaluation": {
-            "evaluation": {"every": 1, "prompts": 2},
+            "evaluation": {"every_steps": 1, "max_prompts": 2},
             "data": {"validation": str(toy_task.prompts)},
-            "checkpoint": {"every": 0},
+            "checkpoint": {"every_steps": 0},
         },
     }[between]
     changed = run_to_the_end(make(run={"steps": STEPS}, **changes))
@@ -77,8 +77,8 @@ def test_what_needs_the_policy_between_two_steps_comes_first(
 
 
 def test_a_guard_that_stops_the_run_lets_go_of_what_was_begun(make: MakeConfig) -> None:
-    guards = {"window": 2, "critic_lost": {"below": 1.0, "action": "stop"}}
-    with underway(make(run={"steps": 30}, checkpoint={"every": 0}, guards=guards)) as going:
+    guards = {"window_steps": 2, "critic_lost": {"below": 1.0, "action": "stop"}}
+    with underway(make(run={"steps": 30}, checkpoint={"every_steps": 0}, guards=guards)) as going:
         stopped = going.finish()
     steps = len(stopped.metrics)
     assert stopped.code == 1

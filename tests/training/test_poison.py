@@ -80,9 +80,9 @@ class Runs:
             "run": {"steps": STEPS},
             "reward": {"source": "function", "function": f"mine:{function}", "model": None, "quote_texts": True},
             "critic": {"model": None},
-            "checkpoint": {"every": 2},
+            "checkpoint": {"every_steps": 2},
         }
-        recovery = {"max_failed_trajectories": 6, "backoff": 0.01, **changes.pop("recovery", {})}
+        recovery = {"max_failed_trajectories": 6, "backoff_seconds": 0.01, **changes.pop("recovery", {})}
         return self.make(**{**common, **KINDS[kind], **changes, "recovery": recovery})
 
     def run(self, function: str, kind: str = "ppo", **changes: Any) -> Run:
@@ -249,12 +249,12 @@ def test_the_evaluation_that_all_others_are_held_against_must_be_scored(
 ) -> None:
     validation = marked(toy_task, tmp_path / "validation.jsonl", 1)["prompts"]
     data = {"validation": validation}
-    run = runs.failure("raises_for_marked", data=data, evaluation={"every": 1, "prompts": 3}, recovery={"attempts": 0})
+    run = runs.failure("raises_for_marked", data=data, evaluation={"every_steps": 1, "max_prompts": 3}, recovery={"max_recoveries": 0})
     assert "ValueError: this prompt cannot be scored" in run.progress.error
     assert not run.files.metrics.exists()
 
 
-EVALUATION: dict[str, Any] = {"every": 1, "prompts": 3}
+EVALUATION: dict[str, Any] = {"every_steps": 1, "max_prompts": 3}
 
 
 @pytest.mark.parametrize("error", [ComputationFailed, InvalidRequest])
@@ -358,7 +358,7 @@ def test_a_scoring_service_that_fails_for_good_ends_the_run_with_its_error(
         return failed
 
     monkeypatch.setattr(RewardClient, "score", score)
-    run = runs.failure("healthy", recovery={"attempts": 2})
+    run = runs.failure("healthy", recovery={"max_recoveries": 2})
     assert run.progress.error.startswith("gave up after 2 recoveries in a row")
     assert "reward: HTTP 503" in run.progress.error
     assert not run.files.failed_trajectories.exists()

@@ -37,9 +37,9 @@ def run(make: MakeConfig, toy_task: ToyTask) -> Run:
         make(
             run={"steps": STEPS},
             rollout={"samples_per_prompt": 2},
-            checkpoint={"every": 1},
+            checkpoint={"every_steps": 1},
             data={"validation": str(toy_task.prompts)},
-            evaluation={"every": 2, "prompts": 2},
+            evaluation={"every_steps": 2, "max_prompts": 2},
         )
     )
 
@@ -140,7 +140,7 @@ def test_tensorboard_has_every_figure_of_every_step(run: Run) -> None:
 
 
 def test_what_was_rolled_back_is_dropped_and_comes_again(make: MakeConfig) -> None:
-    config = make(run={"steps": 4}, checkpoint={"every": 2})
+    config = make(run={"steps": 4}, checkpoint={"every_steps": 2})
     first = run_to_the_end(config)
     files, before = first.files, tokens(first.files)
     assert len(before) == 4
@@ -272,7 +272,7 @@ def test_a_run_tells_wandb_and_mlflow(make: MakeConfig, tmp_path: Path, monkeypa
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("WANDB_MODE", "offline")
     uri = str(tmp_path / "mlruns")
-    run = run_to_the_end(make(telemetry={"wandb": {"project": "tests"}, "mlflow": {"uri": uri}}))
+    run = run_to_the_end(make(telemetry={"wandb": {"project": "tests"}, "mlflow": {"tracking_uri": uri}}))
     assert not [note for note in run.progress.notes if "sends it nothing more" in note]
     (history,) = (run.files.logs / "wandb").glob("offline-run-*/*.wandb")
     assert [row["step"] for row in wandb_history(history)] == ["1", "2"]

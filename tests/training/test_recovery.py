@@ -49,9 +49,9 @@ from tests.training.test_stability import wait_for
 STEPS = 5
 SHORT: dict[str, Any] = {
     "run": {"steps": STEPS},
-    "checkpoint": {"every": 2},
+    "checkpoint": {"every_steps": 2},
     "algorithm": {"score": {"normalize": "running"}},
-    "recovery": {"backoff": 0.01},
+    "recovery": {"backoff_seconds": 0.01},
 }
 MOMENTS = {"generate": "_prepare", "update": "_update", "commit": "_commit"}
 
@@ -222,7 +222,7 @@ def test_a_generation_that_broke_off_and_goes_on_writing_does_not_reach_the_step
 def test_a_run_gives_up_when_it_fails_again_and_again_and_says_how_often(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(**{**SHORT, "recovery": {"backoff": 0.01, "attempts": 2}})
+    config = make(**{**SHORT, "recovery": {"backoff_seconds": 0.01, "max_recoveries": 2}})
     with disturbed(config, "update", lambda started: started.restart(Role.CRITIC), monkeypatch, times=9) as going:
         run = going.finish()
     assert run.code == 1
@@ -233,7 +233,7 @@ def test_a_run_gives_up_when_it_fails_again_and_again_and_says_how_often(
 
 
 def test_with_no_attempts_the_first_failure_ends_the_run(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make(**{**SHORT, "recovery": {"attempts": 0}})
+    config = make(**{**SHORT, "recovery": {"max_recoveries": 0}})
     with disturbed(config, "update", lambda started: started.restart(Role.CRITIC), monkeypatch) as going:
         run = going.finish()
     assert run.code == 1
@@ -327,7 +327,7 @@ def test_a_model_whose_update_broke_off_is_restored(
 def test_what_a_guard_found_counts_where_the_run_broke_off_before_it_was_heeded(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guards = {"window": 2, "kl_runaway": {"above": 1e-6, "action": "pause"}}
+    guards = {"window_steps": 2, "kl_runaway": {"above": 1e-6, "action": "pause"}}
     with fleet(make(**{**SHORT, "guards": guards})) as started:
         with monkeypatch.context() as patch:
             patch.setattr(training.Training, "_heed", crash_after_the_first_step)
@@ -359,7 +359,7 @@ def prepared_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("checkpoint", "lost"), [({"every": 0}, []), ({"every": 4}, [1]), ({"every": 4}, [1, 2, 3])])
+@pytest.mark.parametrize(("checkpoint", "lost"), [({"every_steps": 0}, []), ({"every_steps": 4}, [1]), ({"every_steps": 4}, [1, 2, 3])])
 def test_committed_steps_on_which_both_models_stand_are_not_taken_again(
     checkpoint: dict[str, int],
     lost: list[int],
@@ -388,7 +388,7 @@ def test_committed_steps_on_which_both_models_stand_are_not_taken_again(
 def test_a_run_that_the_buffer_could_not_bring_to_where_it_stands_is_saved_at_once(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:
-    config = make(**{**SHORT, "checkpoint": {"every": 5}})
+    config = make(**{**SHORT, "checkpoint": {"every_steps": 5}})
     with disturbed(config, "generate", lambda _: empty(redis_client, config.run.name), monkeypatch) as going:
         run = going.finish()
     assert_same(run, undisturbed)
@@ -398,7 +398,7 @@ def test_a_run_that_the_buffer_could_not_bring_to_where_it_stands_is_saved_at_on
 def test_a_stop_does_not_end_a_run_before_what_it_had_committed(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:
-    config = make(**{**SHORT, "run": {"steps": 9}, "checkpoint": {"every": 6}})
+    config = make(**{**SHORT, "run": {"steps": 9}, "checkpoint": {"every_steps": 6}})
 
     def lose(started: Fleet) -> None:
         going.control.stop()
@@ -416,7 +416,7 @@ def test_a_step_that_is_taken_again_has_the_learning_rate_that_it_had(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that was made longer has another schedule from then on, and only from then on."""
-    kind = {"actor": {"schedule": "cosine"}, "critic": {"schedule": "cosine"}, "checkpoint": {"every": 4}}
+    kind = {"actor": {"schedule": "cosine"}, "critic": {"schedule": "cosine"}, "checkpoint": {"every_steps": 4}}
     config = make(**{**SHORT, **kind})
     break_off(config, "generate", 4, monkeypatch)
     rates: list[tuple[int, float]] = []
@@ -435,7 +435,7 @@ def test_a_step_that_is_taken_again_has_the_learning_rate_that_it_had(
 def test_a_guards_stop_is_remembered_by_the_orchestrator_that_comes_after(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guards = {"window": 2, "missing_eos": {"action": "stop", "below": 1.0}}
+    guards = {"window_steps": 2, "missing_eos": {"action": "stop", "below": 1.0}}
     with fleet(make(**{**SHORT, "guards": guards})) as started:
         asked = RunFiles(started.config.run_directory).asked
         with monkeypatch.context() as patch:

@@ -47,8 +47,8 @@ class Crash(Exception):
 
 
 def changes(kind: str, toy_task: ToyTask) -> dict[str, Any]:
-    common = {"run": {"steps": STEPS}, "checkpoint": {"every": 2, "keep": 2}}
-    evaluation = {"data": {"validation": str(toy_task.prompts)}, "evaluation": {"every": 3, "prompts": 3}}
+    common = {"run": {"steps": STEPS}, "checkpoint": {"every_steps": 2, "keep_last": 2}}
+    evaluation = {"data": {"validation": str(toy_task.prompts)}, "evaluation": {"every_steps": 3, "max_prompts": 3}}
     return {**common, **(evaluation if kind == "ppo" else {}), **KINDS[kind]}
 
 
@@ -224,7 +224,7 @@ def test_sealed_experience_that_is_damaged_is_not_trained_on_and_its_steps_are_t
     monkeypatch: pytest.MonkeyPatch,
     redis_client: Redis,
 ) -> None:
-    config = make(**changes("normalized", toy_task), recovery={"backoff": 0.01})
+    config = make(**changes("normalized", toy_task), recovery={"backoff_seconds": 0.01})
     break_off(config, "generate", 6, monkeypatch)
     [key] = redis_client.scan_iter(match=f"quartet:{config.run.name}:experience:*")
     data = bytearray(redis_client.hget(key, "experience"))

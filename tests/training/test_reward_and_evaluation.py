@@ -89,7 +89,7 @@ def test_evaluations_are_kept_with_a_table_and_held_against_the_initial_policy(
     config = make(
         run={"steps": 3},
         data={"validation": str(toy_task.prompts)},
-        evaluation={"every": 2, "prompts": 5, "judge": "mine:prefers_initial"},
+        evaluation={"every_steps": 2, "max_prompts": 5, "judge": "mine:prefers_initial"},
         actor={"learning_rate": 0.05},
     )
     run = run_to_the_end(config)
@@ -115,7 +115,7 @@ def test_evaluations_are_kept_with_a_table_and_held_against_the_initial_policy(
 def test_evaluating_changes_nothing_of_the_training(make: MakeConfig, toy_task: ToyTask) -> None:
     evaluated: dict[str, Any] = {
         "data": {"validation": str(toy_task.prompts)},
-        "evaluation": {"every": 1, "prompts": 3},
+        "evaluation": {"every_steps": 1, "max_prompts": 3},
     }
     with_it, without = run_to_the_end(make(**evaluated)), run_to_the_end(make())
     weights = [run.files.policy / "model.safetensors" for run in (with_it, without)]

@@ -16,11 +16,11 @@ from tests.training.conftest import MakeConfig
 from tests.training.runs import Underway, json_lines, run_to_the_end, underway
 
 # At this learning rate a step throws the policy far away, whatever it has seen.
-WILD = {"actor": {"learning_rate": 10.0}, "guards": {"window": 2, "kl_runaway": {"above": 1.0}}}
+WILD = {"actor": {"learning_rate": 10.0}, "guards": {"window_steps": 2, "kl_runaway": {"above": 1.0}}}
 
 
 def wild(action: str, **changes: Any) -> dict[str, Any]:
-    return {**WILD, "guards": {"window": 2, "kl_runaway": {"above": 1.0, "action": action}}, **changes}
+    return {**WILD, "guards": {"window_steps": 2, "kl_runaway": {"above": 1.0, "action": action}}, **changes}
 
 
 def wait_for(going: Underway, condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -113,7 +113,7 @@ def tuple_of(found: Any) -> tuple[Any, ...]:
 
 @pytest.mark.usefixtures("poisoned")
 def test_a_nan_loss_is_skipped_counted_and_told_where_the_config_says_so(make: MakeConfig, toy_task: ToyTask) -> None:
-    run = run_to_the_end(make(algorithm={"non_finite": "skip", "epochs": 4}))
+    run = run_to_the_end(make(algorithm={"non_finite": "skip", "num_epochs": 4}))
     for step in run.metrics:
         assert (step["optimizer_steps_actor"], step["skipped_steps_actor"]) == (2, 2)
         assert json.dumps(step, allow_nan=False)

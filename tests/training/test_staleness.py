@@ -26,10 +26,10 @@ from tests.unit.models import tiny
 STEPS, EVERY = 7, 5
 STALE: dict[str, Any] = {
     "run": {"steps": STEPS},
-    "checkpoint": {"every": EVERY},
+    "checkpoint": {"every_steps": EVERY},
     "rollout": {"max_off_policy_steps": 1},
     "algorithm": {"score": {"normalize": "running"}},
-    "recovery": {"backoff": 0.01},
+    "recovery": {"backoff_seconds": 0.01},
 }
 VERSIONS = [0, 0, 1, 2, 3, 5, 5]
 """Of the policies that generate the steps: one behind, but after the start and after a checkpoint."""
@@ -113,7 +113,7 @@ def test_a_run_that_broke_off_goes_on_to_the_same_bits(
 
 def test_an_evaluation_changes_nothing(make: MakeConfig, toy_task: ToyTask, undisturbed: Run) -> None:
     evaluated = run_to_the_end(
-        stale(make, evaluation={"every": 1, "prompts": 2}, data={"validation": str(toy_task.prompts)})
+        stale(make, evaluation={"every_steps": 1, "max_prompts": 2}, data={"validation": str(toy_task.prompts)})
     )
     assert_same(evaluated, undisturbed)
     assert evaluated.progress.recoveries == 0
@@ -122,7 +122,7 @@ def test_an_evaluation_changes_nothing(make: MakeConfig, toy_task: ToyTask, undi
 def test_a_checkpoint_that_a_user_asks_for_is_kept_and_generates_the_next_step(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = stale(make, checkpoint={"keep": 9})
+    config = stale(make, checkpoint={"keep_last": 9})
     with asked(config, {3: lambda running: running.commands.checkpoint()}, monkeypatch) as going:
         run = going.finish()
     assert (run.code, run.progress.recoveries) == (0, 0), run.progress.notes
@@ -148,11 +148,11 @@ def test_an_update_waits_for_the_generation_that_needs_the_weights_before_it(
 def test_how_often_there_is_a_checkpoint_stays_as_it_was(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = stale(make)
     break_off(config, "committed", 3, monkeypatch)
-    other = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": 4})})
+    other = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every_steps": 4})})
     with underway(other) as going:
         run = going.finish()
     assert run.code == 2
-    assert "checkpoint.every is 4" in run.progress.error
+    assert "checkpoint.every_steps is 4" in run.progress.error
 
 
 def test_the_rule_needs_nothing_but_the_step_and_the_checkpoint() -> None:

@@ -18,7 +18,7 @@ from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, merged, orchestrator, run_to_the_end, underway
 from tests.training.test_resume import break_off
 
-COMMON: dict[str, Any] = {"run": {"steps": 4}, "checkpoint": {"every": 2}, "recovery": {"backoff": 0.01}}
+COMMON: dict[str, Any] = {"run": {"steps": 4}, "checkpoint": {"every_steps": 2}, "recovery": {"backoff_seconds": 0.01}}
 SMALL = 2.5 * 2**20
 """Free bytes at which the tiny models' updates are split, as ample memory would not."""
 

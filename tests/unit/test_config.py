@@ -100,14 +100,14 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ),
         ({"algorithm": {"critic_warmup_steps": 100}}, "the policy would never learn; expected less than run.steps 100"),
         (
-            {"reward": {"source": "ensemble", "timeout": 1, "parts": [{"name": "a", "model": "m"}]}},
-            "timeout: not used with source ensemble; give it to each of the parts",
+            {"reward": {"source": "ensemble", "timeout_seconds": 1, "parts": [{"name": "a", "model": "m"}]}},
+            "timeout_seconds: not used with source ensemble; give it to each of the parts",
         ),
         ({"algorithm": {"overlong_penalty": {"buffer_tokens": 65}}}, "expected at most rollout.max_response_tokens 64"),
         ({"actor": {"model": "a", "warmup_steps": 101}}, "actor.warmup_steps 101: expected at most run.steps 100"),
         ({"actor": {"model": "a", "final_learning_rate": 1}}, "final_learning_rate 1: expected at most learning_rate"),
         ({"actor": {"model": "a", "lora": {}, "freeze": ["x"]}}, "freeze: with lora all but the adapters is frozen"),
-        ({"evaluation": {"every": 5}}, "evaluation.every: data.validation names no prompts"),
+        ({"evaluation": {"every_steps": 5}}, "evaluation.every_steps: data.validation names no prompts"),
         (
             {"actor": {"model": "a", "lora": {}}, "services": {"reference": {"address": "h:1"}}},
             "services.reference.address: the actor answers as reference",
@@ -188,7 +188,7 @@ def test_advantages_are_normalised_as_the_estimator_does_unless_told(
     assert config.algorithm.normalizes_advantages is normalized
 
 
-@pytest.mark.parametrize("given", [{"certificate": "c.pem"}, {"key": "k.pem"}])
+@pytest.mark.parametrize("given", [{"certificate_file": "c.pem"}, {"key_file": "k.pem"}])
 def test_a_certificate_of_the_gateway_goes_with_its_key(given: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="certificate and key: one is given without the other"):
+    with pytest.raises(ConfigError, match="certificate_file and key_file: one is given without the other"):
         parse_config({**REQUIRED, "gateway": given}, "test")

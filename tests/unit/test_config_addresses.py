@@ -90,15 +90,15 @@ def test_a_malformed_url_is_refused_without_its_password(url: str, tmp_path: Pat
 @pytest.mark.parametrize(
     "telemetry",
     [
-        {"traces": "http://bob:secret@collector:4318"},  # pragma: allowlist secret - an example
-        {"traces": "http://bob:sec/secret@collector:4318"},  # pragma: allowlist secret - an example
-        {"traces": "http://collector:4318/v1/traces?password=secret"},
-        {"traces": "http://collector:4318/v1/traces?a=b&api_%50assword=secret"},
-        {"traces": "http://collector:4318#password=secret"},
-        {"traces": "otlp://bob:secret@collector"},  # pragma: allowlist secret - an example
-        {"mlflow": {"uri": "https://bob:secret@tracking"}},  # pragma: allowlist secret - an example
+        {"otlp_endpoint": "http://bob:secret@collector:4318"},  # pragma: allowlist secret - an example
+        {"otlp_endpoint": "http://bob:sec/secret@collector:4318"},  # pragma: allowlist secret - an example
+        {"otlp_endpoint": "http://collector:4318/v1/traces?password=secret"},
+        {"otlp_endpoint": "http://collector:4318/v1/traces?a=b&api_%50assword=secret"},
+        {"otlp_endpoint": "http://collector:4318#password=secret"},
+        {"otlp_endpoint": "otlp://bob:secret@collector"},  # pragma: allowlist secret - an example
+        {"mlflow": {"tracking_uri": "https://bob:secret@tracking"}},  # pragma: allowlist secret - an example
         # pragma: allowlist nextline secret - an example
-        {"mlflow": {"uri": "postgresql+psycopg2://bob:secret@database/figures"}},
+        {"mlflow": {"tracking_uri": "postgresql+psycopg2://bob:secret@database/figures"}},
     ],
 )
 def test_passwords_of_telemetry_have_no_place_in_a_config(telemetry: dict[str, Any]) -> None:
@@ -113,6 +113,6 @@ def test_passwords_of_telemetry_have_no_place_in_a_config(telemetry: dict[str, A
 
 @pytest.mark.parametrize("uri", ["mlruns", "file:///home/a@b/mlruns", "http://[::1]:5000", "http://tracking:5000/a@b"])
 def test_addresses_of_telemetry_without_a_password_are_taken(uri: str) -> None:
-    config = parse_config({**REQUIRED, "telemetry": {"mlflow": {"uri": uri}}}, "test")
+    config = parse_config({**REQUIRED, "telemetry": {"mlflow": {"tracking_uri": uri}}}, "test")
     assert config.telemetry.mlflow is not None
-    assert config.telemetry.mlflow.uri == uri
+    assert config.telemetry.mlflow.tracking_uri == uri

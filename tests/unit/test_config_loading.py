@@ -26,7 +26,7 @@ WRONG = {
         "algorithm:\n  kl_controller:\n    kind: fixed\n    targett: 3\n",
         ":10: algorithm.kl_controller.targett: unknown key; did you mean 'target'?",
     ),
-    "a key like no other": ("checkpoint:\n  zzz: 1\n", ":8: checkpoint.zzz: unknown key; known here: every, keep"),
+    "a key like no other": ("checkpoint:\n  zzz: 1\n", ":8: checkpoint.zzz: unknown key; known here: every_steps, keep_last"),
     "steps of 0": ("run:\n  steps: 0\n", ":8: run.steps: Input should be greater than or equal to 1, not 0"),
     "a word for a number": ("run:\n  steps: many\n", ":8: run.steps: Input should be a valid integer"),
     "a negative seed": ("run:\n  seed: -1\n", ":8: run.seed: Input should be greater than or equal to 0, not -1"),
@@ -88,8 +88,8 @@ WRONG = {
     ),
     "a url of another kind": ("buffer:\n  url: http://h\n", ":8: buffer.url: expected redis://HOST:PORT/DB"),
     "more mini-batches than responses": (
-        "rollout: {prompts_per_step: 4}\nalgorithm: {mini_batches: 5}\n",
-        "algorithm.mini_batches 5: expected at most the 4 responses of a step",
+        "rollout: {prompts_per_step: 4}\nalgorithm: {num_mini_batches: 5}\n",
+        "algorithm.num_mini_batches 5: expected at most the 4 responses of a step",
     ),
     "a KL loss without weight": ("algorithm: {kl_loss: k3}\n", "set kl_loss_coefficient above 0, or kl_loss none"),
     "a section that stands twice": ("actor: {model: other}\n", ":7: actor: stands twice"),
@@ -209,13 +209,13 @@ def test_a_hash_in_an_override_is_no_comment(tmp_path: Path) -> None:
 def test_a_config_laid_over_another_wins_key_by_key_and_overrides_win_over_both(tmp_path: Path) -> None:
     run, above, last = tmp_path / "run.yaml", tmp_path / "above.yaml", tmp_path / "last.yaml"
     run.write_text(
-        yaml.safe_dump({**REQUIRED, "services": {"actor": {"devices": [3], "threads": 2}}, "run": {"name": "a"}})
+        yaml.safe_dump({**REQUIRED, "services": {"actor": {"devices": [3], "num_threads": 2}}, "run": {"name": "a"}})
     )
-    above.write_text("services:\n  actor: {devices: [0]}\n  critic: {threads: 5}\n")
-    last.write_text("services: {critic: {threads: 6}}\n")
-    config = load_config(run, ["services.actor.threads=7"], [above, last])
-    assert (config.services.actor.devices, config.services.actor.threads) == ((0,), 7)
-    assert (config.services.critic.threads, config.run.name) == (6, "a")
+    above.write_text("services:\n  actor: {devices: [0]}\n  critic: {num_threads: 5}\n")
+    last.write_text("services: {critic: {num_threads: 6}}\n")
+    config = load_config(run, ["services.actor.num_threads=7"], [above, last])
+    assert (config.services.actor.devices, config.services.actor.num_threads) == ((0,), 7)
+    assert (config.services.critic.num_threads, config.run.name) == (6, "a")
 
 
 def test_what_is_wrong_in_a_config_is_named_by_the_file_that_it_stands_in(tmp_path: Path) -> None:

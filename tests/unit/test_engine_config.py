@@ -138,8 +138,8 @@ def test_a_package_that_is_missing_is_named_with_where_to_get_it(
 
 
 def test_a_certificate_authority_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    triton = {"url": "grpcs://h:1", "certificate_authority": str(tmp_path / "absent.crt")}
-    with pytest.raises(ConfigError, match=r"rollout\.triton\.certificate_authority: .*absent\.crt cannot be read"):
+    triton = {"url": "grpcs://h:1", "certificate_authority_file": str(tmp_path / "absent.crt")}
+    with pytest.raises(ConfigError, match=r"rollout\.triton\.certificate_authority_file: .*absent\.crt cannot be read"):
         engine_factory(config(lora=LORA, rollout={"triton": triton}), None)
 
 
@@ -150,7 +150,7 @@ def test_a_certificate_authority_that_cannot_be_read_is_named(tmp_path: Path) ->
         ({"engine": "triton", "rollout": {"triton": {"url": URL}}, "lora": LORA}, "engine triton"),
         ({"engine": "torch", "algorithm": {"importance_sampling_cap": None}}, "importance_sampling_cap"),
         ({"engine": "torch", "rollout": {"max_off_policy_steps": 2}}, "rollout.max_off_policy_steps"),
-        ({"engine": "torch", "timeouts": {"update": 1.0}}, "timeouts.update 1"),
+        ({"engine": "torch", "timeouts": {"update_seconds": 1.0}}, "timeouts.update_seconds 1"),
     ],
 )
 def test_stale_policies_need_an_engine_with_weights_of_its_own_and_a_correction(

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "actor": {"model": str(found / "initial")},
         "reward": {"model": str(found / "reward")},
         "rollout": {"max_response_tokens": 9},
-        "evaluation": {"prompts": 5},
+        "evaluation": {"max_prompts": 5},
     }
     RunFiles(found / "runs/a").write_config(yaml.safe_dump(tree))
     shutil.copytree(found / "trained", found / "runs/a/policy")
@@ -100,7 +100,7 @@ def test_a_policy_of_a_run_is_held_against_its_initial_policy_by_the_runs_config
 def test_settings_can_be_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     usual = means(folder, capsys)
     assert means(folder, capsys) == usual
-    for change in ("run.seed=4", "rollout.temperature=0.4", "rollout.max_response_tokens=3", "evaluation.prompts=2"):
+    for change in ("run.seed=4", "rollout.temperature=0.4", "rollout.max_response_tokens=3", "evaluation.max_prompts=2"):
         assert means(folder, capsys, change) != usual, change
 
 

@@ -245,7 +245,7 @@ def config(tmp_path: Path, validation: Path | None, count: int = 2) -> Config:
             "data": {"prompts": tmp_path / "none.jsonl", "validation": validation, "max_prompt_tokens": 3},
             "actor": {"model": "policies/a"},
             "reward": {"model": "r"},
-            "evaluation": {"prompts": count},
+            "evaluation": {"max_prompts": count},
         },
         "test",
     )

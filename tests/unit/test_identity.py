@@ -25,7 +25,7 @@ def refusal(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 def test_a_setting_that_makes_others_count_is_named_itself() -> None:
     one, other = settings(rollout={"max_off_policy_steps": 1}), settings()
-    assert "checkpoint.every" in one.keys() - other.keys()
+    assert "checkpoint.every_steps" in one.keys() - other.keys()
     assert refusal(one, other).startswith("--resume: rollout.max_off_policy_steps is 0, the run in runs/tiny had 1;")
     assert refusal(other, one).startswith("--resume: rollout.max_off_policy_steps is 1, the run in runs/tiny had 0;")
     for key in CAME_LATER:
@@ -34,8 +34,8 @@ def test_a_setting_that_makes_others_count_is_named_itself() -> None:
 
 
 def test_a_setting_that_counts_in_both_is_named_with_both_values() -> None:
-    one, other = (settings(rollout={"max_off_policy_steps": 1}, checkpoint={"every": every}) for every in (10, 5))
-    assert refusal(one, other).startswith("--resume: checkpoint.every is 5, the run in runs/tiny had 10;")
+    one, other = (settings(rollout={"max_off_policy_steps": 1}, checkpoint={"every_steps": every}) for every in (10, 5))
+    assert refusal(one, other).startswith("--resume: checkpoint.every_steps is 5, the run in runs/tiny had 10;")
 
 
 def test_a_section_that_only_one_has_is_named() -> None:

@@ -140,4 +140,4 @@ def test_every_metric_that_is_asked_for_is_documented() -> None:
 def test_guards_are_those_of_the_config() -> None:
     from quartet.services.orchestrator.telemetry.run_metrics import GUARDS
 
-    assert set(GUARDS) == set(GuardsConfig.model_fields) - {"window"}
+    assert set(GUARDS) == set(GuardsConfig.model_fields) - {"window_steps"}

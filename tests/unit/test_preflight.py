@@ -125,7 +125,7 @@ def test_a_file_where_a_checkpoint_should_be_is_refused(models: Path) -> None:
         check_inputs(parse_config(tree, "test"))
 
 
-@pytest.mark.parametrize("key", ["listen", "metrics", "health"])
+@pytest.mark.parametrize("key", ["listen", "metrics_listen", "health_listen"])
 def test_a_taken_port_is_named_with_its_key(models: Path, key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -295,7 +295,7 @@ RLOO = {"estimator": "rloo"}
         ({"algorithm": {**RLOO, "value_clip": 0.3, "gae_lambda": 0.95}}, "algorithm.gae_lambda, algorithm.value_clip",
          NO_CRITIC),
         ({"algorithm": {**RLOO, "critic_warmup_steps": 0}}, "algorithm.critic_warmup_steps", NO_CRITIC),
-        ({"services": {"critic": {"threads": 2}}}, "services.critic.threads", NO_CRITIC),
+        ({"services": {"critic": {"num_threads": 2}}}, "services.critic.num_threads", NO_CRITIC),
         ({"guards": {"critic_lost": {"action": "stop"}}}, "guards.critic_lost.action", NO_CRITIC),
         ({"algorithm": {**RLOO, "grpo_normalize_std": False}}, "algorithm.grpo_normalize_std", "algorithm.estimator is rloo"),
         ({"actor": {"model": "a/b", "lora": {}}, "reference": {"dtype": "float32", "micro_batch_tokens": 9}},
@@ -328,7 +328,7 @@ def test_settings_that_do_something_are_not_named(models: Path) -> None:
         "actor": {"model": "a/b", "schedule": "linear", "final_learning_rate": 1e-6, "lora": {"rank": 2}},
         "critic": {"learning_rate": 1e-4, "schedule": "cosine", "final_learning_rate": 1e-6},
         "reference": {"model": "a/b", "dtype": "bfloat16"},
-        "services": {"critic": {"threads": 1}, "reference": {"threads": 1}},
+        "services": {"critic": {"num_threads": 1}, "reference": {"num_threads": 1}},
         "guards": {"critic_lost": {"action": "stop"}},
     }  # fmt: skip
     assert unused(parse_config(minimal(models, **sections), "test")) == []

@@ -181,7 +181,7 @@ def _listened(config: Config) -> list[str]:
     return [
         str(config.gateway.listen),
         *(str(place.listen) for place in every),
-        *(str(place.metrics) for place in every),
+        *(str(place.metrics_listen) for place in every),
     ]
 
 

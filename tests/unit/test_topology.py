@@ -43,7 +43,7 @@ def test_a_service_elsewhere_leaves_its_share_to_the_others(monkeypatch: pytest.
 
 def test_told_threads_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "cores", lambda: 8)
-    told = config(actor={"threads": 5})
+    told = config(actor={"num_threads": 5})
     assert (threads_of(told, Role.ACTOR), update_threads_of(told, Role.ACTOR)) == (5, 5)
 
 

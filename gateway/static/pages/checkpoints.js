@@ -40,7 +40,7 @@ export async function checkpointsPage({ frame, run, element, signal }) {
 }
 
 function drawn(frame, rows) {
-  if (!rows.length) return empty("No checkpoints", "One is saved every ", h("code", {}, "checkpoint.every"), " steps, and whenever you ask for one.");
+  if (!rows.length) return empty("No checkpoints", "One is saved every ", h("code", {}, "checkpoint.every_steps"), " steps, and whenever you ask for one.");
   return table({
     caption: "Checkpoints, the newest first",
     rows: [...rows].sort((a, b) => b.step - a.step),

@@ -188,5 +188,5 @@ const shortName = (name) => /greedy|sampled|judge/.exec(name)?.[0] ?? words(name
 const shown = (name, value) => (SHARES.test(name) ? percent(value) : number(value));
 
 function nothing() {
-  return empty("No evaluations", "Set ", h("code", {}, "evaluation.every"), " and ", h("code", {}, "data.validation"), " to have the policy evaluated as it learns.");
+  return empty("No evaluations", "Set ", h("code", {}, "evaluation.every_steps"), " and ", h("code", {}, "data.validation"), " to have the policy evaluated as it learns.");
 }

@@ -73,14 +73,14 @@ Everything else loops over this map.
 {{- if eq $name "orchestrator" }}{{ $workload = "Job" }}{{ else if gt $nodes 1 }}{{ $workload = "LeaderWorkerSet" }}{{ end -}}
 {{- $times := default dict $root.Values.config.timeouts -}}
 {{- $longest := 10 -}}
-{{- if has "actor" $roles }}{{ $longest = max (dig "generate" 1800 $times) (dig "update" 1800 $times) -}}
-{{- else if $trained }}{{ $longest = max (dig "update" 1800 $times) (dig "score" 600 $times) -}}
-{{- else if $scoring }}{{ $longest = dig "score" 600 $times }}{{ end -}}
+{{- if has "actor" $roles }}{{ $longest = max (dig "generate_seconds" 1800 $times) (dig "update_seconds" 1800 $times) -}}
+{{- else if $trained }}{{ $longest = max (dig "update_seconds" 1800 $times) (dig "score_seconds" 600 $times) -}}
+{{- else if $scoring }}{{ $longest = dig "score_seconds" 600 $times }}{{ end -}}
 {{- $drain := kindIs "invalid" $component.drainSeconds | ternary $longest $component.drainSeconds -}}
 {{- $grace := kindIs "invalid" $component.terminationGracePeriodSeconds | ternary (add $drain 30) $component.terminationGracePeriodSeconds -}}
 {{- $period := int $component.probes.startup.periodSeconds -}}
 {{- $patience := $component.probes.startup.failureThreshold -}}
-{{- $load := or $trained $scoring | ternary (dig "load" 600 $times) 300 -}}
+{{- $load := or $trained $scoring | ternary (dig "load_seconds" 600 $times) 300 -}}
 {{- if kindIs "invalid" $patience }}{{ $patience = max 3 (ceil (divf $load $period)) }}{{ end -}}
 {{- dict
   "name" $name

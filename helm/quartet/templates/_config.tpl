@@ -10,7 +10,7 @@
 {{- range $name, $component := $components -}}
 {{- range $role := $component.roles -}}
 {{- if ne $role "gateway" -}}
-{{- $service := dict "listen" "0.0.0.0:50051" "metrics" "0.0.0.0:9100" "health" "0.0.0.0:9101" -}}
+{{- $service := dict "listen" "0.0.0.0:50051" "metrics_listen" "0.0.0.0:9100" "health_listen" "0.0.0.0:9101" -}}
 {{- $_ := set $service "address" (printf "%s:50051" $component.fullname) -}}
 {{- if $component.model }}{{ $_ := set $service "devices" (until (int $component.gpus)) }}{{ end -}}
 {{- $_ := set $services $role $service -}}
@@ -20,8 +20,8 @@
 {{- $gateway := dict "listen" "0.0.0.0:8080" "start_runs" false "allowed_hosts" (include "quartet.gatewayHosts" . | fromJsonArray) -}}
 {{- $_ := set $gateway "token_file" "/run/secrets/quartet/gateway_token" -}}
 {{- $_ := set $gateway "viewer_token_file" "/run/secrets/quartet/gateway_viewer_token" -}}
-{{- if $tls }}{{ $gateway = merge $gateway (dict "certificate" "/certificates/gateway/tls.crt" "key" "/certificates/gateway/tls.key") }}{{ end -}}
-{{- with .Values.gateway.requestsPerSecond }}{{ $_ := set $gateway "requests_per_second" . }}{{ end -}}
+{{- if $tls }}{{ $gateway = merge $gateway (dict "certificate_file" "/certificates/gateway/tls.crt" "key_file" "/certificates/gateway/tls.key") }}{{ end -}}
+{{- with .Values.gateway.maxRequestsPerSecond }}{{ $_ := set $gateway "max_requests_per_second" . }}{{ end -}}
 {{- $buffer := dict "url" (include "quartet.redisUrl" .) -}}
 {{- if include "quartet.redisSecret" . }}{{ $_ := set $buffer "password_file" "/run/secrets/quartet/redis_password" }}{{ end -}}
 {{- $security := dict "certificates" ($tls | ternary "/certificates" nil) "allow_plaintext" (not $tls) -}}
@@ -41,11 +41,11 @@
 {{- $_ := set $instead "timeouts" "components.NAME.drainSeconds" -}}
 {{- $owned := dict "buffer" $config.buffer "security" $config.security -}}
 {{- $_ := set $owned "run" (pick (default dict $config.run) "directory") -}}
-{{- $_ := set $owned "timeouts" (pick (default dict $config.timeouts) "drain") -}}
-{{- $free := empty .Values.gateway.requestsPerSecond | ternary "requests_per_second" "" -}}
+{{- $_ := set $owned "timeouts" (pick (default dict $config.timeouts) "drain_seconds") -}}
+{{- $free := empty .Values.gateway.maxRequestsPerSecond | ternary "max_requests_per_second" "" -}}
 {{- $_ := set $owned "gateway" (omit (default dict $config.gateway) $free) -}}
 {{- range $role, $service := $config.services -}}
-{{- $_ := set $owned (printf "services.%s" $role) (omit (default dict $service) "threads") -}}
+{{- $_ := set $owned (printf "services.%s" $role) (omit (default dict $service) "num_threads") -}}
 {{- end -}}
 {{- range $section, $keys := $owned -}}
 {{- range $key, $given := $keys -}}
@@ -59,7 +59,7 @@
 {{/* Refuses a telemetry address with a user or a password, as the config tree does, before it is in a ConfigMap. Never quotes it. */}}
 {{- define "quartet.refuseSecrets" -}}
 {{- $telemetry := default dict .Values.config.telemetry -}}
-{{- $addresses := dict "traces" $telemetry.traces "mlflow.uri" (default dict $telemetry.mlflow).uri -}}
+{{- $addresses := dict "otlp_endpoint" $telemetry.otlp_endpoint "mlflow.tracking_uri" (default dict $telemetry.mlflow).tracking_uri -}}
 {{- range $key, $address := $addresses -}}
 {{- if regexMatch `(?is)://([^/]*@|[^/:]*:(/|[0-9]*[^0-9/]).*@)|[?&#][^=&]*(password|%)[^=&]*=` (default "" $address) -}}
 {{- fail (printf "config.telemetry.%s: holds a user, a password or an option whose name is escaped; give user and password in the environment (components.NAME.env), as OTEL_EXPORTER_OTLP_HEADERS, or as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" $key) -}}

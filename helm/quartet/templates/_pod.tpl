@@ -143,7 +143,7 @@ spec:
 {{- define "quartet.arguments" -}}
 {{- $arguments := list "--config" "/etc/quartet/config.yaml" "--config" "/etc/quartet/deployment.yaml" -}}
 {{- if ne .name "gateway" -}}
-{{- $arguments = concat .roles $arguments (list "--set" (printf "timeouts.drain=%d" (int .drainSeconds))) -}}
+{{- $arguments = concat .roles $arguments (list "--set" (printf "timeouts.drain_seconds=%d" (int .drainSeconds))) -}}
 {{- end -}}
 {{- toYaml $arguments -}}
 {{- end -}}

@@ -35,8 +35,8 @@ def optimization_at(
     algorithm = config.algorithm
     resting = trained is config.actor and step <= algorithm.critic_warmup_steps
     return OptimizationSettings(
-        epochs=0 if resting else algorithm.epochs,
-        mini_batches=algorithm.mini_batches,
+        num_epochs=0 if resting else algorithm.num_epochs,
+        num_mini_batches=algorithm.num_mini_batches,
         learning_rate=learning_rate_at(config, trained, step) if learning_rate is None else learning_rate,
         max_grad_norm=trained.optimizer.max_grad_norm,
         seed=config.run.seed,

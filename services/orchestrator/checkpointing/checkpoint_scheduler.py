@@ -45,7 +45,7 @@ class Saving:
             board,
             stopwatch,
         )
-        self._checkpoints = Checkpoints(files, config.checkpoint.keep, config.to_yaml())
+        self._checkpoints = Checkpoints(files, config.checkpoint.keep_last, config.to_yaml())
         self._saved = self._unsaved = 0
         self._pending: PendingCheckpoint | None = None
 
@@ -76,7 +76,7 @@ class Saving:
 
     def is_due(self, step: int, last: bool, asked: bool) -> bool:
         """Whether a checkpoint is to be begun after ``step``. ``last``: no step follows. ``asked``: a user wants one."""
-        every = self._config.checkpoint.every
+        every = self._config.checkpoint.every_steps
         due = every > 0 and (step % every == 0 or last) and step != self._unsaved
         under_way = self._pending.step if self._pending else 0
         return (due or asked) and step not in (0, under_way, self._saved)

@@ -54,7 +54,7 @@ class Attempts:
 
     def pause_after(self, error: QuartetError) -> float:
         """Seconds to wait before the next attempt. Raises ``error``, with how often it was tried, when there is to be none."""
-        if self._failures == self._config.attempts:
+        if self._failures == self._config.max_recoveries:
             if not self._failures:
                 raise error
             raise type(error)(

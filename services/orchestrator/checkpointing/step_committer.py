@@ -80,7 +80,7 @@ class StepCommitter:
         with self._stopwatch.part("acknowledge"), self._timeline.part("redis", "acknowledge"):
             self._stream.acknowledge(collected.entry_ids)
         failpoint("orchestrator.acknowledged")
-        if self._config.checkpoint.every == 0:
+        if self._config.checkpoint.every_steps == 0:
             self._experience.discard([step])
         if collected.failed_trajectories:
             self._board.note(failed_trajectories_note(step, collected))

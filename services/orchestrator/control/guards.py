@@ -69,7 +69,7 @@ class Guards:
 
     def __init__(self, config: GuardsConfig) -> None:
         self._config = config
-        self._half = config.window // 2
+        self._half = config.window_steps // 2
         self._recent: deque[Metrics] = deque(maxlen=2 * self._half)
         self._first: list[Metrics] = []
         self._spoke_at: dict[str, int] = {}
@@ -89,7 +89,7 @@ class Guards:
         for name, evidence, remedy in self._findings():
             rule: GuardConfig = getattr(self._config, name)
             spoke = self._spoke_at.get(name)
-            if rule.action == "off" or (spoke is not None and step - spoke < self._config.window):
+            if rule.action == "off" or (spoke is not None and step - spoke < self._config.window_steps):
                 continue
             self._spoke_at[name] = step
             found.append(Alert(step, name, rule.action, evidence, remedy))
@@ -120,17 +120,17 @@ class Guards:
         rule, (before, after) = self._config.reward_hacking, self._halves()
         since_start = self._first[:BEGINNING]
         for part, length_rise, when in (
-            (before, rule.length_rise, f"within {2 * self._half} steps"),
-            (since_start, rule.length_rise_since_start, "since the first steps"),
+            (before, rule.min_length_rise, f"within {2 * self._half} steps"),
+            (since_start, rule.min_length_rise_since_start, "since the first steps"),
         ):
             reward = [_mean(steps, "reward_mean") for steps in (part, after)]
             kl = [_mean(steps, "kl_mean") for steps in (part, after)]
             length = [_mean(steps, "response_tokens_mean") for steps in (part, after)]
             if (
-                reward[1] - reward[0] >= rule.reward_rise * _mean(part, "reward_std")
-                and kl[1] >= (1 + rule.kl_rise) * kl[0]
+                reward[1] - reward[0] >= rule.min_reward_rise * _mean(part, "reward_std")
+                and kl[1] >= (1 + rule.min_kl_rise) * kl[0]
                 and length[1] >= (1 + length_rise) * length[0]
-                and kl[1] > rule.kl_above
+                and kl[1] > rule.min_kl
                 and reward[1] > reward[0]
             ):
                 yield (
@@ -151,7 +151,7 @@ class Guards:
             yield (
                 "entropy_collapse",
                 f"entropy {now:.3f} nats per token over the last {self._half} steps, {first:.3f} at the start",
-                "the policy repeats a few responses: lower actor.learning_rate or algorithm.epochs, raise "
+                "the policy repeats a few responses: lower actor.learning_rate or algorithm.num_epochs, raise "
                 "algorithm.kl_coefficient, or set an entropy_coefficient",
             )
 

@@ -58,7 +58,7 @@ class Evaluator:
         self._initial: dict[int, Answers] | None = None
         judge = config.evaluation.judge
         self._worker = FunctionWorker(judge, "evaluation.judge") if judge else None
-        self._judge = Judge(judge, self._worker, config.evaluation.timeout) if judge and self._worker else None
+        self._judge = Judge(judge, self._worker, config.evaluation.timeout_seconds) if judge and self._worker else None
 
     @property
     def responses(self) -> int:
@@ -67,7 +67,7 @@ class Evaluator:
 
     def is_due(self, step: int, last: bool) -> bool:
         """Whether there is an evaluation after ``step``; step 0 is before the first. ``last``: no step follows."""
-        every = self._config.evaluation.every
+        every = self._config.evaluation.every_steps
         return every > 0 and (step % every == 0 or last)
 
     def evaluate(

@@ -22,7 +22,7 @@ class OffPolicySchedule:
     @classmethod
     def of(cls, config: Config) -> OffPolicySchedule:
         """As configured."""
-        return cls(config.rollout.max_off_policy_steps, config.checkpoint.every, config.run.steps)
+        return cls(config.rollout.max_off_policy_steps, config.checkpoint.every_steps, config.run.steps)
 
     def policy_version(self, step: int, checkpoint: int) -> int:
         """The updates that the policy which generates ``step`` has taken. ``checkpoint``: the newest one's step, 0 without one.

@@ -21,7 +21,7 @@ from quartet.types import Alert
 PREFIX = "quartet_"
 SCRAPE = 1.0
 """Seconds that the buffer has to say how much waits in it, when somebody reads the figures."""
-GUARDS = tuple(name for name in GuardsConfig.model_fields if name != "window")
+GUARDS = tuple(name for name in GuardsConfig.model_fields if name != "window_steps")
 PHASE = "seconds_"
 """A step's metrics of this name are the seconds of its phases."""
 

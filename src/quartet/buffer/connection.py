@@ -137,7 +137,7 @@ def translated(url: str, lost: Callable[[], None] = lambda: None) -> Iterator[No
         ) from None
     except redis.exceptions.OutOfMemoryError:
         raise BufferFailed(
-            f"{where}: is full; raise its maxmemory, or lower rollout.prompts_per_step or checkpoint.every: experience stays "
+            f"{where}: is full; raise its maxmemory, or lower rollout.prompts_per_step or checkpoint.every_steps: experience stays "
             "there until a checkpoint covers it"
         ) from None
     except redis.exceptions.RedisError as error:

@@ -174,15 +174,15 @@ def _check_models(before: Config, config: Config, checkpoint: Checkpoint) -> Non
 
 def _check_evaluations(before: Config, config: Config) -> None:
     """Raises ConfigError unless evaluations can be held against that before the first step, which a branch takes along."""
-    if not config.evaluation.every:
+    if not config.evaluation.every_steps:
         return
-    if not before.evaluation.every:
+    if not before.evaluation.every_steps:
         raise ConfigError(
-            f"evaluation.every {config.evaluation.every}: evaluations are held against one before the first step, and the run to "
+            f"evaluation.every_steps {config.evaluation.every_steps}: evaluations are held against one before the first step, and the run to "
             "branch has none; leave it at 0, or start a new run"
         )
     was, now = (
-        {"evaluation.prompts": given.evaluation.prompts, "data.validation": given.data.validation}
+        {"evaluation.max_prompts": given.evaluation.max_prompts, "data.validation": given.data.validation}
         for given in (before, config)
     )
     for key in now:

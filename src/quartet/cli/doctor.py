@@ -134,7 +134,7 @@ def _needs(config: Config) -> Iterator[Finding]:
         yield Finding(role, not missing, f"{detail}; CUDA {missing} not there" if missing else detail)
     if threads > max(cores(), len(roles)):
         yield Finding(
-            "threads", False, f"{threads} for {cores()} cores: every service will crawl; lower services.*.threads"
+            "threads", False, f"{threads} for {cores()} cores: every service will crawl; lower services.*.num_threads"
         )
     if config.buffer.url is not None:
         yield _buffer(config)

@@ -107,7 +107,7 @@ def compare_with_initial(checkpoint: str, config: Config, device: str) -> tuple[
         if config.evaluation.judge is not None:
             worker = FunctionWorker(config.evaluation.judge, "evaluation.judge")
             stack.callback(worker.close)
-            judge = Judge(config.evaluation.judge, worker, config.evaluation.timeout)
+            judge = Judge(config.evaluation.judge, worker, config.evaluation.timeout_seconds)
         policy = load_causal_lm(checkpoint, config.actor.dtype, device)
         vocabulary = int(policy.get_input_embeddings().weight.shape[0])
         found = read_validation_prompts(config, tokenizer, vocabulary)

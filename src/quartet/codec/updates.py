@@ -24,8 +24,8 @@ _AGGREGATION_NAMES = {number: name for name, number in _AGGREGATIONS.items()}
 def optimization_to_proto(settings: OptimizationSettings) -> update_pb2.OptimizationSettings:
     """Optimisation settings to their message."""
     return update_pb2.OptimizationSettings(
-        epochs=settings.epochs,
-        mini_batches=settings.mini_batches,
+        num_epochs=settings.num_epochs,
+        num_mini_batches=settings.num_mini_batches,
         learning_rate=settings.learning_rate,
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,
@@ -36,14 +36,14 @@ def optimization_to_proto(settings: OptimizationSettings) -> update_pb2.Optimiza
 
 def optimization_from_proto(message: update_pb2.OptimizationSettings) -> OptimizationSettings:
     """Optimisation settings from their message. Raises InvalidRequest."""
-    if message.mini_batches < 1:
-        raise InvalidRequest("optimization.mini_batches 0: expected at least 1")
-    if message.epochs > MAX_EPOCHS:
-        raise InvalidRequest(f"optimization.epochs {message.epochs}: expected at most {MAX_EPOCHS}")
+    if message.num_mini_batches < 1:
+        raise InvalidRequest("optimization.num_mini_batches 0: expected at least 1")
+    if message.num_epochs > MAX_EPOCHS:
+        raise InvalidRequest(f"optimization.num_epochs {message.num_epochs}: expected at most {MAX_EPOCHS}")
     require_non_negative(message, "learning_rate", "max_grad_norm")
     return OptimizationSettings(
-        epochs=message.epochs,
-        mini_batches=message.mini_batches,
+        num_epochs=message.num_epochs,
+        num_mini_batches=message.num_mini_batches,
         learning_rate=message.learning_rate,
         max_grad_norm=message.max_grad_norm,
         seed=message.seed,

@@ -124,9 +124,9 @@ class AlgorithmConfig(Section):
     """Values count within this distance of those at generation; 0 is off."""
     entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy in the policy loss."""
-    epochs: Annotated[int, Field(ge=1, le=1000)] = 4
+    num_epochs: Annotated[int, Field(ge=1, le=1000)] = 4
     """Passes over a step's experience."""
-    mini_batches: Count = 1
+    num_mini_batches: Count = 1
     """Optimizer steps per pass."""
     target_kl: Positive | None = None
     """A step's policy update ends early when KL(old ‖ new), nats per token, exceeds this; null is off."""
@@ -173,9 +173,9 @@ class TritonConfig(Section):
     """Name of the model on the server."""
     weights: Literal["lora", "static"] = "lora"
     """lora: each policy version's adapter is sent along; static: the server's weights stay, and importance sampling corrects."""
-    timeout: Positive = 60.0
+    timeout_seconds: Positive = 60.0
     """Seconds for which the server may say nothing while it owes an answer."""
-    certificate_authority: Path | None = None
+    certificate_authority_file: Path | None = None
     """PEM file of who signed the server's certificate; null: as security.certificates says, or the system's authorities."""
 
     @property
@@ -237,15 +237,15 @@ class GuardConfig(Section):
 class RewardHackingGuardConfig(GuardConfig):
     """Reward, KL and length rise together, within the window or since the run's first steps."""
 
-    reward_rise: NonNegative = 0.25
+    min_reward_rise: NonNegative = 0.25
     """At least this rise of the reward, in standard deviations between responses."""
-    kl_rise: NonNegative = 0.25
+    min_kl_rise: NonNegative = 0.25
     """At least this relative rise of the KL."""
-    length_rise: NonNegative = 0.2
+    min_length_rise: NonNegative = 0.2
     """At least this relative rise of the response length, from the first to the second half of the window."""
-    length_rise_since_start: NonNegative = 0.5
+    min_length_rise_since_start: NonNegative = 0.5
     """Or at least this one since the run's first steps."""
-    kl_above: NonNegative = 1.0
+    min_kl: NonNegative = 1.0
     """And a KL above this, nats per response: at a run's start it always rises."""
 
 
@@ -301,7 +301,7 @@ class CriticGuardConfig(GuardConfig):
 class GuardsConfig(Section):
     """Rules that watch the metrics and warn, pause or stop, each with its evidence and the usual remedy."""
 
-    window: Annotated[int, Field(ge=2, le=10_000)] = 20
+    window_steps: Annotated[int, Field(ge=2, le=10_000)] = 20
     """Steps over which the rules look; bounds are held against means over its second half."""
     not_finite: GuardConfig = GuardConfig()
     """An optimizer step was skipped because of a NaN or an infinity (algorithm.non_finite skip)."""

@@ -119,7 +119,7 @@ class RewardSourceConfig(Section):
     """package.module:callable, called as f(prompt, response, fields); fields are the prompt line's own."""
     batched: bool = False
     """The function takes lists of each, and gives a list."""
-    timeout: Positive = 60.0
+    timeout_seconds: Positive = 60.0
     """Seconds that one call of the function may take."""
     quote_texts: bool = False
     """Tell what the function's exceptions say, in logs and in notes, though it may quote prompts and responses; false: type, file
@@ -168,13 +168,13 @@ class RewardConfig(RewardSourceConfig):
         """Seconds that the functions may take for one batch of so many responses, by their time-outs."""
         sources: list[RewardSourceConfig] = [self, *self.parts]
         return sum(
-            source.timeout * (1 if source.batched else batch) for source in sources if source.source == "function"
+            source.timeout_seconds * (1 if source.batched else batch) for source in sources if source.source == "function"
         )
 
     @model_validator(mode="after")
     def _consistent(self) -> RewardConfig:
         self.check_source()
-        unused = {"dtype", "micro_batch_tokens", "batched", "timeout"} & self.model_fields_set
+        unused = {"dtype", "micro_batch_tokens", "batched", "timeout_seconds"} & self.model_fields_set
         changed = sorted(name for name in unused if getattr(self, name) != type(self).model_fields[name].default)
         if self.source == "ensemble" and changed:
             raise ValueError(f"{changed[0]}: not used with source ensemble; give it to each of the parts")

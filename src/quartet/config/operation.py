@@ -42,22 +42,22 @@ class DataConfig(Section):
 class EvaluationConfig(Section):
     """What the policy does on the validation prompts, greedily and sampled, against what the initial policy did."""
 
-    every: WholeNumber = 0
+    every_steps: WholeNumber = 0
     """Steps between evaluations; there is one before the first step and one after the last, too. 0: none."""
-    prompts: Count = 64
+    max_prompts: Count = 64
     """At most so many of the validation prompts, from the first."""
     judge: FunctionName | None = None
     """package.module:callable, called as f(prompt, response, initial_response, fields); 1: the response is better."""
-    timeout: Positive = 60.0
+    timeout_seconds: Positive = 60.0
     """Seconds that one call of the judge may take."""
 
 
 class CheckpointConfig(Section):
     """When the run is saved."""
 
-    every: WholeNumber = 50
+    every_steps: WholeNumber = 50
     """Steps between checkpoints; 0: only the policy, at the end."""
-    keep: Count = 2
+    keep_last: Count = 2
     """Newest checkpoints kept, besides those with a name."""
 
 
@@ -105,9 +105,9 @@ class OrchestratorServiceConfig(Section):
     """HOST:PORT at which the gateway finds an orchestrator that was started by itself; null: where it listens."""
     listen: HostPort = None
     """HOST:PORT to listen on; port 0 takes a free one. Null: a free port on 127.0.0.1."""
-    metrics: HostPort = None
+    metrics_listen: HostPort = None
     """HOST:PORT at which Prometheus finds its figures; port 0 takes a free one. Null: a free port on 127.0.0.1."""
-    health: HostPort = None
+    health_listen: HostPort = None
     """HOST:PORT that answers gRPC health checks and nothing else, in plaintext, for probes; null: none."""
 
 
@@ -120,11 +120,11 @@ class ServiceConfig(Section):
     """HOST:PORT to listen on; port 0 takes a free one. Null: 127.0.0.1 and the port of `address`, or a free one."""
     devices: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
     """CUDA devices; none: the CPU. One; the actor with rollout.max_off_policy_steps 1 may have a second, to generate on."""
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads; null: its share of the cores, in an update its share among those that learn."""
-    metrics: HostPort = None
+    metrics_listen: HostPort = None
     """HOST:PORT at which Prometheus finds its figures; port 0 takes a free one. Null: a free port on 127.0.0.1."""
-    health: HostPort = None
+    health_listen: HostPort = None
     """HOST:PORT that answers gRPC health checks and nothing else, in plaintext, for probes; null: none."""
 
 
@@ -146,32 +146,32 @@ class ServicesConfig(Section):
 class TimeoutsConfig(Section):
     """Deadlines, in seconds."""
 
-    load: Positive = 600.0
+    load_seconds: Positive = 600.0
     """From start to ready."""
-    generate: Positive = 1800.0
+    generate_seconds: Positive = 1800.0
     """One step's generation."""
-    score: Positive = 600.0
+    score_seconds: Positive = 600.0
     """One batch at reward, reference or critic."""
-    update: Positive = 1800.0
+    update_seconds: Positive = 1800.0
     """One step's update."""
-    save: Positive = 600.0
+    save_seconds: Positive = 600.0
     """One save."""
-    drain: Positive = 10.0
+    drain_seconds: Positive = 10.0
     """From SIGTERM to the end of calls in hand."""
 
 
 class RecoveryConfig(Section):
     """What happens when something fails: how often it is tried again, and when the run gives up."""
 
-    attempts: WholeNumber = 5
+    max_recoveries: WholeNumber = 5
     """Recoveries in a row, without a committed step between them, before the run gives up; 0: the first failure ends it."""
-    restarts: WholeNumber = 5
+    max_restarts: WholeNumber = 5
     """Restarts in a row of one process that was started here before the run gives up; 0: none."""
-    calm: Positive = 600.0
+    restart_reset_seconds: Positive = 600.0
     """Seconds for which a restarted process runs until its restarts are counted anew."""
-    backoff: Positive = 0.5
+    backoff_seconds: Positive = 0.5
     """Seconds before the first of several attempts in a row; doubled for each further one, to at most 30."""
-    stall: Positive = 60.0
+    hang_timeout_seconds: Positive = 60.0
     """Seconds without an answer after which a process that was started here counts as stalled: it is killed and restarted. A
     model service ends itself where work goes on for as long after its deadline (`timeouts`) and its caller is gone."""
     max_scoring_attempts: Count = 3
@@ -181,7 +181,7 @@ class RecoveryConfig(Section):
 
     def pause(self, failures: int) -> float:
         """Seconds before the next attempt after so many failures in a row, from 1 on."""
-        return min(MAX_PAUSE, self.backoff * 2.0 ** min(failures - 1, 100))
+        return min(MAX_PAUSE, self.backoff_seconds * 2.0 ** min(failures - 1, 100))
 
 
 class SecurityConfig(Section):
@@ -206,21 +206,21 @@ class GatewayConfig(Section):
     """Names by which it may be addressed, besides localhost and the address that it listens on."""
     start_runs: bool | None = None
     """Whether operators may start runs, and so run Python functions of their choice. Null: only where it listens on loopback."""
-    requests_per_second: Positive = 100.0
+    max_requests_per_second: Positive = 100.0
     """Most requests of one client, on average; what is above gets status 429."""
     token_file: Path | None = None
     """File that holds the operators' token. Null: QUARTET_GATEWAY_TOKEN in the environment, or else one is drawn and printed."""
     viewer_token_file: Path | None = None
     """File that holds the token of those who may only look. Null: QUARTET_GATEWAY_VIEWER_TOKEN in the environment, or none."""
-    certificate: Path | None = None
+    certificate_file: Path | None = None
     """PEM file of the certificate that browsers see: the gateway speaks HTTPS. Null: it speaks HTTP."""
-    key: Path | None = None
+    key_file: Path | None = None
     """PEM file of that certificate's key."""
 
     @model_validator(mode="after")
     def _certificate_with_key(self) -> GatewayConfig:
-        if (self.certificate is None) != (self.key is None):
-            raise ValueError("certificate and key: one is given without the other; give both, or neither")
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError("certificate_file and key_file: one is given without the other; give both, or neither")
         return self
 
 
@@ -250,7 +250,7 @@ class WandbConfig(Section):
 class MLflowConfig(Section):
     """MLflow; needs quartet-rlhf[mlflow]."""
 
-    uri: WithoutPassword
+    tracking_uri: WithoutPassword
     """Tracking server, or a folder."""
     experiment: str = "quartet"
     """Experiment that runs are filed under."""
@@ -271,5 +271,5 @@ class TelemetryConfig(Section):
     """Send figures to Weights & Biases."""
     mlflow: MLflowConfig | None = None
     """Send figures to MLflow."""
-    traces: Annotated[WithoutPassword, Field(pattern=r"^https?://.+")] | None = None
+    otlp_endpoint: Annotated[WithoutPassword, Field(pattern=r"^https?://.+")] | None = None
     """OTLP/HTTP endpoint that takes a trace for each step, such as http://127.0.0.1:4318; null: no traces."""

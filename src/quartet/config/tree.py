@@ -64,9 +64,9 @@ class Config(Section):
             raise ValueError(
                 f"rollout: prompts_per_step times samples_per_prompt is {samples}; expected at most {MAX_RESPONSES}"
             )
-        if self.algorithm.mini_batches > samples:
+        if self.algorithm.num_mini_batches > samples:
             raise ValueError(
-                f"algorithm.mini_batches {self.algorithm.mini_batches}: expected at most the {samples} responses of a step"
+                f"algorithm.num_mini_batches {self.algorithm.num_mini_batches}: expected at most the {samples} responses of a step"
             )
         buffer, limit = self.algorithm.overlong_penalty.buffer_tokens, self.rollout.max_response_tokens
         if buffer > limit:
@@ -171,10 +171,10 @@ class Config(Section):
                 f"{where}: engine {self.rollout.engine} needs the policy that learns while it generates; set engine torch, "
                 "or max_off_policy_steps 0"
             )
-        if self.timeouts.update < self.timeouts.generate:
+        if self.timeouts.update_seconds < self.timeouts.generate_seconds:
             raise ValueError(
-                f"timeouts.update {self.timeouts.update:g}: with rollout.max_off_policy_steps an update ends when what is generated "
-                f"meanwhile has come to its end; give at least timeouts.generate {self.timeouts.generate:g}"
+                f"timeouts.update_seconds {self.timeouts.update_seconds:g}: with rollout.max_off_policy_steps an update ends when what is generated "
+                f"meanwhile has come to its end; give at least timeouts.generate_seconds {self.timeouts.generate_seconds:g}"
             )
         if self.algorithm.importance_sampling_cap is None:
             raise ValueError(
@@ -183,8 +183,8 @@ class Config(Section):
             )
 
     def _check_parts(self) -> None:
-        if self.evaluation.every and self.data.validation is None:
-            raise ValueError("evaluation.every: data.validation names no prompts; give some, or set evaluation.every 0")
+        if self.evaluation.every_steps and self.data.validation is None:
+            raise ValueError("evaluation.every_steps: data.validation names no prompts; give some, or set evaluation.every_steps 0")
         if not self.has_reference and self.services.reference.address:
             raise ValueError(
                 "services.reference.address: the actor answers as reference with its adapter off; leave it null, "

@@ -63,7 +63,7 @@ class Gateway(Service):
             {VARIABLE: url},
             NICENESS,
             own_token=settings.token_file is not None,
-            encrypted=settings.certificate is not None,
+            encrypted=settings.certificate_file is not None,
         )
 
     def begin(self) -> None:

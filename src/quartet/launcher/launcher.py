@@ -79,7 +79,7 @@ class Launcher:
             self._start_service(Role.ORCHESTRATOR, [part for item in known for part in ("--set", item)])
             self._wait_until_ready()
         log = file_log("launcher", self._logs / "launcher.log")
-        recovery, load = self._config.recovery, self._config.timeouts.load
+        recovery, load = self._config.recovery, self._config.timeouts.load_seconds
         self._supervised = [Supervised(part, recovery, load, log) for part in self._parts()]
         for line in self._untold:
             log.warning("mended", what=line)
@@ -117,7 +117,7 @@ class Launcher:
         return [*([self._redis] if self._redis is not None else []), *self._services]
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self._config.timeouts.load
+        deadline = time.monotonic() + self._config.timeouts.load_seconds
         while waiting := [service for service in self._services if service is not self._gateway and not service.ready]:
             wait([service.pipe for service in waiting], timeout=0.2)
             for service in waiting:
@@ -126,11 +126,11 @@ class Launcher:
                     self.addresses[Role(service.name)] = service.address
             for part in self._parts():
                 if part.process.poll() is not None and self._begin_again(part):
-                    deadline = time.monotonic() + self._config.timeouts.load
+                    deadline = time.monotonic() + self._config.timeouts.load_seconds
             if time.monotonic() > deadline:
                 names = ", ".join(service.name for service in waiting)
                 raise ConfigError(
-                    f"{names}: not ready within timeouts.load {self._config.timeouts.load:g} s; raise it, or see {self._logs}"
+                    f"{names}: not ready within timeouts.load_seconds {self._config.timeouts.load_seconds:g} s; raise it, or see {self._logs}"
                 )
 
     def _begin_again(self, part: Part) -> bool:
@@ -261,7 +261,7 @@ class Launcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After a failure there is nothing to finish. After Ctrl-C calls in hand may end; a second Ctrl-C means "now".
-        patience = FAILURE_PATIENCE if isinstance(error, Exception) else self._config.timeouts.drain
+        patience = FAILURE_PATIENCE if isinstance(error, Exception) else self._config.timeouts.drain_seconds
         previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self.stop(patience)

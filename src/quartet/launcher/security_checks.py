@@ -47,9 +47,9 @@ def _check_addresses(config: Config) -> None:
         service = getattr(config.services, role)
         if _each_by_itself(config) or getattr(service, "address", None) is None:
             _check_address(f"services.{role}", listen_address(service), encrypted or allowed)
-            _check_address(f"services.{role}.metrics", service.metrics, encrypted or allowed)
+            _check_address(f"services.{role}.metrics_listen", service.metrics_listen, encrypted or allowed)
     if config.gateway.enabled or _each_by_itself(config):
-        _check_address("gateway", config.gateway.listen, config.gateway.certificate is not None or allowed)
+        _check_address("gateway", config.gateway.listen, config.gateway.certificate_file is not None or allowed)
 
 
 def _check_address(key: str, listen: str | None, allowed: bool) -> None:
@@ -96,7 +96,7 @@ def _files(config: Config) -> dict[str, Path]:
         found |= {
             "gateway.token_file": gateway.token_file,
             "gateway.viewer_token_file": gateway.viewer_token_file,
-            "gateway.certificate": gateway.certificate,
+            "gateway.certificate_file": gateway.certificate_file,
         }
     return {key: path for key, path in found.items() if path is not None}
 
@@ -104,8 +104,8 @@ def _files(config: Config) -> dict[str, Path]:
 def _check(key: str, path: Path, config: Config) -> None:
     if key == "buffer.password_file":
         buffer_url(config)
-    elif key == "gateway.certificate":
-        assert config.gateway.key is not None  # They are given both or not at all.
-        check_certificate(path, config.gateway.key)
+    elif key == "gateway.certificate_file":
+        assert config.gateway.key_file is not None  # They are given both or not at all.
+        check_certificate(path, config.gateway.key_file)
     else:
         read_token(path, key)

@@ -42,9 +42,9 @@ class Restarts:
 
     def next(self, now: float, lasted: float) -> float | None:
         """Seconds until the process may be started again; None: it is given up. ``lasted``: seconds for which it ran."""
-        if self.in_a_row == 0 or lasted >= self._recovery.calm:
+        if self.in_a_row == 0 or lasted >= self._recovery.restart_reset_seconds:
             self.in_a_row, self.since = 0, now
-        if self.in_a_row == self._recovery.restarts:
+        if self.in_a_row == self._recovery.max_restarts:
             return None
         self.in_a_row += 1
         return self._recovery.pause(self.in_a_row)
@@ -52,7 +52,7 @@ class Restarts:
     @property
     def count(self) -> str:
         """Which of those that are allowed the newest is."""
-        return f"{self.in_a_row} of {self._recovery.restarts} in a row"
+        return f"{self.in_a_row} of {self._recovery.max_restarts} in a row"
 
     def given_up(self, now: float) -> str:
         """After how many, and in which time; empty where none was allowed."""
@@ -68,7 +68,7 @@ class Supervised:
         self.part = part
         self._recovery, self._load, self._log = recovery, load, log
         self._restarts = Restarts(recovery)
-        self._pulse = Pulse(part.name, part.answers, recovery.stall)
+        self._pulse = Pulse(part.name, part.answers, recovery.hang_timeout_seconds)
         self._begun = self._up_since = time.monotonic()
         self._up = True
         self._down_since: float | None = None
@@ -95,10 +95,10 @@ class Supervised:
             if self.part.ready:
                 return self._welcome(now)
             if now - self._begun > self._load:
-                return self._kill(f"is not ready within timeouts.load {self._load:g} s")
+                return self._kill(f"is not ready within timeouts.load_seconds {self._load:g} s")
             return []
-        if self._pulse.silent > self._recovery.stall:
-            return self._kill(f"has not answered for {self._recovery.stall:g} s")
+        if self._pulse.silent > self._recovery.hang_timeout_seconds:
+            return self._kill(f"has not answered for {self._recovery.hang_timeout_seconds:g} s")
         return []
 
     def blame(self) -> None:
@@ -136,7 +136,7 @@ class Supervised:
         if isinstance(part, Service):
             part.listen_to()
         self._down_since = self._down_since or now
-        if self._recovery.restarts and (repaired := part.repair()):
+        if self._recovery.max_restarts and (repaired := part.repair()):
             self._log.warning("mended", process=part.name, what=repaired)
             self._begin(now)
             return [repaired]

@@ -86,7 +86,7 @@ class ServiceClient:
 
         ``known``: it has answered before, so whatever accepts connections there without an answer is waited for.
         """
-        answer = self.peer.wait_until_ready(self.timeouts.load, alive, known)
+        answer = self.peer.wait_until_ready(self.timeouts.load_seconds, alive, known)
         statuses = [codec.status_from_proto(message) for message in answer.roles]
         for status in statuses:
             if status.role == self.role:
@@ -145,16 +145,16 @@ class ActorClient(ServiceClient):
             policy_version=policy_version,
             first_sample=first_sample,
         )
-        pending = self.peer.start(self._generate, request, self.timeouts.generate, "Generate")
+        pending = self.peer.start(self._generate, request, self.timeouts.generate_seconds, "Generate")
         return PendingResult(pending, lambda answer: int(answer.trajectories))
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
         """Log-probs under the current policy, float32 [response tokens]."""
-        return self._begin_log_probs(batch, temperature, False, self.timeouts.score).result()
+        return self._begin_log_probs(batch, temperature, False, self.timeouts.score_seconds).result()
 
     def reference_log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
         """Begins to compute log-probs with the adapter off, float32 [response tokens]; after the generation in hand."""
-        return self._begin_log_probs(batch, temperature, True, self.timeouts.generate + self.timeouts.score)
+        return self._begin_log_probs(batch, temperature, True, self.timeouts.generate_seconds + self.timeouts.score_seconds)
 
     def _begin_log_probs(
         self, batch: TokenBatch, temperature: float, reference: bool, timeout: float
@@ -176,7 +176,7 @@ class ActorClient(ServiceClient):
             optimization=codec.optimization_to_proto(settings),
             loss=codec.policy_loss_to_proto(loss),
         )
-        pending = self.peer.start(self._stub.Update, request, self.timeouts.update, "Update")
+        pending = self.peer.start(self._stub.Update, request, self.timeouts.update_seconds, "Update")
         return PendingResult(pending, lambda answer: _update_result(answer, step))
 
     def save(
@@ -189,7 +189,7 @@ class ActorClient(ServiceClient):
         request = actor_pb2.ActorServiceSaveRequest(
             run=run, directory=directory, kind=codec.save_kind_to_proto(kind), leader_epoch=leader_epoch, step=step
         )
-        timeout = self.timeouts.generate + self.timeouts.save
+        timeout = self.timeouts.generate_seconds + self.timeouts.save_seconds
         return PendingResult(self.peer.start(self._stub.Save, request, timeout, "Save"), _saved_files)
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> PendingResult[int]:
@@ -197,7 +197,7 @@ class ActorClient(ServiceClient):
         request = actor_pb2.ActorServiceRestoreRequest(
             run=run, step=step, leader_epoch=leader_epoch, directory=directory
         )
-        pending = self.peer.start(self._stub.Restore, request, self.timeouts.load, "Restore")
+        pending = self.peer.start(self._stub.Restore, request, self.timeouts.load_seconds, "Restore")
         return PendingResult(pending, lambda answer: int(answer.policy_version))
 
 
@@ -219,7 +219,7 @@ class CriticClient(ServiceClient):
         request = critic_pb2.ValuesRequest()
         codec.write_batch(request.batch, batch)
         tokens = int(batch.response_lengths.sum())
-        pending = self.peer.start(self._stub.Values, request, self.timeouts.score, "Values")
+        pending = self.peer.start(self._stub.Values, request, self.timeouts.score_seconds, "Values")
 
         def read(answer: critic_pb2.ValuesResponse) -> FloatArray:
             if policy_version not in (None, answer.policy_version):
@@ -242,7 +242,7 @@ class CriticClient(ServiceClient):
             optimization=codec.optimization_to_proto(settings),
             loss=codec.value_loss_to_proto(loss),
         )
-        pending = self.peer.start(self._stub.Update, request, self.timeouts.update, "Update")
+        pending = self.peer.start(self._stub.Update, request, self.timeouts.update_seconds, "Update")
         return PendingResult(pending, lambda answer: _update_result(answer, step))
 
     def save(
@@ -252,14 +252,14 @@ class CriticClient(ServiceClient):
         request = critic_pb2.CriticServiceSaveRequest(
             run=run, directory=directory, kind=codec.save_kind_to_proto(kind), leader_epoch=leader_epoch, step=step
         )
-        return PendingResult(self.peer.start(self._stub.Save, request, self.timeouts.save, "Save"), _saved_files)
+        return PendingResult(self.peer.start(self._stub.Save, request, self.timeouts.save_seconds, "Save"), _saved_files)
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> PendingResult[int]:
         """Begins to go back to a checkpoint below the run's directory, or to step 0; the result is the updates taken there."""
         request = critic_pb2.CriticServiceRestoreRequest(
             run=run, step=step, leader_epoch=leader_epoch, directory=directory
         )
-        pending = self.peer.start(self._stub.Restore, request, self.timeouts.load, "Restore")
+        pending = self.peer.start(self._stub.Restore, request, self.timeouts.load_seconds, "Restore")
         return PendingResult(pending, lambda answer: int(answer.policy_version))
 
 
@@ -271,9 +271,9 @@ class RewardClient(ServiceClient):
     def __init__(
         self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL, patience: float = 0.0
     ) -> None:
-        """``patience``: seconds beyond ``timeouts.score`` that a batch may take, for functions with time-outs of their own."""
+        """``patience``: seconds beyond ``timeouts.score_seconds`` that a batch may take, for functions with time-outs of their own."""
         super().__init__(address, timeouts, credentials)
-        self._deadline = timeouts.score + patience
+        self._deadline = timeouts.score_seconds + patience
         self._stub = reward_pb2_grpc.RewardServiceStub(self.peer.channel)
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> PendingResult[Scores]:
@@ -298,7 +298,7 @@ class ReferenceClient(ServiceClient):
         request = reference_pb2.ReferenceServiceLogProbsRequest(temperature=temperature)
         codec.write_batch(request.batch, batch)
         tokens = int(batch.response_lengths.sum())
-        pending = self.peer.start(self._stub.LogProbs, request, self.timeouts.score, "LogProbs")
+        pending = self.peer.start(self._stub.LogProbs, request, self.timeouts.score_seconds, "LogProbs")
         return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.log_probs, "log_probs", tokens))
 
 

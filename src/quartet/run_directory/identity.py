@@ -21,10 +21,10 @@ MAY_CHANGE = (
     "actor.gradient_checkpointing",
     "critic.gradient_checkpointing",
     "evaluation.judge",
-    "evaluation.timeout",
+    "evaluation.timeout_seconds",
     "rollout.triton.url",
-    "rollout.triton.timeout",
-    "rollout.triton.certificate_authority",
+    "rollout.triton.timeout_seconds",
+    "rollout.triton.certificate_authority_file",
     "rollout.tensorrt_llm",
     "guards",
     "checkpoint",
@@ -114,7 +114,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     """The settings that decide what a step learns, by key."""
     flat = _flat(config.model_dump(mode="json"))
     # Where policies may be stale, checkpoints decide which of them generates a step.
-    also = {"checkpoint.every"} if config.rollout.max_off_policy_steps else set()
+    also = {"checkpoint.every_steps"} if config.rollout.max_off_policy_steps else set()
     return {key: value for key, value in flat.items() if key in also or not _may_change(key)}
 
 
@@ -123,14 +123,14 @@ def check_settings(before: dict[str, Any], now: dict[str, Any], root: Path) -> N
     before = CAME_LATER | before
     # What one of the two alone has is there because another setting differs, which is the one to name.
     for key in sorted(before.keys() | now.keys(), key=lambda key: (key not in before or key not in now, key)):
-        if key == "evaluation.every" and not before.get(key) and now.get(key):
+        if key == "evaluation.every_steps" and not before.get(key) and now.get(key):
             raise ConfigError(
                 f"--resume: {key} is {now[key]!r}, the run in {root} had none: evaluations are held against one before the first "
                 "step; leave it at 0, or start a new run"
             )
         if _was_the_default(key, before.get(key)) and now.get(key) is None:
             continue
-        if before.get(key) != now.get(key) and key != "evaluation.every":
+        if before.get(key) != now.get(key) and key != "evaluation.every_steps":
             raise ConfigError(
                 f"--resume: {key} is {now.get(key)!r}, the run in {root} had {before.get(key)!r}; "
                 "give the run's own config, or start a new run"

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/update.proto\x12\nquartet.v1\"\xad\x01\n\x14OptimizationSettings\x12\x0e\n\x06\x65pochs\x18\x01 \x01(\r\x12\x14\n\x0cmini_batches\x18\x02 \x01(\r\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x15\n\rmax_grad_norm\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x17\n\x0fskip_non_finite\x18\x06 \x01(\x08\x12\x1a\n\x12micro_batch_tokens\x18\x07 \x01(\r\"8\n\tSavedFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t*k\n\x08SaveKind\x12\x19\n\x15SAVE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SAVE_KIND_CHECKPOINT\x10\x01\x12\x13\n\x0fSAVE_KIND_MODEL\x10\x02\x12\x15\n\x11SAVE_KIND_ADAPTER\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/update.proto\x12\nquartet.v1\"\xb5\x01\n\x14OptimizationSettings\x12\x12\n\nnum_epochs\x18\x01 \x01(\r\x12\x18\n\x10num_mini_batches\x18\x02 \x01(\r\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x15\n\rmax_grad_norm\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x17\n\x0fskip_non_finite\x18\x06 \x01(\x08\x12\x1a\n\x12micro_batch_tokens\x18\x07 \x01(\r\"8\n\tSavedFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t*k\n\x08SaveKind\x12\x19\n\x15SAVE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SAVE_KIND_CHECKPOINT\x10\x01\x12\x13\n\x0fSAVE_KIND_MODEL\x10\x02\x12\x15\n\x11SAVE_KIND_ADAPTER\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.update_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SAVEKIND']._serialized_start=273
-  _globals['_SAVEKIND']._serialized_end=380
+  _globals['_SAVEKIND']._serialized_start=281
+  _globals['_SAVEKIND']._serialized_end=388
   _globals['_OPTIMIZATIONSETTINGS']._serialized_start=40
-  _globals['_OPTIMIZATIONSETTINGS']._serialized_end=213
-  _globals['_SAVEDFILE']._serialized_start=215
-  _globals['_SAVEDFILE']._serialized_end=271
+  _globals['_OPTIMIZATIONSETTINGS']._serialized_end=221
+  _globals['_SAVEDFILE']._serialized_start=223
+  _globals['_SAVEDFILE']._serialized_end=279
 # @@protoc_insertion_point(module_scope)

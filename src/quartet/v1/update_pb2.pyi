@@ -51,16 +51,16 @@ class OptimizationSettings(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    EPOCHS_FIELD_NUMBER: _builtins.int
-    MINI_BATCHES_FIELD_NUMBER: _builtins.int
+    NUM_EPOCHS_FIELD_NUMBER: _builtins.int
+    NUM_MINI_BATCHES_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SKIP_NON_FINITE_FIELD_NUMBER: _builtins.int
     MICRO_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
-    epochs: _builtins.int
+    num_epochs: _builtins.int
     """Passes over the experience. 0 takes note of the step and leaves the weights as they are. At most 1000."""
-    mini_batches: _builtins.int
+    num_mini_batches: _builtins.int
     """Optimizer steps per pass, at least 1 and at most the number of sequences."""
     learning_rate: _builtins.float
     """Learning rate of this step."""
@@ -79,8 +79,8 @@ class OptimizationSettings(_message.Message):
     def __init__(
         self,
         *,
-        epochs: _builtins.int = ...,
-        mini_batches: _builtins.int = ...,
+        num_epochs: _builtins.int = ...,
+        num_mini_batches: _builtins.int = ...,
         learning_rate: _builtins.float = ...,
         max_grad_norm: _builtins.float = ...,
         seed: _builtins.int = ...,
@@ -89,7 +89,7 @@ class OptimizationSettings(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "micro_batch_tokens", b"micro_batch_tokens", "mini_batches", b"mini_batches", "seed", b"seed", "skip_non_finite", b"skip_non_finite"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "micro_batch_tokens", b"micro_batch_tokens", "num_epochs", b"num_epochs", "num_mini_batches", b"num_mini_batches", "seed", b"seed", "skip_non_finite", b"skip_non_finite"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,14 +61,14 @@ def test_what_can_be_used_is_said_in_one_line_each(folder: Path) -> None:
             gateway={
                 "token_file": str(folder / "token"),
                 "viewer_token_file": str(folder / "token"),
-                "certificate": str(own / "gateway/tls.crt"),
-                "key": str(own / "gateway/tls.key"),
+                "certificate_file": str(own / "gateway/tls.crt"),
+                "key_file": str(own / "gateway/tls.key"),
             },
         )
     )
     assert [note.split()[0] for note in notes] == [
         "security.certificates", "security.token_file", "buffer.password_file", "gateway.token_file",
-        "gateway.viewer_token_file", "gateway.certificate",
+        "gateway.viewer_token_file", "gateway.certificate_file",
     ]  # fmt: skip
     assert all(note.endswith("can be used") for note in notes)
     assert ", ".join(HERE) in notes[0]
@@ -152,8 +152,8 @@ def test_where_each_process_is_started_by_itself_what_is_elsewhere_is_only_noted
     [
         ({"services": {"actor": {"listen": "0.0.0.0:5551"}}}, "services.actor: listen 0.0.0.0:5551: not a loopback"),
         (
-            {"services": {"reward": {"metrics": "[::]:9100"}}},
-            "services.reward.metrics: listen [::]:9100: not a loopback",
+            {"services": {"reward": {"metrics_listen": "[::]:9100"}}},
+            "services.reward.metrics_listen: listen [::]:9100: not a loopback",
         ),
         ({"gateway": {"listen": "0.0.0.0:80"}}, "gateway: listen 0.0.0.0:80: not a loopback"),
     ],

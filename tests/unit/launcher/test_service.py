@@ -32,7 +32,7 @@ def test_a_service_that_refuses_its_config_counts_as_crashed_and_its_words_are_k
         environment,
         tmp_path / "reward.log",
     )
-    recovery = RecoveryConfig(restarts=restarts, backoff=0.05)
+    recovery = RecoveryConfig(max_restarts=restarts, backoff_seconds=0.05)
     supervised = Supervised(service, recovery, 600.0, structlog.wrap_logger(structlog.ReturnLogger()))
     told: list[str] = []
     try:

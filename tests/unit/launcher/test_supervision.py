@@ -21,20 +21,20 @@ from quartet.launcher.supervisor import Restarts, Supervised, failure_of
 
 
 def test_the_backoff_doubles_up_to_half_a_minute_and_ends_with_the_restarts() -> None:
-    restarts = Restarts(RecoveryConfig(restarts=8, backoff=0.5))
+    restarts = Restarts(RecoveryConfig(max_restarts=8, backoff_seconds=0.5))
     waits = [restarts.next(now=100.0 + number, lasted=0.0) for number in range(9)]
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, None]
     assert (restarts.in_a_row, restarts.since) == (8, 100.0)
 
 
 def test_restarts_are_counted_anew_after_a_calm_time() -> None:
-    restarts = Restarts(RecoveryConfig(restarts=2, backoff=0.5, calm=60.0))
+    restarts = Restarts(RecoveryConfig(max_restarts=2, backoff_seconds=0.5, restart_reset_seconds=60.0))
     assert [restarts.next(now, lasted) for now, lasted in ((0.0, 5.0), (10.0, 59.9), (90.0, 60.0))] == [0.5, 1.0, 0.5]
     assert (restarts.in_a_row, restarts.since) == (1, 90.0)
 
 
 def test_no_restarts_means_none() -> None:
-    assert Restarts(RecoveryConfig(restarts=0)).next(now=0.0, lasted=1e9) is None
+    assert Restarts(RecoveryConfig(max_restarts=0)).next(now=0.0, lasted=1e9) is None
 
 
 class Echo:
@@ -74,7 +74,7 @@ def echo(tmp_path: Path) -> Iterator[Echo]:
 
 def supervise(echo: Echo, load: float = 600.0, **recovery: float) -> Supervised:
     wait_for_start(echo)
-    settings = RecoveryConfig.model_validate({"backoff": 0.05, **recovery})
+    settings = RecoveryConfig.model_validate({"backoff_seconds": 0.05, **recovery})
     return Supervised(echo, settings, load, structlog.wrap_logger(structlog.ReturnLogger()))
 
 
@@ -104,7 +104,7 @@ def end(echo: Echo) -> None:
 
 
 def test_what_ends_is_started_again_after_its_backoff(echo: Echo) -> None:
-    supervised = supervise(echo, backoff=0.3)
+    supervised = supervise(echo, backoff_seconds=0.3)
     assert supervised.look() == []
     end(echo)
     died = time.monotonic()
@@ -125,7 +125,7 @@ def test_an_end_in_order_is_an_end_too(echo: Echo) -> None:
 
 
 def test_more_ends_than_restarts_give_it_up_with_the_last_lines_of_its_log(echo: Echo) -> None:
-    supervised = supervise(echo, restarts=2)
+    supervised = supervise(echo, max_restarts=2)
     for number in (1, 2):
         end(echo)
         assert lines_until(supervised, "back")[0].endswith(f"restarted ({number} of 2 in a row)")
@@ -144,7 +144,7 @@ def test_one_that_said_nothing_is_given_up_without_lines_of_its_log(tmp_path: Pa
 
 
 def test_one_that_dies_as_soon_as_it_starts_does_not_get_calm(echo: Echo) -> None:
-    supervised = supervise(echo, restarts=3, calm=0.001)
+    supervised = supervise(echo, max_restarts=3, restart_reset_seconds=0.001)
     echo.program = "raise SystemExit(3)"
     end(echo)
     with pytest.raises(ServiceFailed, match=r"given up after 3 restarts in .* ended with status 3"):
@@ -154,7 +154,7 @@ def test_one_that_dies_as_soon_as_it_starts_does_not_get_calm(echo: Echo) -> Non
 
 
 def test_what_does_not_answer_is_named_killed_and_restarted(echo: Echo) -> None:
-    supervised = supervise(echo, stall=0.5)
+    supervised = supervise(echo, hang_timeout_seconds=0.5)
     os.kill(echo.process.pid, signal.SIGSTOP)
     assert lines_until(supervised, "back")[:2] == [
         "watchdog: echo has not answered for 0.5 s (its process is stopped); killed",
@@ -164,18 +164,18 @@ def test_what_does_not_answer_is_named_killed_and_restarted(echo: Echo) -> None:
 
 
 def test_a_start_may_take_longer_than_a_stall_but_not_than_a_start(echo: Echo) -> None:
-    supervised = supervise(echo, stall=0.7, load=1.5)
+    supervised = supervise(echo, hang_timeout_seconds=0.7, load=1.5)
     echo.program = "input()"
     end(echo)
     begun = time.monotonic()
     told = lines_until(supervised, "watchdog")
     assert time.monotonic() - begun > 1.5
-    assert told[-1] == "watchdog: echo is not ready within timeouts.load 1.5 s; killed"
+    assert told[-1] == "watchdog: echo is not ready within timeouts.load_seconds 1.5 s; killed"
     supervised.stop()
 
 
 def test_what_could_be_mended_is_started_at_once_and_costs_no_restart(echo: Echo) -> None:
-    supervised = supervise(echo, restarts=1)
+    supervised = supervise(echo, max_restarts=1)
     echo.damage = "echo: its data is damaged"
     end(echo)
     assert lines_until(supervised, "back")[:-1] == ["echo: its data is damaged"]

@@ -18,7 +18,7 @@ from tests.unit.models import tiny
 IDS = torch.tensor([[3, 4, 5, 6], [9, 8, 2, 7]])
 PROMPTS, RESPONSES = [3, 1, 5], [4, 6, 3]
 BATCH = tiny.batch(PROMPTS, RESPONSES)
-SETTINGS = OptimizationSettings(epochs=2, mini_batches=1, learning_rate=1e-2, max_grad_norm=1.0, seed=0)
+SETTINGS = OptimizationSettings(num_epochs=2, num_mini_batches=1, learning_rate=1e-2, max_grad_norm=1.0, seed=0)
 RANK, ALPHA = 3, 12.0
 
 

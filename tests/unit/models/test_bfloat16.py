@@ -80,7 +80,7 @@ def test_an_update_is_that_of_float32_as_near_as_its_bits_allow_and_the_same_eve
     wide, narrow = pair("llama")
     again = copy.deepcopy(narrow)
     data = updates.experience(wide)
-    chosen = updates.settings(epochs=1, mini_batches=1, learning_rate=0.01)
+    chosen = updates.settings(num_epochs=1, num_mini_batches=1, learning_rate=0.01)
     metrics = [
         update_policy(model, create_optimizer(model, 0.01), data, chosen, LOSS, 1000) for model in (wide, narrow, again)
     ]
@@ -106,7 +106,7 @@ def test_an_adapter_learns_at_rates_that_round_away_in_weights_of_bfloat16() -> 
     adapter = add_adapter(model, "base", rank=2, alpha=4.0, seed=0)
     trained = {name: p.detach().clone() for name, p in adapter.model.named_parameters() if p.requires_grad}
     assert {p.dtype for p in trained.values()} == {torch.float32}
-    chosen = updates.settings(epochs=3, mini_batches=1, learning_rate=1e-6)
+    chosen = updates.settings(num_epochs=3, num_mini_batches=1, learning_rate=1e-6)
     update_policy(model, create_optimizer(model, 1e-6), data, chosen, LOSS, 1000)
     now = dict(adapter.model.named_parameters())
     moved = [float((now[name].detach() - before).abs().max()) for name, before in trained.items() if "lora_B" in name]

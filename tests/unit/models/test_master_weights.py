@@ -90,7 +90,7 @@ def test_at_a_small_rate_the_masters_move_as_float32_does_and_the_weights_follow
     for model in (copy.deepcopy(half).float(), half):
         optimizer = create_optimizer(model, 1e-6)
         before = learning(optimizer)
-        data, chosen = updates.experience(model), updates.settings(epochs=1, mini_batches=1, learning_rate=1e-6)
+        data, chosen = updates.experience(model), updates.settings(num_epochs=1, num_mini_batches=1, learning_rate=1e-6)
         update_policy(model, optimizer, data, chosen, updates.LOSS, 1000)
         moves.append(learning(optimizer) - before)
     assert torch.cosine_similarity(*moves, dim=0) > 0.9
@@ -132,7 +132,7 @@ def test_a_mini_batch_that_is_given_up_leaves_no_gradient_behind() -> None:
     model = narrow()
     optimizer = create_optimizer(model, 0.1)
     loss = dataclasses.replace(updates.LOSS, target_kl=1e-9)
-    chosen = updates.settings(epochs=3)
+    chosen = updates.settings(num_epochs=3)
     assert update_policy(model, optimizer, updates.experience(model), chosen, loss, 40)["optimizer_steps"] == 1
     assert all(p.grad is None for p in [*model.parameters(), *optimizer.learning()])
 

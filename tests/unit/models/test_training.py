@@ -33,11 +33,11 @@ from tests.unit.models.updates import (
 )
 
 
-@pytest.mark.parametrize("mini_batches", [1, 2, 3])
+@pytest.mark.parametrize("num_mini_batches", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_policy_update_agrees_with_a_straightforward_one_in_float64(kind: str, mini_batches: int) -> None:
+def test_a_policy_update_agrees_with_a_straightforward_one_in_float64(kind: str, num_mini_batches: int) -> None:
     model = tiny.causal(kind)
-    data, chosen = experience(model), settings(mini_batches=mini_batches)
+    data, chosen = experience(model), settings(num_mini_batches=num_mini_batches)
     plain = Straightforward(model, data, chosen)
     expected = plain.policy()
     before = copy.deepcopy(model)
@@ -46,14 +46,14 @@ def test_a_policy_update_agrees_with_a_straightforward_one_in_float64(kind: str,
     assert 0 < found["clip_fraction"] < 1
     assert largest_difference(model, plain.model) < 1e-5
     assert largest_difference(model, before) > 1e-3
-    assert found["optimizer_steps"] == 2 * mini_batches
+    assert found["optimizer_steps"] == 2 * num_mini_batches
     assert found["learning_rate"] == 0.05
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_option_agrees_with_the_straightforward_update_and_changes_it(option: str) -> None:
     model = tiny.causal("llama")
-    data, chosen, loss = outcome(experience(model)), settings(mini_batches=3), with_options(**OPTIONS[option])
+    data, chosen, loss = outcome(experience(model)), settings(num_mini_batches=3), with_options(**OPTIONS[option])
     plain, without = Straightforward(model, data, chosen, loss), Straightforward(model, data, chosen)
     expected = plain.policy()
     without.policy()
@@ -66,7 +66,7 @@ def test_each_option_agrees_with_the_straightforward_update_and_changes_it(optio
 
 def test_the_update_ends_before_a_step_whose_kl_is_too_large() -> None:
     model = tiny.causal("llama")
-    data, chosen = experience(model), settings(mini_batches=3)
+    data, chosen = experience(model), settings(num_mini_batches=3)
     free = Straightforward(model, data, chosen)
     free.policy()
     bound = (free.kl_seen[1] + max(free.kl_seen)) / 2
@@ -84,8 +84,8 @@ def test_the_update_ends_before_a_step_whose_kl_is_too_large() -> None:
 def test_the_first_step_is_always_taken_and_a_bound_of_zero_is_none(bound: float, steps: int) -> None:
     models = [tiny.causal("llama") for _ in range(2)]
     data, loss = experience(models[0]), with_options(target_kl=bound)
-    found = update_policy(models[0], sgd(models[0]), data, settings(mini_batches=1, epochs=4), loss, 1000)
-    update_policy(models[1], sgd(models[1]), data, settings(mini_batches=1, epochs=steps), LOSS, 1000)
+    found = update_policy(models[0], sgd(models[0]), data, settings(num_mini_batches=1, num_epochs=4), loss, 1000)
+    update_policy(models[1], sgd(models[1]), data, settings(num_mini_batches=1, num_epochs=steps), LOSS, 1000)
     assert found["optimizer_steps"] == steps
     assert largest_difference(*models) == 0
 
@@ -93,7 +93,7 @@ def test_the_first_step_is_always_taken_and_a_bound_of_zero_is_none(bound: float
 @pytest.mark.parametrize("clip", [0.2, 50.0])
 def test_a_value_update_agrees_with_a_straightforward_one_in_float64(clip: float) -> None:
     model = ValueModel.of_classifier(tiny.classifier("llama"))
-    data, chosen = experience(None), settings(mini_batches=3)
+    data, chosen = experience(None), settings(num_mini_batches=3)
     plain = Straightforward(model, data, chosen)
     expected = plain.value(clip)
     found = update_value(model, sgd(model), data, chosen, ValueLossSettings(clip), 40)
@@ -104,13 +104,13 @@ def test_a_value_update_agrees_with_a_straightforward_one_in_float64(clip: float
 
 
 @pytest.mark.parametrize("loss", [LOSS, with_options(**OPTIONS["all"])], ids=["plain", "all options"])
-@pytest.mark.parametrize("mini_batches", [1, 3])
-def test_the_size_of_micro_batches_changes_no_weights(mini_batches: int, loss: PolicyLossSettings) -> None:
+@pytest.mark.parametrize("num_mini_batches", [1, 3])
+def test_the_size_of_micro_batches_changes_no_weights(num_mini_batches: int, loss: PolicyLossSettings) -> None:
     policies, critics = [], []
     data = experience(tiny.causal("llama"))
     for max_tokens in (1, 33, 10_000):
         model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
-        chosen = settings(mini_batches=mini_batches, learning_rate=1e-3)
+        chosen = settings(num_mini_batches=num_mini_batches, learning_rate=1e-3)
         # An eps far above the rounding of the gradients: with 1e-8 Adam turns a gradient of 1e-9 into a whole step.
         update_policy(model, create_optimizer(model, 0.0, eps=1e-3), data, chosen, loss, max_tokens)
         update_value(critic, create_optimizer(critic, 0.0, eps=1e-3), data, chosen, ValueLossSettings(), max_tokens)
@@ -120,8 +120,8 @@ def test_the_size_of_micro_batches_changes_no_weights(mini_batches: int, loss: P
     assert max(largest_difference(critics[0], other) for other in critics[1:]) < 1e-5
 
 
-@pytest.mark.parametrize("mini_batches", [1, 3])
-def test_the_ratio_starts_at_exactly_one(mini_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_mini_batches", [1, 3])
+def test_the_ratio_starts_at_exactly_one(num_mini_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     deviations: list[float] = []
     original = training.policy_loss
 
@@ -132,7 +132,7 @@ def test_the_ratio_starts_at_exactly_one(mini_batches: int, monkeypatch: pytest.
     monkeypatch.setattr(training, "policy_loss", watching)
     model = tiny.causal("llama")
     data = experience(model)
-    update_policy(model, sgd(model), data, settings(mini_batches=mini_batches), LOSS, 1000)
+    update_policy(model, sgd(model), data, settings(num_mini_batches=num_mini_batches), LOSS, 1000)
     assert deviations[0] == 0.0
     assert min(deviations[1:]) > 1e-3
 
@@ -140,9 +140,9 @@ def test_the_ratio_starts_at_exactly_one(mini_batches: int, monkeypatch: pytest.
 def test_later_mini_batches_of_the_first_epoch_compare_with_the_weights_before_it() -> None:
     model = tiny.causal("llama")
     data = experience(model)
-    frozen = settings(mini_batches=3, epochs=1, learning_rate=0.0)
+    frozen = settings(num_mini_batches=3, num_epochs=1, learning_rate=0.0)
     assert update_policy(model, sgd(model), data, frozen, LOSS, 40)["approx_kl"] == pytest.approx(0.0, abs=1e-9)
-    moving = settings(mini_batches=3, epochs=1)
+    moving = settings(num_mini_batches=3, num_epochs=1)
     assert update_policy(model, sgd(model), data, moving, LOSS, 40)["approx_kl"] > 1e-4
 
 
@@ -173,7 +173,7 @@ def test_a_mini_batch_without_masked_tokens_takes_no_step() -> None:
         for row in skipped:
             mask[bounds[row] : bounds[row + 1]] = 0
         changed = dataclasses.replace(data, actor_mask=mask)
-        found = update_policy(model, sgd(model), changed, settings(mini_batches=3, epochs=1), LOSS, 40)
+        found = update_policy(model, sgd(model), changed, settings(num_mini_batches=3, num_epochs=1), LOSS, 40)
         assert found["optimizer_steps"] == 2
         assert all(np.isfinite(value) for value in found.values())
     nothing = dataclasses.replace(data, actor_mask=np.zeros_like(data.actor_mask))
@@ -198,14 +198,14 @@ def forward_passes(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize(("mini_batches", "passes"), [(1, 2), (3, 2 * 3 + 2)])
+@pytest.mark.parametrize(("num_mini_batches", "passes"), [(1, 2), (3, 2 * 3 + 2)])
 def test_only_the_mini_batches_after_the_first_are_computed_once_more(
-    mini_batches: int, passes: int, monkeypatch: pytest.MonkeyPatch
+    num_mini_batches: int, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.causal("llama")
     data = experience(model)
     calls = forward_passes(monkeypatch, "forward_log_probs")
-    update_policy(model, sgd(model), data, settings(mini_batches=mini_batches), LOSS, 1000)
+    update_policy(model, sgd(model), data, settings(num_mini_batches=num_mini_batches), LOSS, 1000)
     assert len(calls) == passes
 
 
@@ -215,13 +215,13 @@ NO_STEP = {"optimizer_steps": 0.0, "skipped_steps": 0.0}
 def test_no_epochs_change_nothing_and_still_report_entropy_and_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
     data, before, critic_before = experience(model), copy.deepcopy(model), copy.deepcopy(critic)
-    once = settings(mini_batches=1, epochs=1, learning_rate=0.0)
+    once = settings(num_mini_batches=1, num_epochs=1, learning_rate=0.0)
     expected = update_policy(
         copy.deepcopy(model), sgd(model), data, once, with_options(importance_sampling_cap=1.05), 1000
     )
     policies, values = (forward_passes(monkeypatch, name) for name in ("forward_log_probs", "forward_values"))
     optimizer = create_optimizer(model, 0.5, weight_decay=0.1)
-    none = settings(mini_batches=1, epochs=0)
+    none = settings(num_mini_batches=1, num_epochs=0)
     found = update_policy(model, optimizer, data, none, with_options(importance_sampling_cap=1.05), 1000)
     observed = ("entropy", "rollout_mismatch_kl", "importance_weight")
     assert found["entropy"] > 0
@@ -251,7 +251,7 @@ def test_gradients_that_someone_left_behind_do_not_count() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"mini_batches": 8}, "mini_batches 8"), ({"mini_batches": 0}, "mini_batches 0"), ({"epochs": -1}, "epochs -1")],
+    [({"num_mini_batches": 8}, "num_mini_batches 8"), ({"num_mini_batches": 0}, "num_mini_batches 0"), ({"num_epochs": -1}, "num_epochs -1")],
 )
 def test_settings_that_do_not_fit_the_experience_are_refused(changes: dict[str, int], words: str) -> None:
     model = tiny.causal("llama")

@@ -42,7 +42,7 @@ def test_numbers_that_are_not_finite_stop_the_update_before_any_weight_is_touche
     with pytest.raises(ComputationFailed, match="policy update"):
         update_policy(model, optimizer, data, settings(), LOSS, 1000)
     with pytest.raises(ComputationFailed, match="value update"):
-        update_value(critic, sgd(critic), data, settings(mini_batches=1), ValueLossSettings(), 1000)
+        update_value(critic, sgd(critic), data, settings(num_mini_batches=1), ValueLossSettings(), 1000)
     assert largest_difference(model, before) == 0
     assert largest_difference(critic, critic_before) == 0
     assert not optimizer.state
@@ -76,7 +76,7 @@ def test_when_every_step_is_skipped_nothing_changes_and_the_report_is_finite(bad
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_skipped_step_leaves_the_others_as_they_would_be_without_it(which: int) -> None:
     models, metrics = [tiny.causal("llama") for _ in range(2)], []
-    data, chosen = experience(models[0]), settings(mini_batches=3, epochs=1, skip_non_finite=True)
+    data, chosen = experience(models[0]), settings(num_mini_batches=3, num_epochs=1, skip_non_finite=True)
     bounds = np.cumsum([0, *RESPONSES])
     bad_rows = np.array_split(permutation(5, 3, 0, len(PROMPTS)), 3)[which]
     broken, masked = data.advantages.copy(), data.actor_mask.copy()
@@ -110,7 +110,7 @@ def test_after_a_skipped_step_the_next_counts_as_the_first_whatever_its_kl(monke
     # The old log-probs come out a little different, as from another kernel.
     shift_recomputed(monkeypatch, 0.1)
     model = tiny.causal("llama")
-    data, chosen = experience(model), settings(mini_batches=3, epochs=1, skip_non_finite=True)
+    data, chosen = experience(model), settings(num_mini_batches=3, num_epochs=1, skip_non_finite=True)
     data.actor_mask[:] = 1
     bounds = np.cumsum([0, *RESPONSES])
     for row in np.array_split(permutation(5, 3, 0, len(PROMPTS)), 3)[0]:
@@ -123,7 +123,7 @@ def test_an_old_log_prob_of_minus_infinity_counts_as_no_number(monkeypatch: pyte
     # Left as it is, its ratio would be clamped to e^20: a finite and absurd step.
     shift_recomputed(monkeypatch, -np.inf)
     model = tiny.causal("llama")
-    data, chosen = experience(model), settings(mini_batches=3, epochs=1)
+    data, chosen = experience(model), settings(num_mini_batches=3, num_epochs=1)
     data.actor_mask[:] = 1
     with pytest.raises(ComputationFailed, match="2 old log-probs"):
         update_policy(model, sgd(model), data, chosen, LOSS, 1000)
@@ -159,7 +159,7 @@ def test_old_log_probs_that_are_not_finite_stop_the_update_before_its_first_step
     data = experience(model)
     one_broken_sequence(data, model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    for chosen in (settings(mini_batches=3), settings(mini_batches=1), settings(epochs=0)):
+    for chosen in (settings(num_mini_batches=3), settings(num_mini_batches=1), settings(num_epochs=0)):
         with pytest.raises(ComputationFailed, match="policy update"):
             update_policy(model, sgd(model), data, chosen, LOSS, 1000)
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(model.parameters(), before, strict=True))
@@ -171,7 +171,7 @@ def test_a_sequence_whose_old_log_probs_are_not_finite_reaches_no_weight(loss: P
     data = experience(model)
     one_broken_sequence(data, model)
     before = copy.deepcopy(model)
-    found = update_policy(model, sgd(model), data, settings(mini_batches=3, skip_non_finite=True), loss, 40)
+    found = update_policy(model, sgd(model), data, settings(num_mini_batches=3, skip_non_finite=True), loss, 40)
     # It is in one of three mini-batches in each of two epochs.
     assert (found["optimizer_steps"], found["skipped_steps"]) == (4, 2)
     assert all(map(np.isfinite, found.values()))
@@ -180,7 +180,7 @@ def test_a_sequence_whose_old_log_probs_are_not_finite_reaches_no_weight(loss: P
         assert torch.equal(parameter.isnan(), old.isnan())
         moved.append((parameter - old).nan_to_num().abs().max().item())
     assert max(moved) > 1e-3
-    still = update_policy(before, sgd(before), data, settings(epochs=0, skip_non_finite=True), loss, 40)
+    still = update_policy(before, sgd(before), data, settings(num_epochs=0, skip_non_finite=True), loss, 40)
     assert all(map(np.isfinite, still.values()))
     assert still["entropy"] > 0
     assert still["rollout_mismatch_kl"] == pytest.approx(found["rollout_mismatch_kl"], rel=1e-4)

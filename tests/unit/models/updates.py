@@ -70,7 +70,7 @@ def experience(model: Any, seed: int = 0) -> Experience:
 
 def settings(**changes: Any) -> OptimizationSettings:
     return OptimizationSettings(
-        **{"epochs": 2, "mini_batches": 2, "learning_rate": 0.05, "max_grad_norm": 1.0, "seed": 5, **changes}
+        **{"num_epochs": 2, "num_mini_batches": 2, "learning_rate": 0.05, "max_grad_norm": 1.0, "seed": 5, **changes}
     )
 
 
@@ -103,7 +103,7 @@ class Straightforward:
 
     def groups(self, epoch: int) -> list[Any]:
         order = permutation(self.chosen.seed, self.data.step, epoch, len(self.sequences))
-        return np.array_split(order, self.chosen.mini_batches) if self.chosen.mini_batches > 1 else [np.sort(order)]
+        return np.array_split(order, self.chosen.num_mini_batches) if self.chosen.num_mini_batches > 1 else [np.sort(order)]
 
     def distribution(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.from_numpy(self.sequences[row].astype(np.int64))
@@ -155,7 +155,7 @@ class Straightforward:
             at_first = [self.distribution(row) for row in range(len(self.sequences))]
         old = [log_probs for log_probs, _ in at_first]
         losses, norms, kls, clipped, tokens = [], [], 0.0, 0, 0
-        for group in (group for epoch in range(self.chosen.epochs) for group in self.groups(epoch)):
+        for group in (group for epoch in range(self.chosen.num_epochs) for group in self.groups(epoch)):
             weights = self.token_weights(group)
             total, bonus, penalty = (torch.zeros((), dtype=torch.float64) for _ in range(3))
             step_kl, step_clipped = 0.0, 0
@@ -195,7 +195,7 @@ class Straightforward:
 
     def value(self, clip: float) -> dict[str, float]:
         losses = []
-        for epoch in range(self.chosen.epochs):
+        for epoch in range(self.chosen.num_epochs):
             for group in self.groups(epoch):
                 count = sum(RESPONSES[row] for row in group)
                 loss = torch.zeros((), dtype=torch.float64)

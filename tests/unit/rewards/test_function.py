@@ -161,7 +161,7 @@ def test_an_exception_names_function_and_sequence_but_not_the_text(start: Start)
 
 
 def test_each_call_has_its_timeout_and_the_batch_after_a_timeout_is_scored(start: Start) -> None:
-    reward = start("sleeps_at_w7", timeout=0.5)
+    reward = start("sleeps_at_w7", timeout_seconds=0.5)
     with pytest.raises(ComputationFailed, match=r"sequence index 1: took longer than 0\.5 s"):
         reward.score(BATCH)
     assert reward.score(BATCH, ['{"awake": 1}'] * 2).total.tolist() == [1.0, 1.0]

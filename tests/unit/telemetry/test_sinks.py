@@ -201,7 +201,7 @@ def test_mlflow_has_one_run_of_a_run_that_was_taken_up_again(tmp_path: Path) -> 
     mlflow = pytest.importorskip("mlflow")
     from quartet.telemetry.sinks.mlflow_tracking import MLflow
 
-    settings = MLflowConfig(uri=str(tmp_path / "mlruns"), experiment="tests")
+    settings = MLflowConfig(tracking_uri=str(tmp_path / "mlruns"), experiment="tests")
     taken_up_again(lambda: MLflow(settings, "name", "0123abc", CONFIG))
     client = mlflow.MlflowClient(tracking_uri=settings.uri)
     experiment = client.get_experiment_by_name("tests")

@@ -281,7 +281,7 @@ class _Answers:
             except queue.Empty:
                 if time.monotonic() - self._last > self._server.timeout:
                     raise ServiceUnavailable(
-                        f"{self._server}: no answer for {self._server.timeout:g} s; raise rollout.triton.timeout if need be"
+                        f"{self._server}: no answer for {self._server.timeout:g} s; raise rollout.triton.timeout_seconds if need be"
                     ) from None
         while not self._arrived.empty():
             found.append(self._read(*self._arrived.get()))

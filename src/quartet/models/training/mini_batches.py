@@ -24,11 +24,11 @@ class MiniBatchIterator:
 
     def __init__(self, model: Any, experience: Experience, settings: OptimizationSettings, max_tokens: int) -> None:
         sequences = len(experience.batch)
-        if settings.epochs < 0:
-            raise InvalidRequest(f"epochs {settings.epochs}: expected at least 0")
-        if not 1 <= settings.mini_batches <= sequences:
+        if settings.num_epochs < 0:
+            raise InvalidRequest(f"num_epochs {settings.num_epochs}: expected at least 0")
+        if not 1 <= settings.num_mini_batches <= sequences:
             raise InvalidRequest(
-                f"mini_batches {settings.mini_batches}: expected 1 to {sequences}, the number of sequences in the step"
+                f"num_mini_batches {settings.num_mini_batches}: expected 1 to {sequences}, the number of sequences in the step"
             )
         check_batch(model, experience.batch)
         _check_flat(experience)
@@ -36,14 +36,14 @@ class MiniBatchIterator:
         self._step, self._settings = experience.step, settings
         self._model, self._max_tokens, self._device = model, max_tokens, device_of(model)
         # With one mini-batch the order cannot matter: every epoch is the same, and is laid out once.
-        self._whole = [self._mini_batch(np.arange(sequences))] if settings.mini_batches == 1 else None
+        self._whole = [self._mini_batch(np.arange(sequences))] if settings.num_mini_batches == 1 else None
 
     def mini_batches(self, epoch: int) -> list[MiniBatch]:
         """The epoch's mini-batches, of near-equal numbers of sequences."""
         if self._whole is not None:
             return self._whole
         order = permutation(self._settings.seed, self._step, epoch, len(self._batch))
-        return [self._mini_batch(part) for part in np.array_split(order, self._settings.mini_batches)]
+        return [self._mini_batch(part) for part in np.array_split(order, self._settings.num_mini_batches)]
 
     def tensor(self, values: FloatArray) -> torch.Tensor:
         """A flat array of the experience on the model's device, float32 [response tokens]."""

@@ -58,7 +58,7 @@ def update_policy(
     walk = MiniBatchIterator(model, experience, settings, max_tokens)
     policy = _PolicyExperience(model, walk, experience, loss)
     totals = UpdateStats()
-    if settings.epochs == 0:
+    if settings.num_epochs == 0:
         policy.recompute(walk.mini_batches(0), settings.skip_non_finite)
     else:
         set_learning_rate(optimizer, settings.learning_rate)
@@ -89,11 +89,11 @@ def update_value(
     walk = MiniBatchIterator(value_model, experience, settings, max_tokens)
     old_values, returns = walk.tensor(experience.values), walk.tensor(experience.returns)
     totals = UpdateStats()
-    if settings.epochs:
+    if settings.num_epochs:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.zero_grad(set_to_none=True)
 
-    for epoch in range(settings.epochs):
+    for epoch in range(settings.num_epochs):
         for mini_batch in walk.mini_batches(epoch):
             count = sum(map(len, mini_batch))
             losses, seen = [], MetricSums()
@@ -120,7 +120,7 @@ def _take_policy_steps(
     loss: PolicyLossSettings,
     totals: UpdateStats,
 ) -> None:
-    for epoch in range(settings.epochs):
+    for epoch in range(settings.num_epochs):
         mini_batches = walk.mini_batches(epoch)
         counts = [policy.masked_tokens(mini_batch) for mini_batch in mini_batches]
         # The first mini-batch to be stepped on is still at the old weights when it is computed: its own forward pass serves.

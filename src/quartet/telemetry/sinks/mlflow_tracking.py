@@ -23,14 +23,14 @@ class MLflow:
     """A run with the run's id as a tag: one that is resumed goes on. A step that comes again is written again."""
 
     def __init__(self, settings: MLflowConfig, name: str, identity: str, config: Mapping[str, Any]) -> None:
-        if "://" not in settings.uri:
+        if "://" not in settings.tracking_uri:
             # A folder is what the user has asked for; the library wants to be told so a second time.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
         self._metric = Metric
-        self._client = MlflowClient(tracking_uri=settings.uri)
+        self._client = MlflowClient(tracking_uri=settings.tracking_uri)
         experiment = self._client.get_experiment_by_name(settings.experiment)
         place = experiment.experiment_id if experiment else self._client.create_experiment(settings.experiment)
         earlier = self._client.search_runs([place], f"tags.`{TAG}` = '{identity}'", max_results=1)
