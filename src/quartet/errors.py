@@ -1,4 +1,7 @@
-"""Domain exceptions. The edges (rpc, cli) decide what each one means to a caller; nothing here knows gRPC or HTTP."""
+"""Domain exceptions. This module knows neither gRPC nor HTTP: the edges (rpc, gateway, cli) map each class to a status.
+
+A service sends the class of its error to the caller, which raises the same class (see ``quartet.rpc.status_codes``).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from typing import Any
 
 
 class QuartetError(Exception):
-    """Base of every error that Quartet raises on purpose. The message says what, where, what was expected, what to do."""
+    """Base class of all errors that Quartet raises on purpose. The message says what, where, what was expected and what to do."""
 
 
 class ConfigError(QuartetError):
-    """The configuration, or a file it names, is wrong: the user can mend it."""
+    """The configuration, or a file it names, is wrong. The user can fix it; a retry fails again."""
 
 
 class DataError(ConfigError):
@@ -27,19 +30,23 @@ class MismatchError(ConfigError):
 
 
 class AccessRefused(ConfigError):
-    """A process does not let this one call it: the certificates or tokens of the two do not fit."""
+    """Another process refuses this one: the certificates or tokens of the two do not match."""
 
 
 class InvalidRequest(QuartetError):
-    """A request is malformed: wrong dtype, shape, length, range, or a token id outside the vocabulary."""
+    """A request is malformed: wrong dtype, shape, length or range, or a token id outside the vocabulary."""
 
 
 class FailedPrecondition(QuartetError):
-    """A request is well formed but cannot be met in this state: wrong step order, stale policy version, unknown experience."""
+    """A valid request does not fit the current state: wrong step order, stale policy version, unknown experience."""
+
+
+class LeadershipConflict(FailedPrecondition):
+    """Another orchestrator holds the lease of this run."""
 
 
 class Cancelled(QuartetError):
-    """The caller went away before the work was done."""
+    """The caller cancelled the work, or disconnected."""
 
 
 class DeadlinePassed(Cancelled):
@@ -51,36 +58,37 @@ class ServiceUnavailable(QuartetError):
 
 
 class ServiceBusy(QuartetError):
-    """A service has as many calls in hand as it takes; the same call may succeed later."""
+    """A service has reached its limit of pending calls. The same call may succeed later."""
 
 
 class ServiceFailed(QuartetError):
-    """A service answered with an error, or its process died."""
+    """A service responded with an error, or its process died."""
 
 
 class NoResponse(ServiceFailed):
-    """A service gave a call up, or did not answer it in time: that says nothing of what was asked."""
-
-
-class LeadershipConflict(FailedPrecondition):
-    """Another orchestrator leads this run, and is alive."""
+    """A service abandoned a call or did not respond in time. This says nothing about the request itself."""
 
 
 class ComputationFailed(QuartetError):
-    """The numerics went wrong (NaN or infinity where a finite number is required)."""
+    """A computation produced NaN or infinity where a finite number is required."""
+
+
+class OutOfMemory(QuartetError):
+    """A computation does not fit into GPU memory. The same work fails again: smaller batches or sequences are needed."""
 
 
 class StorageFailed(QuartetError):
-    """A file of the run cannot be written: the disk is full, or not to be written to."""
+    """A file of the run cannot be written: the disk is full or read-only."""
 
 
 class TooManyFailedTrajectories(QuartetError):
-    """More trajectories of one step could not be scored than may be set aside. ``failed_trajectories`` are those, where they are known."""
+    """More trajectories of one step failed to be scored than ``recovery.max_failed_trajectories`` allows."""
 
     def __init__(self, text: str, failed_trajectories: Sequence[Any] = ()) -> None:
+        """``failed_trajectories`` are those that failed, if known."""
         super().__init__(text)
         self.failed_trajectories = failed_trajectories
 
 
 class BufferFailed(QuartetError):
-    """The rollout buffer answered, but not with what was stored."""
+    """The rollout buffer responded, but with an error or with other data than was stored."""

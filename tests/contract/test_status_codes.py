@@ -1,80 +1,150 @@
-"""One table between domain errors and status codes: complete, unambiguous, and tight-lipped about the unforeseen."""
+"""Domain errors on the wire: every class has a status code, travels by name, and keeps unforeseen texts inside the service."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from typing import Any
 
 import grpc
 import pytest
+import torch
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
 
 from quartet import errors
-from quartet.rpc.status_codes import CODES, INTERNAL_TEXT, code_of, error_of
+from quartet.rpc.status_codes import CODES, DOMAIN, INTERNAL_TEXT, MAX_TEXT, error_of, status_of
+
+WHERE = "critic at 127.0.0.1:1: Values"
+CLASSES: list[type[errors.QuartetError]] = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, errors.QuartetError) and kind is not errors.QuartetError
+]
+NUMBERS = {code.value[0]: code for code in grpc.StatusCode}
 
 
-def kinds(base: type[errors.QuartetError] = errors.QuartetError) -> Iterator[type[errors.QuartetError]]:
-    for kind in base.__subclasses__():
-        if kind.__module__ == "quartet.errors":
-            yield kind
-            yield from kinds(kind)
+class FailedCall(grpc.RpcError):
+    """What a caller gets of a call that ended with ``status``, or with ``code`` and ``text`` alone."""
+
+    def __init__(self, code: grpc.StatusCode, text: str, status: Status | None = None) -> None:
+        self._code, self._text = code, text
+        self._metadata: Any = () if status is None else rpc_status.to_status(status).trailing_metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._text
+
+    def trailing_metadata(self) -> Any:
+        return self._metadata
 
 
-def test_there_are_errors_to_speak_of() -> None:
-    assert {errors.InvalidRequest, errors.MismatchError, errors.BufferFailed} <= set(kinds())
+def across_the_wire(error: BaseException) -> errors.QuartetError:
+    """What the caller raises if the service raises ``error``."""
+    status = status_of(error)
+    return error_of(FailedCall(NUMBERS[status.code], status.message, status), WHERE, 3.0)
 
 
-@pytest.mark.parametrize("kind", list(kinds()), ids=lambda kind: kind.__name__)
-def test_every_domain_error_has_a_row_of_its_own_or_of_its_family(kind: type[errors.QuartetError]) -> None:
-    rows = [row for row, _ in CODES if issubclass(kind, row) and row is not errors.QuartetError]
-    assert rows, f"{kind.__name__} falls through to the last row of CODES"
-    code, text = code_of(kind("what was wrong"))
-    assert code is dict(CODES)[rows[0]]
-    assert text == "what was wrong"
-
-
-def test_no_row_is_hidden_by_an_earlier_one() -> None:
+def test_every_domain_class_has_a_row_and_no_row_is_hidden_by_an_earlier_one() -> None:
+    problems = []
+    for kind in CLASSES:
+        rows = [row for row, _ in CODES if issubclass(kind, row) and row is not errors.QuartetError]
+        if not rows:
+            problems.append(f"{kind.__name__} falls through to the last row of CODES")
+        elif status_of(kind("text")).code != dict(CODES)[rows[0]].value[0]:
+            problems.append(f"{kind.__name__} does not get the code of its first row")
     for place, (kind, _) in enumerate(CODES):
-        assert not any(issubclass(kind, earlier) for earlier, _ in CODES[:place]), kind
+        if any(issubclass(kind, earlier) for earlier, _ in CODES[:place]):
+            problems.append(f"the row of {kind.__name__} is hidden by an earlier one")
+    assert problems == []
 
 
-@pytest.mark.parametrize("unforeseen", [RuntimeError("/secret/path"), KeyError("x"), ValueError("y")])
-def test_an_unforeseen_error_keeps_its_text_inside(unforeseen: Exception) -> None:
-    assert code_of(unforeseen) == (grpc.StatusCode.INTERNAL, INTERNAL_TEXT)
+def test_a_caller_raises_the_class_that_the_service_raised_and_names_the_service() -> None:
+    problems = []
+    for kind in CLASSES:
+        # The caller did not cancel: to it, the service has not responded.
+        expected = errors.NoResponse if issubclass(kind, errors.Cancelled) else kind
+        raised = across_the_wire(kind("the cause"))
+        if type(raised) is not expected or not str(raised).startswith(f"{WHERE}: "):
+            problems.append(f"{kind.__name__} arrives as {raised!r}")
+        if kind is not errors.DeadlinePassed and "the cause" not in str(raised):
+            problems.append(f"{kind.__name__} loses its text: {raised}")
+    assert problems == []
+
+
+def test_a_class_of_another_module_travels_as_its_nearest_base_class() -> None:
+    class BrokenAdapter(errors.ModelError):
+        pass
+
+    assert type(across_the_wire(BrokenAdapter("no weights"))) is errors.ModelError
+
+
+def test_gpu_memory_exhaustion_is_permanent_and_keeps_torchs_text_inside() -> None:
+    raised = across_the_wire(torch.OutOfMemoryError("process 4711 has 3 GiB"))
+    assert type(raised) is errors.OutOfMemory
+    assert not isinstance(raised, errors.ServiceFailed | errors.FailedPrecondition)
+    assert "4711" not in str(raised)
+    assert "micro_batch_tokens" in str(raised)
+
+
+def test_an_unforeseen_error_keeps_its_text_inside_and_has_no_class() -> None:
+    for error in (RuntimeError("/secret/path"), KeyError("x"), ValueError("y")):
+        status = status_of(error)
+        assert (status.code, status.message, list(status.details)) == (13, INTERNAL_TEXT, [])
+        assert type(across_the_wire(error)) is errors.ServiceFailed
 
 
 @pytest.mark.parametrize(
-    ("kind", "raised"),
-    [
-        (errors.InvalidRequest, errors.InvalidRequest),
-        (errors.FailedPrecondition, errors.FailedPrecondition),
-        # Only who cancels a call sees Cancelled; who did not, sees a service that gave up.
-        (errors.Cancelled, errors.NoResponse),
-        (errors.DeadlinePassed, errors.NoResponse),
-        (errors.ServiceUnavailable, errors.ServiceUnavailable),
-        (errors.ComputationFailed, errors.ComputationFailed),
-        (errors.ServiceFailed, errors.ServiceFailed),
-    ],
+    ("domain", "reason"), [("quartet", "ErrorOfALaterVersion"), ("quartet", "QuartetError"), ("example", "ConfigError")]
 )
-def test_what_a_service_raises_its_caller_raises_and_names_the_service(
-    kind: type[errors.QuartetError], raised: type[errors.QuartetError]
-) -> None:
-    code, text = code_of(kind("the cause"))
-    error = error_of(code, text, "critic at 127.0.0.1:1: Values", 3.0)
-    assert type(error) is raised
-    assert str(error).startswith("critic at 127.0.0.1:1: Values: ")
-    assert kind is errors.DeadlinePassed or "the cause" in str(error)
+def test_an_unknown_class_falls_back_to_the_status_code(domain: str, reason: str) -> None:
+    details = AnyMessage()
+    details.Pack(ErrorInfo(domain=domain, reason=reason))
+    status = Status(code=grpc.StatusCode.ABORTED.value[0], message="text", details=[details])
+    raised = error_of(FailedCall(grpc.StatusCode.ABORTED, "text", status), WHERE, 3.0)
+    assert type(raised) is errors.BufferFailed
 
 
-@pytest.mark.parametrize("code", list(grpc.StatusCode), ids=lambda code: code.name)
-def test_every_status_code_becomes_a_domain_error(code: grpc.StatusCode) -> None:
-    error = error_of(code, "text", "reward at h:1: Score", 2.5)
-    assert type(error) is not errors.QuartetError
-    assert str(error).startswith("reward at h:1: Score: ")
+def test_details_of_another_status_are_ignored() -> None:
+    status = status_of(errors.ConfigError("text"))
+    raised = error_of(FailedCall(grpc.StatusCode.UNAVAILABLE, "replaced by a proxy", status), WHERE, 3.0)
+    assert type(raised) is errors.ServiceUnavailable
+
+
+def test_every_status_code_without_details_becomes_a_domain_error() -> None:
+    problems = []
+    for code in grpc.StatusCode:
+        raised = error_of(FailedCall(code, "text"), WHERE, 2.5)
+        if type(raised) is errors.QuartetError or not str(raised).startswith(f"{WHERE}: "):
+            problems.append(f"{code.name} becomes {raised!r}")
+    assert problems == []
 
 
 def test_a_passed_deadline_names_the_seconds() -> None:
-    error = error_of(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "reward at h:1: Score", 2.5)
-    assert isinstance(error, errors.ServiceFailed)
-    assert (
-        str(error)
-        == "reward at h:1: Score: no answer within 2.5 s; raise its limit in the timeouts section if the work takes longer"
+    raised = error_of(FailedCall(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"), WHERE, 2.5)
+    assert type(raised) is errors.NoResponse
+    assert str(raised) == (
+        f"{WHERE}: no response within 2.5 s; if the work takes longer, raise its limit in the timeouts section"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("short", "short"),
+        ("x" * MAX_TEXT, "x" * MAX_TEXT),
+        ("é" * 600, "é" * MAX_TEXT + "... (600 characters)"),
+        ("two\nlines\x1b[31m\u202e", "two\\nlines\\x1b[31m\\u202e"),
+    ],
+)
+def test_a_text_on_the_wire_is_short_and_one_line(text: str, expected: str) -> None:
+    assert status_of(errors.InvalidRequest(text)).message == expected
+
+
+def test_all_details_carry_quartets_domain() -> None:
+    info = ErrorInfo()
+    assert status_of(errors.DataError("text")).details[0].Unpack(info)
+    assert (info.domain, info.reason, dict(info.metadata)) == (DOMAIN, "DataError", {})

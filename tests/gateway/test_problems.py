@@ -161,7 +161,12 @@ def test_what_nobody_foresaw_is_a_generic_error_outside(tmp_path: Path) -> None:
 
 
 def test_every_error_of_the_library_has_a_status_or_is_unforeseen() -> None:
-    unforeseen = {errors.QuartetError, errors.ComputationFailed, errors.TooManyFailedTrajectories}
+    unforeseen = {
+        errors.QuartetError,
+        errors.ComputationFailed,
+        errors.OutOfMemory,
+        errors.TooManyFailedTrajectories,
+    }
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.QuartetError)]
     without = {kind for kind in kinds if not any(base in problems.STATUS_OF for base in kind.__mro__)}
     assert without == unforeseen

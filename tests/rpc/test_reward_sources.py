@@ -206,7 +206,7 @@ def test_a_caller_that_goes_away_ends_the_scoring_of_its_batch(
     client = services.client(Role.REWARD, server, TIMEOUTS.model_copy(update={"score_seconds": 1.0}))
     scores = client.score(BATCH)
     wait_for((tmp_path / "waiting").exists)
-    with pytest.raises(ServiceFailed, match="Score: no answer within 1 s"):
+    with pytest.raises(ServiceFailed, match="Score: no response within 1 s"):
         scores.result()
     (tmp_path / "waiting").unlink()
     (tmp_path / "go").touch()

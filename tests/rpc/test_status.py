@@ -175,7 +175,7 @@ def test_a_generation_whose_deadline_passes_stops_early_and_the_service_goes_on(
     actor = services.start(Role.ACTOR, make_config())
     actor.wait_until_ready()
     generation = start_long_generation(actor, long_stream, timeout=2.0)
-    with pytest.raises(ServiceFailed, match=r"actor at .*: Generate: no answer within 2 s"):
+    with pytest.raises(ServiceFailed, match=r"actor at .*: Generate: no response within 2 s"):
         generation.result()
     wait_for_the_end_of_generation(actor)
     assert 0 < long_stream.depth() < 3000

@@ -129,7 +129,7 @@ class Saving:
                 wait_for_all([saving])
             except NoResponse:
                 raise
-            except ServiceFailed as error:
+            except (ServiceFailed, StorageFailed) as error:
                 raise StorageFailed(f"{error}; the run goes on from step {step} with --resume") from None
             check_saved(self._files.root, saving.result())
             log.info("saved", kind=str(kind.value), path=str(path), step=step)

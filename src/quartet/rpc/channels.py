@@ -62,8 +62,7 @@ class ServiceChannel:
         return PendingCall(self, future, title, timeout)
 
     def _error(self, error: grpc.RpcError, title: str, timeout: float) -> QuartetError:
-        where = f"{self.name} at {self.address}: {title}"
-        return error_of(error.code(), error.details() or "no details", where, timeout)
+        return error_of(error, f"{self.name} at {self.address}: {title}", timeout)
 
     def wait_until_ready(
         self, timeout: float, alive: Callable[[], None] = lambda: None, known: bool = False

@@ -11,6 +11,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
 from quartet import __version__, codec
 from quartet.errors import ConfigError, InvalidRequest, ServiceBusy
@@ -18,7 +19,7 @@ from quartet.rpc.call_observers import Observer, wrapped
 from quartet.rpc.health import HealthListener
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_STREAMS, SERVER_OPTIONS, WORKERS
 from quartet.rpc.security.credentials import LOCAL, AccessControl, Credentials
-from quartet.rpc.status_codes import code_of
+from quartet.rpc.status_codes import status_of
 from quartet.topology import is_loopback
 from quartet.types import Role, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
@@ -133,12 +134,12 @@ def _whole(request: Any) -> Any:
 
 
 def _abort(error: Exception, method: str, context: grpc.ServicerContext) -> None:
-    code, text = code_of(error)
-    if code is grpc.StatusCode.INTERNAL:
-        log.error("call failed", method=method, code=code.name, exc_info=error)
+    status = rpc_status.to_status(status_of(error))
+    if status.code is grpc.StatusCode.INTERNAL:
+        log.error("call failed", method=method, code=status.code.name, exc_info=error)
     else:
-        log.warning("call refused", method=method, code=code.name, error=text)
-    context.abort(code, text)
+        log.warning("call refused", method=method, code=status.code.name, error=status.details)
+    context.abort_with_status(status)
 
 
 class Server:

@@ -1,12 +1,25 @@
-"""The one table between domain exceptions and gRPC status codes, read in both directions."""
+"""Domain exceptions on the wire: the gRPC status code for any client, and the exception's class for Quartet's own clients.
+
+The class travels as ``google.rpc.ErrorInfo`` in the ``grpc-status-details-bin`` trailer: domain ``quartet``, reason = class name.
+"""
 
 from __future__ import annotations
 
+import sys
+from typing import cast
+
 import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
 
 from quartet import errors
 
-# Most specific first: the first class that an exception is an instance of decides.
+DOMAIN = "quartet"
+"""``ErrorInfo.domain`` of every error that Quartet sends."""
+
+# Most specific class first: the first class that an exception is an instance of gives the code.
 CODES: tuple[tuple[type[errors.QuartetError], grpc.StatusCode], ...] = (
     (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.FailedPrecondition, grpc.StatusCode.FAILED_PRECONDITION),
@@ -20,33 +33,97 @@ CODES: tuple[tuple[type[errors.QuartetError], grpc.StatusCode], ...] = (
     (errors.ServiceBusy, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.ServiceFailed, grpc.StatusCode.INTERNAL),
     (errors.StorageFailed, grpc.StatusCode.INTERNAL),
+    (errors.OutOfMemory, grpc.StatusCode.INTERNAL),
     (errors.TooManyFailedTrajectories, grpc.StatusCode.INTERNAL),
     (errors.QuartetError, grpc.StatusCode.INTERNAL),
 )
 
 MAX_TEXT = 512
-"""Characters of a text that leaves the process. gRPC sends it as a header, at most 9 bytes each, and refuses headers of 16 KiB:
-the caller would get neither text nor status."""
+"""Maximum characters of an error text on the wire.
+
+gRPC sends the text as a header, up to 12 bytes per character, and once more inside the details. It drops headers over 16 KiB:
+the caller would then get neither text nor status.
+"""
 INTERNAL_TEXT = "internal error; the service's log has the cause"
+OUT_OF_MEMORY_TEXT = (
+    "out of GPU memory; lower the role's micro_batch_tokens, rollout.max_concurrent_sequences or rollout.max_response_tokens; "
+    "the service's log has the cause"
+)
+
+_BY_NAME = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.QuartetError) and kind is not errors.QuartetError
+}
+"""Every domain class by its name on the wire."""
 
 
-def code_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """The status code of an exception and the text that may leave the process: unforeseen errors keep theirs inside."""
-    for kind, code in CODES:
-        if isinstance(error, kind):
-            return code, brief(str(error))
-    return grpc.StatusCode.INTERNAL, INTERNAL_TEXT
+def domain_error(error: BaseException) -> errors.QuartetError | None:
+    """The domain exception that ``error`` is or stands for; None for an unforeseen one."""
+    if isinstance(error, errors.QuartetError):
+        return error
+    # Not imported here: a process without a model has no torch, and this module must not load it.
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return errors.OutOfMemory(OUT_OF_MEMORY_TEXT)
+    return None
 
 
-def brief(text: str) -> str:
-    """The text, whatever a caller had put into it: its beginning, in one line."""
+def status_of(error: BaseException) -> Status:
+    """The status that a call ends with: code, text and class of the error. The text of an unforeseen error stays inside."""
+    known = domain_error(error)
+    if known is None:
+        return Status(code=_number(grpc.StatusCode.INTERNAL), message=INTERNAL_TEXT)
+    code = next(code for kind, code in CODES if isinstance(known, kind))
+    details = AnyMessage()
+    details.Pack(ErrorInfo(domain=DOMAIN, reason=_wire_name(type(known))))
+    return Status(code=_number(code), message=shorten(str(known)), details=[details])
+
+
+def shorten(text: str) -> str:
+    """``text`` as one printable line of at most MAX_TEXT characters; a longer one ends with its length."""
     shown = text[:MAX_TEXT]
     shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in shown)[:MAX_TEXT]
     return shown if len(text) <= MAX_TEXT else f"{shown}... ({len(text)} characters)"
 
 
-def error_of(code: grpc.StatusCode, text: str, where: str, timeout: float) -> errors.QuartetError:
-    """The exception that a caller raises for an answer. ``where`` names service and method; ``timeout`` is in seconds."""
+def error_of(call: grpc.RpcError, where: str, timeout: float) -> errors.QuartetError:
+    """The exception that the caller of a failed call raises: the class that the service raised, else by the status code.
+
+    ``where`` names service, address and method; ``timeout`` is the call's, in seconds.
+    """
+    code, text = call.code(), call.details() or "no details"
+    kind = _class_on_wire(call)
+    # The caller did not cancel: a service that stopped at its own limit or deadline has not responded.
+    if kind is None or issubclass(kind, errors.Cancelled):
+        return _error_by_code(code, text, where, timeout)
+    return kind(f"{where}: {text}")
+
+
+def _class_on_wire(call: grpc.RpcError) -> type[errors.QuartetError] | None:
+    """The domain class in the details of a failed call; None if there is none that this version knows."""
+    try:
+        status = rpc_status.from_call(cast("grpc.Call", call))
+    except ValueError:  # The trailer does not belong to this status: a proxy replaced one of them.
+        return None
+    for packed in status.details if status is not None else ():
+        info = ErrorInfo()
+        if packed.Unpack(info) and info.domain == DOMAIN:
+            return _BY_NAME.get(info.reason)
+    return None
+
+
+def _wire_name(kind: type[errors.QuartetError]) -> str:
+    """Name of the nearest class that ``quartet.errors`` defines: a caller cannot know a class of another module."""
+    return next((base.__name__ for base in kind.__mro__ if _BY_NAME.get(base.__name__) is base), "")
+
+
+def _number(code: grpc.StatusCode) -> int:
+    number: int = code.value[0]
+    return number
+
+
+def _error_by_code(code: grpc.StatusCode, text: str, where: str, timeout: float) -> errors.QuartetError:
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return errors.InvalidRequest(f"{where}: {text}")
     if code is grpc.StatusCode.FAILED_PRECONDITION:
@@ -56,7 +133,6 @@ def error_of(code: grpc.StatusCode, text: str, where: str, timeout: float) -> er
             f"{where}: refused ({text}); check security.token_file and security.certificates on both sides"
         )
     if code is grpc.StatusCode.CANCELLED:
-        # What the caller itself cancels never gets here: the service gave up, and nobody asked it to.
         return errors.NoResponse(f"{where}: cancelled by the service ({text})")
     if code is grpc.StatusCode.UNAVAILABLE:
         return errors.ServiceUnavailable(f"{where}: unavailable ({text})")
@@ -64,12 +140,12 @@ def error_of(code: grpc.StatusCode, text: str, where: str, timeout: float) -> er
         return errors.MismatchError(f"{where}: the process there does not offer this method; check the address")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.NoResponse(
-            f"{where}: no answer within {timeout:g} s; raise its limit in the timeouts section if the work takes longer"
+            f"{where}: no response within {timeout:g} s; if the work takes longer, raise its limit in the timeouts section"
         )
     if code is grpc.StatusCode.DATA_LOSS:
         return errors.ComputationFailed(f"{where}: {text}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in text:
-        # gRPC's own, from either end: it would be as large the next time.
+        # From gRPC itself, on either side: the same message would be too large the next time.
         return errors.InvalidRequest(f"{where}: {text}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.ServiceBusy(f"{where}: {text}")
