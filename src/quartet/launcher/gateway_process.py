@@ -51,7 +51,7 @@ class Gateway(Service):
         tokens = {} if self._made is None else {TOKEN: self._made}
         # It multiplies no matrices; pools of threads would only take the services' cores.
         alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        super().__init__(NAME, [NAME, *arguments], {**os.environ, **alone, **tokens, **environment}, log)
+        super().__init__(NAME, [f"quartet.{NAME}", *arguments], {**os.environ, **alone, **tokens, **environment}, log)
 
     @classmethod
     def of_run(cls, config: Config, path: Path, url: str, log: Path) -> Gateway:

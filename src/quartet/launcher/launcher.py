@@ -104,7 +104,7 @@ class Launcher:
         # nothing for services, which may run functions of the user's choice.
         inherited = {name: value for name, value in os.environ.items() if name not in TOKENS}
         environment = {**inherited, VARIABLE: self._told_url, "PYTHONUNBUFFERED": "1"}
-        module = ["services", role.value, "--config", str(self._config_path), *arguments]
+        module = ["quartet.services", role.value, "--config", str(self._config_path), *arguments]
         log = self._logs / f"{role}.log"
         self._services.append(Service(role.value, module, environment, log, self.credentials))
 
