@@ -139,10 +139,10 @@ def seal(url: str, tokens: int, rounds: int) -> Sealed:
     client = connect(url)
     store, experience = ExperienceStore(client, url, "transport"), experience_of(tokens)
     seconds = best(rounds, lambda: store.seal(experience))
-    size = int(client.hstrlen(store.key(1), "experience"))  # type: ignore[arg-type]
-    found = Sealed(len(experience.advantages), size, seconds, best(rounds, lambda: store.load(1)))
+    size = sum(client.hstrlen(store.chunks_key(1), name) for name in client.hkeys(store.chunks_key(1)))
+    result = Sealed(len(experience.advantages), size, seconds, best(rounds, lambda: store.load(1)))
     store.discard([1])
-    return found
+    return result
 
 
 def table(rounds: Sequence[Stream], sealed: Sequence[Sealed], where: str) -> str:

@@ -105,9 +105,9 @@ def best(rounds: int, work: Callable[[], object]) -> float:
     return min(seconds[1:])
 
 
-def floats(count: int) -> FloatArray:
-    """So many numbers, always the same."""
-    return np.random.default_rng(0).random(count, np.float32)
+def floats(count: int, seed: int = 0) -> FloatArray:
+    """So many numbers, always the same for a seed."""
+    return np.random.default_rng(seed).random(count, np.float32)
 
 
 def batch_of(tokens: int) -> TokenBatch:
@@ -124,7 +124,8 @@ def experience_of(tokens: int) -> Experience:
     """Experience of so many response tokens."""
     batch = batch_of(tokens * 10 // 9)
     tokens = int(batch.response_lengths.sum())
-    numbers = floats(tokens)
+    # Six different arrays: equal ones would be stored once.
+    names = ("log_probs", "reference_log_probs", "values", "advantages", "returns", "actor_mask")
     return Experience(
         run="transport",
         step=1,
@@ -132,12 +133,7 @@ def experience_of(tokens: int) -> Experience:
         ids=tuple(f"transport/1/{index}/0" for index in range(len(batch))),
         batch=batch,
         scores=floats(len(batch)),
-        log_probs=numbers,
-        reference_log_probs=numbers,
-        values=numbers,
-        advantages=numbers,
-        returns=numbers,
-        actor_mask=numbers,
+        **{name: floats(tokens, seed) for seed, name in enumerate(names)},
     )
 
 
@@ -162,9 +158,12 @@ def batch_rate(size: int, rounds: int) -> Rate:
 def experience_rate(tokens: int, rounds: int) -> Rate:
     """A step's experience of so many response tokens."""
     experience = experience_of(tokens)
-    data = codec.experience_to_bytes(experience)
-    write = best(rounds, lambda: codec.experience_to_bytes(experience))
-    return Rate("experience", len(data), write, best(rounds, lambda: codec.experience_from_bytes(data)))
+    encoded = codec.encode_experience(experience)
+    # As Redis hands them out: bytes of their own.
+    chunks = {name: bytes(chunk) for name, chunk in encoded.chunks.items()}
+    size = len(encoded.manifest) + sum(map(len, chunks.values()))
+    write = best(rounds, lambda: codec.encode_experience(experience))
+    return Rate("experience", size, write, best(rounds, lambda: codec.decode_experience(encoded.manifest, chunks.get)))
 
 
 def rpc(rounds: int) -> tuple[list[Call], float]:

@@ -1,21 +1,28 @@
-"""Sealed experience on a real server: whole, named, and an error when it is not."""
+"""Sealed experience on a real Redis: written in chunks, read back bit for bit, and an error if anything is damaged."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from quartet import codec
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.errors import BufferFailed, FailedPrecondition
+from quartet.config import MAX_RESPONSES
+from quartet.errors import BufferFailed, ConfigError, FailedPrecondition
+from quartet.types import Experience, TokenBatch
 from tests.buffer.samples import experience
+
+REDIS_VALUE_BYTES = 512 * 2**20
+"""The largest value that Redis allows by default (proto-max-bulk-len)."""
 
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> str:
-    return request.node.name
+    return request.node.name.replace("[", ".").replace("]", "")  # As a run may be called.
 
 
 @pytest.fixture
@@ -23,13 +30,111 @@ def store(redis_client: Redis, redis_url: str, run: str) -> ExperienceStore:
     return ExperienceStore(redis_client, redis_url, run)
 
 
-def test_sealed_experience_is_loaded_bit_for_bit_and_again(store: ExperienceStore, run: str) -> None:
+def keys(client: Redis, run: str) -> set[str]:
+    """The keys of a run's experience."""
+    return {key.decode() for key in client.scan_iter(match=f"quartet:{run}:experience:*", count=1000)}
+
+
+def same(left: Experience, right: Experience) -> bool:
+    """Whether two experiences are equal bit for bit."""
+    return codec.encode_experience(left) == codec.encode_experience(right)
+
+
+def large_experience(run: str, sequences: int, response: int) -> Experience:
+    """Experience of ``sequences`` responses of ``response`` tokens each, with random numbers."""
+    rng = np.random.default_rng(0)
+    lengths = np.full(sequences, response, np.int32)
+    arrays = [rng.random(sequences * response, np.float32) for _ in range(6)]
+    return Experience(
+        run,
+        1,
+        0,
+        tuple(f"{run}/1/{index}/0" for index in range(sequences)),
+        TokenBatch(rng.integers(0, 9, sequences * (response + 1), np.int32), np.ones(sequences, np.int32), lengths),
+        rng.random(sequences, np.float32),
+        *arrays,
+    )
+
+
+def test_sealed_experience_can_be_loaded_any_number_of_times(store: ExperienceStore, run: str) -> None:
     store.seal(experience(run, 4))
     for _ in range(2):
-        assert codec.experience_to_bytes(store.load(4)) == codec.experience_to_bytes(experience(run, 4))
+        assert same(store.load(4), experience(run, 4))
 
 
-def test_experience_that_is_not_sealed_or_discarded_is_refused(store: ExperienceStore, run: str) -> None:
+@pytest.mark.parametrize("chunk_bytes", [8192, 8195])
+def test_no_redis_value_is_larger_than_the_chunk_size(
+    chunk_bytes: int, redis_client: Redis, redis_url: str, run: str
+) -> None:
+    store = ExperienceStore(redis_client, redis_url, run, chunk_bytes=chunk_bytes)
+    large = large_experience(run, 20, 900)
+    store.seal(large)
+    sizes = [redis_client.hstrlen(key, name) for key in keys(redis_client, run) for name in redis_client.hkeys(key)]
+    assert max(sizes) == chunk_bytes
+    assert len(sizes) > 60
+    assert same(store.load(1), large)
+    # Another process may use another chunk size.
+    assert same(ExperienceStore(redis_client, redis_url, run).load(1), large)
+
+
+def test_the_largest_step_of_a_config_has_values_far_below_the_limit_of_redis() -> None:
+    # The chunks of 1,048,576 tokens a response, scaled down: as many of them, of 1/65,536 of the size.
+    scale = 65_536
+    response = codec.MAX_RESPONSE_TOKENS // scale
+    large = large_experience("n" * 64, MAX_RESPONSES, response)
+    encoded = codec.encode_experience(large, codec.EXPERIENCE_CHUNK_BYTES // scale)
+    assert len(encoded.chunks) > 6 * 4096
+    assert len(encoded.manifest) < 16 * 2**20 < codec.EXPERIENCE_CHUNK_BYTES < REDIS_VALUE_BYTES
+
+
+def test_a_step_whose_manifest_is_too_large_is_refused_and_leaves_nothing(
+    redis_client: Redis, redis_url: str, run: str
+) -> None:
+    store = ExperienceStore(redis_client, redis_url, run, chunk_bytes=2048)
+    store.seal(large_experience(run, 2, 2))
+    with pytest.raises(
+        ConfigError,
+        match=r"experience of step 1: the manifest of its 100 sequences has [\d,]+ bytes, expected at most 2,048",
+    ):
+        store.seal(large_experience(run, 100, 2))
+    assert same(store.load(1), large_experience(run, 2, 2))
+
+
+def test_a_step_without_a_manifest_is_not_sealed_and_keep_only_removes_its_chunks(
+    store: ExperienceStore, run: str, redis_client: Redis
+) -> None:
+    for step in (1, 2):
+        store.seal(experience(run, step))
+    redis_client.delete(store.key(2))
+    assert not store.holds([2])
+    assert store.steps() == [1]
+    with pytest.raises(FailedPrecondition, match="not in the buffer"):
+        store.load(2)
+    store.keep_only([1, 2])
+    assert keys(redis_client, run) == {store.key(1), store.chunks_key(1)}
+
+
+def test_sealing_a_step_again_replaces_it(store: ExperienceStore, run: str) -> None:
+    store.seal(experience(run, 1))
+    changed = replace(experience(run, 1), scores=np.array([2.0, 3.0], np.float32))
+    for again in (changed, changed, experience(run, 1)):
+        store.seal(again)
+        assert same(store.load(1), again)
+
+
+def test_a_seal_broken_off_between_chunks_and_manifest_leaves_the_former_seal_whole(
+    store: ExperienceStore, run: str, redis_client: Redis
+) -> None:
+    store.seal(experience(run, 1))
+    changed = codec.encode_experience(replace(experience(run, 1), scores=np.array([2.0, 3.0], np.float32)))
+    for name, chunk in changed.chunks.items():
+        redis_client.hset(store.chunks_key(1), name, chunk)  # type: ignore[arg-type]
+    assert same(store.load(1), experience(run, 1))
+
+
+def test_experience_that_is_not_sealed_or_is_discarded_cannot_be_loaded(
+    store: ExperienceStore, run: str, redis_client: Redis
+) -> None:
     store.seal(experience(run, 1))
     with pytest.raises(FailedPrecondition, match=f"experience of step 2 of run {run}: not in the buffer"):
         store.load(2)
@@ -37,36 +142,61 @@ def test_experience_that_is_not_sealed_or_discarded_is_refused(store: Experience
     store.discard([1])
     with pytest.raises(FailedPrecondition, match="experience of step 1"):
         store.load(1)
+    assert keys(redis_client, run) == set()
 
 
-def put(client: Redis, key: str, data: bytes, digest: str | None = None) -> None:
-    """A value as ``seal`` stores it, with the checksum of its own or another's bytes."""
-    client.hset(key, mapping={"experience": data, "sha256": digest or hashlib.sha256(data).hexdigest()})
+def put_manifest(client: Redis, key: str, manifest: bytes, digest: str | None = None) -> None:
+    """A manifest as ``seal`` stores it, with its own SHA-256 or another one."""
+    client.hset(key, mapping={"manifest": manifest, "sha256": digest or hashlib.sha256(manifest).hexdigest()})
 
 
 @pytest.mark.parametrize(
     ("damage", "checksum"),
-    [(damage, checksum) for damage in ("empty", "garbage", "cut") for checksum in ("sealed", "found")]
+    [(damage, checksum) for damage in ("empty", "garbage", "cut") for checksum in ("sealed", "own")]
     + [("bit", "sealed")],
 )
-def test_damaged_experience_is_an_error_that_names_its_key(
+def test_a_damaged_manifest_is_an_error_that_names_its_key(
     damage: str, checksum: str, store: ExperienceStore, run: str, redis_client: Redis
 ) -> None:
-    whole = codec.experience_to_bytes(experience(run, 1))
+    encoded = codec.encode_experience(experience(run, 1))
+    store.seal(experience(run, 1))
+    whole = encoded.manifest
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     data = {"empty": b"", "garbage": b"\xff\xff\xff", "cut": whole[:-5], "bit": bytes(flipped)}[damage]
-    put(redis_client, store.key(1), data, hashlib.sha256(whole).hexdigest() if checksum == "sealed" else None)
+    put_manifest(redis_client, store.key(1), data, hashlib.sha256(whole).hexdigest() if checksum == "sealed" else None)
     with pytest.raises(BufferFailed, match=r":experience:1: ") as refused:
         store.load(1)
     assert str(refused.value).startswith(store.key(1))
 
 
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "bit"])
+def test_a_damaged_chunk_is_an_error_that_names_its_key_and_array(
+    damage: str, store: ExperienceStore, run: str, redis_client: Redis
+) -> None:
+    store.seal(experience(run, 1))
+    chunk = experience(run, 1).advantages.tobytes()
+    name = hashlib.sha256(chunk).hexdigest()
+    if damage == "missing":
+        redis_client.hdel(store.chunks_key(1), name)
+    else:
+        data = {"empty": b"", "cut": chunk[:-1], "bit": bytes([chunk[0] ^ 1]) + chunk[1:]}[damage]
+        redis_client.hset(store.chunks_key(1), name, data)
+    with pytest.raises(BufferFailed, match=r":experience:1: experience\.advantages: chunk 0 of 1 "):
+        store.load(1)
+    store.seal(experience(run, 1))
+    assert same(store.load(1), experience(run, 1))
+
+
 def test_experience_of_another_step_or_run_under_the_key_is_an_error(
     store: ExperienceStore, run: str, redis_client: Redis
 ) -> None:
+    store.seal(experience(run, 1))
     for wrong in (experience(run, 2), experience("other", 1)):
-        put(redis_client, store.key(1), codec.experience_to_bytes(wrong))
+        encoded = codec.encode_experience(wrong)
+        put_manifest(redis_client, store.key(1), encoded.manifest)
+        for name, chunk in encoded.chunks.items():
+            redis_client.hset(store.chunks_key(1), name, chunk)  # type: ignore[arg-type]
         with pytest.raises(BufferFailed, match=f"holds step {wrong.step} of run {wrong.run}"):
             store.load(1)
 
@@ -77,15 +207,16 @@ def test_a_key_of_another_kind_is_an_error(store: ExperienceStore, redis_client:
         store.load(1)
 
 
-def test_what_is_not_kept_is_freed_and_nothing_of_another_run(
+def test_keep_only_removes_all_other_steps_of_the_run_and_of_no_other_run(
     store: ExperienceStore, run: str, redis_client: Redis, redis_url: str
 ) -> None:
     other = ExperienceStore(redis_client, redis_url, f"{run}-other")
     other.seal(experience(f"{run}-other", 1))
     for step in (1, 2, 300):
         store.seal(experience(run, step))
+    assert store.steps() == [1, 2, 300]
     store.keep_only(range(2, 4))
-    assert list(redis_client.scan_iter(match=f"quartet:{run}:experience:*")) == [store.key(2).encode()]
+    assert keys(redis_client, run) == {store.key(2), store.chunks_key(2)}
     store.keep_only([])
-    assert list(redis_client.scan_iter(match=f"quartet:{run}:experience:*")) == []
+    assert keys(redis_client, run) == set()
     assert other.load(1).step == 1

@@ -76,17 +76,11 @@ def test_trajectories_arrive(trajectory: Trajectory) -> None:
 
 
 @check
-@given(strategies.experiences())
-def test_experience_arrives(experience: Experience) -> None:
-    same(codec.experience_from_bytes(codec.experience_to_bytes(experience)), experience)
-
-
-@check
-@given(strategies.experiences())
-def test_experience_put_together_from_its_arrays_has_the_bytes_of_its_message(experience: Experience) -> None:
-    data = codec.experience_to_bytes(experience)
-    message = experience_pb2.Experience.FromString(data)
-    assert data == message.SerializeToString()
+@given(strategies.experiences(), st.integers(5, 64))
+def test_experience_is_decoded_as_it_was_encoded_for_any_chunk_size(experience: Experience, chunk_bytes: int) -> None:
+    encoded = codec.encode_experience(experience, chunk_bytes)
+    assert all(0 < len(chunk) <= chunk_bytes for chunk in encoded.chunks.values())
+    same(codec.decode_experience(encoded.manifest, encoded.chunks.get), experience)
 
 
 @check
@@ -186,7 +180,7 @@ def test_a_malformed_tensor_is_refused_by_the_name_of_its_field(name: str) -> No
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
-    with pytest.raises(InvalidRequest, match=r"^log_probs: found NaN or infinity"):
+    with pytest.raises(InvalidRequest, match=r"^log_probs: contains NaN or infinity"):
         codec.floats_from_proto(codec.tensor_to_proto(np.array([0, value], np.float32)), "log_probs")
 
 
@@ -245,27 +239,54 @@ def test_a_trajectory_with_a_log_prob_too_few_or_no_tokens_is_refused() -> None:
 FLAT = ("log_probs", "reference_log_probs", "values", "advantages", "returns", "actor_mask")
 
 
-@pytest.mark.parametrize("field", [*FLAT, "scores", "ids", "batch"])
-def test_experience_without_one_of_its_parts_is_refused(field: str) -> None:
-    message = experience_pb2.Experience.FromString(codec.experience_to_bytes(small_experience()))
-    message.ClearField(field)  # type: ignore[arg-type]
+def decode_changed_experience(change: Callable[[experience_pb2.ExperienceManifest], None]) -> Experience:
+    """Encode an experience, change its manifest and decode it."""
+    encoded = codec.encode_experience(small_experience())
+    manifest = experience_pb2.ExperienceManifest.FromString(encoded.manifest)
+    change(manifest)
+    return codec.decode_experience(manifest.SerializeToString(), encoded.chunks.get)
+
+
+@pytest.mark.parametrize("field", [*FLAT, "scores", "ids", "token_ids", "prompt_lengths", "response_lengths"])
+def test_experience_without_one_of_its_fields_is_refused(field: str) -> None:
     with pytest.raises(InvalidRequest):
-        codec.experience_from_bytes(message.SerializeToString())
+        decode_changed_experience(drop(field))
 
 
 @pytest.mark.parametrize("field", [*FLAT, "scores"])
-def test_experience_of_another_length_or_with_nan_is_refused(field: str) -> None:
-    for wrong in (np.zeros(9, np.float32), np.full(1 if field == "scores" else 2, np.nan, np.float32)):
-        message = experience_pb2.Experience.FromString(codec.experience_to_bytes(small_experience()))
-        getattr(message, field).CopyFrom(codec.tensor_to_proto(wrong))
+def test_experience_with_an_array_of_another_length_or_type_is_refused(field: str) -> None:
+    def longer(manifest: experience_pb2.ExperienceManifest) -> None:
+        getattr(manifest, field).length += 1
+
+    def other_type(manifest: experience_pb2.ExperienceManifest) -> None:
+        getattr(manifest, field).dtype = INT
+
+    for change in (longer, other_type):
         with pytest.raises(InvalidRequest, match=f"experience.{field}"):
-            codec.experience_from_bytes(message.SerializeToString())
+            decode_changed_experience(change)
+
+
+@pytest.mark.parametrize("field", [*FLAT, "scores"])
+def test_experience_with_nan_is_refused(field: str) -> None:
+    wrong = np.full(1 if field == "scores" else 2, np.nan, np.float32)
+    encoded = codec.encode_experience(dataclasses.replace(small_experience(), **{field: wrong}))
+    with pytest.raises(InvalidRequest, match=f"experience.{field}: contains NaN"):
+        codec.decode_experience(encoded.manifest, encoded.chunks.get)
+
+
+def test_experience_with_a_missing_or_damaged_chunk_is_refused() -> None:
+    encoded = codec.encode_experience(small_experience(), chunk_bytes=4)
+    with pytest.raises(InvalidRequest, match=r"experience.token_ids: chunk 0 of 3 is missing"):
+        codec.decode_experience(encoded.manifest, {}.get)
+    damaged = {name: bytes(chunk[:-1]) for name, chunk in encoded.chunks.items()}
+    with pytest.raises(InvalidRequest, match=r"experience.token_ids: chunk 0 of 3 does not match its SHA-256"):
+        codec.decode_experience(encoded.manifest, damaged.get)
 
 
 @check
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_as_invalid_and_never_as_anything_else(data: bytes) -> None:
-    for read in (codec.trajectory_from_bytes, codec.experience_from_bytes):
+    for read in (codec.trajectory_from_bytes, lambda data: codec.decode_experience(data, {}.get)):
         with pytest.raises(InvalidRequest):
             read(data)
 
@@ -273,9 +294,10 @@ def test_any_bytes_are_refused_as_invalid_and_never_as_anything_else(data: bytes
 @check
 @given(st.data())
 def test_a_damaged_entry_is_read_or_refused_and_never_anything_else(data: st.DataObject) -> None:
+    encoded = codec.encode_experience(small_experience())
     for whole, read in (
         (codec.trajectory_to_bytes(small_trajectory()), codec.trajectory_from_bytes),
-        (codec.experience_to_bytes(small_experience()), codec.experience_from_bytes),
+        (encoded.manifest, lambda manifest: codec.decode_experience(manifest, encoded.chunks.get)),
     ):
         damaged = bytearray(whole)
         damaged[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))

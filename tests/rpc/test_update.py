@@ -154,8 +154,8 @@ def test_experience_that_is_missing_or_damaged_is_an_error_and_the_step_may_be_t
     store.discard([1])
     with pytest.raises(FailedPrecondition, match=f"experience of step 1 of run {run}: not in the buffer"):
         update(client, run, 1)
-    redis_client.hset(store.key(1), "experience", b"\xff")
-    with pytest.raises(BufferFailed, match="is not what was sealed, by its checksum"):
+    redis_client.hset(store.key(1), "manifest", b"\xff")
+    with pytest.raises(BufferFailed, match="the manifest does not match its SHA-256"):
         update(client, run, 1)
     store.seal(experience(run, 1))
     assert update(client, run, 1).policy_version == 1

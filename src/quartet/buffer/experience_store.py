@@ -1,4 +1,4 @@
-"""Sealed experience: what actor and critic train on in one step. Written once by the orchestrator, replayable from here."""
+"""Sealed experience: the input of a step's update. The orchestrator writes it once; the actor and the critic read it."""
 
 from __future__ import annotations
 
@@ -7,71 +7,110 @@ from collections.abc import Callable, Iterable
 
 from quartet import codec
 from quartet.buffer.connection import Redis, translated
-from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest
+from quartet.errors import BufferFailed, ConfigError, FailedPrecondition, InvalidRequest
 from quartet.types import Experience
 
 
 class ExperienceStore:
-    """The sealed experience of one run, a key for each step."""
+    """The sealed experience of one run: for each step a manifest and the chunks that it names.
 
-    def __init__(self, client: Redis, url: str, run: str, lost: Callable[[], None] = lambda: None) -> None:
-        """``lost`` is called when the server could not be reached for a load."""
+    The manifest is written after all chunks, in one command. A step is sealed once its manifest is there: a crash before that
+    leaves chunks without a manifest, which ``keep_only`` removes. See proto/quartet/v1/experience.proto for the format and its
+    limits.
+    """
+
+    def __init__(
+        self,
+        client: Redis,
+        url: str,
+        run: str,
+        lost: Callable[[], None] = lambda: None,
+        chunk_bytes: int = codec.EXPERIENCE_CHUNK_BYTES,
+    ) -> None:
+        """``lost`` is called if a load cannot reach the server. ``chunk_bytes`` is the largest value that ``seal`` writes."""
         self._client, self._url, self._run, self._lost = client, url, run, lost
+        self._chunk_bytes = chunk_bytes
 
     def key(self, step: int) -> str:
-        """The Redis key of one step's experience."""
+        """Return the Redis key of a step's manifest."""
         return f"quartet:{self._run}:experience:{step}"
 
+    def chunks_key(self, step: int) -> str:
+        """Return the Redis key of a step's chunks."""
+        return f"{self.key(step)}:chunks"
+
     def seal(self, experience: Experience) -> None:
-        """Stores a step's experience whole, in one command, with its checksum: Redis keeps none of its append-only file."""
-        data = codec.experience_to_bytes(experience)
+        """Store a step's experience. Sealing the same step again replaces it.
+
+        Each chunk is a command of its own, so neither Redis's limit on a value nor that on a client's commands (1 GB by default)
+        bounds a step. Raises ConfigError if the step has so many sequences that its manifest is too large, BufferFailed if Redis
+        is full.
+        """
+        encoded = codec.encode_experience(experience, self._chunk_bytes)
+        if len(encoded.manifest) > self._chunk_bytes:
+            raise ConfigError(
+                f"experience of step {experience.step}: the manifest of its {len(experience.ids):,} sequences has "
+                f"{len(encoded.manifest):,} bytes, expected at most {self._chunk_bytes:,}; lower rollout.prompts_per_step or "
+                "rollout.samples_per_prompt"
+            )
         with translated(self._url):
-            self._client.hset(self.key(experience.step), mapping={"experience": data, "sha256": _digest(data)})
+            for name, chunk in encoded.chunks.items():
+                self._client.hset(self.chunks_key(experience.step), name, chunk)
+            self._client.hset(
+                self.key(experience.step),
+                mapping={"manifest": encoded.manifest, "sha256": hashlib.sha256(encoded.manifest).hexdigest()},
+            )
 
     def load(self, step: int) -> Experience:
-        """A step's experience. Raises FailedPrecondition when it is not sealed, BufferFailed when it is damaged."""
+        """Return a step's experience. Raises FailedPrecondition if it is not sealed, BufferFailed if it is damaged."""
+        key = self.key(step)
         with translated(self._url, self._lost):
-            data, digest = self._client.hmget(self.key(step), "experience", "sha256")
-        if data is None and digest is None:
+            manifest, digest = self._client.hmget(key, "manifest", "sha256")
+        if manifest is None and digest is None:
             raise FailedPrecondition(f"experience of step {step} of run {self._run}: not in the buffer")
-        if not isinstance(data, bytes) or digest != _digest(data):
-            raise BufferFailed(f"{self.key(step)}: is not what was sealed, by its checksum")
+        if not isinstance(manifest, bytes) or digest != hashlib.sha256(manifest).hexdigest().encode():
+            raise BufferFailed(f"{key}: the manifest does not match its SHA-256")
         try:
-            experience = codec.experience_from_bytes(data)
+            experience = codec.decode_experience(manifest, lambda name: self._read_chunk(step, name))
         except InvalidRequest as error:
-            raise BufferFailed(f"{self.key(step)}: {error}") from None
+            raise BufferFailed(f"{key}: {error}") from None
         if (experience.run, experience.step) != (self._run, step):
-            raise BufferFailed(f"{self.key(step)}: holds step {experience.step} of run {experience.run}")
+            raise BufferFailed(f"{key}: holds step {experience.step} of run {experience.run}")
         return experience
 
+    def _read_chunk(self, step: int, name: str) -> bytes | None:
+        with translated(self._url, self._lost):
+            [chunk] = self._client.hmget(self.chunks_key(step), name)
+        assert chunk is None or isinstance(chunk, bytes)
+        return chunk
+
     def holds(self, steps: Iterable[int]) -> bool:
-        """Whether the experience of every one of these steps is sealed here."""
+        """Return whether every one of these steps is sealed."""
         keys = [self.key(step) for step in steps]
         with translated(self._url):
             return not keys or int(self._client.exists(*keys)) == len(keys)
 
     def steps(self) -> list[int]:
-        """The steps whose experience is sealed here, sorted."""
-        prefix = self.key(0).removesuffix("0").encode()
-        with translated(self._url):
-            keys = list(self._client.scan_iter(match=f"{prefix.decode()}*", count=1000))
-        return sorted({int(key.removeprefix(prefix)) for key in keys})
+        """Return the sealed steps, sorted."""
+        numbers = (key.rpartition(":")[2] for key in self._keys())
+        return sorted({int(number) for number in numbers if number.isdecimal()})
 
     def discard(self, steps: Iterable[int]) -> None:
-        """Frees these steps' experience."""
-        keys = [self.key(step) for step in steps]
+        """Remove the experience of these steps."""
+        keys = [key for step in steps for key in (self.key(step), self.chunks_key(step))]
         if keys:
             with translated(self._url):
                 self._client.delete(*keys)
 
     def keep_only(self, steps: Iterable[int]) -> None:
-        """Frees the experience of every other step: what a checkpoint covers, and what another course of the run left."""
-        kept = {self.key(step).encode() for step in steps}
-        with translated(self._url):
-            for key in self._client.scan_iter(match=f"quartet:{self._run}:experience:*", count=1000):
-                if key not in kept:
+        """Remove the experience of every other step, and what broken-off seals left behind."""
+        kept = {key for step in steps if self.holds([step]) for key in (self.key(step), self.chunks_key(step))}
+        for key in self._keys():
+            if key not in kept:
+                with translated(self._url):
                     self._client.delete(key)
 
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).hexdigest().encode()
+    def _keys(self) -> list[str]:
+        with translated(self._url):
+            keys = self._client.scan_iter(match=f"quartet:{self._run}:experience:*", count=1000)
+            return [key.decode() for key in keys]

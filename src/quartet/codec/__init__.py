@@ -1,7 +1,7 @@
 """Protobuf <-> types. The only package that knows protobuf's messages of data; everything it reads is checked."""
 
 from quartet.codec.checks import LARGEST, positive
-from quartet.codec.experience import experience_from_bytes, experience_to_bytes
+from quartet.codec.experience import EXPERIENCE_CHUNK_BYTES, EncodedExperience, decode_experience, encode_experience
 from quartet.codec.saved_files import (
     save_kind_from_proto,
     save_kind_to_proto,
@@ -32,13 +32,15 @@ from quartet.codec.updates import (
 )
 
 __all__ = [
+    "EXPERIENCE_CHUNK_BYTES",
     "LARGEST",
     "MAX_EPOCHS",
     "MAX_RESPONSE_TOKENS",
+    "EncodedExperience",
     "batch_from_proto",
     "batch_to_proto",
-    "experience_from_bytes",
-    "experience_to_bytes",
+    "decode_experience",
+    "encode_experience",
     "floats_from_proto",
     "ints_from_proto",
     "optimization_from_proto",

@@ -1,91 +1,112 @@
-"""What actor and critic learn from in one step, as it is sealed in the buffer."""
+"""Sealed experience: a manifest message and the chunks that it names. See proto/quartet/v1/experience.proto."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from quartet.codec.tensors import floats_from_proto, tensor_to_proto
-from quartet.codec.trajectories import batch_from_proto
+from quartet.codec.tensors import dtype_from_proto, dtype_to_proto, require_finite
 from quartet.errors import InvalidRequest
-from quartet.types import Experience
-from quartet.v1 import experience_pb2, tensor_pb2, trajectory_pb2
+from quartet.types import Experience, TokenBatch
+from quartet.v1 import experience_pb2
 
+EXPERIENCE_CHUNK_BYTES = 64 * 2**20
+"""Size of a chunk: an eighth of the 512 MB that Redis allows for a value."""
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_BATCH = ("token_ids", "prompt_lengths", "response_lengths")
 _PER_TOKEN = ("log_probs", "reference_log_probs", "values", "advantages", "returns", "actor_mask")
 
 
-def experience_to_bytes(experience: Experience) -> bytes:
-    """One step's experience, as it is sealed in the buffer.
+@dataclass(frozen=True, slots=True)
+class EncodedExperience:
+    """The manifest message of a step's experience, and its chunks by SHA-256 in hexadecimal. Chunks are views of the arrays."""
 
-    The bytes that the message would serialise to, put together from the arrays themselves: each is copied once instead of thrice.
-    """
-    head = experience_pb2.Experience(
+    manifest: bytes
+    chunks: Mapping[str, memoryview]
+
+
+def encode_experience(experience: Experience, chunk_bytes: int = EXPERIENCE_CHUNK_BYTES) -> EncodedExperience:
+    """Split a step's experience into chunks of at most ``chunk_bytes`` and describe them in a manifest."""
+    manifest = experience_pb2.ExperienceManifest(
         run=experience.run, step=experience.step, policy_version=experience.policy_version, ids=experience.ids
     )
-    batch = [
-        part
-        for name in ("token_ids", "prompt_lengths", "response_lengths")
-        for part in _field(trajectory_pb2.TokenBatch, name, _tensor_parts(getattr(experience.batch, name)))
-    ]
-    tensors = [
-        part
-        for name in ("scores", *_PER_TOKEN)
-        for part in _field(experience_pb2.Experience, name, _tensor_parts(getattr(experience, name)))
-    ]
-    return b"".join([head.SerializeToString(), *_field(experience_pb2.Experience, "batch", batch), *tensors])
+    arrays = {name: getattr(experience.batch, name) for name in _BATCH}
+    arrays |= {name: getattr(experience, name) for name in ("scores", *_PER_TOKEN)}
+    chunks: dict[str, memoryview] = {}
+    for name, array in arrays.items():
+        entry = getattr(manifest, name)
+        entry.dtype, entry.length = dtype_to_proto(array.dtype), len(array)
+        data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).view(np.uint8).data
+        for start in range(0, len(data), chunk_bytes):
+            chunk = data[start : start + chunk_bytes]
+            digest = hashlib.sha256(chunk)
+            entry.chunks.append(digest.digest())
+            chunks[digest.hexdigest()] = chunk
+    return EncodedExperience(manifest.SerializeToString(), chunks)
 
 
-_Parts = Sequence[bytes | memoryview]
-"""Bytes one after the other."""
+def decode_experience(manifest: bytes, read_chunk: Callable[[str], bytes | memoryview | None]) -> Experience:
+    """Return the experience that ``encode_experience`` encoded.
 
-
-def _tensor_parts(array: NDArray[Any]) -> _Parts:
-    """A tensor's message."""
-    contiguous = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    head = tensor_to_proto(contiguous[:0])
-    head.shape[:] = contiguous.shape
-    data = contiguous.view(np.uint8).data
-    return [head.SerializeToString(), *(_field(tensor_pb2.Tensor, "data", [data]) if len(data) else [])]
-
-
-def _field(message: type[Message], name: str, parts: _Parts) -> _Parts:
-    """A field of bytes, or of a message's bytes: its number and wire type, the length, and what is in it."""
-    number = message.DESCRIPTOR.fields_by_name[name].number
-    return [_varint(number << 3 | 2), _varint(sum(map(len, parts))), *parts]
-
-
-def _varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first; the eighth says that more follow."""
-    found = bytearray()
-    while number > 0x7F:
-        found.append(number & 0x7F | 0x80)
-        number >>= 7
-    found.append(number)
-    return bytes(found)
-
-
-def experience_from_bytes(data: bytes) -> Experience:
-    """Inverse of ``experience_to_bytes``. Raises InvalidRequest."""
-    message = experience_pb2.Experience()
+    ``read_chunk`` returns the chunk with the given SHA-256, or None if there is none. Raises InvalidRequest if the manifest is
+    malformed, if a chunk is missing or not the one that the manifest names, or if the arrays do not fit together.
+    """
+    message = experience_pb2.ExperienceManifest()
     try:
-        message.ParseFromString(data)
+        message.ParseFromString(manifest)
     except DecodeError:
-        raise InvalidRequest("experience: not a quartet.v1.Experience message") from None
-    batch = batch_from_proto(message.batch)
+        raise InvalidRequest("experience: not a quartet.v1.ExperienceManifest message") from None
+
+    def read(name: str, dtype: np.dtype[Any], length: int | None = None) -> NDArray[Any]:
+        return _read_array(getattr(message, name), f"experience.{name}", dtype, length, read_chunk)
+
+    batch = TokenBatch(**{name: read(name, _INT32) for name in _BATCH})
     if len(message.ids) != len(batch):
         raise InvalidRequest(f"experience.ids: expected {len(batch)}, got {len(message.ids)}")
-    tokens = int(batch.response_lengths.sum())
-    per_token = {name: floats_from_proto(getattr(message, name), f"experience.{name}", tokens) for name in _PER_TOKEN}
+    tokens = int(batch.response_lengths.sum(dtype=np.int64))
     return Experience(
         run=message.run,
         step=message.step,
         policy_version=message.policy_version,
         ids=tuple(message.ids),
         batch=batch,
-        scores=floats_from_proto(message.scores, "experience.scores", len(batch)),
-        **per_token,
+        scores=read("scores", _FLOAT32, len(batch)),
+        **{name: read(name, _FLOAT32, tokens) for name in _PER_TOKEN},
     )
+
+
+def _read_array(
+    entry: experience_pb2.SealedArray,
+    name: str,
+    dtype: np.dtype[Any],
+    length: int | None,
+    read_chunk: Callable[[str], bytes | memoryview | None],
+) -> NDArray[Any]:
+    actual = dtype_from_proto(entry.dtype)
+    if actual != dtype:
+        raise InvalidRequest(f"{name}: expected dtype {dtype.name}, got {actual.name if actual else 'none'}")
+    if length is not None and entry.length != length:
+        raise InvalidRequest(f"{name}: expected {length} elements, got {entry.length}")
+    chunks = []
+    for index, digest in enumerate(entry.chunks):
+        chunk = read_chunk(digest.hex())
+        if chunk is None:
+            raise InvalidRequest(f"{name}: chunk {index} of {len(entry.chunks)} is missing")
+        if hashlib.sha256(chunk).digest() != digest:
+            raise InvalidRequest(f"{name}: chunk {index} of {len(entry.chunks)} does not match its SHA-256")
+        chunks.append(chunk)
+    data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    if len(data) != entry.length * dtype.itemsize:
+        raise InvalidRequest(
+            f"{name}: {entry.length} elements of {dtype.name} need {entry.length * dtype.itemsize} bytes, got {len(data)}"
+        )
+    array = np.frombuffer(data, dtype)
+    if dtype == _FLOAT32:
+        require_finite(array, name)
+    return array

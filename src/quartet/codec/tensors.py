@@ -17,6 +17,25 @@ _DTYPES = {tensor_pb2.DATA_TYPE_FLOAT32: _FLOAT32, tensor_pb2.DATA_TYPE_INT32: _
 _DATA_TYPES = {dtype: number for number, dtype in _DTYPES.items()}
 
 
+def dtype_to_proto(dtype: np.dtype[Any]) -> tensor_pb2.DataType.ValueType:
+    """Return the protobuf name of float32 or int32. Raises InvalidRequest for any other type."""
+    data_type = _DATA_TYPES.get(dtype.newbyteorder("<"))
+    if data_type is None:
+        raise InvalidRequest(f"tensor of {dtype}: expected float32 or int32")
+    return data_type
+
+
+def dtype_from_proto(data_type: tensor_pb2.DataType.ValueType) -> np.dtype[Any] | None:
+    """Return the element type, little-endian, or None for a number that names none."""
+    return _DTYPES.get(data_type)
+
+
+def require_finite(values: NDArray[Any], name: str) -> None:
+    """Raise InvalidRequest naming the field if a value is NaN or infinite."""
+    if not np.isfinite(values).all():
+        raise InvalidRequest(f"{name}: contains NaN or infinity, expected finite numbers")
+
+
 def tensor_to_proto(array: NDArray[Any]) -> tensor_pb2.Tensor:
     """A float32 or int32 array of any shape."""
     message = tensor_pb2.Tensor()
@@ -26,16 +45,13 @@ def tensor_to_proto(array: NDArray[Any]) -> tensor_pb2.Tensor:
 
 def write_tensor(message: tensor_pb2.Tensor, array: NDArray[Any]) -> None:
     """A float32 or int32 array into its message, which may be a field of another."""
-    data_type = _DATA_TYPES.get(array.dtype.newbyteorder("<"))
-    if data_type is None:
-        raise InvalidRequest(f"tensor of {array.dtype}: expected float32 or int32")
-    message.dtype = data_type
+    message.dtype = dtype_to_proto(array.dtype)
     message.shape.extend(array.shape)
     message.data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
 
 
 def _vector(message: tensor_pb2.Tensor, name: str, dtype: np.dtype[Any], length: int | None) -> NDArray[Any]:
-    found = _DTYPES.get(message.dtype)
+    found = dtype_from_proto(message.dtype)
     if found != dtype:
         raise InvalidRequest(f"{name}: expected dtype {dtype.name}, got {found.name if found else 'none'}")
     if len(message.shape) != 1 or message.shape[0] < 0:
@@ -59,6 +75,5 @@ def ints_from_proto(message: tensor_pb2.Tensor, name: str, length: int | None = 
 def floats_from_proto(message: tensor_pb2.Tensor, name: str, length: int | None = None) -> FloatArray:
     """A one-dimensional float32 tensor of finite numbers. Raises InvalidRequest naming the field."""
     values = _vector(message, name, _FLOAT32, length)
-    if not np.isfinite(values).all():
-        raise InvalidRequest(f"{name}: found NaN or infinity, expected finite numbers")
+    require_finite(values, name)
     return values

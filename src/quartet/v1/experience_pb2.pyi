@@ -8,7 +8,6 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from quartet.v1 import tensor_pb2 as _tensor_pb2
-from quartet.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -21,10 +20,18 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class Experience(_message.Message):
-    """One step's experience, sealed in the buffer by the orchestrator and read by actor and critic: a Redis hash
-    `quartet:RUN:experience:STEP` with the fields `experience`, this message, and `sha256`, of its bytes, in hexadecimal.
-    Tensors per response token are flat, [response tokens], in the order of the batch.
+class ExperienceManifest(_message.Message):
+    """Describes one step's sealed experience, which the orchestrator writes to Redis and the actor and the critic read. It takes two
+    Redis hashes:
+
+    - `quartet:RUN:experience:STEP:chunks` holds the arrays in chunks of at most 64 MiB. A field's name is the SHA-256 of its value,
+      in hexadecimal. Equal chunks are stored once.
+    - `quartet:RUN:experience:STEP` holds the fields `manifest`, this message, and `sha256`, the SHA-256 of the message in
+      hexadecimal. It is written last, in one command: a step without it is not sealed.
+
+    Size: 28 bytes for each response token and 4 for each prompt token. Redis allows 512 MB for a value. No chunk reaches that, and
+    the manifest of the largest step that a config allows (65,536 sequences of 1,048,576 tokens) has 9 MB. The memory of the Redis
+    server is therefore the only limit on a step.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -33,7 +40,9 @@ class Experience(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
-    BATCH_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_LENGTHS_FIELD_NUMBER: _builtins.int
+    RESPONSE_LENGTHS_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     REFERENCE_LOG_PROBS_FIELD_NUMBER: _builtins.int
@@ -46,42 +55,56 @@ class Experience(_message.Message):
     step: _builtins.int
     """Training step, from 1."""
     policy_version: _builtins.int
-    """Updates that the generating policy had taken."""
+    """Number of updates of the policy that generated the responses."""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """[sequences]: "RUN/STEP/PROMPT/SAMPLE" of each sequence, in the order of the batch."""
+        """[sequences]: "RUN/STEP/PROMPT/SAMPLE" of each sequence, in the order of the arrays."""
 
     @_builtins.property
-    def batch(self) -> _trajectory_pb2.TokenBatch:
-        """The sequences, sorted by id."""
+    def token_ids(self) -> Global___SealedArray:
+        """The sequences, sorted by id, without padding. See TokenBatch.
+
+        int32 [all tokens]: for each sequence the prompt, then the response.
+        """
 
     @_builtins.property
-    def scores(self) -> _tensor_pb2.Tensor:
+    def prompt_lengths(self) -> Global___SealedArray:
+        """int32 [sequences]: number of prompt tokens, at least 1."""
+
+    @_builtins.property
+    def response_lengths(self) -> Global___SealedArray:
+        """int32 [sequences]: number of response tokens, at least 1."""
+
+    @_builtins.property
+    def scores(self) -> Global___SealedArray:
         """float32 [sequences]: score of each response, after normalisation and truncation treatment."""
 
     @_builtins.property
-    def log_probs(self) -> _tensor_pb2.Tensor:
-        """float32 [response tokens]: log-probs at generation, nats."""
+    def log_probs(self) -> Global___SealedArray:
+        """Arrays per response token are flat, [response tokens], in the order of the sequences.
+
+        float32 [response tokens]: log-probs at generation, nats.
+        """
 
     @_builtins.property
-    def reference_log_probs(self) -> _tensor_pb2.Tensor:
-        """float32 [response tokens]: log-probs under the reference, nats."""
+    def reference_log_probs(self) -> Global___SealedArray:
+        """float32 [response tokens]: log-probs under the reference model, nats."""
 
     @_builtins.property
-    def values(self) -> _tensor_pb2.Tensor:
+    def values(self) -> Global___SealedArray:
         """float32 [response tokens]: values at generation, in units of reward. Zeros without a critic."""
 
     @_builtins.property
-    def advantages(self) -> _tensor_pb2.Tensor:
-        """float32 [response tokens]: advantages, normalised when the algorithm says so."""
+    def advantages(self) -> Global___SealedArray:
+        """float32 [response tokens]: advantages, normalised if the algorithm says so."""
 
     @_builtins.property
-    def returns(self) -> _tensor_pb2.Tensor:
+    def returns(self) -> Global___SealedArray:
         """float32 [response tokens]: value targets, in units of reward."""
 
     @_builtins.property
-    def actor_mask(self) -> _tensor_pb2.Tensor:
-        """float32 [response tokens]: 1 where the token counts in the policy loss, else 0."""
+    def actor_mask(self) -> Global___SealedArray:
+        """float32 [response tokens]: 1 if the token counts in the policy loss, else 0."""
 
     def __init__(
         self,
@@ -90,19 +113,53 @@ class Experience(_message.Message):
         step: _builtins.int = ...,
         policy_version: _builtins.int = ...,
         ids: _abc.Iterable[_builtins.str] | None = ...,
-        batch: _trajectory_pb2.TokenBatch | None = ...,
-        scores: _tensor_pb2.Tensor | None = ...,
-        log_probs: _tensor_pb2.Tensor | None = ...,
-        reference_log_probs: _tensor_pb2.Tensor | None = ...,
-        values: _tensor_pb2.Tensor | None = ...,
-        advantages: _tensor_pb2.Tensor | None = ...,
-        returns: _tensor_pb2.Tensor | None = ...,
-        actor_mask: _tensor_pb2.Tensor | None = ...,
+        token_ids: Global___SealedArray | None = ...,
+        prompt_lengths: Global___SealedArray | None = ...,
+        response_lengths: Global___SealedArray | None = ...,
+        scores: Global___SealedArray | None = ...,
+        log_probs: Global___SealedArray | None = ...,
+        reference_log_probs: Global___SealedArray | None = ...,
+        values: Global___SealedArray | None = ...,
+        advantages: Global___SealedArray | None = ...,
+        returns: Global___SealedArray | None = ...,
+        actor_mask: Global___SealedArray | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["actor_mask", b"actor_mask", "advantages", b"advantages", "batch", b"batch", "log_probs", b"log_probs", "reference_log_probs", b"reference_log_probs", "returns", b"returns", "scores", b"scores", "values", b"values"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["actor_mask", b"actor_mask", "advantages", b"advantages", "log_probs", b"log_probs", "prompt_lengths", b"prompt_lengths", "reference_log_probs", b"reference_log_probs", "response_lengths", b"response_lengths", "returns", b"returns", "scores", b"scores", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor_mask", b"actor_mask", "advantages", b"advantages", "batch", b"batch", "ids", b"ids", "log_probs", b"log_probs", "policy_version", b"policy_version", "reference_log_probs", b"reference_log_probs", "returns", b"returns", "run", b"run", "scores", b"scores", "step", b"step", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor_mask", b"actor_mask", "advantages", b"advantages", "ids", b"ids", "log_probs", b"log_probs", "policy_version", b"policy_version", "prompt_lengths", b"prompt_lengths", "reference_log_probs", b"reference_log_probs", "response_lengths", b"response_lengths", "returns", b"returns", "run", b"run", "scores", b"scores", "step", b"step", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Experience: _TypeAlias = Experience  # noqa: Y015
+Global___ExperienceManifest: _TypeAlias = ExperienceManifest  # noqa: Y015
+
+@_typing.final
+class SealedArray(_message.Message):
+    """A one-dimensional array whose elements, little-endian, are the chunks one after the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    dtype: _tensor_pb2.DataType.ValueType
+    """Element type."""
+    length: _builtins.int
+    """Number of elements."""
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """SHA-256 of each chunk, 32 bytes each, in order."""
+
+    def __init__(
+        self,
+        *,
+        dtype: _tensor_pb2.DataType.ValueType = ...,
+        length: _builtins.int = ...,
+        chunks: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "dtype", b"dtype", "length", b"length"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealedArray: _TypeAlias = SealedArray  # noqa: Y015
