@@ -152,7 +152,7 @@ class Step:
         updating = time.perf_counter()
         actor, algorithm = self._config.actor, self._config.algorithm
         settings, loss = optimization_at(self._config, actor, 1), policy_loss_of(algorithm, 1.0)
-        update_policy(self._model, self._optimizer, experience, settings, loss, actor.most_tokens_at_once)
+        update_policy(self._model, self._optimizer, experience, settings, loss, actor.max_forward_tokens)
         end = time.perf_counter()
         return {"generation": made - start, "update": end - updating, "step": end - start}
 

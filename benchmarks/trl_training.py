@@ -60,7 +60,7 @@ def _rows(config: Config) -> int:
         return whole
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     return max(
-        n for n in range(1, whole + 1) if whole % n == 0 and (n == 1 or n * longest <= config.actor.most_tokens_at_once)
+        n for n in range(1, whole + 1) if whole % n == 0 and (n == 1 or n * longest <= config.actor.max_forward_tokens)
     )
 
 

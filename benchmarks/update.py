@@ -165,7 +165,7 @@ def of_policy(config: Config, device: str, full: bool) -> Work:
     body = _weights(model.base_model)
 
     def update() -> None:
-        update_policy(model, optimizer, learned, settings, loss, config.actor.most_tokens_at_once)
+        update_policy(model, optimizer, learned, settings, loss, config.actor.max_forward_tokens)
 
     products = body * distinct_tokens(learned.batch, config) + head * len(learned.advantages)
     return Work(optimizer, update, learned, 6.0 * settings.num_epochs * products)
@@ -179,7 +179,7 @@ def of_critic(config: Config, device: str, full: bool) -> Work:
     settings, loss = optimization_at(config, config.critic, STEP), value_loss_of(config.algorithm)
 
     def update() -> None:
-        update_value(model, optimizer, learned, settings, loss, config.critic.most_tokens_at_once)
+        update_value(model, optimizer, learned, settings, loss, config.critic.max_forward_tokens)
 
     products = _weights(model.backbone) * distinct_tokens(learned.batch, config)
     return Work(optimizer, update, learned, 6.0 * settings.num_epochs * products)

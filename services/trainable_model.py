@@ -83,7 +83,7 @@ class TrainedModel(ABC):
     def _find_budget(self, limits: UpdateLimits | None) -> Budget:
         config = self._trained
         if limits is None or None not in (config.micro_batch_tokens, config.gradient_checkpointing):
-            return Budget(self.role, config.most_tokens_at_once, config.gradient_checkpointing)
+            return Budget(self.role, config.max_forward_tokens, config.gradient_checkpointing)
         longest = min(limits.longest, self._positions) if self._positions else limits.longest
         return find_budget(self.role, config, self._measure(longest, limits), free_bytes(self._model, limits))
 

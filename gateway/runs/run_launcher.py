@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 import yaml
 
-from quartet.config import Config, parse_config, wrong_keys
+from quartet.config import Config, parse_config, invalid_keys
 from quartet.durable_files import write_durably
 from quartet.errors import ConfigError
 from quartet.gateway.audit import audited, printable
@@ -49,7 +49,7 @@ class Starter:
         run = tree.get("run")
         name = run.get("name") if isinstance(run, dict) else None
         # Who writes down a refusal, and where: a name that is none has no folder.
-        problems = wrong_keys(tree)
+        problems = invalid_keys(tree)
         files = RunFiles(self._runs.folder / (name if isinstance(name, str) and not problems else "-"))
         details = {"name": name if isinstance(name, str) else None, "resume": wanted.resume}
         with audited(files, who, "start", details):

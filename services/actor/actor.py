@@ -164,7 +164,7 @@ class Actor(TrainedModel):
             return self._score(batch, temperature)
 
     def _score(self, batch: TokenBatch, temperature: float) -> FloatArray:
-        return response_log_probs(self._model, batch, temperature, self._config.most_tokens_at_once)
+        return response_log_probs(self._model, batch, temperature, self._config.max_forward_tokens)
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: PolicyLossSettings

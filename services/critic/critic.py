@@ -77,7 +77,7 @@ class Critic(TrainedModel):
         """
         self._updates.check_whole()
         failpoint("critic.scoring")
-        return response_values(self._model, batch, self._config.most_tokens_at_once)
+        return response_values(self._model, batch, self._config.max_forward_tokens)
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: ValueLossSettings

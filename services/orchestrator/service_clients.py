@@ -29,7 +29,7 @@ class ServiceClients:
         self._roles = roles_of(config)
         self.actor = ActorClient(self._address(Role.ACTOR), config.timeouts, credentials)
         # Batches wait for one another at a function that is called once for each response.
-        patience = at_once(1) * config.reward.seconds_of_functions(config.rollout.score_batch_size)
+        patience = at_once(1) * config.reward.function_timeout_seconds(config.rollout.score_batch_size)
         self.reward = RewardClient(self._address(Role.REWARD), config.timeouts, credentials, patience)
         self.critic: CriticClient | None = None
         self._reference: ReferenceClient | None = None

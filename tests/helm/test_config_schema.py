@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from helm import values_schema
-from quartet.config import Config, load_config, wrong_keys
+from quartet.config import Config, load_config, invalid_keys
 from tests.helm.rendering import CHART, ROOT, changed, chart, manifests
 from tests.helm.test_components import files
 from tests.helm.test_values import refusal
@@ -161,7 +161,7 @@ TELEMETRY = [
 def test_a_telemetry_address_with_a_password_is_refused_as_the_tree_does_and_not_quoted(address: str, key: str) -> None:
     telemetry = {"otlp_endpoint": address} if key == "otlp_endpoint" else {"mlflow": {"tracking_uri": address}}
     values = changed("cpu-kind", config__telemetry=telemetry)
-    assert "telemetry" in str(wrong_keys(values["config"]))
+    assert "telemetry" in str(invalid_keys(values["config"]))
     said = refusal(values)
     assert f"config.telemetry.{key}: holds a user, a password" in said
     assert "sesame" not in said

@@ -77,16 +77,16 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
     [
         ({"services": {"actor": {"address": "far:1"}}}, "buffer.url: an actor or critic at an address needs a Redis"),
         ({"actor": {"model": "a", "optimizer": {"betas": [0.9, 1.0]}}}, "should be less than 1"),
-        ({"algorithm": {"kl_loss_coefficient": 0.1}}, "it weighs nothing"),
+        ({"algorithm": {"kl_loss_coefficient": 0.1}}, "has no effect with kl_loss none"),
         ({"algorithm": {"kl_loss": "k3"}}, "set kl_loss_coefficient above 0"),
         ({"algorithm": {"kl_coefficient": 0, "kl_controller": {"kind": "adaptive"}}}, "kl_coefficient, which is 0"),
         ({"algorithm": {"kl_controller": {"kind": "adaptive", "horizon": 12.8}}}, "expected more than 12.8"),
         ({"algorithm": {"kl_controller": {"kind": "simple", "horizon": 1}}}, "expected more than 1 step"),
-        ({"services": {"orchestrator": {"devices": [0]}}}, "unknown key; known here: address"),
+        ({"services": {"orchestrator": {"devices": [0]}}}, "unknown key; known keys: address"),
         ({"algorithm": {"estimator": "rloo"}}, "compares the samples of a prompt; set rollout.samples_per_prompt to 2"),
         ({"algorithm": {"estimator": "grpo"}}, "compares the samples of a prompt"),
-        ({"algorithm": {"estimator": "reinforce"}, "rollout": {"prompts_per_step": 1}}, "needs 2 responses or more"),
-        ({"algorithm": {"estimator": "reinforce", "gamma": 0.9}}, "algorithm.gamma 0.9: .* leave it at 1"),
+        ({"algorithm": {"estimator": "reinforce"}, "rollout": {"prompts_per_step": 1}}, "needs at least 2 responses"),
+        ({"algorithm": {"estimator": "reinforce", "gamma": 0.9}}, "algorithm.gamma 0.9: .* leave gamma at 1"),
         ({"algorithm": {"estimator": "reinforce", "whiten_rewards": True}}, "has no token rewards"),
         ({"algorithm": {"ratio_level": "sequence"}}, "gives each token its own advantage"),
         ({"algorithm": {"estimator": "reinforce", "critic_warmup_steps": 2}}, "has no critic"),
@@ -98,19 +98,19 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             },
             "services.critic.address: .* has no critic",
         ),
-        ({"algorithm": {"critic_warmup_steps": 100}}, "the policy would never learn; expected less than run.steps 100"),
+        ({"algorithm": {"critic_warmup_steps": 100}}, "the policy would never be trained; expected less than run.steps 100"),
         (
             {"reward": {"source": "ensemble", "timeout_seconds": 1, "parts": [{"name": "a", "model": "m"}]}},
-            "timeout_seconds: not used with source ensemble; give it to each of the parts",
+            "timeout_seconds: not used with source ensemble; set it in the parts",
         ),
         ({"algorithm": {"overlong_penalty": {"buffer_tokens": 65}}}, "expected at most rollout.max_response_tokens 64"),
         ({"actor": {"model": "a", "warmup_steps": 101}}, "actor.warmup_steps 101: expected at most run.steps 100"),
         ({"actor": {"model": "a", "final_learning_rate": 1}}, "final_learning_rate 1: expected at most learning_rate"),
-        ({"actor": {"model": "a", "lora": {}, "freeze": ["x"]}}, "freeze: with lora all but the adapters is frozen"),
-        ({"evaluation": {"every_steps": 5}}, "evaluation.every_steps: data.validation names no prompts"),
+        ({"actor": {"model": "a", "lora": {}, "freeze": ["x"]}}, "freeze: not used with lora"),
+        ({"evaluation": {"every_steps": 5}}, "evaluation.every_steps 5: data.validation is null"),
         (
             {"actor": {"model": "a", "lora": {}}, "services": {"reference": {"address": "h:1"}}},
-            "services.reference.address: the actor answers as reference",
+            "services.reference.address: the actor serves the reference",
         ),
         ({"reward": {}}, "model: missing; source model needs it"),
         ({"reward": {"source": "function"}}, "function: missing; source function needs it"),
@@ -120,14 +120,14 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ({"reward": {"model": "r", "parts": [{"name": "a", "model": "m"}]}}, "parts: not used with source model"),
         (
             {"reward": {"source": "ensemble", "parts": [{"name": "a", "model": "m"}, {"name": "a", "model": "n"}]}},
-            "the name a stands twice",
+            "the name a is used twice",
         ),
         ({"reward": {"source": "ensemble", "parts": [{"name": "a"}]}}, "parts.0: model: missing"),
         (
             {"reward": {"source": "ensemble", "parts": [{"name": "a", "model": "m", "wait": 1}]}},
             "unknown key; did you mean .weight.",
         ),
-        ({"guards": {"kl_runaway": {"below": 3}}}, "guards.kl_runaway.below: unknown key; known here: action, above"),
+        ({"guards": {"kl_runaway": {"below": 3}}}, "guards.kl_runaway.below: unknown key; known keys: action, above"),
     ],
 )
 def test_what_does_not_fit_together_is_an_error_before_anything_starts(changes: dict[str, Any], message: str) -> None:
@@ -190,5 +190,5 @@ def test_advantages_are_normalised_as_the_estimator_does_unless_told(
 
 @pytest.mark.parametrize("given", [{"certificate_file": "c.pem"}, {"key_file": "k.pem"}])
 def test_a_certificate_of_the_gateway_goes_with_its_key(given: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="certificate_file and key_file: one is given without the other"):
+    with pytest.raises(ConfigError, match="certificate_file and key_file: only one of them is given"):
         parse_config({**REQUIRED, "gateway": given}, "test")

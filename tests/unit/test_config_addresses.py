@@ -104,7 +104,7 @@ def test_a_malformed_url_is_refused_without_its_password(url: str, tmp_path: Pat
 def test_passwords_of_telemetry_have_no_place_in_a_config(telemetry: dict[str, Any]) -> None:
     tree = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}, "telemetry": telemetry}
     with pytest.raises(
-        ConfigError, match="expected no user and password in it; give them in the environment"
+        ConfigError, match="expected an address without user and password; give them in the environment"
     ) as caught:
         parse_config(tree, "test")
     assert "telemetry." in str(caught.value)

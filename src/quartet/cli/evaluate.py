@@ -132,7 +132,7 @@ class _Examiner:
         # Without a service of its own the reference is the actor with its adapter off, and computes as the actor does.
         chosen = config.reference if config.has_reference else config.actor
         self._reference_tokens = (
-            config.reference.micro_batch_tokens if config.has_reference else config.actor.most_tokens_at_once
+            config.reference.micro_batch_tokens if config.has_reference else config.actor.max_forward_tokens
         )
         self._reference_source = (config.reference_model, chosen.dtype or config.actor.dtype)
         self._reference = load_causal_lm(*self._reference_source, device)

@@ -1,20 +1,25 @@
-"""The one typed config tree: one YAML file for laptop, compose and Helm alike. Unknown keys are errors. No torch here."""
+"""The config: one typed tree, loaded from the same YAML file on a laptop, in Compose and in Helm. Does not import torch."""
 
 from quartet.config.algorithm import (
-    MAX_RESPONSES,
     AlgorithmConfig,
-    GuardConfig,
-    GuardsConfig,
     KLControllerConfig,
     LengthPenaltyConfig,
     OverlongPenaltyConfig,
-    RolloutConfig,
     ScoreConfig,
-    TensorRTLLMConfig,
-    TritonConfig,
     TruncationConfig,
 )
-from quartet.config.loading import load_config, parse_config, wrong_keys
+from quartet.config.deployment import (
+    BufferConfig,
+    GatewayConfig,
+    OrchestratorServiceConfig,
+    RecoveryConfig,
+    SecurityConfig,
+    ServiceConfig,
+    ServicesConfig,
+    TimeoutsConfig,
+)
+from quartet.config.guards import GuardConfig, GuardsConfig
+from quartet.config.loading import invalid_keys, load_config, parse_config
 from quartet.config.models import (
     MAX_MICRO_BATCH_TOKENS,
     ActorConfig,
@@ -27,26 +32,13 @@ from quartet.config.models import (
     RewardSourceConfig,
     TrainedModelConfig,
 )
-from quartet.config.operation import (
-    BufferConfig,
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    GatewayConfig,
-    MLflowConfig,
-    OrchestratorServiceConfig,
-    RecoveryConfig,
-    RunConfig,
-    SecurityConfig,
-    ServiceConfig,
-    ServicesConfig,
-    TelemetryConfig,
-    TimeoutsConfig,
-    WandbConfig,
-)
+from quartet.config.redaction import is_redacted, redact_url
+from quartet.config.rollout import MAX_RESPONSES, RolloutConfig, TensorRTLLMConfig, TritonConfig
+from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
 from quartet.config.schema import json_schema
 from quartet.config.section import Section, is_loopback
-from quartet.config.tree import Config, is_redacted, redact_url
+from quartet.config.telemetry import MLflowConfig, TelemetryConfig, WandbConfig
+from quartet.config.tree import Config
 
 __all__ = [
     "MAX_MICRO_BATCH_TOKENS",
@@ -88,11 +80,11 @@ __all__ = [
     "TritonConfig",
     "TruncationConfig",
     "WandbConfig",
+    "invalid_keys",
     "is_loopback",
     "is_redacted",
     "json_schema",
     "load_config",
     "parse_config",
     "redact_url",
-    "wrong_keys",
 ]

@@ -1,4 +1,4 @@
-"""The four models: where they come from, how two of them are trained, what scores."""
+"""Settings of the four models: their checkpoints, how two of them are trained, and where scores come from."""
 
 from __future__ import annotations
 
@@ -20,63 +20,63 @@ from quartet.config.section import (
 )
 
 MAX_MICRO_BATCH_TOKENS = 4096
-"""Of an update whose micro-batches are found by the free memory: larger ones did not pay."""
+"""Upper limit of the micro-batch size that a service chooses by its free memory. Larger ones are no faster."""
 
 
 class OptimizerConfig(Section):
-    """AdamW."""
+    """Settings of AdamW."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay of the first and second moment."""
+    """Decay rates of the first and second moment, β1 and β2."""
     eps: Positive = 1e-8
-    """Added to the denominator."""
+    """ε, added to the denominator."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay of matrices."""
+    """Decoupled weight decay. It applies to matrices only."""
     max_grad_norm: NonNegative = 1.0
-    """Gradients are scaled down to this norm; 0 is off."""
+    """Maximum L2 norm of the gradients. Larger gradients are scaled down. 0 disables it."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (Hu et al. 2021): only they are trained, the model below stays as it is."""
+    """Low-rank adapters (Hu et al. 2021). Only the adapters are trained, the base model is frozen."""
 
     rank: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Rank of the two matrices."""
+    """Rank of the adapter matrices."""
     alpha: Positive = 16.0
-    """The adapter's output is scaled by alpha / rank."""
+    """Scaling: the output of the adapter is multiplied by alpha / rank."""
     target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get one, such as q_proj; none: every linear layer of the decoder."""
+    """Names of the linear layers with an adapter, such as q_proj. Empty: all linear layers of the decoder."""
 
 
 class TrainedModelConfig(Section):
-    """What actor and critic share: how a model that takes updates is kept and trained."""
+    """Settings that actor and critic share: precision, optimizer and memory."""
 
     dtype: Dtype = "float32"
-    """Parameter type; steps are taken in float32 in any case."""
+    """Data type of the parameters. The optimizer always computes in float32."""
     learning_rate: Positive = 1e-5
-    """Learning rate after the warm-up."""
+    """Learning rate after the warmup."""
     warmup_steps: WholeNumber = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    """Number of steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up, up to run.steps."""
+    """Learning rate schedule from the end of the warmup to run.steps."""
     final_learning_rate: NonNegative = 0.0
-    """What linear and cosine fall to: the step after the last would have it."""
+    """Learning rate at the end of schedules linear and cosine. The step after the last one would have it."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW's settings."""
+    """Settings of AdamW."""
     freeze: tuple[str, ...] = ()
-    """Patterns of parameter names that keep their weights, such as *embed_tokens* or *.layers.0.*"""
+    """Patterns of the names of parameters that are not trained, such as *embed_tokens* or *.layers.0.*"""
     lora: LoraConfig | None = None
-    """Train adapters instead of the weights; null is off."""
+    """Train low-rank adapters instead of the weights. Null disables it."""
     micro_batch_tokens: Count | None = None
-    """Most tokens of one forward pass; pads count, where a model needs them. Changes speed and memory, and no more of the
-    result than its last bits. null:
-    4096, and fewer for updates where the memory that is free at the start holds no more; kept with the run."""
+    """Maximum number of tokens per forward pass, including padding if the model needs it. It affects speed and memory, and only
+    the last bits of the result. Null: 4096, or less if the free memory at the start of the service is too small; the run keeps
+    the chosen value."""
     gradient_checkpointing: bool | None = None
-    """Compute activations again on the way back instead of keeping them: less memory, about a third more work, the same bits.
-    null: where the free memory is too small otherwise."""
+    """Recompute activations in the backward pass instead of storing them: less memory, about a third more work, bit-identical
+    results. Null: only if the free memory is too small otherwise."""
 
     @property
-    def most_tokens_at_once(self) -> int:
-        """Most tokens of one forward pass where memory asks for no fewer, as without gradients it does not."""
+    def max_forward_tokens(self) -> int:
+        """Maximum number of tokens per forward pass without gradients, which needs no further reduction for memory."""
         return self.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS
 
     @model_validator(mode="after")
@@ -86,7 +86,9 @@ class TrainedModelConfig(Section):
                 f"final_learning_rate {self.final_learning_rate:g}: expected at most learning_rate {self.learning_rate:g}"
             )
         if self.lora and self.freeze:
-            raise ValueError("freeze: with lora all but the adapters is frozen already; leave one of the two out")
+            raise ValueError(
+                "freeze: not used with lora, which freezes everything but the adapters; remove one of the two"
+            )
         return self
 
 
@@ -94,54 +96,56 @@ class ActorConfig(TrainedModelConfig):
     """The policy."""
 
     model: str
-    """Path or hub id of a causal LM."""
+    """Path or Hugging Face hub id of a causal language model."""
 
 
 class CriticConfig(TrainedModelConfig):
-    """The value model. Estimators other than gae have none."""
+    """The value model. Estimators without a critic ignore this section."""
 
     model: str | None = None
-    """Path or hub id of a sequence classifier or a causal LM; null: the reward model, or the actor's where there is none."""
+    """Path or hub id of a sequence classifier or causal language model. Null: the reward model, or the model of the actor if
+    the reward has no model."""
 
 
 class RewardSourceConfig(Section):
-    """One source of scores."""
+    """A source of scores."""
 
     source: Literal["model", "function"] = "model"
-    """model: a sequence classifier; function: a Python function."""
+    """model: a sequence classifier. function: a Python function."""
     model: str | None = None
-    """Path or hub id of a sequence classifier with one output."""
+    """Path or hub id of a sequence classifier with one output, for source model."""
     dtype: Dtype = "float32"
-    """Parameter type of the model."""
+    """Data type of the parameters of the model."""
     micro_batch_tokens: Count = 16384
-    """Most tokens of one forward pass of the model; pads count, where it needs them."""
+    """Maximum number of tokens per forward pass of the model, including padding if the model needs it."""
     function: FunctionName | None = None
-    """package.module:callable, called as f(prompt, response, fields); fields are the prompt line's own."""
+    """Function for source function, as package.module:callable: f(prompt, response, fields), with the other fields of the line
+    of the prompt. It returns a score."""
     batched: bool = False
-    """The function takes lists of each, and gives a list."""
+    """The function takes lists of prompts, responses and fields, and returns a list of scores."""
     timeout_seconds: Positive = 60.0
-    """Seconds that one call of the function may take."""
+    """Time limit for one call of the function, in seconds."""
     quote_texts: bool = False
-    """Tell what the function's exceptions say, in logs and in notes, though it may quote prompts and responses; false: type, file
-    and line."""
+    """Include the text of exceptions of the function in logs and notes, although it may quote prompts and responses. False:
+    only type, file and line."""
 
     def check_source(self) -> None:
-        """Raises ValueError unless what the source needs is there, and no more."""
+        """Check that exactly the keys of this source are given. Raises ValueError if not."""
         given = {"model": self.model is not None, "function": self.function is not None}
         for name, present in given.items():
             if name == self.source and not present:
                 raise ValueError(f"{name}: missing; source {self.source} needs it")
             if name != self.source and present:
-                raise ValueError(f"{name}: not used with source {self.source}; set source {name}, or leave it out")
+                raise ValueError(f"{name}: not used with source {self.source}; set source {name}, or remove it")
 
 
 class RewardPartConfig(RewardSourceConfig):
-    """One source of an ensemble."""
+    """A source of an ensemble."""
 
     name: Name
-    """Under which its scores are kept."""
+    """Name of the source. Its scores are recorded under this name."""
     weight: Finite = 1.0
-    """Its weight in the sum."""
+    """Weight of its scores in the sum."""
 
     @model_validator(mode="after")
     def _consistent(self) -> RewardPartConfig:
@@ -150,25 +154,28 @@ class RewardPartConfig(RewardSourceConfig):
 
 
 class RewardConfig(RewardSourceConfig):
-    """The scorer."""
+    """The source of scores for responses."""
 
     source: Literal["model", "function", "ensemble"] = "model"  # type: ignore[assignment]
-    """model: a sequence classifier; function: a Python function; ensemble: the weighted sum of `parts`."""
+    """model: a sequence classifier. function: a Python function. ensemble: the weighted sum of `parts`."""
     parts: tuple[RewardPartConfig, ...] = ()
-    """Sources of an ensemble: each with name, weight, source, and the source's own keys."""
+    """Sources of an ensemble, each with `name`, `weight`, `source`, and the keys of that source."""
     tokenizer: str | None = None
-    """Path or hub id of the tokenizer that turns responses into text for functions; null: the reward model's, or the actor's."""
+    """Path or hub id of the tokenizer that decodes responses for functions. Null: that of the reward model, or else of the
+    actor."""
 
     @property
     def has_functions(self) -> bool:
-        """Whether a prompt's own fields matter to the score."""
+        """Whether a function scores, so that the other fields of a prompt matter."""
         return self.source == "function" or any(part.source == "function" for part in self.parts)
 
-    def seconds_of_functions(self, batch: int) -> float:
-        """Seconds that the functions may take for one batch of so many responses, by their time-outs."""
+    def function_timeout_seconds(self, batch_size: int) -> float:
+        """Return the total time limit of all functions for one batch of responses, in seconds."""
         sources: list[RewardSourceConfig] = [self, *self.parts]
         return sum(
-            source.timeout_seconds * (1 if source.batched else batch) for source in sources if source.source == "function"
+            source.timeout_seconds * (1 if source.batched else batch_size)
+            for source in sources
+            if source.source == "function"
         )
 
     @model_validator(mode="after")
@@ -177,15 +184,15 @@ class RewardConfig(RewardSourceConfig):
         unused = {"dtype", "micro_batch_tokens", "batched", "timeout_seconds"} & self.model_fields_set
         changed = sorted(name for name in unused if getattr(self, name) != type(self).model_fields[name].default)
         if self.source == "ensemble" and changed:
-            raise ValueError(f"{changed[0]}: not used with source ensemble; give it to each of the parts")
+            raise ValueError(f"{changed[0]}: not used with source ensemble; set it in the parts")
         if self.source == "ensemble" and not self.parts:
             raise ValueError("parts: source ensemble needs at least one")
         if self.source != "ensemble" and self.parts:
-            raise ValueError(f"parts: not used with source {self.source}; set source ensemble, or leave them out")
+            raise ValueError(f"parts: not used with source {self.source}; set source ensemble, or remove them")
         names = [part.name for part in self.parts]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"parts: the name {twice[0]} stands twice; expected different names")
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"parts: the name {repeated[0]} is used twice; give each part its own name")
         return self
 
 
@@ -193,8 +200,9 @@ class ReferenceConfig(Section):
     """The frozen initial policy."""
 
     model: str | None = None
-    """Path or hub id; null: the actor's initial weights, which an actor with lora answers for itself."""
+    """Path or hub id. Null: the initial weights of the actor. An actor with lora then serves them itself, with its adapter
+    disabled."""
     dtype: Dtype | None = None
-    """Parameter type; null: the actor's."""
+    """Data type of the parameters. Null: that of the actor."""
     micro_batch_tokens: Count = 16384
-    """Most tokens of one forward pass; pads count, where a model needs them."""
+    """Maximum number of tokens per forward pass, including padding if the model needs it."""

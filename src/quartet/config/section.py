@@ -1,4 +1,4 @@
-"""What every section of the tree is made of: a strict base class, and the ranges that recur."""
+"""Base class of config sections, and the value types that several sections share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-LARGEST = 1_000_000_000
-"""Of whole numbers: messages and tensors have 32 bits for them, and so for the sum of two."""
-Count = Annotated[int, Field(ge=1, le=LARGEST)]
-WholeNumber = Annotated[int, Field(ge=0, le=LARGEST)]
+MAX_INTEGER = 1_000_000_000
+"""Upper limit of integers. Messages and tensors have 32 bits for them and for the sum of two."""
+Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
+WholeNumber = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
@@ -31,7 +31,7 @@ FunctionName = Annotated[str, AfterValidator(_function_name)]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, with or without the brackets of IPv6, is this machine and can be reached from no other."""
+    """Whether a host is a loopback address or localhost. IPv6 addresses may have brackets."""
     if host == "localhost":
         return True
     try:
@@ -41,17 +41,17 @@ def is_loopback(host: str) -> bool:
 
 
 class Section(BaseModel):
-    """A part of the tree: immutable, and strict about unknown keys."""
+    """A section of the config tree. It is immutable and refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-        # pydantic takes true for 1, and 1 for true; whoever writes that has mistaken the key.
-        found = read(value)
-        if isinstance(value, bool) and type(found) in (int, float):
+    def _separate_booleans_from_numbers(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        # pydantic converts true to 1 and 1 to true. Such a value is usually meant for another key.
+        validated = validate(value)
+        if isinstance(value, bool) and type(validated) in (int, float):
             raise ValueError("expected a number")
-        if isinstance(found, bool) and type(value) in (int, float):
+        if isinstance(validated, bool) and type(value) in (int, float):
             raise ValueError("expected true or false")
-        return found
+        return validated

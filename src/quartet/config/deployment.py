@@ -1,0 +1,180 @@
+"""Settings of deployment: addresses, devices, timeouts, recovery, security and the gateway."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from quartet.config.section import Count, Positive, Section, WholeNumber
+
+MAX_BACKOFF_SECONDS = 30.0
+"""Maximum pause before another attempt, in seconds."""
+
+_BUFFER_URL = re.compile(
+    r"(rediss?://([^/?#\s]*@)?(\[[^]/?#@\s]*\]|[^]:/?#@\s[]*)(:[0-9]{1,5})?(/[0-9]*)?|unix://([^/?#\s]*@)?/[^?#]*)"
+    r"(\?[^#\s]*)?"
+)
+"""Stricter than redis-py, which ignores a fragment and a database that is not a number. A misplaced password could hide there."""
+
+
+class BufferConfig(Section):
+    """Redis, which buffers rollouts."""
+
+    url: str | None = None
+    """Address of the Redis server: redis://, rediss:// or unix://. Null: start an embedded server."""
+    password_file: Path | None = None
+    """File with the password of the user in `url`, so that neither the config nor the environment contains it."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_well_formed(cls, url: str | None) -> str | None:
+        if url is not None and not _BUFFER_URL.fullmatch(url):
+            raise ValueError(
+                "expected redis://HOST:PORT/DB, rediss://… or unix:///PATH, with numbers for PORT and DB, without a fragment, "
+                "special characters of a password escaped as %XX"
+            )
+        return url
+
+
+def _host_port(value: str | None) -> str | None:
+    if value is not None:
+        host, _, port = value.rpartition(":")
+        if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"{value!r}: expected HOST:PORT")
+    return value
+
+
+HostPort = Annotated[str | None, AfterValidator(_host_port)]
+
+
+class OrchestratorServiceConfig(Section):
+    """Address of the orchestrator. `quartet train` and `quartet up` always start it on this machine."""
+
+    address: HostPort = None
+    """HOST:PORT at which the gateway reaches an orchestrator that was started separately. Null: the address in `listen`."""
+    listen: HostPort = None
+    """HOST:PORT to listen on. Port 0 selects a free port. Null: a free port on 127.0.0.1."""
+    metrics_listen: HostPort = None
+    """HOST:PORT that serves Prometheus metrics. Port 0 selects a free port. Null: a free port on 127.0.0.1."""
+    health_listen: HostPort = None
+    """HOST:PORT that serves only gRPC health checks, in plaintext, for probes. Null: no such port."""
+
+
+class ServiceConfig(Section):
+    """Address and hardware of a model service. Roles that share a process use the `listen` addresses of the first role."""
+
+    address: HostPort = None
+    """HOST:PORT of a service that already runs. Null: start it on this machine."""
+    listen: HostPort = None
+    """HOST:PORT to listen on. Port 0 selects a free port. Null: 127.0.0.1 with the port of `address`, or with a free port."""
+    devices: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
+    """Index of the CUDA device to use. Empty: the CPU. With rollout.max_off_policy_steps 1 the actor may have a second device,
+    which generates."""
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Number of CPU threads. Null: an equal share of the cores; during updates, an equal share among the services that train."""
+    metrics_listen: HostPort = None
+    """HOST:PORT that serves Prometheus metrics. Port 0 selects a free port. Null: a free port on 127.0.0.1."""
+    health_listen: HostPort = None
+    """HOST:PORT that serves only gRPC health checks, in plaintext, for probes. Null: no such port."""
+
+
+class ServicesConfig(Section):
+    """Addresses and hardware of the services."""
+
+    actor: ServiceConfig = ServiceConfig()
+    """Service of the policy."""
+    critic: ServiceConfig = ServiceConfig()
+    """Service of the value model."""
+    reward: ServiceConfig = ServiceConfig()
+    """Service that scores responses."""
+    reference: ServiceConfig = ServiceConfig()
+    """Service of the frozen initial policy."""
+    orchestrator: OrchestratorServiceConfig = OrchestratorServiceConfig()
+    """Process that runs the training loop."""
+
+
+class TimeoutsConfig(Section):
+    """Time limits of calls, in seconds."""
+
+    load_seconds: Positive = 600.0
+    """Time limit for a service to load its models and become ready."""
+    generate_seconds: Positive = 1800.0
+    """Time limit for generating the responses of one step."""
+    score_seconds: Positive = 600.0
+    """Time limit for one batch at the reward, reference or critic service."""
+    update_seconds: Positive = 1800.0
+    """Time limit for one update of a model."""
+    save_seconds: Positive = 600.0
+    """Time limit for saving one model."""
+    drain_seconds: Positive = 10.0
+    """Time that pending calls have to finish after SIGTERM."""
+
+
+class RecoveryConfig(Section):
+    """Retries, restarts, and the limits at which the run gives up."""
+
+    max_recoveries: WholeNumber = 5
+    """Maximum number of consecutive recoveries without a committed step in between. 0: the first failure ends the run."""
+    max_restarts: WholeNumber = 5
+    """Maximum number of consecutive restarts of a process that was started on this machine. 0: no restarts."""
+    restart_reset_seconds: Positive = 600.0
+    """Uptime in seconds after which the count of consecutive restarts is reset."""
+    backoff_seconds: Positive = 0.5
+    """Pause before the first retry, in seconds. It doubles with each further retry, up to 30."""
+    hang_timeout_seconds: Positive = 60.0
+    """Time without a response, in seconds, after which a process started on this machine is killed and restarted. A model
+    service also exits if a call keeps running for this long after its deadline and its caller is gone."""
+    max_scoring_attempts: Count = 3
+    """Maximum number of attempts to score a trajectory. After that it is recorded as failed, and a new response to the same
+    prompt replaces it."""
+    max_failed_trajectories: WholeNumber = 4
+    """Maximum number of failed trajectories per step. One more ends the run."""
+
+    def pause(self, failures: int) -> float:
+        """Return the pause before the next attempt, in seconds, after this many consecutive failures (at least 1)."""
+        return min(MAX_BACKOFF_SECONDS, self.backoff_seconds * 2.0 ** min(failures - 1, 100))
+
+
+class SecurityConfig(Section):
+    """Encryption and authentication between the processes."""
+
+    certificates: Path | None = None
+    """Folder written by `quartet certificates`, with PROCESS/{tls.crt,tls.key,ca.crt}. All calls then use mutual TLS. Null: no
+    TLS."""
+    token_file: Path | None = None
+    """File with a token that all processes share and that every call must carry. Null: no token."""
+    allow_plaintext: bool = False
+    """Allow listening without TLS on addresses other than loopback. Only for networks that you trust."""
+
+
+class GatewayConfig(Section):
+    """REST API and dashboard."""
+
+    enabled: bool = True
+    """Start the gateway with the run."""
+    listen: HostPort = None
+    """HOST:PORT to listen on. Port 0 selects a free port. Null: a free port on 127.0.0.1."""
+    allowed_hosts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\[\]-]+$")], ...] = ()
+    """Host names that requests may use, in addition to localhost and the listening address."""
+    start_runs: bool | None = None
+    """Allow operators to start runs, and with them Python functions of their choice. Null: only on a loopback address."""
+    max_requests_per_second: Positive = 100.0
+    """Maximum average request rate of one client. Requests above it get status 429."""
+    token_file: Path | None = None
+    """File with the token of operators. Null: the variable QUARTET_GATEWAY_TOKEN, or else a random token that is printed."""
+    viewer_token_file: Path | None = None
+    """File with the token of viewers, who have read access. Null: the variable QUARTET_GATEWAY_VIEWER_TOKEN, or else no such
+    token."""
+    certificate_file: Path | None = None
+    """PEM file of the certificate for HTTPS. Null: the gateway uses HTTP."""
+    key_file: Path | None = None
+    """PEM file of the private key of `certificate_file`."""
+
+    @model_validator(mode="after")
+    def _has_key_with_certificate(self) -> GatewayConfig:
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError("certificate_file and key_file: only one of them is given; give both or neither")
+        return self

@@ -1,0 +1,99 @@
+"""Settings of generation: how many responses, with which sampling, by which engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from quartet.config.section import Count, Positive, Section, WholeNumber
+
+MAX_RESPONSES = 65_536
+"""Maximum number of responses per step."""
+Responses = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
+
+
+def _triton_url(value: str) -> str:
+    scheme, separator, address = value.partition("://")
+    host, _, port = address.rpartition(":")
+    if (
+        scheme not in ("grpc", "grpcs")
+        or not separator
+        or not host
+        or set("/@?") & set(address)
+        or not port.isdecimal()
+        or not 0 < int(port) < 65536
+    ):
+        raise ValueError(
+            "expected grpc://HOST:PORT, or grpcs://HOST:PORT for TLS; PORT, from 1 to 65535, is the gRPC port of Triton, "
+            "often 8001"
+        )
+    return value
+
+
+class TritonConfig(Section):
+    """Generation on a Triton Inference Server that runs the TensorRT-LLM backend. Needs the extra quartet-rlhf[triton]."""
+
+    url: Annotated[str, AfterValidator(_triton_url)]
+    """Address of the server: grpcs://HOST:PORT with TLS, or grpc://HOST:PORT without. Without TLS only loopback addresses are
+    allowed, unless security.allow_plaintext is set."""
+    model: str = "tensorrt_llm"
+    """Name of the model on the server."""
+    weights: Literal["lora", "static"] = "lora"
+    """lora: send the adapter of each policy version with the requests. static: the weights of the server never change, and
+    importance sampling corrects for the difference."""
+    timeout_seconds: Positive = 60.0
+    """Time without any output, in seconds, after which a pending request fails."""
+    certificate_authority_file: Path | None = None
+    """PEM file of the authority that signed the certificate of the server. Null: the authority in security.certificates, or else
+    those of the system."""
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether the connection uses TLS."""
+        return self.url.startswith("grpcs://")
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT."""
+        return self.url.partition("://")[2]
+
+
+class TensorRTLLMConfig(Section):
+    """Generation with TensorRT-LLM in the process of the actor."""
+
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.4
+    """Fraction of the free GPU memory to use for the key-value cache."""
+    release_memory: bool = True
+    """Shut the engine down during updates and load it again for the next step. Without actor.lora this always happens."""
+
+
+class RolloutConfig(Section):
+    """How responses are generated."""
+
+    prompts_per_step: Responses = 64
+    """Number of prompts per step."""
+    samples_per_prompt: Responses = 1
+    """Number of responses per prompt."""
+    max_response_tokens: Count = 64
+    """Maximum length of a response in tokens."""
+    temperature: Annotated[float, Field(ge=0.001, le=1000)] = 1.0
+    """Sampling temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: sample from the most likely tokens with this total probability. 1 disables it."""
+    top_k: WholeNumber = 0
+    """Sample from this many most likely tokens. 0 disables it."""
+    engine: Literal["torch", "triton", "tensorrt-llm"] = "torch"
+    """torch: PyTorch in the actor. triton: the server of rollout.triton. tensorrt-llm: TensorRT-LLM in the actor."""
+    triton: TritonConfig | None = None
+    """Server of engine triton. Null with other engines."""
+    tensorrt_llm: TensorRTLLMConfig | None = None
+    """Settings of engine tensorrt-llm. Null: their defaults."""
+    max_concurrent_sequences: Responses = 256
+    """Maximum number of sequences that are decoded at the same time."""
+    max_off_policy_steps: Annotated[int, Field(ge=0, le=1)] = 0
+    """Maximum number of updates by which the generating policy lags behind. 0: generate, then train. 1: generate a step while
+    training on the step before."""
+    score_batch_size: Count = 16
+    """Number of responses per scoring batch. Responses are scored in the order in which they finish."""

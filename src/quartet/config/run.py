@@ -1,0 +1,58 @@
+"""Settings of the run itself: its name, length and data, and when it is evaluated and saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from quartet.config.section import Count, FunctionName, Name, Positive, Section, WholeNumber
+
+
+class RunConfig(Section):
+    """Name, seed and length of the run, and the folder that holds it."""
+
+    name: Name = "run"
+    """Name of the run and of its folder: letters, digits, '.', '_' and '-'. Trajectory ids start with it."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of every random number of the run."""
+    steps: Count = 100
+    """Number of training steps."""
+    directory: Path = Path("runs")
+    """Folder of all runs. A run is stored in DIRECTORY/NAME."""
+
+
+class DataConfig(Section):
+    """Prompts to train on and to evaluate with."""
+
+    prompts: Path
+    """JSON Lines file of prompts, one object per line with `text`, `messages` or `token_ids`. Reward functions get all other
+    fields."""
+    validation: Path | None = None
+    """File of evaluation prompts in the same format. Null: no evaluation prompts."""
+    max_prompt_tokens: Count = 512
+    """Maximum length of a prompt in tokens. Longer prompts are skipped and counted."""
+
+
+class EvaluationConfig(Section):
+    """Regular evaluation on the validation prompts: greedy and sampled responses, compared with those of the initial policy."""
+
+    every_steps: WholeNumber = 0
+    """Steps between evaluations, in addition to one before the first step and one after the last. 0 disables evaluation."""
+    max_prompts: Count = 64
+    """Maximum number of validation prompts to use, from the start of the file."""
+    judge: FunctionName | None = None
+    """Function, as package.module:callable, that compares two responses: f(prompt, response, initial_response, fields). It
+    returns a number from 0 (worse) to 1 (better than the initial response). Null: no judge."""
+    timeout_seconds: Positive = 60.0
+    """Time limit for one call of the judge, in seconds."""
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written, and how many are kept."""
+
+    every_steps: WholeNumber = 50
+    """Steps between checkpoints. 0: write no checkpoints, only the final policy."""
+    keep_last: Count = 2
+    """Number of latest checkpoints to keep. Tagged checkpoints are kept as well."""
