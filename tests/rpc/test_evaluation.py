@@ -13,7 +13,7 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.cli.evaluate import compare_with_initial
+from quartet.cli.inference.evaluate import compare_with_initial
 from quartet.config import Config
 from quartet.errors import ComputationFailed, ConfigError, FailedPrecondition
 from quartet.evaluation import greedy_sampling, read_validation_prompts, row, run_sampling, stream_name, summarize

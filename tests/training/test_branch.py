@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.cli import checkpoints as cli
-from quartet.cli.train import train
+from quartet.cli.checkpoint import manage as cli
+from quartet.cli.start_run import train
 from quartet.config import Config, load_config
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quartet.cli import train as command
+from quartet.cli import start_run as command
 from quartet.config import Config
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import ConfigError, ServiceFailed, StorageFailed

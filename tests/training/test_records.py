@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from quartet.cli.checkpoints import branch
+from quartet.cli.checkpoint.manage import branch
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import ConfigError
 from quartet.run_directory.checkpoints import roll_back

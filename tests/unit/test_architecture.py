@@ -114,7 +114,7 @@ ALLOWED: dict[str, set[str]] = {
 
 # Without the extra `train`, every module imports except those of these parts ...
 TORCH_PARTS = {"quartet.ppo", "quartet.models", "quartet.rewards", "quartet.demo", "quartet.services"}
-TORCH_MODULES = {"quartet.cli.evaluate", "quartet.cli.export", "quartet.cli.generate"}
+TORCH_MODULES = {"quartet.cli.inference.evaluate", "quartet.cli.checkpoint.export", "quartet.cli.inference.generate"}
 # ... and these modules of such parts import without it too.
 BASE_MODULES = {
     "quartet.rewards.function_worker",

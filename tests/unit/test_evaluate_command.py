@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from quartet.cli.evaluate import evaluate
+from quartet.cli.inference.evaluate import evaluate
 from quartet.errors import ConfigError, DataError, MismatchError, ModelError
 from quartet.models.loading import load_causal_lm, load_reward_model
 from quartet.run_directory.run_files import RunFiles

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from quartet.cli.train import run
+from quartet.cli.start_run import run
 from quartet.config import Config, load_config
 from quartet.run_directory.run_files import RunFiles, read_metrics
 
@@ -84,7 +84,7 @@ class Scored:
 
 
 def _scored_completions(config: Config, policy: str) -> list[Scored]:
-    from quartet.cli.generate import complete
+    from quartet.cli.inference.generate import complete
     from quartet.data import read_prompt_lines
     from quartet.rewards.factory import build_reward
     from quartet.types import SamplingParameters, TokenBatch

@@ -52,7 +52,7 @@ def train(
     config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False, resume: Resume = False
 ) -> None:
     """Train: start whatever the config does not point at, run PPO, stop what was started."""
-    from quartet.cli.train import train as run
+    from quartet.cli.start_run import train as run
 
     run(config, overrides or [], overwrite, resume)
 
@@ -60,7 +60,7 @@ def train(
 @app.command()
 def up(config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False, resume: Resume = False) -> None:
     """Start everything, train, and keep the services up afterwards, until Ctrl-C."""
-    from quartet.cli.train import up as run
+    from quartet.cli.start_run import up as run
 
     run(config, overrides or [], overwrite, resume)
 
@@ -78,8 +78,8 @@ TokenFile = Annotated[
 @app.command()
 def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Show a run that is going on elsewhere."""
-    from quartet.cli.gateway_client import find
-    from quartet.cli.watch import watch as show
+    from quartet.cli.remote.gateway_client import find
+    from quartet.cli.remote.watch import watch as show
 
     show(find(run, name, token_file))
 
@@ -87,8 +87,8 @@ def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> 
 @app.command()
 def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Let a run wait after the step in hand."""
-    from quartet.cli.gateway_client import find
-    from quartet.cli.run_commands import pause as ask
+    from quartet.cli.remote.gateway_client import find
+    from quartet.cli.remote.control import pause as ask
 
     ask(find(run, name, token_file))
 
@@ -96,8 +96,8 @@ def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> 
 @app.command()
 def resume(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Let a paused run go on."""
-    from quartet.cli.gateway_client import find
-    from quartet.cli.run_commands import resume as ask
+    from quartet.cli.remote.gateway_client import find
+    from quartet.cli.remote.control import resume as ask
 
     ask(find(run, name, token_file))
 
@@ -105,8 +105,8 @@ def resume(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) ->
 @app.command()
 def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """End a run after the step in hand; its policy is saved."""
-    from quartet.cli.gateway_client import find
-    from quartet.cli.run_commands import stop as ask
+    from quartet.cli.remote.gateway_client import find
+    from quartet.cli.remote.control import stop as ask
 
     ask(find(run, name, token_file))
 
@@ -114,8 +114,8 @@ def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> N
 @app.command()
 def checkpoint(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Let a run write a checkpoint after the step in hand."""
-    from quartet.cli.gateway_client import find
-    from quartet.cli.run_commands import checkpoint as ask
+    from quartet.cli.remote.gateway_client import find
+    from quartet.cli.remote.control import checkpoint as ask
 
     ask(find(run, name, token_file))
 
@@ -131,8 +131,8 @@ def change(
     token_file: TokenFile = None,
 ) -> None:
     """Change settings of a run while it goes on."""
-    from quartet.cli.gateway_client import find
-    from quartet.cli.run_commands import change as ask
+    from quartet.cli.remote.gateway_client import find
+    from quartet.cli.remote.control import change as ask
 
     ask(find(run, name, token_file), settings or [])
 
@@ -151,7 +151,7 @@ def view(
     ] = False,
 ) -> None:
     """Open runs on the disk in the dashboard, until Ctrl-C."""
-    from quartet.cli.view import view as show
+    from quartet.cli.view_runs import view as show
 
     show(runs, host, port, allow_host or [], allow_plaintext)
 
@@ -179,7 +179,7 @@ Which = Annotated[str, typer.Argument(metavar="STEP|NAME", help="A step that has
 @checkpoints_app.command("list")
 def checkpoints_list(run: AnyRun) -> None:
     """List a run's checkpoints."""
-    from quartet.cli.checkpoints import show
+    from quartet.cli.checkpoint.manage import show
 
     show(run, verify=False)
 
@@ -187,7 +187,7 @@ def checkpoints_list(run: AnyRun) -> None:
 @checkpoints_app.command("verify")
 def checkpoints_verify(run: AnyRun) -> None:
     """Hold every file of a run's checkpoints against its checksum. Exit status 1 where one is damaged."""
-    from quartet.cli.checkpoints import show
+    from quartet.cli.checkpoint.manage import show
 
     if not show(run, verify=True):
         raise typer.Exit(1)
@@ -198,7 +198,7 @@ def checkpoints_name(
     run: AnyRun, step: Which, name: Annotated[str, typer.Argument(metavar="NAME", help="Such as best.")]
 ) -> None:
     """Give a checkpoint a name: it is then kept, however many come after it."""
-    from quartet.cli.checkpoints import name as give
+    from quartet.cli.checkpoint.manage import name as give
 
     give(run, step, name)
 
@@ -208,7 +208,7 @@ def checkpoints_forget(
     run: AnyRun, name: Annotated[str, typer.Argument(metavar="NAME", help="A name that was given.")]
 ) -> None:
     """Take a name away: the checkpoint goes when it is no longer one of the newest."""
-    from quartet.cli.checkpoints import forget
+    from quartet.cli.checkpoint.manage import forget
 
     forget(run, name)
 
@@ -218,7 +218,7 @@ def checkpoints_export(
     run: AnyRun, step: Which, directory: Annotated[Path, typer.Argument(help="A new directory, or an empty one.")]
 ) -> None:
     """Write the policy of a checkpoint as a Hugging Face model: weights, config, tokenizer; an adapter merged."""
-    from quartet.cli.export import export
+    from quartet.cli.checkpoint.export import export
 
     export(run, step, directory)
 
@@ -226,7 +226,7 @@ def checkpoints_export(
 @app.command()
 def rollback(run: AnyRun, step: Which) -> None:
     """Forget what came after a checkpoint; train --resume goes on from there."""
-    from quartet.cli.checkpoints import rollback as roll
+    from quartet.cli.checkpoint.manage import rollback as roll
 
     roll(run, step)
 
@@ -239,7 +239,7 @@ def branch(
     overrides: Overrides = None,
 ) -> None:
     """Make a new run out of a checkpoint, with other settings; train --resume goes on with it."""
-    from quartet.cli.checkpoints import branch as make
+    from quartet.cli.checkpoint.manage import branch as make
 
     make(run, step, name, overrides or [])
 
@@ -270,7 +270,7 @@ def generate(
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object for each completion.")] = False,
 ) -> None:
     """Complete prompts with any checkpoint."""
-    from quartet.cli.generate import generate as run
+    from quartet.cli.inference.generate import generate as run
     from quartet.types import SamplingParameters
 
     if top_p == 0:
@@ -300,7 +300,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Hold a saved policy against the initial one, on the validation prompts."""
-    from quartet.cli.evaluate import evaluate as run
+    from quartet.cli.inference.evaluate import evaluate as run
 
     run(checkpoint, config, overrides or [], device, as_json, output)
 
@@ -334,7 +334,7 @@ def certificates(
     ] = None,
 ) -> None:
     """Make certificates for mutual TLS between all processes."""
-    from quartet.cli.certificates import certificates as make
+    from quartet.cli.make_certificates import certificates as make
 
     make(folder, days, process or [], redis_name or [])
 

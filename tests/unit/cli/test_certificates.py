@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from quartet.cli.certificates import certificates
+from quartet.cli.make_certificates import certificates
 from quartet.errors import ConfigError
 from quartet.rpc.security.allow_list import PROCESSES
 

@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 
 from quartet import __version__
-from quartet.cli.checkpoints import run_files
+from quartet.cli.checkpoint.manage import run_files
 from quartet.cli.report.curves import evaluation_figures, figures, further_figures
 from quartet.cli.report.page import (
     MARK,

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from quartet.cli.gateway_client import Target, asking
+from quartet.cli.remote.gateway_client import Target, asking
 from quartet.errors import ConfigError
 
 console = Console()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from quartet.cli.checkpoints import checkpoint_at, console, run_files
+from quartet.cli.checkpoint.manage import checkpoint_at, console, run_files
 from quartet.config import load_config
 from quartet.errors import ConfigError
 from quartet.models.loading import load_causal_lm, load_tokenizer, snapshot_model

@@ -1,0 +1,1 @@
+"""Commands for an active run, sent to its gateway over HTTP."""
