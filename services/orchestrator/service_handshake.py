@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quartet.buffer.connection import Redis, wait_for_server
-from quartet.config import MAX_MICRO_BATCH_TOKENS, Config
-from quartet.errors import Cancelled
+from quartet.config import Config
+from quartet.errors import Cancelled, ConfigError
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing.step_artifacts import memory_notes
@@ -73,12 +73,11 @@ def identify(config: Config, files: RunFiles, begun: bool, micro_batch_tokens: M
     Raises ConfigError for a config that another run had.
     """
     found = Identity.read(files.identity)
-    if begun and found is None:
-        # From before runs had an identity, when this was the default.
-        micro_batch_tokens = dict.fromkeys(micro_batch_tokens, MAX_MICRO_BATCH_TOKENS)
-    if begun and found is not None:
+    if begun:
+        if found is None:
+            raise ConfigError(f"run {files.identity}: is missing; put the file back, or start a new run")
         found.check(config, files.root)
-        identity = found.completed(micro_batch_tokens)
+        identity = found.with_micro_batch_tokens(micro_batch_tokens)
     else:
         identity = Identity.new(config, micro_batch_tokens)
     if identity != found:

@@ -11,10 +11,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from quartet.config import Config, Section, ServiceConfig, load_config
+from quartet.config import Config, Section, ServiceConfig
 from quartet.data import iterate_prompt_lines
 from quartet.errors import ConfigError, DataError, ModelError
-from quartet.run_directory.identity import Identity, check_settings, settings_of
+from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.tokenizer_files import check_tokenizer
 from quartet.topology import listen_address, roles_of
@@ -99,8 +99,6 @@ def check_resumable(config: Config, files: RunFiles) -> None:
     identity = Identity.read(files.identity)
     if identity is not None:
         identity.check(config, files.root)
-    else:
-        check_settings(settings_of(load_config(files.config)), settings_of(config), files.root)
 
 
 def _check_prompts(key: str, path: Path, model: str) -> tuple[int, str]:

@@ -98,10 +98,6 @@ def test_a_manifest_that_names_no_file_of_a_model_is_of_no_checkpoint(
     path.write_text(json.dumps({**manifest, "files": kept}))
     assert read_checkpoint(path.parent).problem() == f"manifest.json names no file of the {lacking}"
     assert newest_step(checkpoints) == 1
-    # A manifest of the time when it had no roles.
-    del manifest["roles"]
-    path.write_text(json.dumps({**manifest, "files": kept}))
-    assert newest_step(checkpoints) == (1 if lacking == "actor" else 2)
     path.write_text(json.dumps({**manifest, "files": {}}))
     assert newest_step(checkpoints) == 1
 

@@ -33,16 +33,14 @@ def again(config: Config, **changed: Any) -> Config:
     return parsed(merged(config.model_dump(mode="json"), changed))
 
 
-def begun(config: Config, identified: bool) -> RunFiles:
-    """The files of a run that has begun; without an identity it is one of an earlier version."""
+def begun(config: Config) -> RunFiles:
+    """The files of a run that has begun."""
     files = RunFiles(config.run_directory)
     files.write_config(config.to_yaml())
-    if identified:
-        Identity.new(config, {}).write(files.identity)
+    Identity.new(config, {}).write(files.identity)
     return files
 
 
-@pytest.mark.parametrize("identified", [True, False])
 @pytest.mark.parametrize(
     ("changed", "key"),
     [
@@ -51,31 +49,31 @@ def begun(config: Config, identified: bool) -> RunFiles:
     ],
 )
 def test_what_a_run_is_evaluated_on_stays_as_it_was(
-    changed: dict[str, Any], key: str, identified: bool, make: MakeConfig, toy_task: ToyTask
+    changed: dict[str, Any], key: str, make: MakeConfig, toy_task: ToyTask
 ) -> None:
     config = make(**evaluated(toy_task))
-    files = begun(config, identified)
+    files = begun(config)
     with pytest.raises(ConfigError, match=rf"^--resume: {key} is .*, the run in .* had "):
         check_resumable(again(config, **changed), files)
 
 
-@pytest.mark.parametrize("identified", [True, False])
 def test_evaluation_cannot_be_turned_on_where_there_was_none_before_the_first_step(
-    identified: bool, make: MakeConfig, toy_task: ToyTask
+    make: MakeConfig, toy_task: ToyTask
 ) -> None:
     config = make(data={"validation": str(toy_task.prompts)})
-    files = begun(config, identified)
-    with pytest.raises(ConfigError, match=r"^--resume: evaluation\.every is 3, .* had none: .* leave it at 0"):
+    files = begun(config)
+    with pytest.raises(ConfigError, match=r"^--resume: evaluation\.every_steps is 3, .* had none: .* leave it at 0"):
         check_resumable(again(config, evaluation={"every_steps": 3}), files)
 
 
-@pytest.mark.parametrize("identified", [True, False])
-@pytest.mark.parametrize("changed", [{"every_steps": 5}, {"every_steps": 0}, {"judge": "mine:judge"}, {"timeout_seconds": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    "changed", [{"every_steps": 5}, {"every_steps": 0}, {"judge": "mine:judge"}, {"timeout_seconds": 5.0}], ids=str
+)
 def test_how_often_and_by_whom_a_run_is_evaluated_may_change(
-    changed: dict[str, Any], identified: bool, make: MakeConfig, toy_task: ToyTask
+    changed: dict[str, Any], make: MakeConfig, toy_task: ToyTask
 ) -> None:
     config = make(**evaluated(toy_task))
-    check_resumable(again(config, evaluation=changed), begun(config, identified))
+    check_resumable(again(config, evaluation=changed), begun(config))
 
 
 def test_a_run_that_is_evaluated_at_other_times_goes_on(
@@ -147,7 +145,9 @@ def test_trajectories_that_were_cut_off_are_not_learned_from(
 def test_an_alert_that_a_crash_cut_off_does_not_keep_a_run_from_going_on(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make(run={"steps": 4}, checkpoint={"every_steps": 2}, guards={"window_steps": 2, "missing_eos": {"below": 1.0}})
+    config = make(
+        run={"steps": 4}, checkpoint={"every_steps": 2}, guards={"window_steps": 2, "missing_eos": {"below": 1.0}}
+    )
     break_off(config, "generate", 3, monkeypatch)
     files = RunFiles(config.run_directory)
     lines = json_lines(files.alerts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from quartet.buffer.connection import Redis
 from quartet.config import Config, parse_config
-from quartet.run_directory.identity import CAME_LATER
 from quartet.run_directory.run_files import RunFiles
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, merged, orchestrator, run_to_the_end, services
@@ -76,17 +74,14 @@ def test_an_orchestrator_with_other_settings_does_not_go_on_with_the_run(
     assert len(run.metrics) == 2
 
 
-def test_a_run_from_before_a_setting_was_there_goes_on_with_what_it_did(
-    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_its_identity_is_refused(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(**COMMON)
     break_off(config, "generate", 3, monkeypatch)
-    path = RunFiles(config.run_directory).identity
-    identity = json.loads(path.read_text())
-    for key in CAME_LATER:
-        del identity["settings"][key]
-    path.write_text(json.dumps(identity))
-    assert_same(run_to_the_end(config), undisturbed)
+    RunFiles(config.run_directory).identity.unlink()
+    with services(config) as addressed, orchestrator(addressed) as going:
+        run = going.finish()
+    assert run.code == 2
+    assert "run.json: is missing; put the file back, or start a new run" in run.progress.error
 
 
 def test_other_prompts_under_the_same_path_are_refused_and_the_same_under_another_are_not(
@@ -101,7 +96,7 @@ def test_other_prompts_under_the_same_path_are_refused_and_the_same_under_anothe
     with services(changed(config, data={"prompts": str(fewer)})) as addressed, orchestrator(addressed) as going:
         run = going.finish()
     assert run.code == 2
-    assert "is not the file that the run in" in run.progress.error
+    assert "differs from the file that the run in" in run.progress.error
     assert_same(run_to_the_end(changed(config, data={"prompts": str(same)})), undisturbed)
 
 

@@ -120,40 +120,6 @@ def test_a_number_in_the_config_is_what_every_update_asks_for(make: MakeConfig, 
     assert {(role, tokens) for role, _, tokens in asked} == {("actor", 48), ("critic", 4096)}
 
 
-def test_a_run_from_before_numbers_could_be_found_goes_on_with_the_one_that_it_had(
-    make: MakeConfig, leave: Any, monkeypatch: pytest.MonkeyPatch, asked: Any
-) -> None:
-    numbers = {role: {"micro_batch_tokens": 4096} for role in ("actor", "critic")}
-    config = make(**COMMON)
-    old = changed(config, **numbers)
-    break_off(old, "generate", 3, monkeypatch)
-    files = RunFiles(config.run_directory)
-    identity = json.loads(files.identity.read_text())
-    del identity["micro_batch_tokens"]
-    for role in numbers:
-        assert identity["settings"].pop(f"{role}.gradient_checkpointing", None) is None
-    files.identity.write_text(json.dumps(identity))
-    asked.clear()
-    leave(SMALL)
-    run = run_to_the_end(config)
-    assert run.code == 0, run.progress.error
-    assert {tokens for _, _, tokens in asked} == {4096}
-    assert any("it may run out" in note or "gradient checkpointing" in note for note in run.progress.notes)
-
-
-def test_so_does_one_from_before_runs_had_an_identity(
-    make: MakeConfig, leave: Any, monkeypatch: pytest.MonkeyPatch, asked: Any
-) -> None:
-    config = make(**COMMON)
-    break_off(config, "generate", 3, monkeypatch)
-    RunFiles(config.run_directory).identity.unlink()
-    asked.clear()
-    leave(SMALL)
-    run = run_to_the_end(config)
-    assert run.code == 0, run.progress.error
-    assert {tokens for _, _, tokens in asked} == {4096}
-
-
 @pytest.mark.parametrize(("before", "now"), [(48, None), (None, 48), (4096, 48)])
 def test_another_number_is_another_run(
     before: int | None, now: int | None, make: MakeConfig, monkeypatch: pytest.MonkeyPatch

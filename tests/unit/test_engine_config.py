@@ -11,7 +11,7 @@ import pytest
 from quartet.config import Config, parse_config
 from quartet.errors import ConfigError
 from quartet.preflight import check_inputs
-from quartet.run_directory.identity import settings_of
+from quartet.run_directory.identity import fixed_settings
 from quartet.services.actor.engines import engine_factory
 
 URL = "grpc://127.0.0.1:8001"
@@ -96,7 +96,7 @@ def test_static_weights_need_no_adapter() -> None:
 
 def test_a_run_may_go_on_with_a_server_elsewhere_but_not_with_another_kind() -> None:
     here, there, static = (
-        settings_of(config(lora=LORA, rollout={"triton": {"url": url, "weights": weights}}))
+        fixed_settings(config(lora=LORA, rollout={"triton": {"url": url, "weights": weights}}))
         for url, weights in ((URL, "lora"), ("grpcs://other:1", "lora"), (URL, "static"))
     )
     assert here == there

@@ -140,8 +140,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             path,
             int(manifest["leader_epoch"]),
             dict(manifest["state"]),
-            # Manifests had no roles at first; whatever a run is, it has an actor.
-            tuple(map(str, manifest.get("roles", ["actor"]))),
+            tuple(map(str, manifest["roles"])),
             files,
         )
         version = int(manifest["format"])

@@ -1,4 +1,4 @@
-"""What makes a run itself: an id of its own, and the settings and data that decide what a step learns. No torch here."""
+"""A run's identity: its own id, and the settings and data that decide what a step learns. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quartet.config import MAX_MICRO_BATCH_TOKENS, Config
+from quartet.config import Config
 from quartet.durable_files import sha256, storing, write_durably
 from quartet.errors import ConfigError
 from quartet.types import Role
 
-MAY_CHANGE = (
+CHANGEABLE_SETTINGS = (
     "run.steps",
     "run.directory",
     "data.prompts",
@@ -36,23 +36,20 @@ MAY_CHANGE = (
     "gateway",
     "telemetry",
 )
-"""Settings that a run may go on with although they were others before: they do not decide what a step learns.
+"""Settings that may differ when a run resumes, because they do not decide what a step learns.
 
-Of the prompts it is the file's content that counts. EvaluationSchedule are held against the one before the first step, so they stay on
-its prompts; how often there is one may change where there was one at all.
+The path of the prompts may change, their content may not. Evaluations are compared with the one before the first step, so their
+prompts stay the same. How often a run is evaluated may change if it was evaluated from the start.
 """
-
-
-CAME_LATER = {"rollout.max_off_policy_steps": 0}
-"""Settings that the first runs did not have, with what they did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """``id`` tells a run from any other of its name; ``settings`` by key and the prompts' checksum must stay as they are.
+    """The id, settings and data of a run.
 
-    ``micro_batch_tokens``: by role, as the services found them when the run began. How a mini-batch is split decides the last
-    bits.
+    ``id`` distinguishes the run from any other with its name. ``settings`` (by key) and ``prompts_sha256`` must not change when
+    the run resumes. ``micro_batch_tokens`` holds by role what the services determined at the first start, because the split of a
+    mini-batch decides the last bits of an update.
     """
 
     id: str
@@ -62,13 +59,16 @@ class Identity:
 
     @classmethod
     def new(cls, config: Config, micro_batch_tokens: Mapping[Role, int]) -> Identity:
-        """Of a run that begins with this config, with what was found where the config leaves it open. Reads the prompts file."""
-        asked = {Role.ACTOR: config.actor.micro_batch_tokens, Role.CRITIC: config.critic.micro_batch_tokens}
-        sizes = {role.value: asked[role] or found for role, found in micro_batch_tokens.items()}
-        return cls(secrets.token_hex(8), settings_of(config), sha256(config.data.prompts), sizes)
+        """Return the identity of a new run with this config. Reads the prompts file.
+
+        ``micro_batch_tokens`` is used for roles whose size the config leaves open.
+        """
+        configured = {Role.ACTOR: config.actor.micro_batch_tokens, Role.CRITIC: config.critic.micro_batch_tokens}
+        sizes = {role.value: configured[role] or measured for role, measured in micro_batch_tokens.items()}
+        return cls(secrets.token_hex(8), fixed_settings(config), sha256(config.data.prompts), sizes)
 
     def write(self, path: Path) -> None:
-        """Writes it to the run's ``run.json``."""
+        """Write the identity to ``run.json``. Raises StorageFailed if the disk refuses it."""
         content = {
             "id": self.id,
             "prompts_sha256": self.prompts_sha256,
@@ -80,74 +80,66 @@ class Identity:
 
     @classmethod
     def read(cls, path: Path) -> Identity | None:
-        """What ``write`` wrote; None when there is nothing. Raises ConfigError when it cannot be read."""
+        """Read a ``run.json``. Return None if there is none. Raises ConfigError if it cannot be read."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            # Runs from before these could be found have them in their settings alone.
-            sizes = {str(role): int(tokens) for role, tokens in content.get("micro_batch_tokens", {}).items()}
+            sizes = {str(role): int(tokens) for role, tokens in content["micro_batch_tokens"].items()}
             return cls(str(content["id"]), dict(content["settings"]), str(content["prompts_sha256"]), sizes)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"run {path}: cannot be read; put the file back, or start the run anew") from None
+            raise ConfigError(f"run {path}: cannot be read; put the file back, or start a new run") from None
 
     def micro_batch_tokens_of(self, role: Role) -> int:
-        """What every update of ``role`` is split by; 0 where the run leaves it to the service."""
-        return self.micro_batch_tokens.get(role) or int(self.settings.get(f"{role}.micro_batch_tokens") or 0)
+        """Return the most tokens of a micro-batch in updates of ``role``; 0 if the service decides."""
+        return self.micro_batch_tokens.get(role, 0)
 
-    def completed(self, micro_batch_tokens: Mapping[Role, int]) -> Identity:
-        """The same, with what was found for a role of which nothing is known yet, such as the critic that a branch has got."""
-        new = {role.value: found for role, found in micro_batch_tokens.items() if not self.micro_batch_tokens_of(role)}
+    def with_micro_batch_tokens(self, micro_batch_tokens: Mapping[Role, int]) -> Identity:
+        """Return a copy with the sizes of roles that have none yet, such as the critic that a fork has added."""
+        new = {role.value: size for role, size in micro_batch_tokens.items() if not self.micro_batch_tokens_of(role)}
         return replace(self, micro_batch_tokens={**self.micro_batch_tokens, **new})
 
     def check(self, config: Config, root: Path) -> None:
-        """Raises ConfigError unless the run in ``root`` can go on with this config."""
-        check_settings(self.settings, settings_of(config), root)
+        """Raise ConfigError unless the run in ``root`` can resume with this config."""
+        check_settings(self.settings, fixed_settings(config), root)
         if sha256(config.data.prompts) != self.prompts_sha256:
             raise ConfigError(
-                f"data.prompts {config.data.prompts}: is not the file that the run in {root} began with; "
-                "give that one, or start a new run"
+                f"data.prompts {config.data.prompts}: differs from the file that the run in {root} started with; "
+                "give that file, or start a new run"
             )
 
 
-def settings_of(config: Config) -> dict[str, Any]:
-    """The settings that decide what a step learns, by key."""
-    flat = _flat(config.model_dump(mode="json"))
-    # Where policies may be stale, checkpoints decide which of them generates a step.
-    also = {"checkpoint.every_steps"} if config.rollout.max_off_policy_steps else set()
-    return {key: value for key, value in flat.items() if key in also or not _may_change(key)}
+def fixed_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that decide what a step learns, by key. They stay the same for the whole run."""
+    flat = _flatten(config.model_dump(mode="json"))
+    # With off-policy steps, the checkpoints decide which policy generates a step.
+    also_fixed = {"checkpoint.every_steps"} if config.rollout.max_off_policy_steps else set()
+    return {key: value for key, value in flat.items() if key in also_fixed or not _is_changeable(key)}
 
 
 def check_settings(before: dict[str, Any], now: dict[str, Any], root: Path) -> None:
-    """Raises ConfigError naming the first setting that is another than the run in ``root`` had."""
-    before = CAME_LATER | before
-    # What one of the two alone has is there because another setting differs, which is the one to name.
+    """Raise ConfigError naming the first setting that differs from the one of the run in ``root``."""
+    # A key that only one of the two has is there because another setting differs. Name that one first.
     for key in sorted(before.keys() | now.keys(), key=lambda key: (key not in before or key not in now, key)):
-        if key == "evaluation.every_steps" and not before.get(key) and now.get(key):
-            raise ConfigError(
-                f"--resume: {key} is {now[key]!r}, the run in {root} had none: evaluations are held against one before the first "
-                "step; leave it at 0, or start a new run"
-            )
-        if _was_the_default(key, before.get(key)) and now.get(key) is None:
-            continue
-        if before.get(key) != now.get(key) and key != "evaluation.every_steps":
+        if key == "evaluation.every_steps":
+            if not before.get(key) and now.get(key):
+                raise ConfigError(
+                    f"--resume: {key} is {now[key]!r}, the run in {root} had none: evaluations are compared with one before the "
+                    "first step; leave it at 0, or start a new run"
+                )
+        elif before.get(key) != now.get(key):
             raise ConfigError(
                 f"--resume: {key} is {now.get(key)!r}, the run in {root} had {before.get(key)!r}; "
                 "give the run's own config, or start a new run"
             )
 
 
-def _was_the_default(key: str, before: Any) -> bool:
-    """Of a run from before it could be found, which goes on with what it had."""
-    return key in ("actor.micro_batch_tokens", "critic.micro_batch_tokens") and before == MAX_MICRO_BATCH_TOKENS
+def _is_changeable(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE_SETTINGS)
 
 
-def _may_change(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

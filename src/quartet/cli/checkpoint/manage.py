@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from quartet.config import MAX_MICRO_BATCH_TOKENS, Config, is_redacted, load_config, redact_url
+from quartet.config import Config, is_redacted, load_config, redact_url
 from quartet.durable_files import write_durably
 from quartet.errors import ConfigError
 from quartet.preflight import check_inputs
@@ -141,7 +141,7 @@ def _sizes(files: RunFiles) -> dict[Role, int]:
     """The micro-batches of the run that is branched off: its branch has the same, unless its config says otherwise."""
     parent = Identity.read(files.identity)
     if parent is None:
-        return dict.fromkeys(TRAINED_ROLES, MAX_MICRO_BATCH_TOKENS)
+        raise ConfigError(f"run {files.identity}: is missing; put the file back, or start a new run")
     return {role: parent.micro_batch_tokens_of(role) for role in TRAINED_ROLES}
 
 
