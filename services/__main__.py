@@ -180,8 +180,9 @@ def _wait_for_the_end(endings: queue.SimpleQueue[str], hosted: list[Any], stall:
 
 
 def _models(roles: list[Role], config: Config, threads: int, credentials: Credentials) -> list[Any]:
+    from quartet.models.torch_threads import set_up_torch
     from quartet.rpc.compute_thread import ComputeThread
-    from quartet.services.factories import build_model_role, set_up_torch
+    from quartet.services.factories import build_model_role
 
     set_up_torch(threads)
     # Roles that share a process share a GPU, so they share the thread that computes.
@@ -209,8 +210,8 @@ def _orchestrator(
     observation: Observation,
     credentials: Credentials,
 ) -> tuple[list[Any], threading.Thread]:
+    from quartet.models.torch_threads import set_up_torch
     from quartet.run_directory.run_files import RunFiles
-    from quartet.services.factories import set_up_torch
     from quartet.services.orchestrator.control.progress import ProgressBoard
     from quartet.services.orchestrator.control.run_control import Control
     from quartet.services.orchestrator.run import Training

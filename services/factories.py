@@ -28,15 +28,6 @@ from quartet.topology import sharers, update_threads_of
 from quartet.types import Role
 
 
-def set_up_torch(threads: int) -> None:
-    """This process's threads, and the same result for the same work."""
-    torch.set_num_threads(threads)
-    torch.set_num_interop_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # That is for finding what reads memory before it writes it, and costs a twentieth of an update.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
 def build_model_role(
     role: Role, config: Config, compute: ComputeThread, threads: int, certificates: Path | None = None
 ) -> HostedRole:

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import transformers
@@ -28,8 +28,10 @@ from quartet.models.forward.onednn_linear import use_onednn_linear
 from quartet.models.hf_logging import quiet
 from quartet.models.lora import Adapter, adapter_base, adapter_chain, is_adapter, merge_adapter
 from quartet.models.snapshot import Writer, host_state
-from quartet.models.value_head import HEAD_FILE, ValueModel
 from quartet.tokenizer_files import check_tokenizer, has_tokenizer
+
+if TYPE_CHECKING:
+    from quartet.models.value_head import ValueModel
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -112,6 +114,9 @@ def load_critic(model: str | Path, dtype: str = "float32", device: str = "cpu") 
 
 
 def _critic(model: str | Path, dtype: str, device: str) -> ValueModel:
+    # Imports transformers' modelling code, which takes seconds: processes that load only a tokenizer do not need it.
+    from quartet.models.value_head import HEAD_FILE, ValueModel
+
     has_head = (Path(model) / HEAD_FILE).is_file()
     if is_adapter(model):
         if not has_head:

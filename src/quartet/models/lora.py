@@ -13,17 +13,18 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import peft
 import safetensors.torch
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quartet.errors import ModelError
 from quartet.models.snapshot import Writer, host_copy, host_state
+
+if TYPE_CHECKING:
+    import peft  # Imported where it is used: it takes seconds, and only runs with an adapter need it.
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -98,6 +99,8 @@ class Adapter:
         except Exception as error:  # safetensors raises its own error, or OSError
             raise ModelError(f"adapter {path}: cannot be read: {error}; save it again") from error
         self._check_fit(directory, tensors)
+        import peft
+
         peft.set_peft_model_state_dict(self._peft, tensors, _NAME)
 
     def _merged_state(self) -> dict[str, torch.Tensor]:
@@ -128,6 +131,8 @@ class Adapter:
                 )
 
     def _state(self) -> dict[str, torch.Tensor]:
+        import peft
+
         # The embeddings are never trained; to be asked whether they were, peft would go to the hub.
         found: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(self._peft, save_embedding_layers=False)
         return found
@@ -142,6 +147,8 @@ def add_adapter(
     (``q_proj``); none: every linear layer but the vocabulary projection. A starts uniform in ±1/√inputs, as peft's does, from a
     stream of (seed, name of the layer). Raises ModelError for a name that no linear layer has.
     """
+    import peft
+
     layers = _targets(model, target_modules)
     settings = peft.LoraConfig(
         r=rank,
@@ -202,6 +209,8 @@ def merge_adapter(model: Any, directory: Path) -> None:
 
     Raises ModelError for an adapter of another model, or one that is broken.
     """
+    import peft
+
     settings = peft.LoraConfig.from_pretrained(str(directory))
     # The model may have been loaded under another name than the adapter has for it.
     settings.base_model_name_or_path = None
@@ -216,6 +225,8 @@ def merge_adapter(model: Any, directory: Path) -> None:
 
 def _on(model: Any, settings: peft.LoraConfig) -> Any:
     """The peft model around ``model``, whose layers are now peft's. Raises ModelError."""
+    import peft
+
     with warnings.catch_warnings():
         # peft warns of what it does to transformers and of what is checked here; that is not for whoever starts a run.
         warnings.simplefilter("ignore")
@@ -234,6 +245,8 @@ def _on(model: Any, settings: peft.LoraConfig) -> Any:
 
 def _layers(model: nn.Module) -> dict[str, Any]:
     """The layers that have an adapter, by name."""
+    from peft.tuners.lora import LoraLayer
+
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
