@@ -64,8 +64,7 @@ def metrics() -> str:
     lines += [
         "## Prometheus",
         "",
-        "Each process serves these at `/metrics`; see [Monitoring](../monitoring.md). Besides these, every process exports the",
-        "standard `process_*` and `python_*` metrics.",
+        "Each process serves these at `/metrics`; see [Monitoring](../monitoring.md).",
         "",
     ]
     for title, about, families in _prometheus():
@@ -77,11 +76,15 @@ def metrics() -> str:
 
 def _series(family: Any) -> str:
     """Return a family's name as Prometheus shows it, with its labels."""
-    name = family.name + ("_total" if family.type == "counter" else "")
+    name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
     labels = getattr(family, "_labelnames", ()) or sorted(
         {label for sample in family.samples for label in sample.labels} - {"le"}
     )
     return f"`{name}{{{','.join(labels)}}}`" if labels else f"`{name}`"
+
+
+def _is_own(family: Any) -> bool:
+    return str(family.name).startswith("quartet_")
 
 
 def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
@@ -92,13 +95,12 @@ def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
     from quartet.rpc.call_observers import CallMetrics
     from quartet.services.orchestrator.control.progress import ProgressBoard
     from quartet.services.orchestrator.telemetry.run_metrics import RunMetrics
-    from quartet.telemetry.prometheus import GpuMemory, ServiceMetrics, process_registry
+    from quartet.telemetry.prometheus import ServiceMetrics, process_registry
 
     calls = CollectorRegistry()
     CallMetrics(calls)
-    build = [family for family in process_registry("actor").collect() if family.name == "quartet_build"]
-    build[0].name, build[0].type = "quartet_build_info", "gauge"
-    yield "Every process", "", [*build, *_with_labels(calls), *GpuMemory().collect()]
+    standard = [family for family in process_registry("actor").collect() if family.name != "python_info"]
+    yield "Every process", "", [*_with_labels(calls), *sorted(standard, key=lambda family: not _is_own(family))]
     yield "Model services", "", list(ServiceMetrics(list).collect())
     config = parse_config(
         {

@@ -1,4 +1,4 @@
-"""Exit statuses of docs/deployment.md that no other test sees: the commands, the services and the gateway, as processes."""
+"""Exit statuses of docs/reference/exit-status.md that no other test sees: the commands, the services and the gateway, as processes."""
 
 from __future__ import annotations
 

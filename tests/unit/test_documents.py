@@ -1,32 +1,37 @@
-"""docs/hyperparameters.md and docs/tuning.md, held against the config tree and the code that they describe."""
+"""README and the pages below docs/, checked against the code: links, commands, settings, recipes, metrics and claims."""
 
 from __future__ import annotations
 
 import re
-import types
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-import annotated_types
-import pytest
 import yaml
-from pydantic.fields import FieldInfo
+from typer.main import get_command
 
-from quartet.cli.config_reference import Setting, settings
-from quartet.config import Config, GuardConfig, GuardsConfig, Section, parse_config
-from quartet.config.algorithm import Estimator
+from quartet.cli.config_reference import settings
+from quartet.cli.main import app
+from quartet.config import Config, GuardConfig, GuardsConfig, parse_config
+from quartet.errors import ConfigError
+from quartet.telemetry.step_metrics import EVALUATION_METRICS, STEP_METRICS
 
 ROOT = Path(__file__).parents[2]
-HYPERPARAMETERS = (ROOT / "docs/hyperparameters.md").read_text(encoding="utf-8")
-TUNING = (ROOT / "docs/tuning.md").read_text(encoding="utf-8")
-OPERATIONAL = {"services", "timeouts", "recovery", "buffer", "security", "gateway", "telemetry"}
-COLUMNS = ["key", "meaning", "unit", "default", "why", "range", "NeMo-Aligner", "TRL", "OpenRLHF"]
-OTHERS = COLUMNS[-3:]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
+HAND_WRITTEN = {
+    name: text
+    for name, text in TEXTS.items()
+    if not name.startswith("docs/reference/") or name.endswith(("exit-status.md", "run-directory.md"))
+}
+HYPERPARAMETERS, TUNING = TEXTS["docs/hyperparameters.md"], TEXTS["docs/tuning.md"]
+PEERS = ["NeMo-Aligner", "TRL", "OpenRLHF"]
 REQUIRED = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}}
 
-# NeMo-Aligner's and TRL's PPO names, as their users know them.
-KNOWN_ELSEWHERE = """
+# Settings of NeMo-Aligner and of TRL's PPO that their users look up first.
+PEER_NAMES = """
 initial_policy_kl_penalty use_absolute_kl discount_factor gae_lambda normalize_advantages entropy_coefficient ratio_eps
 num_rollout_samples rollout_micro_batch_size inference_micro_batch_size offload_adam_states length_params.max_length
 loss_clip_val combine_rm_and_critic_server total_episodes num_ppo_epochs num_mini_batches missing_eos_penalty
@@ -34,111 +39,132 @@ whiten_rewards kl_coef kl_estimator cliprange cliprange_value vf_coef gamma lam 
 local_rollout_forward_batch_size
 """
 
-SETTINGS = {setting.name: setting for setting in settings() if setting.name.split(".")[0] not in OPERATIONAL}
-
 Row = dict[str, str]
 
 
 def tables(text: str) -> list[list[Row]]:
-    """Every Markdown table, as rows by column name."""
-    found: list[list[Row]] = []
+    """Return every Markdown table as rows by column name."""
+    parsed: list[list[Row]] = []
     for block in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
         lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines()]
         header, rule, rows = lines[0], lines[1], lines[2:]
-        assert all(set(cell) == {"-"} for cell in rule), f"no table: {block[:80]!r}"
-        assert all(len(row) == len(header) for row in rows), f"cells missing below {header}"
-        found.append([dict(zip(header, row, strict=True)) for row in rows])
-    return found
+        assert all(set(cell) == {"-"} for cell in rule), f"not a table: {block[:80]!r}"
+        assert all(len(row) == len(header) for row in rows), f"missing cells below {header}"
+        parsed.append([dict(zip(header, row, strict=True)) for row in rows])
+    return parsed
 
 
 def table(text: str, *columns: str) -> list[Row]:
-    """The rows of all tables with these columns."""
+    """Return the rows of all tables with these columns."""
     return [row for rows in tables(text) for row in rows if list(row) == list(columns)]
 
 
-ROWS = {row["key"].strip("`"): row for row in table(HYPERPARAMETERS, *COLUMNS)}
+def code_blocks(text: str, *languages: str) -> list[str]:
+    """Return the fenced code blocks in these languages."""
+    return [code for language, code in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if language in languages]
 
 
-def accepted(field: FieldInfo) -> str:
-    """The values that a field takes by its type and constraints, in the words of the range column."""
-    return _accepted(field.annotation, field.metadata)
+def prose(text: str) -> str:
+    """Return a page without its fenced code blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
 
 
-def _accepted(annotation: Any, metadata: list[Any]) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        inner = [item for part in arguments[1:] for item in (part.metadata if isinstance(part, FieldInfo) else [part])]
-        return _accepted(arguments[0], [*inner, *metadata])
-    if origin in (Union, types.UnionType):
-        choices = [_accepted(part, metadata) for part in arguments if part is not type(None)]
-        return " or ".join([*choices, "null"])
-    if origin is Literal:
-        return ", ".join(arguments)
-    if origin is tuple:
-        one = _accepted(arguments[0], [])
-        return f"list of {one}" if arguments[-1] is Ellipsis else f"list of {len(arguments)}: each {one}"
-    if annotation is bool:
-        return "true, false"
-    if annotation in (int, float):
-        return _number("integer" if annotation is int else "number", metadata)
-    if annotation is Path:
-        return "path"
-    if issubclass(annotation, Section):
-        return "section"
-    assert annotation is str, f"no words for {annotation}"
-    patterns = [item.pattern for item in metadata if getattr(item, "pattern", None)]
-    return f"text like `{patterns[0]}`" if patterns else "text"
+def anchors(text: str) -> set[str]:
+    """Return the anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#{1,6} (.+)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def _number(kind: str, metadata: list[Any]) -> str:
-    bounds = {}
-    for item in metadata:
-        for name in ("ge", "gt", "le", "lt"):
-            if isinstance(item, getattr(annotated_types, name.title())):
-                bounds[name] = _written(getattr(item, name))
-    finite = any(getattr(item, "allow_inf_nan", None) is False for item in metadata)
-    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
-    if low and high:
-        return f"{kind} in {'[' if 'ge' in bounds else '('}{low}, {high}{']' if 'le' in bounds else ')'}"
-    assert not high, f"no words for {bounds}"
-    found = f"{kind} {'≥' if 'ge' in bounds else '>'} {low}" if low else kind
-    return found if finite or kind == "integer" else f"{found}, infinite too"
+def test_links_between_pages_lead_to_a_file_and_a_heading() -> None:
+    broken = []
+    for path in PAGES:
+        name = path.relative_to(ROOT).as_posix()
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(TEXTS[name])):
+            if re.match(r"\w+:", target):
+                continue
+            file, _, anchor = target.partition("#")
+            linked = (path.parent / file).resolve() if file else path
+            if not linked.exists():
+                broken.append(f"{name}: {target}: no such file")
+            elif anchor and linked.suffix == ".md" and anchor not in anchors(linked.read_text(encoding="utf-8")):
+                broken.append(f"{name}: {target}: no such heading")
+    assert not broken
 
 
-def _written(bound: float) -> str:
-    return "2^63" if bound == 2**63 else f"{bound:.15g}"
+def test_every_page_is_in_the_site_navigation() -> None:
+    index = TEXTS["docs/index.md"]
+    listed = {
+        line.strip() for block in re.findall(r"```\{toctree\}\n(.*?)```", index, re.S) for line in block.splitlines()
+    }
+    pages = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")}
+    assert {page for page in pages if not page.startswith("adr/")} - {"index"} - listed == set()
 
 
-def test_every_setting_that_is_not_operational_has_one_row() -> None:
-    keys = [row["key"].strip("`") for row in table(HYPERPARAMETERS, *COLUMNS)]
-    assert sorted(keys) == sorted(SETTINGS)
+def test_make_targets_named_in_pages_exist() -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    missing = {
+        f"{name}: make {target}"
+        for name, text in TEXTS.items()
+        for target in re.findall(r"(?:`|^)make ([a-z][a-z0-9-]*)", text, re.MULTILINE)
+        if target not in targets
+    }
+    assert not missing
 
 
-@pytest.mark.parametrize("key", SETTINGS)
-def test_a_row_has_every_cell_filled(key: str) -> None:
-    assert all(ROWS[key].values()), f"empty: {[name for name, cell in ROWS[key].items() if not cell]}"
+def test_quartet_commands_named_in_pages_exist() -> None:
+    known = {" ".join(path) for path in _commands(get_command(app), ())}
+    groups = {command.split()[0] for command in known if " " in command}
+    missing = set()
+    for name, text in HAND_WRITTEN.items():
+        for words in re.findall(r"(?:`|^|/)quartet ([a-z]+(?: [a-z]+)?)", text, re.MULTILINE):
+            command = words if words.split()[0] in groups else words.split()[0]
+            if command not in known | groups:
+                missing.add(f"{name}: quartet {words}")
+    assert not missing
 
 
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)
-def test_a_row_says_the_default(setting: Setting) -> None:
-    expected = setting.default if setting.field.is_required() else f"`{setting.default}`"
-    assert ROWS[setting.name]["default"] == expected
+def _commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for name, below in getattr(command, "commands", {}).items():
+        if getattr(below, "commands", None):
+            yield from _commands(below, (*path, name))
+        else:
+            yield (*path, name)
 
 
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)
-def test_a_row_says_the_range_that_the_config_accepts(setting: Setting) -> None:
-    own = ROWS[setting.name]["range"].split("; ", 1)[0]
-    assert own == accepted(setting.field)
+def test_measured_claims_of_the_readme_stand_in_the_page_that_they_link_to() -> None:
+    claims = re.findall(r"- \*\*(.*?)\[`(make [a-z-]+)`\]\((docs/[a-z-]+\.md)\)", TEXTS["README.md"], re.S)
+    assert len(claims) >= 3
+    for claim, command, page in claims:
+        assert f"`{command}`" in TEXTS[page], f"{page} does not name {command}"
+        for number in re.findall(r"\d+\.\d\d|\d+ of \d+", claim):
+            assert number in TEXTS[page], f"{page} does not have {number}: {claim}"
 
 
-@pytest.mark.parametrize("page", [HYPERPARAMETERS, TUNING], ids=["hyperparameters", "tuning"])
-def test_every_key_named_in_a_page_exists(page: str) -> None:
+def test_the_readme_is_short() -> None:
+    assert len(TEXTS["README.md"].splitlines()) < 150
+
+
+def test_settings_named_in_pages_exist() -> None:
     known = {part for setting in settings() for part in _prefixes(setting.name)}
-    prose = [line for line in page.splitlines() if not line.startswith("|")]
-    cells = [cell for rows in tables(page) for row in rows for name, cell in row.items() if name not in OTHERS]
-    named = set(re.findall(rf"`((?:{'|'.join(Config.model_fields)})\.[a-z_.\[\]]+)", "\n".join([*prose, *cells])))
-    assert len(named) > 20
-    assert named - known == set()
+    known |= {name.replace("services.actor", "services.ROLE") for name in known}
+    unknown = set()
+    for name, text in HAND_WRITTEN.items():
+        cells = [
+            cell for rows in _tables_of(text) for row in rows for column, cell in row.items() if column not in PEERS
+        ]
+        lines = [line for line in text.splitlines() if not line.startswith("|")]
+        named = re.findall(rf"`((?:{'|'.join(Config.model_fields)})\.[A-Za-z_.\[\]]+)", "\n".join([*lines, *cells]))
+        unknown |= {f"{name}: {key}" for key in named if key not in known and not _is_a_file(key)}
+    assert not unknown
+
+
+def _tables_of(text: str) -> list[list[Row]]:
+    return tables(re.sub(r"\\\|", "/", text))
+
+
+def _is_a_file(name: str) -> bool:
+    """Return whether a name is a file, or the name of a process in its certificate."""
+    return name.rpartition(".")[2] in ("py", "yaml", "json", "jsonl", "md", "quartet")
 
 
 def _prefixes(name: str) -> list[str]:
@@ -146,86 +172,126 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[: end + 1]) for end in range(len(parts))]
 
 
-RECIPES = {
-    re.split(r"\*\*", text)[1]: code
-    for text, code in re.findall(r"\n\n(\*\*(?:(?!```).)*?)```yaml\n(.*?)```", HYPERPARAMETERS, re.DOTALL)
-}
-
-
-def test_every_estimator_has_a_recipe() -> None:
-    used = {yaml.safe_load(code).get("algorithm", {}).get("estimator") for code in RECIPES.values()}
-    assert used - {None} == set(get_args(Estimator))
-
-
-@pytest.mark.parametrize("title", RECIPES)
-def test_a_recipe_is_a_config(title: str) -> None:
-    given = yaml.safe_load(RECIPES[title])
-    parse_config({name: REQUIRED.get(name, {}) | given.get(name, {}) for name in {*REQUIRED, *given}}, "recipe")
-
-
-@pytest.mark.parametrize("name", KNOWN_ELSEWHERE.split())
-def test_names_of_other_projects_lead_to_ours(name: str) -> None:
-    answers = [
-        row["Quartet"]
-        for other in ("NeMo-Aligner", "TRL")
-        for row in table(HYPERPARAMETERS, other, "Quartet")
-        if f"`{name}`" in row[other]
+def test_yaml_examples_are_accepted_as_configs() -> None:
+    refused = []
+    examples = [(name, code) for name, text in HAND_WRITTEN.items() for code in code_blocks(text, "yaml")]
+    configs = [
+        (name, given) for name, code in examples if set(given := yaml.safe_load(code)) <= set(Config.model_fields)
     ]
-    assert len(answers) == 1
-    assert answers[0]
+    assert len(configs) > 20
+    for name, given in configs:
+        try:
+            parse_config(_completed(given), "example")
+        except ConfigError as error:
+            if not _needs_more_than_the_example(str(error)):
+                refused.append(f"{name}: {given}: {error}")
+    assert not refused
 
 
-@pytest.mark.parametrize(
-    "guard", [name for name, field in GuardsConfig.model_fields.items() if isinstance(field.default, GuardConfig)]
-)
-def test_a_guard_has_a_symptom_with_its_remedy(guard: str) -> None:
-    rows = [row for row in table(TUNING, "symptom", "cause", "remedy", "guard") if row["guard"] == f"`{guard}`"]
-    assert rows
-    assert all(row["cause"] and row["remedy"] for row in rows)
+def _completed(given: dict[str, Any]) -> dict[str, Any]:
+    """Return an example with the sections that every config needs."""
+    required: dict[str, Any] = {"data": {"prompts": "p", "validation": "v"}, "actor": {"model": "a"}}
+    if given.get("reward", {}).get("source", "model") == "model":
+        required["reward"] = {"model": "r"}
+    return {name: required.get(name, {}) | given.get(name, {}) for name in {**required, **given}}
 
 
-def test_there_are_symptoms_enough() -> None:
+def _needs_more_than_the_example(error: str) -> bool:
+    """Return whether an error names a file of the example that is not on this machine."""
+    return "no such" in error
+
+
+def recipes() -> Iterable[tuple[str, str]]:
+    """Return the title and the YAML of each recipe."""
+    section = HYPERPARAMETERS.partition("\n## Recipes\n")[2]
+    return re.findall(r"\n\n\*\*((?:(?!```).)*?)\*\*(?:(?!```).)*?```yaml\n(.*?)```", section, re.DOTALL)
+
+
+def test_every_built_in_estimator_has_a_recipe_that_is_a_config() -> None:
+    used = set()
+    for _, code in recipes():
+        given = yaml.safe_load(code)
+        config = parse_config(
+            {name: REQUIRED.get(name, {}) | given.get(name, {}) for name in {*REQUIRED, *given}}, "recipe"
+        )
+        used.add(config.algorithm.estimator)
+    assert used >= {"gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"}
+
+
+def test_names_of_other_projects_lead_to_a_setting_or_an_explanation() -> None:
+    rows = [row for rows in tables(HYPERPARAMETERS) for row in rows]
+    missing = [
+        name
+        for name in PEER_NAMES.split()
+        if not any(re.search(rf"`(?:[\w.]+\.)?{re.escape(name)}`", row.get(peer, "")) for row in rows for peer in PEERS)
+    ]
+    assert not missing
+
+
+def test_every_setting_stands_once_in_the_hyperparameters() -> None:
+    keys = [row["key"].strip("`") for rows in tables(HYPERPARAMETERS) for row in rows if "key" in row]
+    assert len(keys) > 90
+    assert len(keys) == len(set(keys))
+    assert set(keys) - {setting.name for setting in settings()} == set()
+
+
+def test_ratio_level_sequence_is_not_mapped_to_gspo() -> None:
+    [row] = [row for row in table(HYPERPARAMETERS, "key", "why this default", *PEERS) if "ratio_level" in row["key"]]
+    assert all("gspo" not in row[peer].lower() for peer in PEERS)
+    assert "not GSPO" in row["why this default"]
+
+
+def test_every_guard_has_a_symptom_with_its_remedy() -> None:
     rows = table(TUNING, "symptom", "cause", "remedy", "guard")
     assert len(rows) >= 15
     assert all(all(row.values()) for row in rows)
+    guards = {name for name, field in GuardsConfig.model_fields.items() if isinstance(field.default, GuardConfig)}
+    assert {f"`{guard}`" for guard in guards} <= {row["guard"] for row in rows}
 
 
-METRICS = [
-    name
-    for row in table(TUNING, "metric", "what it is", "healthy", "worrying")
-    for name in re.findall(r"`([^`]+)`", row["metric"])
-]
+METRICS = [item.name for item in (*STEP_METRICS, *EVALUATION_METRICS)]
 
 
-def test_metrics_stand_once() -> None:
+def test_every_metric_is_defined_once() -> None:
     assert len(METRICS) > 30
     assert len(METRICS) == len(set(METRICS))
 
 
+def test_every_defined_metric_is_written_by_the_code() -> None:
+    assert [metric for metric in METRICS if not re.search("|".join(_spellings(metric)), _code())] == []
+
+
+def test_metrics_named_in_the_tuning_page_are_defined() -> None:
+    rows = table(TUNING, "symptom", "cause", "remedy", "guard")
+    named = {name for row in rows for name in re.findall(r"`([^`.]+)`", row["symptom"])}
+    assert named - set(METRICS) == set()
+
+
 @cache
 def _code() -> str:
-    """What may write metrics. The wire and the config only name things."""
+    """Return the code that may write metrics. The contract and the config only name things."""
     files = [path for folder in ("src/quartet", "services") for path in sorted((ROOT / folder).rglob("*.py"))]
-    return "\n".join(path.read_text(encoding="utf-8") for path in files if path.parent.name not in ("v1", "config"))
-
-
-@pytest.mark.parametrize("metric", METRICS)
-def test_a_metric_of_the_table_exists_in_the_code(metric: str) -> None:
-    assert re.search("|".join(_spellings(metric)), _code()), f"{metric}: nothing writes it"
+    excluded = ("v1", "config")
+    return "\n".join(
+        path.read_text(encoding="utf-8")
+        for path in files
+        if path.parent.name not in excluded and path.name != "step_metrics.py"
+    )
 
 
 def _spellings(metric: str) -> list[str]:
-    """How code may write a metric's name: as it is, or with the part that varies filled in."""
+    """Return patterns for a metric's name in code: as it is, or with the part that varies filled in."""
     stem = re.sub(r"_(actor|critic)$", "", metric)
-    # reward_NAME_mean stands for one metric for each part of an ensemble.
+    # reward_NAME_mean stands for one metric per part of an ensemble, PHASE_seconds for one per phase.
     pattern = re.sub(r"[A-Z]+", r"\\{[^{}]+\\}", metric)
     by_role = [rf'"{stem}"', rf'"{stem}_\{{'] if stem != metric else []
-    return [rf'"{metric}"', rf'f"{pattern}"', *by_role]
+    by_phase = [r'_seconds"'] if metric.endswith("_seconds") else []
+    return [rf'"{metric}"', rf'f"{pattern}"', *by_role, *by_phase]
 
 
-def test_every_metric_of_a_step_is_in_the_table() -> None:
-    source = (ROOT / "services/orchestrator/experience.py").read_text(encoding="utf-8")
-    figures = source[source.index("metrics = {") : source.index("experience = Experience(")]
-    written = set(re.findall(r'"([a-z_0-9]+)"(?=: |\])', figures))
+def test_every_metric_of_an_experience_is_defined() -> None:
+    source = (ROOT / "services/orchestrator/algorithm/experience.py").read_text(encoding="utf-8")
+    part = source[source.index("metrics = {") : source.index("experience = Experience(")]
+    written = set(re.findall(r'"([a-z_0-9]+)"(?=: |\])', part))
     assert len(written) > 10
     assert written - set(METRICS) == set()

@@ -1,7 +1,7 @@
 """The products of linear layers on a CPU, by oneDNN where that is the faster of the two libraries that torch has.
 
 torch gives a float32 product to MKL, which leaves AVX-512 alone on AMD's processors; oneDNN, which torch has for other types,
-does not, and takes half of the time there (docs/adr/0025-products-by-onednn.md).
+does not, and takes half of the time there (docs/adr/0025-onednn-linear-layers.md).
 """
 
 from __future__ import annotations
