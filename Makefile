@@ -115,7 +115,7 @@ screenshots: $(VENV)/.installed-dev ## Take pictures of every dashboard page, li
 	$(BIN)/python -m tests.browser.screenshots
 
 fuzz-api: $(VENV)/.installed-dev ## Send 10,000 generated requests to a gateway process
-	$(BIN)/python -m pytest tests/gateway/test_schema.py -m slow -rP --timeout=1500 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/gateway/test_openapi_fuzzing.py -m slow -rP --timeout=1500 $(PYTEST_ARGS)
 
 fuzz-rpc: $(VENV)/.installed-dev ## Send 100,000 mutated requests to every RPC method of real services; five minutes
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)

@@ -91,7 +91,7 @@ def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
     from prometheus_client import CollectorRegistry
 
     from quartet.config import parse_config
-    from quartet.gateway.request_metrics import GatewayMetrics
+    from quartet.gateway.http.request_metrics import GatewayMetrics
     from quartet.rpc.call_observers import CallMetrics
     from quartet.services.orchestrator.control.progress import ProgressBoard
     from quartet.services.orchestrator.telemetry.run_metrics import RunMetrics

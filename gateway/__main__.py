@@ -1,12 +1,12 @@
-"""The gateway's process: ``python -m quartet.gateway --runs DIR``, or with a run ``--config CONFIG``.
+"""The gateway process: ``python -m quartet.gateway --runs DIR``, or ``--config CONFIG`` for one run.
 
-Checks who may come in and where it listens before it imports the app, serves until SIGTERM or SIGINT, and ends at once then:
-it keeps nothing that could be lost.
+It validates tokens and the listen address before it imports the app, and serves until SIGTERM or SIGINT. It has no state of its
+own, so it exits without further cleanup.
 """
 
 from __future__ import annotations
 
-import quartet.import_path  # noqa: F401 - before the libraries whose names a file in the working directory may have
+import quartet.import_path  # noqa: F401 - first: it keeps the working directory from shadowing libraries
 
 # isort: split
 import argparse
@@ -39,28 +39,22 @@ from quartet.topology import is_loopback
 
 log = structlog.get_logger()
 
-OPERATOR = "QUARTET_GATEWAY_TOKEN"
-VIEWER = "QUARTET_GATEWAY_VIEWER_TOKEN"
-"""Environment variables: what stands among a process's arguments, everyone on the machine can read."""
-PUBLISHED = "QUARTET_GATEWAY_PUBLISHED"
-"""Another: HOST:PORT at which a container's port is to be found from outside, for the link that is printed."""
-MAX_HEADERS = 32 * 1024
-"""Bytes."""
-KEEP_ALIVE = 30
-"""Seconds for which a connection is kept between requests."""
-GRACE = 1
-"""Seconds that answers in hand have when it ends."""
+OPERATOR_TOKEN_VARIABLE = "QUARTET_GATEWAY_TOKEN"
+VIEWER_TOKEN_VARIABLE = "QUARTET_GATEWAY_VIEWER_TOKEN"
+"""Tokens come from environment variables: every user of a machine can read the arguments of a process."""
+PUBLISHED_ADDRESS_VARIABLE = "QUARTET_GATEWAY_PUBLISHED"
+"""HOST:PORT at which a container's port is published, for the printed link."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a signal, 2 for input that the user can mend, 1 for anything else."""
+    """Run the gateway. Return the exit status: 0 after a signal, 2 for invalid input, 1 for any other error."""
     options = _parser().parse_args(arguments)
     configure_logs("gateway")
     pipe = None if options.ready_fd is None else os.fdopen(options.ready_fd, "w", buffering=1)
 
     def announce(**message: Any) -> None:
         if pipe is not None:
-            with suppress(OSError):  # Nobody listening is no error.
+            with suppress(OSError):  # The launcher may have closed its end.
                 pipe.write(json.dumps(message) + "\n")
 
     try:
@@ -68,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:
         code = 2 if isinstance(error, ConfigError) else 1
-        log.error("ended", error=str(error), exc_info=None if isinstance(error, QuartetError) else error)
+        log.error("gateway failed", error=str(error), exc_info=None if isinstance(error, QuartetError) else error)
         announce(error=str(error) or type(error).__name__, exit_code=code)
         print(f"error: {error}", file=sys.stderr)
         return code
@@ -77,24 +71,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quartet.gateway",
-        description="Serves the REST API and the dashboard of the runs in a folder.",
-        epilog=f"Tokens are taken from {OPERATOR} and, for those who may only look, {VIEWER}; without the first, one is drawn.",
+        description="Serve the REST API and the dashboard of the runs in a folder.",
+        epilog=f"The operator's token comes from {OPERATOR_TOKEN_VARIABLE}, a read-only token from {VIEWER_TOKEN_VARIABLE}. "
+        "Without an operator's token, a random one is generated and printed.",
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--runs", type=Path, metavar="DIR", help="folder that holds the runs")
-    what.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--runs", type=Path, metavar="DIR", help="folder that contains the runs")
+    source.add_argument(
         "--config",
         type=Path,
         action="append",
-        help="a run's config instead: its gateway and security sections say the rest; may be repeated",
+        help="config of one run, with gateway and security settings; repeat to overlay several files",
     )
     parser.add_argument(
-        "--listen", metavar="HOST:PORT", help="port 0 takes a free one, on 127.0.0.1 unless told otherwise"
+        "--listen", metavar="HOST:PORT", help="address to listen on; port 0 selects a free port (default: 127.0.0.1:0)"
     )
     parser.add_argument(
-        "--allow-host", action="append", default=[], metavar="HOST", help="a further name by which it may be addressed"
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="additional host name that clients may use; may be repeated",
     )
-    parser.add_argument("--allow-plaintext", action="store_true", help="listen beyond loopback without TLS")
+    parser.add_argument("--allow-plaintext", action="store_true", help="listen on a non-loopback address without TLS")
     parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
     return parser
 
@@ -112,7 +111,7 @@ def _serve(options: argparse.Namespace, announce: Any) -> None:
     elif section.key_file is not None:
         check_certificate(section.certificate_file, section.key_file)
     credentials = LOCAL if config is None else Credentials(GATEWAY, config.security)
-    with _listening(listen) as (bound, address):
+    with _bound_socket(listen) as (bound, address):
         settings = GatewaySettings(
             runs=options.runs if config is None else config.run.directory,
             run=None if config is None else config.run.name,
@@ -127,16 +126,16 @@ def _serve(options: argparse.Namespace, announce: Any) -> None:
             certificate=section.certificate_file,
             key=section.key_file,
         )
-        place = os.environ.get(PUBLISHED) or _reachable(address)
-        url = f"{'http' if settings.certificate is None else 'https'}://{place}"
-        # Elsewhere than beside its run's files, whoever asks gives its URL and a token.
-        with _told_to_the_run(settings, url) if options.ready_fd is not None else nullcontext():
+        public_address = os.environ.get(PUBLISHED_ADDRESS_VARIABLE) or _reachable(address)
+        url = f"{'http' if settings.certificate is None else 'https'}://{public_address}"
+        # Without a launcher, the command line gets the URL and the token from its user instead of from gateway.json.
+        with _gateway_file(settings, url) if options.ready_fd is not None else nullcontext():
 
             def ready() -> None:
                 log.info("ready", address=address)
                 announce(address=address)
                 if options.ready_fd is None:
-                    # One that was given is its giver's to tell: standard output may go anywhere.
+                    # Only a generated token is printed: standard output may end up anywhere.
                     print(url if token else f"{url}/#token={settings.operator_token}", flush=True)
 
             _run(settings, bound, ready)
@@ -144,18 +143,17 @@ def _serve(options: argparse.Namespace, announce: Any) -> None:
 
 
 def _run(settings: GatewaySettings, bound: socket.socket, ready: Any) -> None:
-    # NumPy's threads would do nothing here but take memory.
+    # NumPy's thread pool would only use memory here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import uvicorn
 
     from quartet.gateway.app import create_app
-    from quartet.gateway.connections import Connection
-    from quartet.gateway.handshakes import encrypted
+    from quartet.gateway.server import server_config
 
     app = create_app(settings)
 
     class Server(uvicorn.Server):
-        """Says when it is ready, and leaves signals to this process."""
+        """A uvicorn server that reports when it is ready, and does not install signal handlers."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -166,50 +164,31 @@ def _run(settings: GatewaySettings, bound: socket.socket, ready: Any) -> None:
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    protocol: Any = Connection
-    if settings.certificate is not None and settings.key is not None:
-        protocol = encrypted(settings.certificate, settings.key)
-    server = Server(
-        uvicorn.Config(
-            app,
-            loop="asyncio",
-            http=protocol,
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            # Whom a proxy names is not believed: anybody could name anybody.
-            proxy_headers=False,
-            h11_max_incomplete_event_size=MAX_HEADERS,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=GRACE,
-        )
-    )
+    server = Server(server_config(app, settings))
 
-    def end() -> None:
+    def stop() -> None:
         server.should_exit = True
-        # Streams end by themselves then; otherwise the server would wait for them.
+        # Event streams must end, otherwise the server would wait for them.
         if (stopping := getattr(app.state, "stopping", None)) is not None:
             stopping.set()
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, end)
+            loop.add_signal_handler(number, stop)
         await server.serve(sockets=[bound])
 
     asyncio.run(serve())
     if not server.started:
-        raise RuntimeError("the server did not start; its log says why")
+        raise RuntimeError("the server did not start; see the log above")
 
 
 def _config(options: argparse.Namespace) -> Config | None:
-    """The config of the run that it is started with, if any."""
+    """Return the run's config, or None if the gateway serves a folder of runs."""
     if options.config is None:
         return None
-    first, *layers = options.config
-    return load_config(first, settings_of_environment(), layers)
+    first, *overlays = options.config
+    return load_config(first, settings_of_environment(), overlays)
 
 
 def _check_plaintext(listen: str, allowed: bool) -> None:
@@ -217,42 +196,42 @@ def _check_plaintext(listen: str, allowed: bool) -> None:
         check_listen_address(listen, allowed)
     except ConfigError:
         raise ConfigError(
-            f"listen {listen}: not a loopback address, and requests are not encrypted; listen on 127.0.0.1, give "
-            "gateway.certificate_file and gateway.key_file, or, inside a network that you trust or behind a proxy that encrypts, "
-            "security.allow_plaintext true (--allow-plaintext)"
+            f"listen {listen}: not a loopback address, and requests are not encrypted; listen on 127.0.0.1, set "
+            "gateway.certificate_file and gateway.key_file, or, in a trusted network or behind a TLS proxy, set "
+            "security.allow_plaintext: true (--allow-plaintext)"
         ) from None
 
 
 def _tokens(section: GatewayConfig) -> tuple[str | None, str | None]:
-    """The operators' token and the viewers', if any; taken out of the environment, which processes started here inherit."""
-    given = {name: os.environ.pop(name, None) for name in (OPERATOR, VIEWER)}
-    files = {OPERATOR: section.token_file, VIEWER: section.viewer_token_file}
+    """Return the operator's and the viewer's token, if any. Removes them from the environment, which child processes inherit."""
+    given = {name: os.environ.pop(name, None) for name in (OPERATOR_TOKEN_VARIABLE, VIEWER_TOKEN_VARIABLE)}
+    files = {OPERATOR_TOKEN_VARIABLE: section.token_file, VIEWER_TOKEN_VARIABLE: section.viewer_token_file}
     for (name, token), key in zip(given.items(), ("token_file", "viewer_token_file"), strict=True):
         path = files[name]
         if path is not None:
             given[name] = read_token(path, f"gateway.{key}")
         elif token is not None:
             check_token(token, name)
-    if given[OPERATOR] is not None and given[OPERATOR] == given[VIEWER]:
-        raise ConfigError("the token of viewers is the same as that of operators; expected another one, or none")
-    return given[OPERATOR], given[VIEWER]
+    if given[OPERATOR_TOKEN_VARIABLE] is not None and given[OPERATOR_TOKEN_VARIABLE] == given[VIEWER_TOKEN_VARIABLE]:
+        raise ConfigError("the viewer's token is the same as the operator's; set a different viewer's token, or none")
+    return given[OPERATOR_TOKEN_VARIABLE], given[VIEWER_TOKEN_VARIABLE]
 
 
 @contextmanager
-def _listening(listen: str) -> Iterator[tuple[socket.socket, str]]:
-    """A socket that listens, and its HOST:PORT. Raises ConfigError."""
+def _bound_socket(listen: str) -> Iterator[tuple[socket.socket, str]]:
+    """Bind a socket. Yields it with its HOST:PORT. Raises ConfigError."""
     host, _, port = listen.rpartition(":")
     name = host.strip("[]")
     try:
         family = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)[0][0]
-        # Named TCP, connections are not held back by Nagle's algorithm: asyncio asks by this whether they may be.
+        # asyncio disables Nagle's algorithm only for sockets with an explicit TCP protocol.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((name, int(port)))
     except OSError as error:
         raise ConfigError(
-            f"listen {listen}: the port is taken or the address is not this machine's ({error.strerror}); "
-            "stop what listens there or choose another port"
+            f"listen {listen}: the port is in use, or the address does not belong to this machine ({error.strerror}); "
+            "stop the process that listens there, or choose another port"
         ) from None
     with bound:
         bound.set_inheritable(False)
@@ -260,7 +239,7 @@ def _listening(listen: str) -> Iterator[tuple[socket.socket, str]]:
 
 
 def _reachable(address: str) -> str:
-    """Where a browser of this machine finds it: an address that means all of them is none to go to."""
+    """Return the address for a browser on this machine: an unspecified address such as 0.0.0.0 cannot be opened."""
     host, _, port = address.rpartition(":")
     try:
         return f"127.0.0.1:{port}" if ip_address(host.strip("[]")).is_unspecified else address
@@ -269,39 +248,43 @@ def _reachable(address: str) -> str:
 
 
 @contextmanager
-def _told_to_the_run(settings: GatewaySettings, url: str) -> Iterator[None]:
-    """Keeps ``gateway.json`` in the directory of the run that it was started with, for the command line, while it serves."""
+def _gateway_file(settings: GatewaySettings, url: str) -> Iterator[None]:
+    """Keep ``gateway.json`` in the run's directory while the gateway serves. The command line reads URL and token from it."""
     if settings.run is None:
         yield
         return
-    from quartet.gateway.runs.catalog import Runs
+    from quartet.gateway.readers.run_catalog import RunCatalog
 
-    if settings.run not in Runs(settings.runs).names():
-        raise ConfigError(f"run {settings.run!r}: there is none in {settings.runs}; give one that is")
+    if settings.run not in RunCatalog(settings.runs).names():
+        raise ConfigError(
+            f"run {settings.run!r}: does not exist in {settings.runs}; start the run first, or correct run.name"
+        )
     path = RunFiles(settings.runs / settings.run).gateway
     content = json.dumps({"url": url, "token": settings.operator_token}) + "\n"
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.unlink(missing_ok=True)
-        # For its owner alone from the first moment on.
+        # Created with these permissions, so that only its owner can read it at any time.
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(content)
         partial.rename(path)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); let the gateway's user write there") from None
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}); give the gateway's user write permission"
+        ) from None
     try:
         yield
     finally:
         with suppress(OSError):
-            # Another one may have taken its place.
+            # Another gateway may have replaced the file.
             if path.read_text(encoding="utf-8") == content:
                 path.unlink()
 
 
 if __name__ == "__main__":
     code = main()
-    # Nothing is left to be written: waiting for threads that still ask somebody would only take time.
+    # Exit at once: threads that still wait for a process must not delay the exit.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

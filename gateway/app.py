@@ -1,12 +1,9 @@
-"""The gateway's app: REST below ``/api/v1``, the dashboard at ``/``.
-
-What the routes find on ``app.state``: ``settings``, ``runs`` (Runs), ``live`` (Live), ``reading`` (the caches over the runs'
-files), and ``stopping``, an ``asyncio.Event`` that is set when the server is asked to end, for streams to end with it.
-"""
+"""The gateway's app: the REST API below ``/api/v1``, and the dashboard at ``/``."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,35 +13,52 @@ from starlette.concurrency import run_in_threadpool
 
 from quartet import __version__
 from quartet.gateway import routes
-from quartet.gateway.access import AccessControl
-from quartet.gateway.http_errors import AnswerUnforeseen, add_handlers
-from quartet.gateway.monitors.run_monitor import Live
-from quartet.gateway.readers import Reading
-from quartet.gateway.request_metrics import CountRequests, GatewayMetrics
-from quartet.gateway.routing import PREFIX
-from quartet.gateway.runs.catalog import Runs
-from quartet.gateway.schemas import Problem
+from quartet.gateway.access.access_control import AccessControl
+from quartet.gateway.commands.run_launcher import RunLauncher
+from quartet.gateway.events.event_stream import EventStreams
+from quartet.gateway.http.api_router import PREFIX
+from quartet.gateway.http.http_errors import UnexpectedErrors, add_handlers
+from quartet.gateway.http.request_metrics import GatewayMetrics, RequestMetrics
+from quartet.gateway.monitors.buffer_monitor import BufferMonitor
+from quartet.gateway.monitors.run_monitor import RunMonitor
+from quartet.gateway.monitors.service_monitor import ServiceMonitor
+from quartet.gateway.readers.run_catalog import RunCatalog
+from quartet.gateway.readers.run_readers import RunReaders
+from quartet.gateway.schemas import Access, Problem
 from quartet.gateway.settings import GatewaySettings
 
-DESCRIPTION = """Everything that can be seen of RLHF runs, or done to them.
+DESCRIPTION = """Read the state of RLHF runs, and send commands to them.
 
-Every request carries `Authorization: Bearer TOKEN`. Errors are `application/problem+json`; lists come in pages; live news come
-as server-sent events that can be taken up again at the last one seen."""
+Every request needs the header `Authorization: Bearer TOKEN`. Errors have the media type `application/problem+json`. Lists are
+paginated. Live updates are server-sent events; a client resumes a stream with the id of the last event that it received."""
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """A gateway over one folder of runs. It serves while its lifespan lasts."""
-    runs = Runs(settings.runs)
+    """Return the app of a gateway over one folder of runs.
+
+    Routes use these objects on ``app.state`` (see ``routes/dependencies.py``): ``settings``, ``catalog``, ``readers``,
+    ``metrics``, ``run_monitor``, ``service_monitor``, ``buffer_monitor``, ``event_streams``, ``run_launcher``,
+    ``open_streams`` (number of event streams by access), and ``stopping``, an ``asyncio.Event`` that ends the event streams
+    when the server shuts down.
+    """
+    catalog = RunCatalog(settings.runs)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.stopping = asyncio.Event()
-        app.state.live = Live(runs, settings.run, settings.buffer_url, settings.credentials)
+        state = app.state
+        state.stopping = asyncio.Event()
+        state.run_monitor = RunMonitor(catalog, settings.credentials)
+        state.buffer_monitor = BufferMonitor(catalog, settings.run, settings.buffer_url)
+        state.service_monitor = ServiceMonitor(catalog, state.buffer_monitor, settings.credentials)
+        state.event_streams = EventStreams(catalog, state.run_monitor.latest, state.service_monitor.services)
+        state.run_launcher = RunLauncher(catalog)
+        state.open_streams = Counter[Access]()
         try:
             yield
         finally:
-            app.state.stopping.set()
-            await run_in_threadpool(app.state.live.close)
+            state.stopping.set()
+            for part in (state.run_monitor, state.event_streams, state.service_monitor, state.buffer_monitor):
+                await run_in_threadpool(part.close)
 
     app = FastAPI(
         title="Quartet",
@@ -52,36 +66,36 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         description=DESCRIPTION,
         lifespan=lifespan,
         openapi_url=f"{PREFIX}/openapi.json",
-        # The pages that FastAPI makes of it load scripts from elsewhere.
+        # FastAPI's documentation pages load scripts from other sites.
         docs_url=None,
         redoc_url=None,
     )
-    app.state.settings, app.state.runs, app.state.reading = settings, runs, Reading()
-    app.state.figures = GatewayMetrics()
+    app.state.settings, app.state.catalog, app.state.readers = settings, catalog, RunReaders()
+    app.state.metrics = GatewayMetrics()
     add_handlers(app)
     for router in routes.ROUTERS:
         app.include_router(router)
-    _document(app)
-    # The last one added is the first that a request meets.
-    app.add_middleware(AnswerUnforeseen)
+    _document_problems(app)
+    # The middleware added last handles a request first.
+    app.add_middleware(UnexpectedErrors)
     app.add_middleware(AccessControl, settings=settings)
-    app.add_middleware(CountRequests, figures=app.state.figures)
+    app.add_middleware(RequestMetrics, metrics=app.state.metrics)
     return app
 
 
-def _document(app: FastAPI) -> None:
-    """Lets the OpenAPI document say what is true of every path: the problems, and that a token is needed."""
+def _document_problems(app: FastAPI) -> None:
+    """Add the ``Problem`` schema, which every error response uses, to the OpenAPI document."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = generate()
-            parts = document.setdefault("components", {})
+            components = document.setdefault("components", {})
             schemas = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
-            parts.setdefault("schemas", {}).update(schemas.pop("$defs", {}))
-            parts["schemas"]["Problem"] = schemas
+            components.setdefault("schemas", {}).update(schemas.pop("$defs", {}))
+            components["schemas"]["Problem"] = schemas
             for unused in ("HTTPValidationError", "ValidationError"):
-                parts["schemas"].pop(unused, None)
+                components["schemas"].pop(unused, None)
             app.openapi_schema = document
         return app.openapi_schema
 

@@ -1,4 +1,4 @@
-"""What the REST API takes and gives: the contract with the dashboard, the command line and anyone's own scripts."""
+"""Requests and responses of the REST API, which the dashboard, the command line and users' scripts rely on."""
 
 from __future__ import annotations
 
@@ -11,74 +11,74 @@ Item = TypeVar("Item")
 
 
 class Model(BaseModel):
-    """What every message is made of: no unknown fields, the docstring of a field is its description."""
+    """Base of all schemas. Unknown fields are refused. The docstring of a field is its description in the OpenAPI document."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
-class Request(Model):
-    """What every request's body is made of: true is no number, and neither is "0.2"."""
+class RequestBody(Model):
+    """Base of all request bodies. Types are strict: neither ``true`` nor ``"0.2"`` is a number."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, strict=True, allow_inf_nan=False)
 
 
 class Access(StrEnum):
-    """What the bearer of a token may do."""
+    """What a token permits."""
 
     VIEWER = "viewer"
     OPERATOR = "operator"
 
 
 class Session(Model):
-    """Whom the gateway takes the caller for."""
+    """What the caller's token and this gateway permit."""
 
     access: Access
-    """``viewer`` may read, ``operator`` may command, too."""
+    """``viewer`` can read; ``operator`` can also send commands."""
     version: str
-    """Of Quartet."""
+    """Version of Quartet."""
     run: str | None
-    """The run that this gateway was started with; null where it shows a folder of runs."""
+    """The run that this gateway was started with; null if it serves a folder of runs."""
     may_start_runs: bool
-    """Whether ``POST /api/v1/runs`` is open to operators."""
+    """Whether the caller can start runs with ``POST /api/v1/runs``."""
 
 
 class FieldProblem(Model):
-    """What is wrong with one field of a request."""
+    """One invalid field of a request."""
 
     field: str
-    """Where: ``body.run.steps``, ``query.limit``, ``path.step``, ``header.authorization``."""
+    """Location, such as ``body.run.steps``, ``query.limit``, ``path.step`` or ``header.authorization``."""
     problem: str
-    """What, and what was expected."""
+    """What is wrong, and what was expected."""
 
 
 class Problem(Model):
-    """An error, as RFC 9457 has it; media type application/problem+json."""
+    """An error in the format of RFC 9457, with media type application/problem+json."""
 
     type: str = "about:blank"
-    """Always ``about:blank``: the status says what kind of problem it is."""
+    """Always ``about:blank``: the status identifies the kind of problem."""
     title: str
-    """The status in words."""
+    """Name of the HTTP status."""
     status: int
-    """The HTTP status."""
+    """HTTP status code."""
     detail: str
-    """What went wrong, what was expected, what to do."""
+    """What went wrong, what was expected, and what to do."""
     fields: list[FieldProblem] = []
-    """The fields that are to blame, where some are."""
+    """Invalid fields, if any."""
 
 
 class Page(Model, Generic[Item]):
-    """A part of a list."""
+    """One page of a list."""
 
     items: list[Item]
-    """In the order that the method names."""
+    """Items in the documented order of the list."""
     total: int | None = None
-    """Items of all pages, where that is known without reading them all."""
+    """Number of items on all pages, if it is known without reading all of them."""
     next: str | None = None
-    """``cursor`` of the next page; null on the last one."""
+    """``cursor`` of the next page; null on the last page."""
 
 
 class State(StrEnum):
-    """Where a run stands. ``idle``: it is not finished, and nothing runs it now."""
+    """State of a run. ``idle`` means that it is not finished and has no orchestrator."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -91,89 +91,89 @@ class State(StrEnum):
 
 
 class RunSummary(Model):
-    """A run in a list."""
+    """A run in the list of runs."""
 
     name: str
-    """The folder it lies in."""
+    """Name of the run, which is also the name of its folder."""
     state: State
     live: bool
-    """Whether an orchestrator runs it now: only then it takes commands."""
+    """Whether the run is active, which means that its orchestrator accepts commands."""
     step: int
-    """The last committed step."""
+    """Number of the last committed step."""
     total_steps: int
     estimator: str
-    """gae, reinforce, rloo, grpo, ..."""
+    """Advantage estimator, such as gae, reinforce, rloo or grpo."""
     seed: int
     changed: float
-    """When it last committed a step or else was started, seconds since 1970."""
+    """Time of the last committed step, or of the start if there is none, in seconds since 1970."""
     reward_mean: float | None
-    """Of the last committed step."""
+    """Mean reward of the last committed step."""
     kl_mean: float | None
-    """Of the last committed step, nats per response."""
+    """Mean KL to the reference of the last committed step, in nats per response."""
     problem: str | None = None
-    """Why its files cannot be read, or null. Where they cannot, the other figures are empty."""
+    """Why the run's files cannot be read, or null. If set, the other fields are empty."""
 
 
 class Progress(Model):
-    """What a live run is doing."""
+    """Progress of a run."""
 
     state: State
     step: int
     total_steps: int
     phase: str
-    """generate, update, checkpoint, evaluate, paused, waiting for actor, done, ..."""
+    """Current phase, such as generate, update, checkpoint, evaluate, paused, waiting for actor or done."""
     scored: int
-    """Trajectories of the step in hand that have been scored."""
+    """Scored trajectories of the current step."""
     wanted: int
-    """Trajectories that the step in hand needs."""
+    """Trajectories that the current step needs."""
     error: str
-    """Why it failed, or empty."""
+    """Why the run failed, or empty."""
     recoveries: int
     notes: list[str]
-    """The newest things that a user should know, oldest first."""
+    """The newest notes for the user, oldest first."""
 
 
 class RunDetail(RunSummary):
-    """A run by itself."""
+    """All information about one run."""
 
     progress: Progress | None
-    """Null unless it is live."""
+    """Null unless the run is active."""
     kl_target: float | None
-    """What an adaptive KL controller steers at, nats per response; null for a fixed coefficient."""
+    """Target of the adaptive KL controller, in nats per response; null with a fixed coefficient."""
     has_critic: bool
     metric_names: list[str]
     checkpoints: int
     evaluations: int
     alerts: int
     failed_trajectories: int
-    """Trajectories that could not be scored, over the whole run."""
+    """Number of trajectories that could not be scored."""
 
 
-class StartRun(Request):
-    """A run to start."""
+class StartRunRequest(RequestBody):
+    """A request to start a run."""
 
     config: dict[str, Any]
-    """The config tree, as in a YAML file. ``run.name`` names it; ``run.directory`` is the gateway's own."""
+    """The config as in a YAML file. ``run.name`` is required; ``run.directory`` is set by the gateway."""
     resume: bool = False
-    """Go on with the run of this name where it broke off."""
+    """Continue the existing run of this name from its last checkpoint."""
 
 
 class RunConfig(Model):
-    """A run's settings."""
+    """The config of a run."""
 
     config: dict[str, Any]
-    """As resolved, passwords replaced by stars."""
+    """The resolved config, with passwords replaced by asterisks."""
     yaml: str
-    """The same, as the file says it."""
+    """The same config as YAML."""
 
 
 class Curve(Model):
-    """One metric over the steps. Where steps were many, each point stands for several in a row."""
+    """One metric over the steps. If there are many steps, each point covers several in a row."""
 
     steps: list[int]
     """The last step of each point."""
     mean: list[float | None]
-    """Mean over the point's steps; null where the metric is missing or no number."""
+    """Mean over the steps of a point; null if the metric is missing or not a number."""
     low: list[float | None]
     high: list[float | None]
 
@@ -183,10 +183,10 @@ class Metrics(Model):
 
     run: str
     first: int
-    """First step asked for that there is, 0 where there is none."""
+    """First step of the curves; 0 if there are no steps."""
     last: int
     bucket: int
-    """Most steps that a point stands for."""
+    """Maximum number of steps per point."""
     curves: dict[str, Curve]
 
 
@@ -195,7 +195,7 @@ class StepSummary(Model):
 
     step: int
     seconds: float | None
-    """This and the others: null where the step's line lacks it, or it is no number."""
+    """Duration of the step. This and the following metrics are null if they are missing or not numbers."""
     generate_seconds: float | None
     score_seconds: float | None
     update_seconds: float | None
@@ -206,33 +206,33 @@ class StepSummary(Model):
 
 
 class Span(Model):
-    """Something that a process did during a step. Times are seconds after the step's start."""
+    """One activity of a process during a step. Times are in seconds after the start of the step."""
 
     service: str
-    """actor, critic, reward, reference, orchestrator, redis."""
+    """actor, critic, reward, reference, orchestrator or redis."""
     phase: str
-    """generate, score, log_probs, values, wait, prepare, seal, update, commit, acknowledge, checkpoint."""
+    """generate, score, log_probs, values, wait, prepare, seal, update, commit, acknowledge or checkpoint."""
     start: float
     end: float
     count: int = 1
-    """Calls that the span stands for: neighbours of one kind are joined where a step has very many."""
+    """Number of calls in the span. Adjacent calls of one kind are merged if a step has very many."""
 
 
 class StepDetail(Model):
-    """One committed step, whole."""
+    """All information about one committed step."""
 
     step: int
     metrics: dict[str, float | None]
     started: float | None
-    """Seconds since 1970; null where no timeline was kept."""
+    """Start time in seconds since 1970; null if there is no timeline."""
     spans: list[Span]
-    """Sorted by service and start; empty where no timeline was kept."""
+    """Sorted by service and start; empty if there is no timeline."""
     has_tokens: bool
-    """Whether its trajectories can be looked at token by token."""
+    """Whether the tokens of the step's trajectories were kept."""
 
 
 class TrajectorySummary(Model):
-    """One response."""
+    """One response to a prompt."""
 
     id: str
     """RUN/STEP/PROMPT/SAMPLE."""
@@ -243,32 +243,32 @@ class TrajectorySummary(Model):
     prompt: str
     response: str
     score: float
-    """Raw, of the reward service."""
+    """Raw score of the reward service."""
     parts: dict[str, float]
-    """Scores of an ensemble's sources, before their weights; empty where there is one source."""
+    """Unweighted score of each part of a reward ensemble; empty with a single reward source."""
     kl: float
-    """Of the response against the reference, nats."""
+    """KL of the response to the reference, in nats."""
     response_tokens: int
     finished: bool
-    """Whether the model ended it; otherwise the token limit did."""
+    """Whether the model ended the response; false if it was cut off at the token limit."""
 
 
 class Token(Model):
-    """One token. What is null was not kept, or is not known of a prompt's token."""
+    """One token. A field is null if it was not kept, or if the token belongs to the prompt."""
 
     id: int
     text: str
-    """What it adds to the text."""
+    """Text that the token adds."""
     log_prob: float | None = None
-    """Under the policy that generated it, nats."""
+    """Log-prob under the policy that generated the token, in nats."""
     reference_log_prob: float | None = None
     kl: float | None = None
-    """log_prob - reference_log_prob, nats."""
+    """log_prob - reference_log_prob, in nats."""
     value: float | None = None
     advantage: float | None = None
-    """As it was trained on."""
+    """Advantage used in the update."""
     return_: Annotated[float | None, Field(alias="return", serialization_alias="return")] = None
-    """What the value was trained towards."""
+    """Training target of the value."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, populate_by_name=True)
 
@@ -277,26 +277,26 @@ class TrajectoryDetail(TrajectorySummary):
     """One response, token by token."""
 
     kl_coefficient: float | None
-    """β of its step."""
+    """KL coefficient β of the step."""
     prompt_tokens: list[Token]
-    """Empty where tokens were not kept."""
+    """Tokens of the prompt; empty if they were not kept."""
     tokens: list[Token]
-    """Of the response."""
+    """Tokens of the response; empty if they were not kept."""
     lower: str | None
-    """Id of the response of the same step with the next lower score."""
+    """Id of the response with the next lower score in the same step, or null."""
     higher: str | None
-    """The next higher one."""
+    """Id of the response with the next higher score in the same step, or null."""
 
 
 class EvaluationSummary(Model):
-    """One evaluation: means over the validation prompts."""
+    """One evaluation: mean metrics over the validation prompts."""
 
     step: int
     metrics: dict[str, float | None]
 
 
 class EvaluationRow(Model):
-    """One validation prompt of an evaluation, as kept by the run: prompt, responses, scores."""
+    """One validation prompt of an evaluation with its responses and scores, as stored by the run."""
 
     values: dict[str, Any]
 
@@ -306,16 +306,16 @@ class CheckpointInfo(Model):
 
     step: int
     name: str | None
-    """A named one is kept however many come after it."""
+    """Tag of the checkpoint, or null. A tagged checkpoint is never deleted automatically."""
     created: float
-    """Seconds since 1970."""
+    """Time in seconds since 1970."""
     bytes: int
     problem: str | None
-    """Why it cannot be used, or null. What is looked at here are the manifest and the files' sizes."""
+    """Why the checkpoint cannot be used, or null. Only the manifest and file sizes are checked."""
 
 
 class ServiceInfo(Model):
-    """One process of a live run."""
+    """One process of an active run."""
 
     role: str
     address: str
@@ -329,28 +329,28 @@ class ServiceInfo(Model):
     policy_version: int | None = None
     step: int | None = None
     micro_batch_tokens: int | None = None
-    """Most tokens of one forward pass of an update that does not say otherwise, as configured or as its memory allowed."""
+    """Default maximum number of tokens per forward pass in an update, as configured or as limited by memory."""
     gradient_checkpointing: bool | None = None
-    """Whether such an update computes activations again on the way back."""
+    """Whether updates recompute activations in the backward pass."""
     busy_seconds: dict[str, float] = {}
-    """Seconds of work done since its start, by kind."""
+    """Busy time since the process started, in seconds by kind of work."""
     load: float | None = None
-    """Part of the time since the last look in which it worked, 0 to 1; null at the first look."""
+    """Fraction of the time since the last poll that the process was busy, 0 to 1; null at the first poll."""
 
 
 class Buffer(Model):
-    """What waits in Redis for a live run."""
+    """Contents of the rollout buffer (Redis) of an active run."""
 
     reachable: bool
     rollouts: int | None
-    """Trajectories in the stream that are not acknowledged yet."""
+    """Trajectories in the stream that are not yet acknowledged."""
     experience_steps: list[int]
-    """Steps whose sealed experience is kept."""
+    """Steps whose experience batches are stored."""
     memory_bytes: int | None
 
 
 class AlertInfo(Model):
-    """What a guard found."""
+    """An alert of a guard."""
 
     step: int
     guard: str
@@ -360,7 +360,7 @@ class AlertInfo(Model):
 
 
 class Guards(Model):
-    """The guards' settings and what they found."""
+    """The settings of the guards and their alerts."""
 
     settings: dict[str, Any]
     alerts: list[AlertInfo]
@@ -368,7 +368,7 @@ class Guards(Model):
 
 
 class FailedTrajectory(Model):
-    """A trajectory that could not be scored."""
+    """A trajectory or evaluation response that could not be scored."""
 
     step: int
     id: str | None
@@ -379,84 +379,85 @@ class FailedTrajectory(Model):
 
 
 class LogInfo(Model):
-    """One process's log."""
+    """The log of one process."""
 
     name: str
     bytes: int
 
 
 class LogTail(Model):
-    """The end of a log."""
+    """The last lines of a log."""
 
     name: str
     lines: list[str]
     truncated: bool
-    """Whether there is more before."""
+    """Whether the log has earlier lines."""
 
 
 class SettingInfo(Model):
-    """A setting that can be changed while the run goes on."""
+    """A setting that can be changed during training."""
 
     name: Literal["kl_coefficient", "actor.learning_rate", "critic.learning_rate"]
     value: float
-    """Of the next step; of a learning rate what its schedule starts from."""
+    """Value for the next step. For a learning rate, the initial value of its schedule."""
     low: float
     high: float
 
 
-class Change(Model):
+class SettingChange(Model):
     """A change of a setting."""
 
     setting: str
     before: float
     after: float
     step: int
-    """The first step that it is for."""
-    who: str
+    """First step with the new value."""
+    user: str
+    """Access of the token and network address of the client."""
     at: float
-    """Seconds since 1970."""
+    """Time in seconds since 1970."""
 
 
 class Settings(Model):
-    """What can be changed while the run goes on, and what was."""
+    """The settings that can be changed during training, and past changes."""
 
     settings: list[SettingInfo]
-    """Empty unless the run is live."""
-    changes: list[Change]
-    """Oldest first; of more than 200 the newest."""
+    """Empty unless the run is active."""
+    changes: list[SettingChange]
+    """The newest 200 changes, oldest first."""
 
 
-class ChangeSettings(Request):
-    """Settings to change; all of them or, where one is refused, none."""
+class ChangeSettingsRequest(RequestBody):
+    """New values of settings. If one value is refused, none is changed."""
 
     kl_coefficient: float | None = None
     actor_learning_rate: Annotated[float | None, Field(alias="actor.learning_rate")] = None
     critic_learning_rate: Annotated[float | None, Field(alias="critic.learning_rate")] = None
 
 
-class RollBack(Request):
-    """Where to go back to."""
+class RollbackRequest(RequestBody):
+    """The checkpoint to restore."""
 
     step: Annotated[int, Field(ge=1, le=1_000_000_000)]
     """A step that has a checkpoint."""
 
 
-class Accepted(Model):
-    """A command was taken."""
+class CommandAccepted(Model):
+    """A command that the run accepted."""
 
     detail: str
-    """What happens now, and when."""
+    """What happens next, and when."""
 
 
 class AuditEntry(Model):
-    """A command that somebody gave, and that got as far as the run."""
+    """A command that reached the run."""
 
     at: float
-    """Seconds since 1970."""
-    who: str
-    """The token's access and the client's address."""
+    """Time in seconds since 1970."""
+    user: str
+    """Access of the token and network address of the client."""
     command: str
-    """pause, resume, stop, checkpoint, rollback, set, start."""
+    """pause, resume, stop, checkpoint, rollback, set or start."""
     details: dict[str, Any]
     outcome: str
-    """``accepted``, or why it was refused."""
+    """``accepted``, or the reason for the refusal."""

@@ -1,4 +1,4 @@
-"""What a gateway is started with."""
+"""The settings that a gateway is started with."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from quartet.rpc.security.credentials import LOCAL, Credentials
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """Which runs it shows, where it listens, whom it lets in. The tokens are left out of its text."""
+    """Which runs a gateway serves, where it listens, and who has access. Its ``repr`` contains no secrets."""
 
     runs: Path
-    """Folder that holds the runs."""
+    """Folder that contains the runs."""
     run: str | None
-    """The run that it was started with; None where it shows whatever lies in the folder."""
+    """The run that the gateway was started with; None if it serves a folder of runs."""
     listen: str
-    """HOST:PORT, as bound."""
+    """HOST:PORT of the bound socket."""
     operator_token: str
     viewer_token: str | None = None
     allowed_hosts: tuple[str, ...] = ()
-    """Names by which it may be addressed, besides localhost and the host of ``listen``."""
+    """Valid names in the Host header, besides localhost and the host of ``listen``."""
     start_runs: bool = False
     requests_per_second: float = 100.0
     buffer_url: str | None = None
-    """Address of that run's Redis, with its password; None where nobody told."""
+    """URL of that run's Redis, with its password; None if unknown."""
     credentials: Credentials = LOCAL
-    """What the processes of runs are shown."""
+    """Credentials for calls to the processes of runs."""
     certificate: Path | None = None
     key: Path | None = None
-    """PEM files: with them it speaks HTTPS."""
+    """PEM files. With them the gateway serves HTTPS."""
 
     def __repr__(self) -> str:
         return f"GatewaySettings(runs={str(self.runs)!r}, run={self.run!r}, listen={self.listen!r})"

@@ -1,1 +1,1 @@
-"""Server-sent events, read from the files of a run."""
+"""Server-sent events: the history of a run, read from its files, and the live state of its processes."""

@@ -1,9 +1,8 @@
-"""The live news of runs, as server-sent events.
+"""Live updates of runs as server-sent events.
 
-What a run has on the disk is told from there, to each listener from its own place: a slow one hears it later and misses nothing
-but checkpoints that were dropped meanwhile.
-What nobody writes down, the progress of the step in hand and the health of the processes, is told as it is when a listener has
-time for it.
+The history of a run is read from its files at each listener's own pace, so a slow listener misses nothing except checkpoints
+that were deleted before it got to them. The current progress and the health of the processes are not stored anywhere; a
+listener gets the newest values when it is ready for them.
 """
 
 from __future__ import annotations
@@ -16,200 +15,200 @@ from typing import TypeVar
 
 import structlog
 
-from quartet.gateway.events.history import History, Reader, to_bytes
-from quartet.gateway.events.jsonl_tail import Place
-from quartet.gateway.runs.catalog import Runs
+from quartet.gateway.events.event_cursor import EventCursor
+from quartet.gateway.events.event_history import EventHistory, EventReader, encode_event
+from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import Progress, ServiceInfo
 
 Result = TypeVar("Result")
 
 log = structlog.get_logger()
 
-TICK = 0.2
-"""Seconds between two looks at a run: no listener is woken more often."""
-LOOK = 2.0
-"""Seconds between two looks at its processes."""
-HEARTBEAT = 15.0
-"""Seconds without an event after which a comment shows that the stream is alive."""
-READERS = 4
+POLL_SECONDS = 0.2
+"""Interval between two polls of a run's files and progress. Listeners are notified at most this often."""
+SERVICE_POLL_SECONDS = 2.0
+"""Interval between two polls of a run's processes."""
+HEARTBEAT_SECONDS = 15.0
+"""Time without an event after which a comment keeps the stream alive."""
+FILE_THREADS = 4
 """Threads that read files."""
-ASKERS = 8
-"""Threads that ask processes, which may keep them waiting."""
-KEPT = 16
-"""Runs without a listener whose place in the files is remembered."""
+POLL_THREADS = 8
+"""Threads that poll processes, which may respond slowly."""
+MAX_IDLE_STREAMS = 16
+"""Runs without a listener whose file index is kept."""
 
-_ALIVE = b": alive\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
 
 
-class Feed:
-    """The news of one run, looked for as long as somebody listens. To be used in one event loop."""
+class EventStream:
+    """The events of one run. It polls the run while it has listeners. For use in one event loop."""
 
     def __init__(
         self,
-        history: History,
+        history: EventHistory,
         progress: Callable[[], Progress],
         services: Callable[[], Sequence[ServiceInfo]],
-        readers: ThreadPoolExecutor,
-        askers: ThreadPoolExecutor,
+        file_threads: ThreadPoolExecutor,
+        poll_threads: ThreadPoolExecutor,
     ) -> None:
         self._history, self._progress, self._services = history, progress, services
-        self._readers, self._askers = readers, askers
+        self._file_threads, self._poll_threads = file_threads, poll_threads
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
-        self._newest: dict[str, bytes] = {}
-        self._states: dict[str, bytes] = {}
-        """Of each kind of event that nobody writes down the newest that was seen, and the newest that may be told: what
-        the run had on the disk by then has been looked for since."""
+        self._newest_states: dict[str, bytes] = {}
+        """The newest ``progress`` and ``services`` events."""
+        self._published_states: dict[str, bytes] = {}
+        """The states that listeners may get: the files have been read since these were polled."""
         self._health: list[tuple[str, str, str, str]] = []
         self.listeners = 0
 
-    async def listen(self, after: Place | None, stopping: asyncio.Event) -> AsyncIterator[bytes]:
-        """Everything after a place, or from now on, until ``stopping`` is set."""
+    async def listen(self, after: EventCursor | None, stopping: asyncio.Event) -> AsyncIterator[bytes]:
+        """Yield all events after a cursor, or from now on if it is None, until ``stopping`` is set."""
         self.listeners += 1
         if self.listeners == 1:
-            self._look_out(stopping)
+            self._start_polling(stopping)
         try:
-            reader, rewound = await self._read(lambda: self._history.begin(after))
-            if "progress" not in self._states:
-                await self._look_at_progress()
-                self._states = dict(self._newest)
-            # The first event has an id: whoever loses the stream before the next one goes on from here, too.
-            told = {"progress": self._states["progress"]}
-            yield rewound + b"id: %s\n" % str(reader.place).encode() + told["progress"]
+            reader, rewind = await self._run_in(self._file_threads, lambda: self._history.start(after))
+            if "progress" not in self._published_states:
+                await self._poll_progress()
+                self._published_states = dict(self._newest_states)
+            # The first event has an id, so that a client that disconnects before the second event can resume here.
+            sent = {"progress": self._published_states["progress"]}
+            yield rewind + b"id: %s\n" % str(reader.cursor).encode() + sent["progress"]
             while not stopping.is_set():
-                changed, states = self._changed, self._states
-                unsent = b""
+                changed, states = self._changed, self._published_states
+                pending = b""
                 async for events in self._unread(reader):
-                    if unsent:
-                        yield unsent
-                    unsent = events
-                fresh = {kind: event for kind, event in states.items() if told.get(kind) != event}
-                told |= fresh
-                # As few pieces as there can be: with many listeners it is their number that costs.
-                unsent += b"".join(fresh.values())
-                if unsent:
-                    yield unsent
+                    if pending:
+                        yield pending
+                    pending = events
+                new_states = {kind: event for kind, event in states.items() if sent.get(kind) != event}
+                sent |= new_states
+                # Send as few chunks as possible: with many listeners, their number determines the cost.
+                pending += b"".join(new_states.values())
+                if pending:
+                    yield pending
                 try:
-                    async with asyncio.timeout(HEARTBEAT):
+                    async with asyncio.timeout(HEARTBEAT_SECONDS):
                         await changed.wait()
                 except TimeoutError:
-                    yield _ALIVE
-            # A gateway ends with its run, of which the last steps may be untold.
-            await self._read(self._history.refresh)
+                    yield _KEEP_ALIVE
+            # A gateway stops together with its run: send the last steps before the stream ends.
+            await self._run_in(self._file_threads, self._history.refresh)
             async for events in self._unread(reader):
                 yield events
         finally:
             self.listeners -= 1
             if not self.listeners:
-                self._rest()
+                self._stop_polling()
 
-    async def _unread(self, reader: Reader) -> AsyncIterator[bytes]:
-        """What is on the disk and the reader has not heard."""
+    async def _unread(self, reader: EventReader) -> AsyncIterator[bytes]:
+        """Yield the events from the files that the reader has not read."""
         while True:
-            before = reader.place
-            events = self._history.glance(reader)
+            before = reader.cursor
+            events = self._history.read_cached(reader)
             if events is None:
-                events = await self._read(lambda: self._history.read(reader))
+                events = await self._run_in(self._file_threads, lambda: self._history.read(reader))
             if events:
                 yield events
-            if reader.place == before:
+            if reader.cursor == before:
                 return
 
-    async def _read(self, function: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._readers, function)
+    async def _run_in(self, threads: ThreadPoolExecutor, function: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(threads, function)
 
-    async def _ask(self, function: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._askers, function)
+    def _start_polling(self, stopping: asyncio.Event) -> None:
+        polls = (
+            (self._poll_files, POLL_SECONDS),
+            (self._poll_progress, POLL_SECONDS),
+            (self._poll_services, SERVICE_POLL_SECONDS),
+        )
+        self._tasks = [asyncio.create_task(self._repeat(poll, interval)) for poll, interval in polls]
+        self._tasks.append(asyncio.create_task(self._notify_at_stop(stopping)))
 
-    def _look_out(self, stopping: asyncio.Event) -> None:
-        """Begins to look for news."""
-        looks = ((self._look_at_files, TICK), (self._look_at_progress, TICK), (self._look_at_services, LOOK))
-        self._tasks = [asyncio.create_task(self._keep_looking(look, pause)) for look, pause in looks]
-        self._tasks.append(asyncio.create_task(self._end_with(stopping)))
-
-    def _rest(self) -> None:
-        """Looks no more; what was seen would be old when the next listener comes."""
+    def _stop_polling(self) -> None:
+        """Stop polling and drop the states, which would be out of date for the next listener."""
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
-        self._newest, self._states = {}, {}
+        self._newest_states, self._published_states = {}, {}
         self._health = []
 
-    async def _keep_looking(self, look: Callable[[], Awaitable[None]], pause: float) -> None:
-        said = ""
+    async def _repeat(self, poll: Callable[[], Awaitable[None]], interval: float) -> None:
+        logged = ""
         while True:
             try:
-                await look()
-                said = ""
+                await poll()
+                logged = ""
             except Exception as error:
-                # Whoever listens waits for the next look; the log has why, once.
-                if str(error) != said:
-                    log.warning("a look at a run failed", error=str(error), kind=type(error).__name__)
-                said = str(error)
-            await asyncio.sleep(pause)
+                # Listeners wait for the next poll. The error is logged once.
+                if str(error) != logged:
+                    log.warning("polling a run failed", error=str(error), kind=type(error).__name__)
+                logged = str(error)
+            await asyncio.sleep(interval)
 
-    async def _end_with(self, stopping: asyncio.Event) -> None:
+    async def _notify_at_stop(self, stopping: asyncio.Event) -> None:
         await stopping.wait()
-        self._wake()
+        self._notify()
 
-    async def _look_at_files(self) -> None:
-        # Before the look: that a run has ended is told after its last step.
-        newest = dict(self._newest)
-        if await self._read(self._history.refresh) or newest != self._states:
-            self._states = newest
-            self._wake()
+    async def _poll_files(self) -> None:
+        # Taken before the files are read, so that the end of a run is published after its last step.
+        newest = dict(self._newest_states)
+        if await self._run_in(self._file_threads, self._history.refresh) or newest != self._published_states:
+            self._published_states = newest
+            self._notify()
 
-    async def _look_at_progress(self) -> None:
-        progress = await self._ask(self._progress)
-        self._show("progress", to_bytes("progress", progress.model_dump(mode="json")))
+    async def _poll_progress(self) -> None:
+        progress = await self._run_in(self._poll_threads, self._progress)
+        self._newest_states["progress"] = encode_event("progress", progress.model_dump(mode="json"))
 
-    async def _look_at_services(self) -> None:
-        found = await self._ask(self._services)
-        health = [(item.role, item.address, str(item.health), item.detail) for item in found]
+    async def _poll_services(self) -> None:
+        infos = await self._run_in(self._poll_threads, self._services)
+        health = [(info.role, info.address, str(info.health), info.detail) for info in infos]
         if health != self._health:
             self._health = health
-            services = [item.model_dump(mode="json") for item in found]
-            self._show("services", to_bytes("services", {"services": services}))
+            services = [info.model_dump(mode="json") for info in infos]
+            self._newest_states["services"] = encode_event("services", {"services": services})
 
-    def _show(self, kind: str, event: bytes) -> None:
-        # Told at the next look at the files: so nobody is woken more often than that.
-        self._newest[kind] = event
-
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
-class Feeds:
-    """The feeds of all runs that somebody listens to, and of the last that somebody did."""
+class EventStreams:
+    """The event streams of all runs with listeners, and of the most recent runs without."""
 
     def __init__(
         self,
-        runs: Runs,
+        catalog: RunCatalog,
         progress: Callable[[str], Progress],
         services: Callable[[str], Sequence[ServiceInfo]],
     ) -> None:
-        """``progress`` says what a run does, also one that does nothing any more."""
-        self._runs, self._progress, self._services = runs, progress, services
-        self._feeds: OrderedDict[str, Feed] = OrderedDict()
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="events")
-        self._askers = ThreadPoolExecutor(ASKERS, thread_name_prefix="news")
+        """``progress`` returns the progress of any run, active or not."""
+        self._catalog, self._progress, self._services = catalog, progress, services
+        self._streams: OrderedDict[str, EventStream] = OrderedDict()
+        self._file_threads = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="event-files")
+        self._poll_threads = ThreadPoolExecutor(POLL_THREADS, thread_name_prefix="event-polls")
 
-    def of(self, name: str) -> Feed:
-        """The feed of a run. Raises NotFound."""
-        files = self._runs.find(name)
-        feed = self._feeds.get(name)
-        if feed is None:
-            feed = self._feeds[name] = Feed(
-                History(files), lambda: self._progress(name), lambda: self._services(name), self._readers, self._askers
+    def of(self, name: str) -> EventStream:
+        """Return the stream of a run. Raises NotFound."""
+        files = self._catalog.find(name)
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = EventStream(
+                EventHistory(files),
+                lambda: self._progress(name),
+                lambda: self._services(name),
+                self._file_threads,
+                self._poll_threads,
             )
-        self._feeds.move_to_end(name)
-        silent = [other for other, found in self._feeds.items() if not found.listeners and found is not feed]
-        for other in silent[: max(0, len(silent) - KEPT)]:
-            del self._feeds[other]
-        return feed
+        self._streams.move_to_end(name)
+        idle = [run for run, other in self._streams.items() if not other.listeners and other is not stream]
+        for run in idle[: max(0, len(idle) - MAX_IDLE_STREAMS)]:
+            del self._streams[run]
+        return stream
 
     def close(self) -> None:
-        """Ends the threads; the streams have ended."""
-        for pool in (self._readers, self._askers):
-            pool.shutdown(wait=False, cancel_futures=True)
+        """Stop the threads. All streams must have ended."""
+        for threads in (self._file_threads, self._poll_threads):
+            threads.shutdown(wait=False, cancel_futures=True)

@@ -1,1 +1,1 @@
-"""Poll live runs and their services."""
+"""Poll the processes of active runs: orchestrator, services and Redis."""

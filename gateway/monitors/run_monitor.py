@@ -1,4 +1,4 @@
-"""The runs that go on now: what their orchestrators say, and their other processes."""
+"""Progress of runs: from the orchestrator of an active run, from the files of any other run."""
 
 from __future__ import annotations
 
@@ -6,37 +6,33 @@ import json
 import os
 import threading
 import time
-from collections import Counter
 from typing import Any
 
 from quartet.errors import ConfigError, QuartetError
-from quartet.gateway.events.event_stream import Feeds
-from quartet.gateway.monitors.buffer_address import Buffers
-from quartet.gateway.monitors.service_monitor import Services
-from quartet.gateway.runs.catalog import Runs, Signature, signature
-from quartet.gateway.runs.run_launcher import Starter
-from quartet.gateway.schemas import Access, Progress, State
+from quartet.gateway.readers.file_signature import Signature, signature
+from quartet.gateway.readers.run_catalog import RunCatalog
+from quartet.gateway.schemas import Progress, State
 from quartet.rpc.channels import ServiceChannel
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import Role
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
-DEADLINE = 2.0
-"""Seconds that an orchestrator has to answer; it does so at once, also during a step."""
-FRESH = 0.2
-"""Seconds for which an answer is good enough for the next who asks."""
-SILENCE = 1.0
-"""The same of no answer."""
-NOBODY = 5.0
-"""The same where there never was an answer: most likely the run was killed, and what is known of its processes is old."""
+TIMEOUT_SECONDS = 2.0
+"""Time that an orchestrator has to respond. It responds at once, also during a step."""
+MAX_AGE_SECONDS = 0.2
+"""Age up to which the last response is reused."""
+RETRY_SECONDS = 1.0
+"""Delay before the next request after a request without a response."""
+RETRY_DEAD_SECONDS = 5.0
+"""The same delay if there never was a response: most likely the run was killed and its recorded addresses are stale."""
 NEVER = float("-inf")
-PATIENCE = 15.0
-"""Seconds for which a run still counts as going on after its orchestrator's last answer: it may be started again."""
-MAX_LINE = 1 << 16
-"""Bytes of a step's metrics, at most."""
-SHOWN_NOTES = 50
-"""Newest notes that are passed on."""
+RESTART_SECONDS = 15.0
+"""Time after the orchestrator's last response during which a run counts as active: the orchestrator may be restarted."""
+MAX_LINE_BYTES = 1 << 16
+"""Size of one step's line in the metrics file."""
+MAX_NOTES = 50
+"""Number of newest notes that are passed on."""
 
 _STATES = {
     orchestrator_pb2.RUN_STATE_STARTING: State.STARTING,
@@ -49,7 +45,7 @@ _STATES = {
 }
 
 
-ENDS = (State.FINISHED, State.STOPPED, State.FAILED)
+END_STATES = (State.FINISHED, State.STOPPED, State.FAILED)
 
 
 class Orchestrator:
@@ -61,126 +57,115 @@ class Orchestrator:
         self.address = address
 
     def call(self, title: str, request: Any) -> Any:
-        """Calls the method of this name. Raises the domain exception of its answer."""
+        """Call a method by name. Raises the domain exception that the orchestrator reports."""
         try:
-            return self._peer.call(getattr(self._stub, title), request, DEADLINE, title)
-        except ValueError:  # The channel has been closed meanwhile: the run has another orchestrator now, or none.
+            return self._peer.call(getattr(self._stub, title), request, TIMEOUT_SECONDS, title)
+        except ValueError:  # The channel was closed meanwhile: the run has another orchestrator now, or none.
             raise ConfigError(f"orchestrator at {self.address}: {title}: the run has just ended") from None
 
     def close(self) -> None:
-        """Closes the channel."""
+        """Close the channel."""
         self._peer.close()
 
 
-class _Known:
-    """What is known of one run's orchestrator."""
+class _MonitoredRun:
+    """The connection to one run's orchestrator, and its last responses."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         self.lock = threading.Lock()
-        self.asking = threading.Lock()
-        """Held by whoever waits for an answer."""
+        self.request_lock = threading.Lock()
+        """Held by the thread that waits for a response."""
         self.orchestrator: Orchestrator | None = None
-        self.asked_at = self.answered_at = NEVER
-        """When the last question was settled, with or without an answer; when there was one."""
+        self.requested_at = self.responded_at = NEVER
+        """Completion time of the last request, with or without a response; time of the last response."""
         self.progress: Progress | None = None
-        self.last: Progress | None = None
-        """What it said last, also when it has ended since."""
-        self.rest: tuple[Signature | None, Progress] | None = None
+        self.last_response: Progress | None = None
+        """Kept after the orchestrator has ended."""
+        self.from_files: tuple[Signature | None, Progress] | None = None
+        """Progress by the run's files, with the signature of the metrics file."""
 
-    def rests_for(self) -> float:
-        """Seconds after the last question in which there is no other."""
-        if self.answered_at >= self.asked_at:
-            return FRESH
-        return SILENCE if self.answered_at > NEVER else NOBODY
+    def request_delay(self) -> float:
+        """Return the minimum time between the last request and the next one, in seconds."""
+        if self.responded_at >= self.requested_at:
+            return MAX_AGE_SECONDS
+        return RETRY_SECONDS if self.responded_at > NEVER else RETRY_DEAD_SECONDS
 
-    def use(self, address: str | None) -> Orchestrator | None:
-        """The orchestrator at ``address``; with None what is known is forgotten."""
+    def connect(self, address: str | None) -> Orchestrator | None:
+        """Return the orchestrator at ``address``. None as the address drops the connection and the last responses."""
         if self.orchestrator is not None and self.orchestrator.address != address:
             self.orchestrator.close()
             self.orchestrator, self.progress = None, None
-            self.asked_at = self.answered_at = NEVER
+            self.requested_at = self.responded_at = NEVER
         if self.orchestrator is None and address is not None:
             self.orchestrator = Orchestrator(address, self._credentials)
         return self.orchestrator
 
     def reconnect(self, orchestrator: Orchestrator) -> None:
-        """A connection that was lost comes back the later the longer it was: a new one is made for the next who asks."""
+        """Replace a lost connection. gRPC's own reconnect delay would grow with the time the connection has been lost."""
         orchestrator.close()
         self.orchestrator = Orchestrator(orchestrator.address, self._credentials)
 
 
-class Live:
-    """Asks the orchestrators of runs that go on. Safe to use from several threads; no call waits longer than ``DEADLINE``."""
+class RunMonitor:
+    """Polls the orchestrators of active runs on request. Thread-safe; no call waits longer than ``TIMEOUT_SECONDS``."""
 
-    def __init__(
-        self, runs: Runs, own: str | None = None, own_buffer: str | None = None, credentials: Credentials = LOCAL
-    ) -> None:
-        """``own``: the run that this gateway was started with, and its Redis's address. Processes are shown ``credentials``."""
+    def __init__(self, catalog: RunCatalog, credentials: Credentials = LOCAL) -> None:
         self._credentials = credentials
-        self._runs = runs
-        self._known: dict[str, _Known] = {}
+        self._catalog = catalog
+        self._runs: dict[str, _MonitoredRun] = {}
         self._lock = threading.Lock()
-        self.buffers = Buffers(runs, own, own_buffer)
-        self.services = Services(runs, self.buffers, credentials)
-        self.starter = Starter(runs)
-        self.streams: Counter[Access] = Counter()
-        """Event streams that are open, by what the bearer of their token may do."""
-        self.feeds = Feeds(runs, self.latest, self.services.look)
 
     def progress(self, name: str) -> Progress | None:
-        """What the run is doing; None unless it goes on. Raises NotFound."""
-        known = self._of(name)
+        """Return the progress of an active run, or None if the run is not active. Raises NotFound."""
+        run = self._monitored(name)
         orchestrator = self.orchestrator(name)
         if orchestrator is None:
             return None
-        # One asks; who comes meanwhile takes what is known, and waits only where that is nothing.
-        if not known.asking.acquire(blocking=known.asked_at == NEVER):
-            return known.progress
+        # One thread sends the request. Concurrent callers get the last response and wait only if there is none yet.
+        if not run.request_lock.acquire(blocking=run.requested_at == NEVER):
+            return run.progress
         try:
-            if time.monotonic() - known.asked_at >= known.rests_for():
-                _ask(known, orchestrator)
-            return known.progress
+            if time.monotonic() - run.requested_at >= run.request_delay():
+                _request_progress(run, orchestrator)
+            return run.progress
         finally:
-            known.asking.release()
+            run.request_lock.release()
 
     def latest(self, name: str) -> Progress:
-        """What the run is doing or, where it does not go on, how it has come to rest. Raises NotFound."""
+        """Return the progress of an active run, or the final progress of any other run. Raises NotFound."""
         progress = self.progress(name)
         if progress is not None:
             return progress
-        files, known = self._runs.find(name), self._of(name)
-        seen = _signature(files)
-        if known.rest is None or known.rest[0] != seen:
-            known.rest = (seen, self._at_rest(name, files))
-        rest, last = known.rest[1], known.last
-        return last if last is not None and last.state in ENDS and last.step == rest.step else rest
+        files, run = self._catalog.find(name), self._monitored(name)
+        current = _metrics_signature(files)
+        if run.from_files is None or run.from_files[0] != current:
+            run.from_files = (current, self._progress_from_files(name, files))
+        from_files, last = run.from_files[1], run.last_response
+        return last if last is not None and last.state in END_STATES and last.step == from_files.step else from_files
 
     def orchestrator(self, name: str) -> Orchestrator | None:
-        """The orchestrator of a run that goes on, or None where there is none. Raises NotFound."""
-        files = self._runs.find(name)
-        known = self._of(name)
-        with known.lock:
-            return known.use(_address(files))
+        """Return the orchestrator of an active run, or None. Raises NotFound."""
+        files = self._catalog.find(name)
+        run = self._monitored(name)
+        with run.lock:
+            return run.connect(_address(files))
 
     def close(self) -> None:
-        """Ends what was begun."""
+        """Close the connections."""
         with self._lock:
-            known = list(self._known.values())
-            self._known.clear()
-        for item in known:
-            with item.lock:
-                item.use(None)
-        self.feeds.close()
-        self.services.close()
-        self.buffers.close()
+            runs = list(self._runs.values())
+            self._runs.clear()
+        for run in runs:
+            with run.lock:
+                run.connect(None)
 
-    def _at_rest(self, name: str, files: RunFiles) -> Progress:
-        """By its files; of those that cannot be read, that."""
+    def _progress_from_files(self, name: str, files: RunFiles) -> Progress:
+        """Return the progress that the files show. If they cannot be read, ``error`` says why."""
         step = total_steps = 0
         error = ""
         try:
-            total_steps = self._runs.config(name).run.steps
+            total_steps = self._catalog.config(name).run.steps
             step = _last_step(files)
         except ConfigError as problem:
             error = str(problem)
@@ -197,9 +182,9 @@ class Live:
             notes=[],
         )
 
-    def _of(self, name: str) -> _Known:
+    def _monitored(self, name: str) -> _MonitoredRun:
         with self._lock:
-            return self._known.setdefault(name, _Known(self._credentials))
+            return self._runs.setdefault(name, _MonitoredRun(self._credentials))
 
 
 def _address(files: RunFiles) -> str | None:
@@ -209,22 +194,24 @@ def _address(files: RunFiles) -> str | None:
         return None
 
 
-def _ask(known: _Known, orchestrator: Orchestrator) -> None:
-    """Takes in what the orchestrator says, or that it says nothing."""
+def _request_progress(run: _MonitoredRun, orchestrator: Orchestrator) -> None:
+    """Request the progress and store the response, or that there was none."""
     try:
-        answer = orchestrator.call("GetProgress", orchestrator_pb2.GetProgressRequest())
+        response = orchestrator.call("GetProgress", orchestrator_pb2.GetProgressRequest())
     except QuartetError:
-        answer = None
-    with known.lock:
-        if known.orchestrator is not orchestrator:  # The run has another one since, or none.
+        response = None
+    with run.lock:
+        if run.orchestrator is not orchestrator:  # The run has another orchestrator now, or none.
             return
-        known.asked_at = time.monotonic()
-        if answer is not None:
-            known.progress = known.last = _progress(answer.progress)
-            known.answered_at = known.asked_at
+        run.requested_at = time.monotonic()
+        if response is not None:
+            run.progress = run.last_response = _progress(response.progress)
+            run.responded_at = run.requested_at
             return
-        known.reconnect(orchestrator)
-        known.progress = _silent(known.progress) if known.asked_at - known.answered_at < PATIENCE else None
+        run.reconnect(orchestrator)
+        run.progress = (
+            _without_response(run.progress) if run.requested_at - run.responded_at < RESTART_SECONDS else None
+        )
 
 
 def _progress(message: orchestrator_pb2.Progress) -> Progress:
@@ -237,18 +224,18 @@ def _progress(message: orchestrator_pb2.Progress) -> Progress:
         wanted=message.wanted,
         error=message.error,
         recoveries=message.recoveries,
-        notes=list(message.notes)[-SHOWN_NOTES:],
+        notes=list(message.notes)[-MAX_NOTES:],
     )
 
 
-def _silent(last: Progress | None) -> Progress | None:
-    """What is said of a run whose orchestrator does not answer just now; one that had come to its end has ended."""
-    if last is None or last.state in ENDS:
+def _without_response(last: Progress | None) -> Progress | None:
+    """Return the progress of a run whose orchestrator does not respond: recovering, unless it had already ended."""
+    if last is None or last.state in END_STATES:
         return last
     return last.model_copy(update={"state": State.RECOVERING, "phase": "waiting for orchestrator"})
 
 
-def _signature(files: RunFiles) -> Signature | None:
+def _metrics_signature(files: RunFiles) -> Signature | None:
     try:
         return signature(files.metrics)
     except OSError:
@@ -256,14 +243,14 @@ def _signature(files: RunFiles) -> Signature | None:
 
 
 def _last_step(files: RunFiles) -> int:
-    """The last committed step, by the end of the metrics alone. Raises ConfigError."""
+    """Return the last committed step, read from the end of the metrics file. Raises ConfigError."""
     try:
         with files.metrics.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LINE))
-            *whole, _cut_off = file.read().split(b"\n")
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LINE_BYTES))
+            *lines, _incomplete = file.read().split(b"\n")
     except OSError:
         return 0
     try:
-        return int(json.loads(whole[-1])["step"]) if whole else 0
+        return int(json.loads(lines[-1])["step"]) if lines else 0
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"metrics {files.metrics}: the last line is no step's; mend the file") from None
+        raise ConfigError(f"metrics {files.metrics}: the last line is not a step; repair the file") from None

@@ -1,4 +1,4 @@
-"""The processes of a live run: whether they answer, what they are, how busy they are."""
+"""Health, identity and load of the processes of an active run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quartet import codec
 from quartet.config import redact_url
 from quartet.errors import MismatchError, NoResponse, QuartetError, ServiceUnavailable
-from quartet.gateway.monitors.buffer_address import Buffers
-from quartet.gateway.runs.catalog import Runs
+from quartet.gateway.monitors.buffer_monitor import BufferMonitor
+from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import ServiceInfo
 from quartet.rpc.channels import ServiceChannel
 from quartet.rpc.security.credentials import LOCAL, Credentials
@@ -22,75 +22,78 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.types import TRAINED_ROLES, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
 
-DEADLINE = 1.0
-"""Seconds that a process has to answer."""
-FRESH = 1.0
-"""Seconds for which a look is good enough for the next who asks: many viewers cost one."""
-WORKERS = 8
-"""Processes that are asked at once."""
+TIMEOUT_SECONDS = 1.0
+"""Time that a process has to respond."""
+MAX_AGE_SECONDS = 1.0
+"""Age up to which a poll is reused, so that many viewers cause one poll."""
+MAX_PARALLEL_POLLS = 8
+"""Processes that are polled at the same time."""
 
 
 @dataclass(slots=True)
-class _Seen:
-    """One process as it was seen last."""
+class _MonitoredService:
+    """The channel to one process, and its busy time at the last poll."""
 
-    peer: ServiceChannel
-    busy: float | None = None
-    at: float = 0.0
+    channel: ServiceChannel
+    busy_seconds: float | None = None
+    polled_at: float = 0.0
 
 
 @dataclass(slots=True)
-class _Run:
-    """The last look at one run's processes."""
+class _MonitoredRun:
+    """The last poll of one run's processes."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    at: float = float("-inf")
+    polled_at: float = float("-inf")
     addresses: dict[str, str] = field(default_factory=dict)
-    found: list[ServiceInfo] = field(default_factory=list)
-    seen: dict[tuple[str, str], _Seen] = field(default_factory=dict)
+    infos: list[ServiceInfo] = field(default_factory=list)
+    services: dict[tuple[str, str], _MonitoredService] = field(default_factory=dict)
 
 
-class Services:
-    """Looks at the processes of runs. Safe to use from several threads."""
+class ServiceMonitor:
+    """Polls the processes of runs on request. Thread-safe."""
 
-    def __init__(self, runs: Runs, buffers: Buffers, credentials: Credentials = LOCAL) -> None:
-        self._runs, self._buffers, self._credentials = runs, buffers, credentials
-        self._known: dict[str, _Run] = {}
+    def __init__(self, catalog: RunCatalog, buffers: BufferMonitor, credentials: Credentials = LOCAL) -> None:
+        self._catalog, self._buffers, self._credentials = catalog, buffers, credentials
+        self._runs: dict[str, _MonitoredRun] = {}
         self._lock = threading.Lock()
-        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="services")
+        self._workers = ThreadPoolExecutor(MAX_PARALLEL_POLLS, thread_name_prefix="services")
 
-    def look(self, name: str) -> list[ServiceInfo]:
-        """Every process of the run, in the order of the config; none where it does not go on. Raises NotFound."""
-        files = self._runs.find(name)
+    def services(self, name: str) -> list[ServiceInfo]:
+        """Return every process of a run in the order of the config; empty if the run is not active. Raises NotFound."""
+        files = self._catalog.find(name)
         with self._lock:
-            run = self._known.setdefault(name, _Run())
+            run = self._runs.setdefault(name, _MonitoredRun())
         with run.lock:
             addresses = _addresses(files)
-            if time.monotonic() - run.at >= FRESH or addresses != run.addresses:
-                run.found, run.addresses = self._look(name, run, addresses), addresses
-                run.at = time.monotonic()
-            return run.found
+            if time.monotonic() - run.polled_at >= MAX_AGE_SECONDS or addresses != run.addresses:
+                run.infos, run.addresses = self._poll(name, run, addresses), addresses
+                run.polled_at = time.monotonic()
+            return run.infos
 
     def close(self) -> None:
-        """Closes the channels."""
+        """Close the channels."""
         self._workers.shutdown(cancel_futures=True)
         with self._lock:
-            for run in self._known.values():
-                for seen in run.seen.values():
-                    seen.peer.close()
-            self._known.clear()
+            for run in self._runs.values():
+                for service in run.services.values():
+                    service.channel.close()
+            self._runs.clear()
 
-    def _look(self, name: str, run: _Run, addresses: dict[str, str]) -> list[ServiceInfo]:
-        for place in set(run.seen) - set(addresses.items()):
-            run.seen.pop(place).peer.close()
+    def _poll(self, name: str, run: _MonitoredRun, addresses: dict[str, str]) -> list[ServiceInfo]:
+        for key in set(run.services) - set(addresses.items()):
+            run.services.pop(key).channel.close()
         for role, address in addresses.items():
-            if (role, address) not in run.seen:
-                run.seen[role, address] = _Seen(ServiceChannel(role, address, self._credentials))
-        pending = [self._workers.submit(_ask, role, run.seen[role, address]) for role, address in addresses.items()]
-        redis = self._workers.submit(self._ask_redis, name) if addresses else None
-        return [answer.result() for answer in pending] + (redis.result() if redis else [])
+            if (role, address) not in run.services:
+                run.services[role, address] = _MonitoredService(ServiceChannel(role, address, self._credentials))
+        pending = [
+            self._workers.submit(_poll_service, role, run.services[role, address])
+            for role, address in addresses.items()
+        ]
+        redis = self._workers.submit(self._poll_redis, name) if addresses else None
+        return [result.result() for result in pending] + (redis.result() if redis else [])
 
-    def _ask_redis(self, name: str) -> list[ServiceInfo]:
+    def _poll_redis(self, name: str) -> list[ServiceInfo]:
         url = self._buffers.url(name)
         if url is None:
             return []
@@ -107,32 +110,36 @@ class Services:
 
 def _addresses(files: RunFiles) -> dict[str, str]:
     try:
-        found = json.loads(files.services.read_text(encoding="utf-8"))
+        content = json.loads(files.services.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {str(role): str(address) for role, address in found.items()} if isinstance(found, dict) else {}
+    return {str(role): str(address) for role, address in content.items()} if isinstance(content, dict) else {}
 
 
-def _ask(role: str, seen: _Seen) -> ServiceInfo:
-    """One process's status and health."""
-    address = seen.peer.address
+def _poll_service(role: str, service: _MonitoredService) -> ServiceInfo:
+    """Return the status and health of one process."""
+    address = service.channel.address
     try:
-        status = _status(role, seen.peer)
-        request = health_pb2.HealthCheckRequest()
-        health = seen.peer.call(health_pb2_grpc.HealthStub(seen.peer.channel).Check, request, DEADLINE, "Check")
+        status = _status(role, service.channel)
+        health = service.channel.call(
+            health_pb2_grpc.HealthStub(service.channel.channel).Check,
+            health_pb2.HealthCheckRequest(),
+            TIMEOUT_SECONDS,
+            "Check",
+        )
     except QuartetError as error:
-        seen.busy = None
-        silent = isinstance(error, ServiceUnavailable | NoResponse)
-        if silent:
-            # A connection that was lost comes back the later the longer it was.
-            seen.peer.close()
-            seen.peer = seen.peer.again()
-        detail = f"does not answer within {DEADLINE:g} s" if isinstance(error, NoResponse) else str(error)
+        service.busy_seconds = None
+        unreachable = isinstance(error, ServiceUnavailable | NoResponse)
+        if unreachable:
+            # gRPC's reconnect delay grows with the time a connection has been lost. A new channel connects at once.
+            service.channel.close()
+            service.channel = service.channel.again()
+        detail = f"does not respond within {TIMEOUT_SECONDS:g} s" if isinstance(error, NoResponse) else str(error)
         return ServiceInfo(
             role=role,
             address=address,
-            health="unreachable" if silent else "not_serving",
-            detail="nothing answers there" if isinstance(error, ServiceUnavailable) else detail,
+            health="unreachable" if unreachable else "not_serving",
+            detail="no process listens at this address" if isinstance(error, ServiceUnavailable) else detail,
         )
     problem = _problem(status, health.status == health_pb2.HealthCheckResponse.SERVING)
     return ServiceInfo(
@@ -149,35 +156,38 @@ def _ask(role: str, seen: _Seen) -> ServiceInfo:
         micro_batch_tokens=status.micro_batch_tokens or None,
         gradient_checkpointing=status.gradient_checkpointing if status.micro_batch_tokens else None,
         busy_seconds=status.busy_seconds,
-        load=_load(seen, sum(status.busy_seconds.values())) if status.busy_seconds else None,
+        load=_load(service, sum(status.busy_seconds.values())) if status.busy_seconds else None,
     )
 
 
-def _status(role: str, peer: ServiceChannel) -> ServiceStatus:
-    stub = status_pb2_grpc.StatusServiceStub(peer.channel)
-    answer = peer.call(stub.GetStatus, status_pb2.GetStatusRequest(), DEADLINE, "GetStatus")
-    statuses = [codec.status_from_proto(message) for message in answer.roles]
+def _status(role: str, channel: ServiceChannel) -> ServiceStatus:
+    stub = status_pb2_grpc.StatusServiceStub(channel.channel)
+    response = channel.call(stub.GetStatus, status_pb2.GetStatusRequest(), TIMEOUT_SECONDS, "GetStatus")
+    statuses = [codec.status_from_proto(message) for message in response.roles]
     for status in statuses:
         if status.role == role:
             return status
-    raise MismatchError(f"another role answers there, expected the {role}; correct services.{role}.address")
+    raise MismatchError(
+        f"a process of another role listens there, expected the {role}; correct services.{role}.address"
+    )
 
 
 def _problem(status: ServiceStatus, serving: bool) -> str:
     if not serving:
-        return "says that it does not serve: it is starting, or ending"
+        return "reports that it does not serve: it is starting or stopping"
     if status.broken:
-        return "an update or a restore broke off; the run restores it"
+        return "an update or a restore was interrupted; the run restores the service from a checkpoint"
     if status.buffer_unreachable:
-        return "does not reach the rollout buffer"
+        return "cannot reach the rollout buffer"
     return ""
 
 
-def _load(seen: _Seen, busy: float) -> float | None:
+def _load(service: _MonitoredService, busy_seconds: float) -> float | None:
+    """Return the fraction of the time since the last poll that the process was busy, or None if that is unknown."""
     now = time.monotonic()
-    before, then = seen.busy, seen.at
-    seen.busy, seen.at = busy, now
-    # A process that was started anew counts from 0 again.
-    if before is None or busy < before or now <= then:
+    before, then = service.busy_seconds, service.polled_at
+    service.busy_seconds, service.polled_at = busy_seconds, now
+    # A restarted process counts from 0 again.
+    if before is None or busy_seconds < before or now <= then:
         return None
-    return min(1.0, (busy - before) / (now - then))
+    return min(1.0, (busy_seconds - before) / (now - then))

@@ -1,4 +1,4 @@
-"""Small files of records, a JSON object a line: evaluations, alerts, what was set aside. Parsed again only when they change."""
+"""Small JSON Lines files, such as evaluations, alerts and failed trajectories. They are parsed again only after a change."""
 
 from __future__ import annotations
 
@@ -12,74 +12,77 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from quartet.errors import ConfigError
-from quartet.gateway.runs.catalog import Signature, signature
+from quartet.gateway.readers.file_signature import Signature, signature
 
-KEPT = 64
-"""Files of which the records are kept."""
-MAX_BYTES = 64 * 1024 * 1024
-"""Of one file."""
+MAX_CACHED_FILES = 64
+MAX_FILE_BYTES = 64 * 1024 * 1024
 
 Record = dict[str, Any]
-Shape = TypeVar("Shape", bound=BaseModel)
+ModelType = TypeVar("ModelType", bound=BaseModel)
 
 
-class Records:
-    """Files that were asked for lately. Safe to use from several threads."""
+class RecordReader:
+    """Reads files of records and caches the most recently used ones. Thread-safe."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Path, tuple[Signature, list[Record]]] = OrderedDict()
+        self._files: OrderedDict[Path, tuple[Signature, list[Record]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, path: Path) -> list[Record]:
-        """Every record; none where there is no file. A last line that was cut off is none. Raises ConfigError."""
+        """Return every record; empty if there is no file. An incomplete last line is ignored. Raises ConfigError."""
         try:
-            seen = signature(path)
+            current = signature(path)
             with self._lock:
-                known = self._kept.get(path)
-            if known is not None and known[0] == seen:
-                return known[1]
-            if seen[2] > MAX_BYTES:
+                cached = self._files.get(path)
+            if cached is not None and cached[0] == current:
+                return cached[1]
+            if current[2] > MAX_FILE_BYTES:
                 raise ConfigError(
-                    f"{path}: has {seen[2]} bytes, expected at most {MAX_BYTES}; read it with other means"
+                    f"{path}: has {current[2]} bytes; the gateway reads at most {MAX_FILE_BYTES}; open it with another tool"
                 )
             records = parse_lines(path, path.read_bytes())
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror}); let the gateway's user read it") from None
+            raise ConfigError(
+                f"{path}: cannot be read ({error.strerror}); give the gateway's user read permission"
+            ) from None
         with self._lock:
-            self._kept[path] = (seen, records)
-            self._kept.move_to_end(path)
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
+            self._files[path] = (current, records)
+            self._files.move_to_end(path)
+            if len(self._files) > MAX_CACHED_FILES:
+                self._files.popitem(last=False)
         return records
 
 
-def shaped(model: type[Shape], path: Path, records: Sequence[Record], first: int) -> list[Shape]:
-    """Records as messages of the API, the first being line ``first``. Raises ConfigError naming the line that is none."""
-    found = []
+def validated(model: type[ModelType], path: Path, records: Sequence[Record], first: int) -> list[ModelType]:
+    """Return records as schemas of the API. ``first`` is the line number of the first record.
+
+    Raises ConfigError with the line number of an invalid record.
+    """
+    items = []
     for number, record in enumerate(records, first):
         try:
-            found.append(model.model_validate(record))
+            items.append(model.model_validate(record))
         except ValueError:
             raise ConfigError(
-                f"{path}:{number}: not a line that Quartet writes there; mend the file, or put it back from a copy"
+                f"{path}:{number}: not a line in Quartet's format; repair the file, or restore it from a copy"
             ) from None
-    return found
+    return items
 
 
 def parse_lines(path: Path, content: bytes, first: int = 1) -> list[Record]:
-    """The records of whole lines, of which the first has this number. Raises ConfigError naming the line that is none."""
-    *whole, _cut_off = content.split(b"\n")
-    return [parse_line(path, line, number) for number, line in enumerate(whole, first)]
+    """Return the records of the complete lines; ``first`` is the number of the first line. Raises ConfigError."""
+    *lines, _incomplete = content.split(b"\n")
+    return [parse_line(path, line, number) for number, line in enumerate(lines, first)]
 
 
 def parse_line(path: Path, line: bytes, number: int) -> Record:
-    """One record. Raises ConfigError."""
+    """Return one record. Raises ConfigError with the line number."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
-        raise ConfigError(f"{path}:{number}: not a JSON object; mend the file, or put it back from a copy")
+        raise ConfigError(f"{path}:{number}: not a JSON object; repair the file, or restore it from a copy")
     return record

@@ -1,4 +1,4 @@
-"""The API's paths, a module for each kind of thing."""
+"""The paths of the REST API and the dashboard, one module per resource."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from fastapi import APIRouter
 from quartet.gateway.routes import (
     checkpoints,
     commands,
+    dashboard_files,
     evaluations,
     events,
     guards,
-    live,
+    health,
     logs,
     metrics,
     runs,
+    services,
     session,
-    static,
     steps,
     trajectories,
 )
@@ -30,9 +31,10 @@ ROUTERS: tuple[APIRouter, ...] = (
     checkpoints.router,
     guards.router,
     logs.router,
-    live.router,
+    services.router,
     events.router,
     commands.router,
-    static.router,
+    health.router,
+    dashboard_files.router,
 )
-"""In the order in which the OpenAPI document lists them."""
+"""In the order of the OpenAPI document."""

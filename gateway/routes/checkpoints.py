@@ -1,12 +1,13 @@
-"""Checkpoints, by their manifests."""
+"""Checkpoints of a run, by their manifests."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from quartet.gateway.access import Viewer
-from quartet.gateway.pagination import cursor_after, read_cursor
-from quartet.gateway.routing import Cursor, Limit, TheRun, api_router
+from quartet.gateway.access.callers import Viewer
+from quartet.gateway.http.api_router import api_router
+from quartet.gateway.http.pagination import cursor_after, read_cursor
+from quartet.gateway.routes.dependencies import Cursor, Limit, TheRunFiles
 from quartet.gateway.schemas import CheckpointInfo, Page
 from quartet.run_directory.checkpoints import (
     MANIFEST,
@@ -22,18 +23,20 @@ router = api_router("checkpoints")
 
 
 @router.get("/runs/{run}/checkpoints")
-def list_checkpoints(_: Viewer, files: TheRun, limit: Limit = 50, cursor: Cursor = None) -> Page[CheckpointInfo]:
-    """Checkpoints, the newest first. Whether every byte of one is as it was, `quartet checkpoints --verify` finds out."""
-    question = ["checkpoints", files.root.name]
+def list_checkpoints(_: Viewer, files: TheRunFiles, limit: Limit = 50, cursor: Cursor = None) -> Page[CheckpointInfo]:
+    """List the checkpoints, newest first. `quartet checkpoints --verify` checks their contents too."""
+    request = ["checkpoints", files.root.name]
     folders = checkpoint_folders(files)[::-1]
-    left = folders
+    remaining = folders
     if cursor is not None:
-        before = int(read_cursor(cursor, question, (int,))[0])
-        left = [folder for folder in folders if step_of(folder) < before]
+        before = int(read_cursor(cursor, request, (int,))[0])
+        remaining = [folder for folder in folders if step_of(folder) < before]
     names = {folder: name for name, folder in named_checkpoints(files).items()}
-    items = [_info(folder, names.get(folder.name)) for folder in left[:limit]]
+    items = [_info(folder, names.get(folder.name)) for folder in remaining[:limit]]
     return Page(
-        items=items, total=len(folders), next=cursor_after([items[-1].step], question) if len(left) > limit else None
+        items=items,
+        total=len(folders),
+        next=cursor_after([items[-1].step], request) if len(remaining) > limit else None,
     )
 
 
@@ -43,7 +46,7 @@ def _info(folder: Path, name: str | None) -> CheckpointInfo:
         checkpoint = read_checkpoint(folder)
         size = checkpoint.bytes
         missing = (role for role in checkpoint.roles if not checkpoint.holds(role))
-        problem = next((f"{MANIFEST} names no file of the {role}" for role in missing), None) or _wrong_size(checkpoint)
+        problem = next((f"{MANIFEST} lists no file of the {role}" for role in missing), None) or _wrong_size(checkpoint)
     except DamagedCheckpoint as error:
         problem = str(error)
     try:
@@ -54,11 +57,12 @@ def _info(folder: Path, name: str | None) -> CheckpointInfo:
 
 
 def _wrong_size(checkpoint: Checkpoint) -> str | None:
-    for name, (size, _) in checkpoint.files.items():
+    """Return which file is missing or has the wrong size, or None."""
+    for name, (expected, _) in checkpoint.files.items():
         try:
-            found = (checkpoint.path / name).stat().st_size
+            size = (checkpoint.path / name).stat().st_size
         except OSError:
             return f"{name} is missing"
-        if found != size:
-            return f"{name} has {found} bytes, expected {size}"
+        if size != expected:
+            return f"{name} has {size} bytes, expected {expected}"
     return None

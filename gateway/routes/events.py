@@ -1,4 +1,4 @@
-"""The stream of live news."""
+"""The event stream of a run."""
 
 from __future__ import annotations
 
@@ -11,77 +11,85 @@ from fastapi import Header, Query, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from quartet.gateway.access import Viewer
-from quartet.gateway.events.jsonl_tail import Place
-from quartet.gateway.http_errors import ProblemError, WrongField
-from quartet.gateway.routing import RunName, TheLive, api_router
+from quartet.gateway.access.callers import Viewer
+from quartet.gateway.events.event_cursor import EventCursor
+from quartet.gateway.http.api_router import api_router
+from quartet.gateway.http.http_errors import ProblemError, WrongField
+from quartet.gateway.routes.dependencies import RunName, TheEventStreams
 from quartet.gateway.schemas import Access
 
 router = api_router("live")
 
 MAX_STREAMS = 128
-"""Of each token: commands always find room beside them."""
+"""Open event streams per token. The limit leaves connections for commands."""
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-"""For proxies: each event is to be passed on when it comes."""
+"""Tell proxies to forward each event at once."""
 
 
-class EventStream(StreamingResponse):
-    """Events as bytes: each is made once for all who listen, which FastAPI's own class would do anew for each."""
+class ServerSentEventsResponse(StreamingResponse):
+    """A stream of encoded events. Each event is encoded once for all listeners, unlike with FastAPI's own class."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], access: Access, open_ones: Counter[Access]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], access: Access, open_streams: Counter[Access]) -> None:
         super().__init__(events, headers=HEADERS)
-        self._access, self._open_ones = access, open_ones
+        self._access, self._open_streams = access, open_streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Of ASGI."""
-        self._open_ones[self._access] += 1
+        """Send the response; count it as open meanwhile."""
+        self._open_streams[self._access] += 1
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._open_ones[self._access] -= 1
+            self._open_streams[self._access] -= 1
 
 
-@router.get("/runs/{run}/events", response_class=EventStream, status_code=200)
-async def events(
+@router.get("/runs/{run}/events", response_class=ServerSentEventsResponse, status_code=200)
+async def stream_events(
     run: RunName,
     request: Request,
-    live: TheLive,
+    streams: TheEventStreams,
     caller: Viewer,
     after: Annotated[
         str | None,
-        Query(max_length=128, description="The same as the header Last-Event-ID, which counts where both are given."),
+        Query(max_length=128, description="Same as the header Last-Event-ID, which takes precedence."),
     ] = None,
     last_event_id: Annotated[
         str | None,
-        Header(max_length=128, description="Id of the last event that was seen: the stream goes on after it."),
+        Header(max_length=128, description="Id of the last received event. The stream continues after it."),
     ] = None,
-) -> EventStream:
-    """News of a run as server-sent events, from now on or after an event that was seen.
+) -> ServerSentEventsResponse:
+    """Stream the events of a run as server-sent events, from now on or after a given event.
 
-    With an id, and told again from any id on, by any gateway: `step` {step, metrics}, `alert`, `evaluation` {step, metrics},
-    `checkpoint` {step, bytes, created}, `change`, each as its list has them; `rewind` {step} when the run went back: what came
-    after that step counts no more, and what follows comes after it; with step 0 everything is told anew, which is also what
-    an id gets that is none of this run's any more. A checkpoint that was dropped before it could be told is not. Without an
-    id, as they are now: `progress`, a `Progress`, at first and on every change, also once the run has ended; `services`
-    {services}, at first and when the health of one changes.
-    The very first event has an id, too: that of the place where the stream begins.
+    Events with an id can be replayed from any id, by any gateway:
+
+    - `step` {step, metrics}, `evaluation` {step, metrics}, `alert`, `change`, `checkpoint` {step, bytes, created}: the same data
+      as in the corresponding lists. A checkpoint that was deleted before it was sent is left out.
+    - `rewind` {step}: the run was rolled back. All events after that step are invalid; the events that follow replace them. With
+      step 0, the whole history is sent again. This also happens if the given id does not belong to the run's current history.
+
+    Events without an id carry the current state:
+
+    - `progress`, a `Progress`: at the start and after every change, also when the run has ended.
+    - `services` {services}: at the start and when the health of a process changes.
+
+    The first event always has an id, which marks the start of the stream.
     """
     stopping: asyncio.Event = request.app.state.stopping
-    feed, place = live.feeds.of(run), _place(last_event_id, after)
-    if live.streams[caller.access] >= MAX_STREAMS:
+    open_streams: Counter[Access] = request.app.state.open_streams
+    stream, cursor = streams.of(run), _cursor(last_event_id, after)
+    if open_streams[caller.access] >= MAX_STREAMS:
         raise ProblemError(
             429, f"{MAX_STREAMS} event streams are open with this token; close some", headers={"retry-after": "10"}
         )
-    return EventStream(feed.listen(place, stopping), caller.access, live.streams)
+    return ServerSentEventsResponse(stream.listen(cursor, stopping), caller.access, open_streams)
 
 
-def _place(header: str | None, query: str | None) -> Place | None:
+def _cursor(header: str | None, query: str | None) -> EventCursor | None:
     for field, text in (("header.last-event-id", header), ("query.after", query)):
         if text is not None:
             try:
-                return Place.parse(text)
+                return EventCursor.parse(text)
             except ValueError as error:
                 raise WrongField(field, str(error)) from None
     return None

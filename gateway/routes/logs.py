@@ -1,4 +1,4 @@
-"""The ends of the processes' logs."""
+"""The logs of a run's processes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Annotated
 
 from fastapi import Path, Query
 
-from quartet.gateway.access import Viewer
-from quartet.gateway.http_errors import NotFound
-from quartet.gateway.readers.logs import last_lines, log_files
-from quartet.gateway.routing import TheRun, api_router
+from quartet.gateway.access.callers import Viewer
+from quartet.gateway.http.api_router import api_router
+from quartet.gateway.http.http_errors import NotFound
+from quartet.gateway.readers.log_tail import last_lines, log_files
+from quartet.gateway.routes.dependencies import TheRunFiles
 from quartet.gateway.schemas import LogInfo, LogTail
 
 router = api_router("logs")
@@ -18,32 +19,34 @@ MAX_LINES = 2000
 
 
 @router.get("/runs/{run}/logs")
-def list_logs(_: Viewer, files: TheRun) -> list[LogInfo]:
-    """The logs of the run's processes, by name."""
-    found = []
+def list_logs(_: Viewer, files: TheRunFiles) -> list[LogInfo]:
+    """List the logs of the run's processes by name."""
+    logs = []
     for name, path in log_files(files.logs).items():
         try:
-            found.append(LogInfo(name=name, bytes=path.stat().st_size))
+            logs.append(LogInfo(name=name, bytes=path.stat().st_size))
         except OSError:  # Removed meanwhile.
             continue
-    return found
+    return logs
 
 
 @router.get("/runs/{run}/logs/{name}")
 def get_log(
     _: Viewer,
-    name: Annotated[str, Path(min_length=1, max_length=100, description="Of the log: a process, such as `actor`.")],
-    files: TheRun,
-    lines: Annotated[int, Query(ge=1, le=MAX_LINES, description="Most lines, from the end.")] = 200,
+    name: Annotated[
+        str, Path(min_length=1, max_length=100, description="Name of the log: a process, such as `actor`.")
+    ],
+    files: TheRunFiles,
+    lines: Annotated[int, Query(ge=1, le=MAX_LINES, description="Maximum number of lines, from the end.")] = 200,
 ) -> LogTail:
-    """The last lines of one log."""
+    """Return the last lines of one log."""
     known = log_files(files.logs)
-    # Only what the folder's list names is opened: no name that a caller makes up becomes a path.
+    # Only listed files are opened: a name sent by a caller never becomes a path.
     path = known.get(name)
     if path is None:
-        raise NotFound(f"log {name!r}: there is none; this run has {', '.join(known) or 'no logs'}")
+        raise NotFound(f"log {name!r}: does not exist; this run has {', '.join(known) or 'no logs'}")
     try:
-        found, truncated = last_lines(path, lines)
+        tail, truncated = last_lines(path, lines)
     except OSError:
-        raise NotFound(f"log {name!r}: cannot be read just now; try again") from None
-    return LogTail(name=name, lines=found, truncated=truncated)
+        raise NotFound(f"log {name!r}: cannot be read at the moment; try again") from None
+    return LogTail(name=name, lines=tail, truncated=truncated)

@@ -1,4 +1,4 @@
-"""Metrics over the steps, as curves of as many points as a chart can show."""
+"""Metrics over the steps, as curves with as many points as a chart can show."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from fastapi import Query
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from quartet.gateway.access import Viewer
-from quartet.gateway.http_errors import WrongField
-from quartet.gateway.readers import Reading
-from quartet.gateway.readers.metrics import Columns
-from quartet.gateway.routing import RunName, TheReading, TheRun, TheRuns, api_router
-from quartet.gateway.runs.catalog import Runs
+from quartet.gateway.access.callers import Viewer
+from quartet.gateway.http.api_router import api_router
+from quartet.gateway.http.http_errors import WrongField
+from quartet.gateway.readers.metric_columns import MetricColumns
+from quartet.gateway.readers.run_catalog import RunCatalog
+from quartet.gateway.readers.run_readers import RunReaders
+from quartet.gateway.routes.dependencies import RunName, TheCatalog, TheReaders, TheRunFiles
 from quartet.gateway.schemas import Curve, Metrics
 
 router = api_router("metrics")
@@ -21,13 +22,13 @@ router = api_router("metrics")
 MAX_NAMES = 100
 MAX_RUNS = 20
 MAX_POINTS = 400_000
-"""Of an answer: points times metrics times runs."""
-MANY = TypeAdapter(list[Metrics])
+"""Points in one response: points times metrics times runs."""
+_METRICS_LIST = TypeAdapter(list[Metrics])
 
 Names = Annotated[
     list[str] | None,
     Query(
-        description="Metrics, separated by commas or each as a parameter of its own; all of them by default.",
+        description="Names of metrics, separated by commas or as repeated parameters. Defaults to all metrics.",
         max_length=MAX_NAMES,
     ),
 ]
@@ -38,7 +39,7 @@ Points = Annotated[
     Query(
         ge=1,
         le=10_000,
-        description="Most points of a curve: where there are more steps, each stands for several in a row.",
+        description="Maximum number of points per curve. If there are more steps, each point covers several in a row.",
     ),
 ]
 
@@ -47,30 +48,30 @@ Points = Annotated[
 def get_metrics(
     _: Viewer,
     run: RunName,
-    files: TheRun,
-    reading: TheReading,
+    files: TheRunFiles,
+    readers: TheReaders,
     names: Names = None,
     first: First = 1,
     last: Last = 1_000_000_000,
     points: Points = 1000,
 ) -> Response:
-    """Metrics of one run: each point with mean, least and greatest value of the steps that it stands for."""
-    columns = reading.metrics.of(files.metrics)
-    wanted = _names(names, columns)
-    _check_size(len(wanted), points)
-    # Written out here: validating hundreds of thousands of numbers once more would take longer than all else.
-    return _json(_metrics(run, columns, wanted, first, last, points).model_dump_json().encode())
+    """Return metrics of one run. Each point has the mean, minimum and maximum of the steps that it covers."""
+    columns = readers.metrics.of(files.metrics)
+    selected = _names(names, columns)
+    _check_size(len(selected), points)
+    # Serialized here: FastAPI would validate hundreds of thousands of numbers again, which takes longer than all else.
+    return _json(_metrics(run, columns, selected, first, last, points).model_dump_json().encode())
 
 
 @router.get("/metrics", response_model=list[Metrics])
 def compare_metrics(
     _: Viewer,
-    all_runs: TheRuns,
-    reading: TheReading,
+    catalog: TheCatalog,
+    readers: TheReaders,
     runs: Annotated[
         list[str],
         Query(
-            description="Runs, separated by commas or each as a parameter of its own.",
+            description="Names of runs, separated by commas or as repeated parameters.",
             min_length=1,
             max_length=MAX_RUNS,
         ),
@@ -80,50 +81,52 @@ def compare_metrics(
     last: Last = 1_000_000_000,
     points: Points = 1000,
 ) -> Response:
-    """The same metrics of several runs, in the order in which the runs were named."""
-    chosen = _split(runs)
-    if not 1 <= len(chosen) <= MAX_RUNS:
-        raise WrongField("query.runs", f"expected 1 to {MAX_RUNS} runs, not {len(chosen)}")
-    found = [_of_run(all_runs, reading, run, names) for run in chosen]
-    _check_size(sum(len(wanted) for _, wanted in found), points)
-    curves = [
-        _metrics(run, columns, wanted, first, last, points)
-        for run, (columns, wanted) in zip(chosen, found, strict=True)
+    """Return the same metrics of several runs, in the order of the `runs` parameter."""
+    run_names = _split(runs)
+    if not 1 <= len(run_names) <= MAX_RUNS:
+        raise WrongField("query.runs", f"expected 1 to {MAX_RUNS} runs, not {len(run_names)}")
+    selected = [_of_run(catalog, readers, run, names) for run in run_names]
+    _check_size(sum(len(metric_names) for _, metric_names in selected), points)
+    metrics = [
+        _metrics(run, columns, metric_names, first, last, points)
+        for run, (columns, metric_names) in zip(run_names, selected, strict=True)
     ]
-    return _json(MANY.dump_json(curves))
+    return _json(_METRICS_LIST.dump_json(metrics))
 
 
-def _of_run(runs: Runs, reading: Reading, run: str, names: list[str] | None) -> tuple[Columns, list[str]]:
-    columns = reading.metrics.of(runs.find(run).metrics)
-    return columns, _names(names, columns, strict=False)
+def _of_run(
+    catalog: RunCatalog, readers: RunReaders, run: str, names: list[str] | None
+) -> tuple[MetricColumns, list[str]]:
+    columns = readers.metrics.of(catalog.find(run).metrics)
+    return columns, _names(names, columns, allow_unknown=True)
 
 
-def _metrics(run: str, columns: Columns, names: list[str], first: int, last: int, points: int) -> Metrics:
+def _metrics(run: str, columns: MetricColumns, names: list[str], first: int, last: int, points: int) -> Metrics:
     if first > last:
         raise WrongField("query.first", f"expected at most query.last {last}, not {first}")
-    found = columns.curves(names, first, last, points)
+    result = columns.curves(names, first, last, points)
     curves = {
-        # NaN is written as null.
+        # NaN is serialized as null.
         name: Curve.model_construct(
             steps=curve.steps, mean=curve.mean.tolist(), low=curve.low.tolist(), high=curve.high.tolist()
         )
-        for name, curve in found.curves.items()
+        for name, curve in result.curves.items()
     }
-    return Metrics.model_construct(run=run, first=found.first, last=found.last, bucket=found.bucket, curves=curves)
+    return Metrics.model_construct(run=run, first=result.first, last=result.last, bucket=result.bucket, curves=curves)
 
 
-def _names(names: list[str] | None, columns: Columns, strict: bool = True) -> list[str]:
-    """The metrics asked for. Of several runs one may lack what another has: its curve is empty then."""
+def _names(names: list[str] | None, columns: MetricColumns, allow_unknown: bool = False) -> list[str]:
+    """Return the requested metrics. In a comparison, a metric that one of the runs lacks gives an empty curve."""
     known = columns.names()
     if names is None:
         return known
-    wanted = _split(names)
-    if not 1 <= len(wanted) <= MAX_NAMES:
-        raise WrongField("query.names", f"expected 1 to {MAX_NAMES} metrics, not {len(wanted)}")
-    unknown = [name for name in wanted if name not in known]
-    if strict and unknown and known:
+    selected = _split(names)
+    if not 1 <= len(selected) <= MAX_NAMES:
+        raise WrongField("query.names", f"expected 1 to {MAX_NAMES} metrics, not {len(selected)}")
+    unknown = [name for name in selected if name not in known]
+    if not allow_unknown and unknown and known:
         raise WrongField("query.names", f"the run has no {', '.join(unknown)[:200]}; it has {', '.join(known)}")
-    return wanted
+    return selected
 
 
 def _split(values: list[str]) -> list[str]:
@@ -133,7 +136,7 @@ def _split(values: list[str]) -> list[str]:
 def _check_size(curves: int, points: int) -> None:
     if curves * points > MAX_POINTS:
         raise WrongField(
-            "query.points", f"{curves} curves of {points} points; expected at most {MAX_POINTS} points in all"
+            "query.points", f"{curves} curves of {points} points; expected at most {MAX_POINTS} points in total"
         )
 
 

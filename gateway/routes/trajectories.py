@@ -1,4 +1,4 @@
-"""Trajectories: found by what they are like, and shown token by token."""
+"""Trajectories: search with filters, and one trajectory token by token."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Path, Query
 
-from quartet.gateway.access import Viewer
-from quartet.gateway.http_errors import NotFound, WrongField
-from quartet.gateway.pagination import cursor_after, read_cursor
+from quartet.gateway.access.callers import Viewer
+from quartet.gateway.http.api_router import api_router
+from quartet.gateway.http.http_errors import NotFound, WrongField
+from quartet.gateway.http.pagination import cursor_after, read_cursor
 from quartet.gateway.readers.jsonl_records import Record
-from quartet.gateway.readers.tokens import token_texts
-from quartet.gateway.readers.trajectories import Filter, Order, steps_of
-from quartet.gateway.routing import Cursor, Limit, Step, TheReading, TheRun, api_router
+from quartet.gateway.readers.token_texts import token_texts
+from quartet.gateway.readers.trajectory_index import SortKey, TrajectoryFilter, step_window
+from quartet.gateway.routes.dependencies import Cursor, Limit, Step, TheReaders, TheRunFiles
 from quartet.gateway.schemas import Page, Token, TrajectoryDetail, TrajectorySummary
 from quartet.run_directory.token_files import TrajectoryTokens, read_tokens
 
 router = api_router("trajectories")
 
-NEWEST = 50
-"""Steps that are looked at where none are named."""
+DEFAULT_STEPS = 50
+"""Number of newest steps that are searched by default."""
 MAX_STEPS = 1000
-"""Steps that are looked at at once."""
+"""Number of steps that one request can search."""
 
 StepBound = Annotated[
     int | None,
     Query(
         ge=1,
         le=1_000_000_000,
-        description=f"Without any of `step`, `first_step`, `last_step` only the newest {NEWEST} steps are looked at, "
-        f"with `last_step` alone the {NEWEST} up to it; at most {MAX_STEPS} in any case.",
+        description=f"Without `step`, `first_step` and `last_step`, the newest {DEFAULT_STEPS} steps are searched. With "
+        f"`last_step` only, the {DEFAULT_STEPS} steps up to it are searched. The maximum is {MAX_STEPS} steps.",
     ),
 ]
 Bound = Annotated[float | None, Query(allow_inf_nan=False)]
@@ -40,8 +41,8 @@ Sort = Literal["id", "score", "-score", "kl", "-kl", "response_tokens", "-respon
 @router.get("/runs/{run}/trajectories")
 def list_trajectories(
     _: Viewer,
-    files: TheRun,
-    reading: TheReading,
+    files: TheRunFiles,
+    readers: TheReaders,
     step: Annotated[int | None, Query(ge=1, le=1_000_000_000, description="Only this step.")] = None,
     first_step: StepBound = None,
     last_step: StepBound = None,
@@ -51,32 +52,36 @@ def list_trajectories(
     max_kl: Bound = None,
     min_response_tokens: TokenBound = None,
     max_response_tokens: TokenBound = None,
-    finished: Annotated[bool | None, Query(description="Whether the model ended the response itself.")] = None,
+    finished: Annotated[bool | None, Query(description="Whether the response ended before the token limit.")] = None,
     text: Annotated[
         str | None,
-        Query(min_length=1, max_length=200, description="Stands in the prompt or the response, in whatever case."),
+        Query(min_length=1, max_length=200, description="Text in the prompt or the response, ignoring case."),
     ] = None,
-    sort: Annotated[Sort, Query(description="`-`: the greatest first. `id`: by step, prompt, sample.")] = "id",
+    sort: Annotated[
+        Sort, Query(description="`-` in front sorts the largest value first. `id` sorts by step, prompt and sample.")
+    ] = "id",
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Page[TrajectorySummary]:
-    """Trajectories of committed steps that meet every condition."""
+    """List the trajectories of committed steps that match all conditions."""
     if step is not None and (first_step is not None or last_step is not None):
-        raise WrongField("query.step", "stands for a first and last step at once; give it alone")
-    wanted = Filter(min_score, max_score, min_kl, max_kl, min_response_tokens, max_response_tokens, finished, text)
-    question = ["trajectories", files.root.name, step, first_step, last_step, sort, str(wanted)]
-    newest = reading.metrics.of(files.metrics).count()
-    after: Order | None = None
+        raise WrongField("query.step", "cannot be combined with first_step or last_step")
+    matching = TrajectoryFilter(
+        min_score, max_score, min_kl, max_kl, min_response_tokens, max_response_tokens, finished, text
+    )
+    request = ["trajectories", files.root.name, step, first_step, last_step, sort, str(matching)]
+    newest = readers.metrics.of(files.metrics).count()
+    after: SortKey | None = None
     if cursor is not None:
-        # The window of a question without steps stays where it was when the first page was given.
-        newest_then, *place = read_cursor(cursor, question, (int, float, int, int, int))
-        newest, after = min(newest, int(newest_then)), _order(place)
+        # All pages search the same steps as the first one, even if more steps are committed meanwhile.
+        newest_of_first_page, *position = read_cursor(cursor, request, (int, float, int, int, int))
+        newest, after = min(newest, int(newest_of_first_page)), _sort_key(position)
     steps = _steps(step, first_step, last_step, newest)
-    found = reading.trajectories.find(files.trajectories, steps, wanted, sort, limit, after)
+    page = readers.trajectories.page(files.trajectories, steps, matching, sort, limit, after)
     return Page(
-        items=[_summary(number, record) for number, record in found.records],
-        total=found.total,
-        next=None if found.after is None else cursor_after([newest, *found.after], question),
+        items=[_summary(number, record) for number, record in page.records],
+        total=page.total,
+        next=None if page.last_key is None else cursor_after([newest, *page.last_key], request),
     )
 
 
@@ -84,25 +89,27 @@ def list_trajectories(
 def get_trajectory(
     _: Viewer,
     step: Step,
-    prompt: Annotated[int, Path(ge=0, le=2**53, description="Of the prompt, in the prompts file.")],
-    sample: Annotated[int, Path(ge=0, le=2**53, description="Of the prompt's responses in this step.")],
-    files: TheRun,
-    reading: TheReading,
+    prompt: Annotated[int, Path(ge=0, le=2**53, description="Number of the prompt in the prompts file, from 0.")],
+    sample: Annotated[
+        int, Path(ge=0, le=2**53, description="Number of the response to the prompt in this step, from 0.")
+    ],
+    files: TheRunFiles,
+    readers: TheReaders,
 ) -> TrajectoryDetail:
-    """One trajectory token by token, where the run kept its tokens."""
-    columns = reading.metrics.of(files.metrics)
-    index = reading.trajectories.index(files.trajectories, step) if step <= columns.count() else None
-    line = None if index is None else index.place(prompt, sample)
+    """Return one trajectory, token by token if the run kept the tokens of its step."""
+    columns = readers.metrics.of(files.metrics)
+    index = readers.trajectories.index(files.trajectories, step) if step <= columns.count() else None
+    line = None if index is None else index.line_of(prompt, sample)
     if index is None or line is None:
         raise NotFound(
-            f"trajectory {step}/{prompt}/{sample}: the run has no such one; steps 1 to {columns.count()} are committed"
+            f"trajectory {step}/{prompt}/{sample}: does not exist; steps 1 to {columns.count()} are committed"
         )
     lower, higher = index.neighbours(line)
-    beside = [place for place in (lower, higher) if place is not None]
-    record, *others = index.read([line, *beside])
-    ids = {place: str(other["id"]) for place, other in zip(beside, others, strict=True)}
+    neighbours = [number for number in (lower, higher) if number is not None]
+    record, *others = index.read([line, *neighbours])
+    ids = {number: str(other["id"]) for number, other in zip(neighbours, others, strict=True)}
     tokens = read_tokens(files.tokens / f"step-{step:06d}.safetensors", line)
-    tokenizer = None if tokens is None else reading.tokenizers.of(files.tokenizer)
+    tokenizer = None if tokens is None else readers.tokenizers.of(files.tokenizer)
     return TrajectoryDetail(
         **_summary(step, record).model_dump(),
         kl_coefficient=columns.row(step).get("kl_coefficient"),
@@ -118,18 +125,18 @@ def _steps(step: int | None, first: int | None, last: int | None, newest: int) -
         return range(step, min(step, newest) + 1)
     if first is not None and last is not None and first > last:
         raise WrongField("query.first_step", f"expected at most query.last_step {last}, not {first}")
-    steps = steps_of(first, last, newest, NEWEST)
+    steps = step_window(first, last, newest, DEFAULT_STEPS)
     if len(steps) > MAX_STEPS:
         raise WrongField(
             "query.first_step",
-            f"these are {len(steps)} steps; expected at most {MAX_STEPS} at once, give a last_step nearer to it",
+            f"selects {len(steps)} steps; expected at most {MAX_STEPS}; set last_step closer to it",
         )
     return steps
 
 
-def _order(place: list[Any]) -> Order:
-    figure, step, prompt, sample = place
-    return figure, step, prompt, sample
+def _sort_key(position: list[Any]) -> SortKey:
+    value, step, prompt, sample = position
+    return value, step, prompt, sample
 
 
 def _summary(step: int, record: Record) -> TrajectorySummary:

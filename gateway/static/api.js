@@ -87,7 +87,7 @@ export const checkpoints = (name, signal) => everything(`${of(name)}/checkpoints
 export const services = (name, signal) => get(`${of(name)}/services`, {}, signal);
 export const buffer = (name, signal) => get(`${of(name)}/buffer`, {}, signal);
 export const guards = (name, signal) => get(`${of(name)}/guards`, {}, signal);
-export const setAside = (name, query, signal) => get(`${of(name)}/set-aside`, query, signal);
+export const failedTrajectories = (name, query, signal) => get(`${of(name)}/failed-trajectories`, query, signal);
 export const logs = (name, signal) => get(`${of(name)}/logs`, {}, signal);
 export const logTail = (name, log, lines, signal) => get(`${of(name)}/logs/${enc(log)}`, { lines }, signal);
 export const audit = (name, query, signal) => get(`${of(name)}/audit`, query, signal);

@@ -111,7 +111,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: orchestrator_pb2.ChangeSettingsRequest, context: grpc.ServicerContext
     ) -> orchestrator_pb2.ChangeSettingsResponse:
         """Changes settings from the first step on that has not begun."""
-        made = self._commands.change(request.values, request.who)
+        made = self._commands.change(request.values, request.user)
         return orchestrator_pb2.ChangeSettingsResponse(
             changes=[orchestrator_pb2.Change(**asdict(change)) for change in made]
         )

@@ -11,8 +11,8 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.types import Alert, Role
 from tests.browser.conftest import Open
 from tests.browser.window import Window
+from tests.gateway.live_runs import eventually, live
 from tests.gateway.serving import Gateway, serving
-from tests.gateway.test_live import eventually, live
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Fleet, Underway, json_lines
 

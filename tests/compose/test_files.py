@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from quartet.config import Config, load_config
-from quartet.gateway.__main__ import PUBLISHED
+from quartet.gateway.__main__ import PUBLISHED_ADDRESS_VARIABLE
 from quartet.rpc.security.allow_list import PROCESSES
 from quartet.rpc.security.credentials import DOMAIN
 from quartet.topology import roles_of
@@ -236,7 +236,7 @@ def test_ports_and_paths_agree(tmp_path: Path) -> None:
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
     assert "EXPOSE 50051 9100 9101 8080" in dockerfile
     assert '"quartet.rpc.health", "127.0.0.1:9101"' in dockerfile
-    published = SERVICES["gateway"]["environment"][PUBLISHED]
+    published = SERVICES["gateway"]["environment"][PUBLISHED_ADDRESS_VARIABLE]
     assert SERVICES["gateway"]["ports"] == [f"{published}:8080"] == ["127.0.0.1:${QUARTET_PORT:-8080}:8080"]
     assert config.gateway.listen == "0.0.0.0:8080"
     setup = (ROOT / "docker/setup.sh").read_text()

@@ -140,7 +140,7 @@ def _score(random: Random, now: Standing) -> Message:
 
 def _change_settings(random: Random, now: Standing) -> Message:
     values = {"kl_coefficient": random.random(), "actor.learning_rate": random.random() * 1e-3}
-    return orchestrator_pb2.ChangeSettingsRequest(values=values, who="fuzz")
+    return orchestrator_pb2.ChangeSettingsRequest(values=values, user="fuzz")
 
 
 def _roll_back(random: Random, now: Standing) -> Message:

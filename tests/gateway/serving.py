@@ -19,8 +19,7 @@ import uvicorn
 
 from quartet.config import Config, parse_config
 from quartet.gateway.app import create_app
-from quartet.gateway.connections import Connection
-from quartet.gateway.handshakes import encrypted
+from quartet.gateway.server import server_config
 from quartet.gateway.settings import GatewaySettings
 from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
@@ -111,12 +110,10 @@ def serving(folder: Path, **changes: Any) -> Iterator[Gateway]:
         **{"requests_per_second": 1000.0, **changes},
     )
     app = create_app(settings)
-    http: Any = Connection
-    scheme, trusted = "http", True
-    if settings.certificate is not None and settings.key is not None:
-        http = encrypted(settings.certificate, settings.key)
+    scheme, trusted = "http", True  # type: str, ssl.SSLContext | bool
+    if settings.certificate is not None:
         scheme, trusted = "https", ssl.create_default_context(cafile=settings.certificate.with_name("ca.crt"))
-    server = uvicorn.Server(uvicorn.Config(app, http=http, log_config=None, timeout_graceful_shutdown=1, lifespan="on"))
+    server = uvicorn.Server(server_config(app, settings))
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:

@@ -19,7 +19,7 @@ import pytest
 import structlog
 
 from quartet import __version__
-from quartet.gateway.__main__ import OPERATOR, PUBLISHED, VIEWER, main
+from quartet.gateway.__main__ import OPERATOR_TOKEN_VARIABLE, PUBLISHED_ADDRESS_VARIABLE, VIEWER_TOKEN_VARIABLE, main
 from tests.gateway.serving import a_run
 
 TOKEN = "a-token-for-these-tests"
@@ -33,7 +33,11 @@ class Process:
         """``output`` takes what it prints and logs: what nobody reads from a pipe would stop it."""
         reader, writer = os.pipe()
         command = [sys.executable, "-m", "quartet.gateway", *arguments, *(["--ready-fd", str(writer)] if pipe else [])]
-        inherited = {name: value for name, value in os.environ.items() if name not in (OPERATOR, VIEWER)}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in (OPERATOR_TOKEN_VARIABLE, VIEWER_TOKEN_VARIABLE)
+        }
         self.process = subprocess.Popen(
             command,
             stdout=output or subprocess.PIPE,
@@ -92,7 +96,7 @@ def get(address: str, path: str, token: str = TOKEN) -> http.client.HTTPResponse
 
 def test_it_tells_the_run_where_it_is_and_ends_at_once_though_streams_are_open(tmp_path: Path, started: Any) -> None:
     files = a_run(tmp_path, steps=1)
-    process = started("--config", str(files.config), **{OPERATOR: TOKEN})
+    process = started("--config", str(files.config), **{OPERATOR_TOKEN_VARIABLE: TOKEN})
     address = process.says()["address"]
     assert json.loads(files.gateway.read_text()) == {"url": f"http://{address}", "token": TOKEN}
     assert files.gateway.stat().st_mode & 0o777 == 0o600
@@ -127,7 +131,7 @@ def test_the_link_is_printed_where_nobody_else_asks_for_it(tmp_path: Path, start
 
 
 def test_a_token_that_was_given_is_not_printed(tmp_path: Path, started: Any) -> None:
-    process = started("--runs", str(tmp_path), pipe=False, **{OPERATOR: TOKEN})
+    process = started("--runs", str(tmp_path), pipe=False, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+\n", process.process.stdout.readline())
     status, _, error = process.end()
     assert status == 0
@@ -135,7 +139,7 @@ def test_a_token_that_was_given_is_not_printed(tmp_path: Path, started: Any) -> 
 
 
 def test_in_a_container_the_link_has_the_port_that_is_published(tmp_path: Path, started: Any) -> None:
-    given = {OPERATOR: TOKEN, PUBLISHED: "127.0.0.1:18080"}
+    given = {OPERATOR_TOKEN_VARIABLE: TOKEN, PUBLISHED_ADDRESS_VARIABLE: "127.0.0.1:18080"}
     process = started("--runs", str(tmp_path), pipe=False, **given)
     assert process.process.stdout.readline() == "http://127.0.0.1:18080\n"
 
@@ -143,7 +147,7 @@ def test_in_a_container_the_link_has_the_port_that_is_published(tmp_path: Path, 
 def test_it_comes_back_at_the_same_address_after_it_was_killed(tmp_path: Path, started: Any) -> None:
     files = a_run(tmp_path, steps=1)
     arguments = ("--config", str(files.config))
-    first = started(*arguments, **{OPERATOR: TOKEN})
+    first = started(*arguments, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
     address = first.says()["address"]
     # A connection that is open when it dies keeps the port busy for a while.
     connection = http.client.HTTPConnection(address, timeout=10)
@@ -152,7 +156,7 @@ def test_it_comes_back_at_the_same_address_after_it_was_killed(tmp_path: Path, s
     first.process.kill()
     first.process.wait()
     assert files.gateway.exists()
-    second = started(*arguments, "--listen", address, **{OPERATOR: TOKEN})
+    second = started(*arguments, "--listen", address, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
     assert second.says() == {"address": address}
     assert get(address, "/api/v1/runs/some").status == 200
 
@@ -160,14 +164,14 @@ def test_it_comes_back_at_the_same_address_after_it_was_killed(tmp_path: Path, s
 @pytest.mark.parametrize(
     ("arguments", "environment", "text"),
     [
-        ([], {OPERATOR: ""}, f"{OPERATOR}: has 0 characters; expected at least 16"),
-        ([], {OPERATOR: "short"}, "has 5 characters"),
-        ([], {OPERATOR: "with spaces in it it is none"}, "without spaces"),
-        ([], {VIEWER: ""}, f"{VIEWER}: has 0 characters"),
-        ([], {OPERATOR: TOKEN, VIEWER: TOKEN}, "is the same as"),
+        ([], {OPERATOR_TOKEN_VARIABLE: ""}, f"{OPERATOR_TOKEN_VARIABLE}: has 0 characters; expected at least 16"),
+        ([], {OPERATOR_TOKEN_VARIABLE: "short"}, "has 5 characters"),
+        ([], {OPERATOR_TOKEN_VARIABLE: "with spaces in it it is none"}, "without spaces"),
+        ([], {VIEWER_TOKEN_VARIABLE: ""}, f"{VIEWER_TOKEN_VARIABLE}: has 0 characters"),
+        ([], {OPERATOR_TOKEN_VARIABLE: TOKEN, VIEWER_TOKEN_VARIABLE: TOKEN}, "is the same as"),
         (["--listen", "0.0.0.0:0"], {}, "not a loopback address"),
         (["--listen", "127.0.0.1"], {}, "expected HOST:PORT"),
-        (["--listen", "127.0.0.1:TAKEN"], {}, "the port is taken"),
+        (["--listen", "127.0.0.1:TAKEN"], {}, "the port is in use"),
     ],
 )
 def test_what_it_refuses_to_start_with(
@@ -179,7 +183,7 @@ def test_what_it_refuses_to_start_with(
     text: str,
 ) -> None:
     files = a_run(tmp_path)
-    for name in (OPERATOR, VIEWER):
+    for name in (OPERATOR_TOKEN_VARIABLE, VIEWER_TOKEN_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     for name, token in environment.items():
         monkeypatch.setenv(name, token)

@@ -371,7 +371,7 @@ def test_the_way_on_is_printed_with_the_url_where_its_password_is_kept_nowhere(
 
 def test_a_branch_takes_along_the_changes_up_to_its_step_but_for_settings_that_it_has_anew(make: MakeConfig) -> None:
     run = run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": AT}))
-    line = {"before": 1e-3, "after": 5e-4, "who": "operator", "at": 0.0}
+    line = {"before": 1e-3, "after": 5e-4, "user": "operator", "at": 0.0}
     kept = {**line, "setting": "critic.learning_rate", "step": AT}
     run.files.append_changes(
         [{**line, "setting": "actor.learning_rate", "step": AT}, kept, {**kept, "step": AT + 1, "after": 1e-4}]

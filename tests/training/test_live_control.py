@@ -58,8 +58,8 @@ def asked(
             yield going
 
 
-def changed(values: dict[str, float], who: str = "operator 127.0.0.1") -> Callable[[Any], None]:
-    return lambda running: running.commands.change(values, who) and None
+def changed(values: dict[str, float], user: str = "operator 127.0.0.1") -> Callable[[Any], None]:
+    return lambda running: running.commands.change(values, user) and None
 
 
 def test_a_change_is_for_the_first_step_that_has_not_begun(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_a_change_is_for_the_first_step_that_has_not_begun(make: MakeConfig, mon
         ("kl_coefficient", 0.05, 0.2, 4),
         ("actor.learning_rate", 1e-3, 5e-4, 4),
     ]
-    assert {line["who"] for line in lines} == {"operator 127.0.0.1"}
+    assert {line["user"] for line in lines} == {"operator 127.0.0.1"}
 
 
 @pytest.mark.parametrize("kind", ["ppo", "lora"])
@@ -151,13 +151,13 @@ def test_what_is_out_of_bounds_is_refused_and_nothing_changes(
     assert {step["kl_coefficient"] for step in run.metrics} == {0.05}
 
 
-@pytest.mark.parametrize("who", ["x" * 201, "two\nlines"])
-def test_who_changes_a_setting_is_one_line_and_short(make: MakeConfig, who: str) -> None:
+@pytest.mark.parametrize("user", ["x" * 201, "two\nlines"])
+def test_the_user_of_a_setting_change_is_one_short_line(make: MakeConfig, user: str) -> None:
     config = make(**PPO)
     changes = Changes(config, RunFiles(config.run_directory))
     changes.resume(0, 0.05)
-    with pytest.raises(InvalidRequest, match="who: expected one line of at most 200 characters"):
-        changes.change({"kl_coefficient": 0.1}, who)
+    with pytest.raises(InvalidRequest, match="user: expected one line of at most 200 characters"):
+        changes.change({"kl_coefficient": 0.1}, user)
     assert {setting.value for setting in changes.settings() if setting.name == "kl_coefficient"} == {0.05}
 
 

@@ -62,7 +62,7 @@ function changes(rows) {
       { label: "Setting", head: true, cell: (row) => row.setting },
       { label: "Before", number: true, cell: (row) => exact(row.before) },
       { label: "After", number: true, cell: (row) => exact(row.after) },
-      { label: "Who", cell: (row) => row.who },
+      { label: "User", cell: (row) => row.user },
       { label: "When", cell: (row) => moment(row.at) },
     ],
   });
@@ -82,7 +82,7 @@ function audits(answer) {
         { label: "When", cell: (row) => moment(row.at) },
         { label: "Command", head: true, cell: (row) => row.command },
         { label: "With", cell: (row) => Object.entries(row.details).map(([name, value]) => `${name} ${shown(value)}`).join(", ") || "–" },
-        { label: "Who", cell: (row) => row.who },
+        { label: "User", cell: (row) => row.user },
         { label: "Outcome", cell: (row) => h("span", { class: row.outcome === "accepted" ? "good" : "bad" }, row.outcome) },
       ],
     }),

@@ -16,8 +16,8 @@ export async function guardsPage({ frame, run, element, signal }) {
     fillWith(
       body,
       async () => {
-        const [guards, aside] = await Promise.all([api.guards(run, signal), api.setAside(run, { limit: 50 }, signal)]);
-        return [alerts(frame, guards.alerts), setAside(frame, aside), settings(guards.settings)];
+        const [guards, failed] = await Promise.all([api.guards(run, signal), api.failedTrajectories(run, { limit: 50 }, signal)]);
+        return [alerts(frame, guards.alerts), failedTrajectories(frame, failed), settings(guards.settings)];
       },
       signal,
       keep,
@@ -58,13 +58,13 @@ function earlier(frame, before) {
   );
 }
 
-function setAside(frame, page) {
+function failedTrajectories(frame, page) {
   const rows = page.items;
   if (!rows.length) return null;
   return h(
     "section",
     { class: "panel" },
-    h("h3", {}, `Set aside: ${plural(page.total ?? rows.length, "response")} that could not be scored`),
+    h("h3", {}, `Failed trajectories: ${plural(page.total ?? rows.length, "response")} that could not be scored`),
     table({
       caption: "Responses that could not be scored",
       rows,

@@ -168,7 +168,7 @@ class Overview {
       ["Time left", duration(head.secondsLeft), ""],
       ["KL coefficient", beta === undefined ? "–" : exact(beta), ""],
       ["Alerts", whole(detail.alerts), ""],
-      ["Set aside", whole(detail.failed_trajectories), " responses"],
+      ["Failed trajectories", whole(detail.failed_trajectories), " responses"],
     ];
     if (!this.values) {
       this.values = tiles.map(() => h("dd", {}));

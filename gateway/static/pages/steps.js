@@ -93,7 +93,7 @@ class StepsPage {
         { label: "Reward", number: true, cell: (row) => number(row.reward_mean) },
         { label: "KL", number: true, cell: (row) => number(row.kl_mean) },
         { label: "Tokens", number: true, cell: (row) => whole(row.response_tokens) },
-        ...(this.steps.some((row) => row.failed_trajectories) ? [{ label: "Set aside", number: true, cell: (row) => whole(row.failed_trajectories) }] : []),
+        ...(this.steps.some((row) => row.failed_trajectories) ? [{ label: "Failed trajectories", number: true, cell: (row) => whole(row.failed_trajectories) }] : []),
       ],
     });
   }

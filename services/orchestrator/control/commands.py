@@ -51,11 +51,11 @@ class Commands:
         """What can be changed while the run goes on."""
         return self._changes.settings()
 
-    def change(self, values: Mapping[str, float], who: str) -> list[Change]:
+    def change(self, values: Mapping[str, float], user: str) -> list[Change]:
         """Changes settings. Raises InvalidRequest, FailedPrecondition, StorageFailed."""
         with self._lock:
             if step := self._control.going_back_to:
                 raise FailedPrecondition(
                     f"settings: the run is going back to step {step}; change them when it is there"
                 )
-            return self._changes.change(values, who)
+            return self._changes.change(values, user)

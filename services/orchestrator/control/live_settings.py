@@ -22,7 +22,7 @@ HIGHEST = 10.0
 """A setting may grow to so many times its configured value, a KL coefficient to 1 at least."""
 MIN_STEERED = 1e-6
 """A KL controller that multiplies never leaves 0, so with one the coefficient stays at this or above."""
-MAX_WHO = 200
+MAX_USER_LENGTH = 200
 """Characters of a name that is kept with every change, for as long as the run lasts."""
 
 
@@ -44,7 +44,7 @@ class Change:
     before: float
     after: float
     step: int
-    who: str
+    user: str
     at: float
 
 
@@ -95,7 +95,7 @@ class Changes:
         with self._lock:
             return [] if self._begun is None else [self._setting(name) for name in self._names()]
 
-    def change(self, values: Mapping[str, float], who: str) -> list[Change]:
+    def change(self, values: Mapping[str, float], user: str) -> list[Change]:
         """Changes settings from the first step on that has not begun: all of them or, where one is refused, none.
 
         Raises InvalidRequest, FailedPrecondition before the run has begun, StorageFailed when it cannot be written down.
@@ -105,15 +105,15 @@ class Changes:
                 raise FailedPrecondition(
                     "settings: the run has not begun yet, or is going back; wait until its state is training"
                 )
-            if len(who) > MAX_WHO or not who.isprintable():
-                raise InvalidRequest(f"who: expected one line of at most {MAX_WHO} characters, got {len(who)}")
+            if len(user) > MAX_USER_LENGTH or not user.isprintable():
+                raise InvalidRequest(f"user: expected one line of at most {MAX_USER_LENGTH} characters, got {len(user)}")
             first, at = self._begun + 1, time.time()
             if not values:
                 raise InvalidRequest(f"settings: none given; expected some of {', '.join(self._names())}")
             if first > self._config.run.steps:
                 raise FailedPrecondition("settings: the last step has begun; nothing would change")
             made = [
-                Change(name, self._checked(name, after).value, after, first, who, at) for name, after in values.items()
+                Change(name, self._checked(name, after).value, after, first, user, at) for name, after in values.items()
             ]
             self._files.append_changes([asdict(change) for change in made])
             self._changes += made

@@ -511,7 +511,7 @@ class Change(_message.Message):
     BEFORE_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    WHO_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
     AT_FIELD_NUMBER: _builtins.int
     setting: _builtins.str
     """Name of the setting."""
@@ -521,7 +521,7 @@ class Change(_message.Message):
     """What it is."""
     step: _builtins.int
     """The first step that it is for."""
-    who: _builtins.str
+    user: _builtins.str
     """Who asked for it; one line."""
     at: _builtins.float
     """When, in seconds since 1970."""
@@ -532,12 +532,12 @@ class Change(_message.Message):
         before: _builtins.float = ...,
         after: _builtins.float = ...,
         step: _builtins.int = ...,
-        who: _builtins.str = ...,
+        user: _builtins.str = ...,
         at: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "at", b"at", "before", b"before", "setting", b"setting", "step", b"step", "who", b"who"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "at", b"at", "before", b"before", "setting", b"setting", "step", b"step", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -611,8 +611,8 @@ class ChangeSettingsRequest(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     VALUES_FIELD_NUMBER: _builtins.int
-    WHO_FIELD_NUMBER: _builtins.int
-    who: _builtins.str
+    USER_FIELD_NUMBER: _builtins.int
+    user: _builtins.str
     """Who asks for it; one line of at most 200 characters."""
     @_builtins.property
     def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
@@ -622,11 +622,11 @@ class ChangeSettingsRequest(_message.Message):
         self,
         *,
         values: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-        who: _builtins.str = ...,
+        user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values", "who", b"who"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["user", b"user", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -78,7 +78,7 @@ def test_what_happens_besides_is_a_line_each() -> None:
         ("alert", {"step": 3, "guard": "kl", "action": "warn", "evidence": "it rises", "remedy": "lower it"}),
         (
             "change",
-            {"setting": "kl_coefficient", "before": 0.05, "after": 0.2, "step": 4, "who": "operator x", "at": 1.0},
+            {"setting": "kl_coefficient", "before": 0.05, "after": 0.2, "step": 4, "user": "operator x", "at": 1.0},
         ),
         ("evaluation", {"step": 3, "metrics": {"step": 3, "eval_reward_greedy": 1.25, "eval_kl": None}}),
         ("checkpoint", {"step": 3, "bytes": 1, "created": 1.0}),

@@ -176,7 +176,7 @@ _LINES = {
         f"guard {data['guard']} ({data['action']}) after step {data['step']}: {data['evidence']}; {data['remedy']}"
     ),
     "change": lambda data: (
-        f"{data['setting']} {data['before']:g} -> {data['after']:g} from step {data['step']} on, by {data['who']}"
+        f"{data['setting']} {data['before']:g} -> {data['after']:g} from step {data['step']} on, by {data['user']}"
     ),
     "evaluation": lambda data: f"evaluation after step {data['step']}: {_figures(data['metrics'])}",
     "checkpoint": lambda data: f"checkpoint of step {data['step']}",

@@ -191,7 +191,7 @@ def _changes(files: RunFiles) -> str:
     changes = _lines_of(files.changes)
     if not changes:
         return paragraph("None.")
-    columns = ("step", "setting", "before", "after", "who")
+    columns = ("step", "setting", "before", "after", "user")
     return table(["from step", *columns[1:]], ([change.get(name) for name in columns] for change in changes))
 
 

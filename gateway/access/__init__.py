@@ -1,0 +1,1 @@
+"""Access control: tokens, allowed hosts and origins, rate limits, body size."""

@@ -1,0 +1,120 @@
+"""Commands to active runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quartet.errors import InvalidRequest, MismatchError, NoResponse, QuartetError
+from quartet.gateway.commands.audit_log import audited
+from quartet.gateway.http.http_errors import ProblemError, WrongField
+from quartet.gateway.monitors.run_monitor import END_STATES, Orchestrator, RunMonitor
+from quartet.gateway.readers.run_catalog import RunCatalog
+from quartet.gateway.schemas import ChangeSettingsRequest, SettingChange, SettingInfo
+from quartet.v1 import orchestrator_pb2
+
+
+class RunCommands:
+    """Sends commands to the orchestrators of runs, and records each in the run's audit log. Thread-safe.
+
+    Each command raises ProblemError or QuartetError if the run refuses it. Each returns why it could not be recorded in the
+    audit log, or an empty string.
+    """
+
+    def __init__(self, catalog: RunCatalog, monitor: RunMonitor) -> None:
+        self._catalog, self._monitor = catalog, monitor
+
+    def pause(self, run: str, user: str) -> str:
+        """Pause the run after the current step."""
+        return self._command(run, user, "pause", {}, "Pause", orchestrator_pb2.PauseRequest())[1]
+
+    def resume(self, run: str, user: str) -> str:
+        """Resume a paused run."""
+        return self._command(run, user, "resume", {}, "Resume", orchestrator_pb2.ResumeRequest())[1]
+
+    def stop(self, run: str, user: str) -> str:
+        """Stop the run after the current step and save its policy."""
+        return self._command(run, user, "stop", {}, "Stop", orchestrator_pb2.StopRequest())[1]
+
+    def checkpoint(self, run: str, user: str) -> str:
+        """Save a checkpoint after the current step."""
+        return self._command(run, user, "checkpoint", {}, "Checkpoint", orchestrator_pb2.CheckpointRequest())[1]
+
+    def roll_back(self, run: str, user: str, step: int) -> str:
+        """Restore the run from the checkpoint of a step."""
+        request = orchestrator_pb2.RollBackRequest(step=step)
+        return self._command(run, user, "rollback", {"step": step}, "RollBack", request)[1]
+
+    def settings(self, run: str) -> list[SettingInfo]:
+        """Return the settings that can be changed now; empty if the run is not active."""
+        orchestrator = self._monitor.orchestrator(run)
+        if orchestrator is None or self._monitor.progress(run) is None:
+            return []
+        response = orchestrator.call("GetSettings", orchestrator_pb2.GetSettingsRequest())
+        return [
+            SettingInfo.model_validate({"name": item.name, "value": item.value, "low": item.low, "high": item.high})
+            for item in response.settings
+        ]
+
+    def change_settings(self, run: str, user: str, request: ChangeSettingsRequest) -> list[SettingChange]:
+        """Change settings from the next step on: either all of them or none. Return the changes."""
+        values = {name: value for name, value in request.model_dump(by_alias=True).items() if value is not None}
+        if not values:
+            raise WrongField(
+                "body", "contains no setting; send kl_coefficient, actor.learning_rate or critic.learning_rate"
+            )
+        message = orchestrator_pb2.ChangeSettingsRequest(values=values, user=user)
+        response, _ = self._command(run, user, "set", dict(values), "ChangeSettings", message)
+        return [
+            SettingChange(
+                setting=item.setting, before=item.before, after=item.after, step=item.step, user=item.user, at=item.at
+            )
+            for item in response.changes
+        ]
+
+    def _command(
+        self,
+        run: str,
+        user: str,
+        command: str,
+        details: dict[str, Any],
+        title: str,
+        request: Any,
+    ) -> tuple[Any, str]:
+        """Return the orchestrator's response, and why the command could not be recorded in the audit log.
+
+        If the orchestrator refuses a value, its message begins with the key of that value in ``details``.
+        """
+        with audited(self._catalog.find(run), user, command, details) as result:
+            orchestrator = self._active_orchestrator(run)
+            try:
+                response = orchestrator.call(title, request)
+            except InvalidRequest as error:
+                text = _without_address(error, orchestrator, title)
+                fields = [f"body.{name}" for name in details if text.startswith(name)]
+                raise WrongField(fields[0] if fields else "body", text) from None
+            except MismatchError:
+                raise ProblemError(
+                    409,
+                    f"run {run!r}: its orchestrator has a version that does not support this command; stop the run, "
+                    "then continue it with --resume",
+                ) from None
+            except QuartetError as error:
+                if isinstance(error, NoResponse):
+                    raise ProblemError(503, f"run {run!r}: its orchestrator does not respond; try again") from None
+                raise type(error)(_without_address(error, orchestrator, title)) from None
+        return response, result.problem
+
+    def _active_orchestrator(self, run: str) -> Orchestrator:
+        orchestrator = self._monitor.orchestrator(run)
+        progress = self._monitor.progress(run)
+        if orchestrator is None or progress is None or progress.state in END_STATES:
+            raise ProblemError(
+                409,
+                f"run {run!r}: not active, so it accepts no commands; continue it with quartet train CONFIG --resume",
+            )
+        return orchestrator
+
+
+def _without_address(error: QuartetError, orchestrator: Orchestrator, title: str) -> str:
+    """Return an error's text without the orchestrator's address, which the caller cannot change."""
+    return str(error).removeprefix(f"orchestrator at {orchestrator.address}: {title}: ")

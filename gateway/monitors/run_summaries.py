@@ -1,0 +1,88 @@
+"""Summaries of runs, from their files and from their orchestrators."""
+
+from __future__ import annotations
+
+from quartet.config import Config
+from quartet.errors import ConfigError
+from quartet.gateway.monitors.run_monitor import END_STATES, RunMonitor
+from quartet.gateway.readers.run_catalog import RunCatalog
+from quartet.gateway.readers.run_readers import RunReaders
+from quartet.gateway.schemas import Progress, RunDetail, RunSummary, State
+from quartet.run_directory.checkpoints import checkpoint_folders
+from quartet.run_directory.run_files import RunFiles
+
+
+class RunSummaries:
+    """Summarizes the runs of a folder."""
+
+    def __init__(self, catalog: RunCatalog, readers: RunReaders, monitor: RunMonitor) -> None:
+        self._catalog, self._readers, self._monitor = catalog, readers, monitor
+
+    def summary(self, name: str) -> RunSummary:
+        """Return the entry of a run in the list of runs; ``problem`` is set if its files cannot be read. Raises NotFound."""
+        files = self._catalog.find(name)
+        try:
+            return self._summary(files, name, self._catalog.config(name), self._monitor.progress(name))
+        except ConfigError as error:
+            return RunSummary(
+                name=name,
+                state=State.IDLE,
+                live=False,
+                step=0,
+                total_steps=0,
+                estimator="",
+                seed=0,
+                changed=_changed(files),
+                reward_mean=None,
+                kl_mean=None,
+                problem=str(error),
+            )
+
+    def detail(self, name: str) -> RunDetail:
+        """Return everything about one run. Raises NotFound, and ConfigError if its files cannot be read."""
+        files, config = self._catalog.find(name), self._catalog.config(name)
+        progress = self._monitor.progress(name)
+        controller = config.algorithm.kl_controller
+        return RunDetail(
+            **self._summary(files, name, config, progress).model_dump(),
+            progress=progress,
+            kl_target=None if controller.kind == "fixed" else controller.target,
+            has_critic=config.has_critic,
+            metric_names=self._readers.metrics.of(files.metrics).names(),
+            checkpoints=len(checkpoint_folders(files)),
+            evaluations=len(self._readers.records.of(files.evaluation_summaries)),
+            alerts=len(self._readers.records.of(files.alerts)),
+            failed_trajectories=len(self._readers.records.of(files.failed_trajectories)),
+        )
+
+    def _summary(self, files: RunFiles, name: str, config: Config, progress: Progress | None) -> RunSummary:
+        columns = self._readers.metrics.of(files.metrics)
+        step = columns.count()
+        rows = columns.rows([step], ["reward_mean", "kl_mean"]) if step else []
+        newest = rows[0] if rows else {}
+        return RunSummary(
+            name=name,
+            state=progress.state if progress is not None else _inactive_state(files, step, config.run.steps),
+            live=progress is not None and progress.state not in END_STATES,
+            step=step,
+            total_steps=config.run.steps,
+            estimator=config.algorithm.estimator,
+            seed=config.run.seed,
+            changed=_changed(files),
+            reward_mean=newest.get("reward_mean"),
+            kl_mean=newest.get("kl_mean"),
+        )
+
+
+def _inactive_state(files: RunFiles, step: int, total_steps: int) -> State:
+    """Return the state of a run without an orchestrator. The files do not record why a run ended before its last step."""
+    return State.FINISHED if step >= total_steps and files.policy.is_dir() else State.IDLE
+
+
+def _changed(files: RunFiles) -> float:
+    for path in (files.metrics, files.config):
+        try:
+            return path.stat().st_mtime
+        except OSError:
+            continue
+    return 0.0

@@ -1,0 +1,74 @@
+"""The runs of a folder, by name."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from quartet.config import Config, load_config
+from quartet.gateway.http.http_errors import NotFound
+from quartet.gateway.readers.file_signature import Signature, signature
+from quartet.run_directory.run_files import RunFiles
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+"""Valid names of runs, as for ``run.name`` in the config."""
+_NAME = re.compile(NAME_PATTERN[:-1], re.ASCII)
+_MAX_CACHED_CONFIGS = 256
+
+
+class RunCatalog:
+    """Every run in one folder. Thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._configs: OrderedDict[str, tuple[Signature, Config]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        """Return the sorted names of all runs; empty if the folder does not exist."""
+        try:
+            names = sorted(path.name for path in self.folder.iterdir())
+        except OSError:
+            return []
+        return [name for name in names if self._files(name) is not None]
+
+    def find(self, name: str) -> RunFiles:
+        """Return the files of a run. Raises NotFound."""
+        files = self._files(name)
+        if files is None:
+            raise NotFound(f"run {name!r}: there is no run of this name; GET /api/v1/runs lists the runs")
+        return files
+
+    def config(self, name: str) -> Config:
+        """Return the resolved config of a run. Raises NotFound, and ConfigError if it cannot be read."""
+        path = self.find(name).config
+        try:
+            current = signature(path)
+        except OSError:
+            raise NotFound(f"run {name!r}: it was just removed") from None
+        with self._lock:
+            cached = self._configs.get(name)
+        if cached is not None and cached[0] == current:
+            return cached[1]
+        config = load_config(path)
+        with self._lock:
+            self._configs[name] = (current, config)
+            self._configs.move_to_end(name)
+            if len(self._configs) > _MAX_CACHED_CONFIGS:
+                self._configs.popitem(last=False)
+        return config
+
+    def _files(self, name: str) -> RunFiles | None:
+        """Return the run's files, or None if there is no such run. A link to a folder elsewhere is not a run."""
+        if not _NAME.fullmatch(name):
+            return None
+        path = self.folder / name
+        try:
+            if path.resolve().parent != self.folder.resolve():
+                return None
+        except (OSError, RuntimeError):
+            return None
+        files = RunFiles(path)
+        return files if files.is_a_run() else None

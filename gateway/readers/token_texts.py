@@ -1,0 +1,70 @@
+"""Texts of tokens, by the tokenizer that is stored with a run."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from quartet.gateway.readers.file_signature import Signature, signature
+
+log = structlog.get_logger()
+
+MAX_CACHED_TOKENIZERS = 8
+
+
+class TokenizerCache:
+    """The tokenizers of the most recently used runs. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._tokenizers: OrderedDict[Path, tuple[Signature, Any]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, folder: Path) -> Any | None:
+        """Return the tokenizer in a run's ``tokenizer/`` folder, or None if there is none that can be loaded."""
+        path = folder / "tokenizer.json"
+        try:
+            current = signature(path)
+        except OSError:
+            return None
+        with self._lock:
+            cached = self._tokenizers.get(path)
+            if cached is not None and cached[0] == current:
+                return cached[1]
+        try:
+            from tokenizers import Tokenizer  # Not part of the base install.
+
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # The library raises no more specific exception.
+            log.warning("tokenizer not loaded: tokens are shown as ids", path=str(path), error=str(error))
+            tokenizer = None
+        with self._lock:
+            self._tokenizers[path] = (current, tokenizer)
+            self._tokenizers.move_to_end(path)
+            if len(self._tokenizers) > MAX_CACHED_TOKENIZERS:
+                self._tokenizers.popitem(last=False)
+        return tokenizer
+
+
+def token_texts(tokenizer: Any | None, ids: list[int]) -> list[str]:
+    """Return the text that each token adds, including special tokens. The texts concatenate to the whole text.
+
+    A character that spans several tokens belongs to the last of them. Without a tokenizer, or if it does not know an id, the
+    texts are the ids in brackets.
+    """
+    if tokenizer is None or any(tokenizer.id_to_token(number) is None for number in ids):
+        return [f"⟨{number}⟩" for number in ids]
+    if not ids:
+        return []
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    texts = [stream.step(tokenizer, number) or "" for number in ids]
+    whole, streamed = tokenizer.decode(ids, skip_special_tokens=False), "".join(texts)
+    if whole.startswith(streamed):
+        # The last tokens may end in an incomplete character, which the stream holds back.
+        texts[-1] += whole[len(streamed) :]
+    return texts

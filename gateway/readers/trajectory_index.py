@@ -1,0 +1,266 @@
+"""The trajectories of runs. Values to filter and sort by are kept in arrays; texts stay on disk until they are shown."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet.errors import ConfigError
+from quartet.gateway.readers.file_signature import Signature, signature
+from quartet.gateway.readers.jsonl_records import Record, parse_line
+
+MAX_CACHED_STEPS = 20_000
+"""Steps whose arrays are cached, over all runs."""
+SortKey = tuple[float, int, int, int]
+"""Position in a sorted list: the sorted value, then step, prompt and sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepIndex:
+    """The trajectories of one step in the order of the file's lines. All arrays are ``[trajectories]``."""
+
+    path: Path
+    step: int
+    starts: NDArray[np.int64]
+    """Offset of each line in bytes, followed by the file's size: ``[trajectories + 1]``."""
+    prompts: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    score: NDArray[np.float64]
+    kl: NDArray[np.float64]
+    response_tokens: NDArray[np.int64]
+    finished: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def line_of(self, prompt: int, sample: int) -> int | None:
+        """Return the line of a trajectory, or None if the step has no such trajectory."""
+        lines = np.flatnonzero((self.prompts == prompt) & (self.samples == sample))
+        return int(lines[0]) if len(lines) else None
+
+    def neighbours(self, line: int) -> tuple[int | None, int | None]:
+        """Return the lines with the next lower and the next higher score. Of equal scores, the earlier line is lower."""
+        order = np.argsort(self.score, kind="stable")
+        rank = int(np.flatnonzero(order == line)[0])
+        lower = int(order[rank - 1]) if rank > 0 else None
+        higher = int(order[rank + 1]) if rank + 1 < len(order) else None
+        return lower, higher
+
+    def read(self, lines: list[int]) -> list[Record]:
+        """Return the records of some lines in the given order. Raises ConfigError."""
+        with _open(self.path) as file:
+            records = []
+            for line in lines:
+                file.seek(int(self.starts[line]))
+                content = file.read(int(self.starts[line + 1] - self.starts[line]))
+                records.append(parse_line(self.path, content, line + 1))
+        return records
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryFilter:
+    """Conditions on trajectories. None means no condition."""
+
+    min_score: float | None = None
+    max_score: float | None = None
+    min_kl: float | None = None
+    max_kl: float | None = None
+    min_response_tokens: int | None = None
+    max_response_tokens: int | None = None
+    finished: bool | None = None
+    text: str | None = None
+    """Contained in the prompt or the response, ignoring case."""
+
+    def mask(self, index: StepIndex) -> NDArray[np.bool_]:
+        """Return which trajectories match all conditions except the text: ``[trajectories]``."""
+        mask = np.ones(len(index), dtype=np.bool_)
+        for values, low, high in (
+            (index.score, self.min_score, self.max_score),
+            (index.kl, self.min_kl, self.max_kl),
+            (index.response_tokens, self.min_response_tokens, self.max_response_tokens),
+        ):
+            if low is not None:
+                mask &= values >= low
+            if high is not None:
+                mask &= values <= high
+        if self.finished is not None:
+            mask &= index.finished == self.finished
+        return mask
+
+    def lines(self, index: StepIndex) -> NDArray[np.int64]:
+        """Return the lines of a step that match all conditions. Raises ConfigError."""
+        lines = np.flatnonzero(self.mask(index))
+        if self.text is None or not len(lines):
+            return lines
+        text = self.text.casefold()
+        records = index.read(lines.tolist())
+        contains = [text in record["prompt"].casefold() or text in record["response"].casefold() for record in records]
+        return lines[np.array(contains, dtype=np.bool_)]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryPage:
+    """A page of trajectories with their steps, the number of all matches, and the last sort key if more pages follow."""
+
+    records: list[tuple[int, Record]]
+    total: int
+    last_key: SortKey | None
+
+
+class TrajectoryIndexes:
+    """The indexes of the most recently used steps. Thread-safe."""
+
+    def __init__(self, max_steps: int = MAX_CACHED_STEPS) -> None:
+        self._max_steps = max_steps
+        self._indexes: OrderedDict[Path, tuple[Signature, StepIndex]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def index(self, folder: Path, step: int) -> StepIndex | None:
+        """Return the index of a step, or None if it has no trajectories. Raises ConfigError."""
+        path = folder / f"step-{step:06d}.jsonl"
+        try:
+            current = signature(path)
+        except OSError:
+            return None
+        with self._lock:
+            cached = self._indexes.get(path)
+            if cached is not None and cached[0] == current:
+                self._indexes.move_to_end(path)
+                return cached[1]
+        index = _build_index(path, step)
+        with self._lock:
+            self._indexes[path] = (current, index)
+            self._indexes.move_to_end(path)
+            if len(self._indexes) > self._max_steps:
+                self._indexes.popitem(last=False)
+        return index
+
+    def page(
+        self, folder: Path, steps: range, matching: TrajectoryFilter, sort: str, limit: int, after: SortKey | None
+    ) -> TrajectoryPage:
+        """Return at most ``limit`` trajectories of some steps after a sort key. Raises ConfigError.
+
+        ``sort`` is ``score``, ``kl``, ``response_tokens`` or ``id``; ``-`` in front sorts the largest value first.
+        """
+        indexes: list[StepIndex] = []
+        matches: list[NDArray[np.int64]] = []
+        for step in steps:
+            if (index := self.index(folder, step)) is not None:
+                indexes.append(index)
+                matches.append(matching.lines(index))
+        owners = np.repeat(np.arange(len(indexes)), [len(lines) for lines in matches])
+        lines = np.concatenate(matches) if matches else np.empty(0, dtype=np.int64)
+        columns = _sort_columns(indexes, matches, sort)
+        # np.lexsort sorts by the last key first.
+        order = np.lexsort(tuple(reversed(columns)))
+        start = 0 if after is None else _count_up_to(columns, after)
+        page = order[start : start + limit]
+        records: dict[int, Record] = {}
+        for owner in np.unique(owners[page]).tolist():
+            positions = [int(position) for position in page if owners[position] == owner]
+            read = indexes[owner].read([int(lines[position]) for position in positions])
+            records |= dict(zip(positions, read, strict=True))
+        more = start + limit < len(order)
+        last = int(page[-1]) if more else -1
+        return TrajectoryPage(
+            [(indexes[int(owners[position])].step, records[int(position)]) for position in page],
+            len(order),
+            (float(columns[0][last]), *(int(column[last]) for column in columns[1:])) if more else None,  # type: ignore[arg-type]
+        )
+
+
+def _sort_columns(indexes: list[StepIndex], matches: list[NDArray[np.int64]], sort: str) -> list[NDArray[Any]]:
+    """Return the keys to sort by in ascending order, the first key first: ``[trajectories]`` each."""
+    name = sort.removeprefix("-")
+    sign = -1.0 if sort.startswith("-") else 1.0
+    pairs = list(zip(indexes, matches, strict=True))
+    if not pairs:
+        return [np.empty(0) for _ in range(4)]
+    values = [
+        sign * getattr(index, name)[lines].astype(np.float64) if name != "id" else np.zeros(len(lines))
+        for index, lines in pairs
+    ]
+    return [
+        np.concatenate(values),
+        np.concatenate([np.full(len(lines), index.step) for index, lines in pairs]),
+        np.concatenate([index.prompts[lines] for index, lines in pairs]),
+        np.concatenate([index.samples[lines] for index, lines in pairs]),
+    ]
+
+
+def _count_up_to(columns: list[NDArray[Any]], key: SortKey) -> int:
+    """Return how many trajectories sort before or at a key."""
+    count = len(columns[0])
+    greater = np.zeros(count, dtype=np.bool_)
+    equal = np.ones(count, dtype=np.bool_)
+    for column, value in zip(columns, key, strict=True):
+        greater |= equal & (column > value)
+        equal &= column == value
+    return count - int(greater.sum())
+
+
+def _build_index(path: Path, step: int) -> StepIndex:
+    """Read the file of a step. Raises ConfigError."""
+    ends = [0]
+    rows = []
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            ends.append(ends[-1] + len(line))
+            rows.append(_index_row(path, parse_line(path, line, number), number))
+    columns = list(zip(*rows, strict=True)) if rows else [()] * 6
+    return StepIndex(
+        path,
+        step,
+        np.array(ends, dtype=np.int64),
+        np.array(columns[0], dtype=np.int64),
+        np.array(columns[1], dtype=np.int64),
+        np.array(columns[2], dtype=np.float64),
+        np.array(columns[3], dtype=np.float64),
+        np.array(columns[4], dtype=np.int64),
+        np.array(columns[5], dtype=np.bool_),
+    )
+
+
+def _index_row(path: Path, record: Record, number: int) -> tuple[int, int, float, float, int, bool]:
+    try:
+        prompt, sample = (int(part) for part in str(record["id"]).rsplit("/", 2)[1:])
+        if not (isinstance(record["prompt"], str) and isinstance(record["response"], str)):
+            raise TypeError
+        score, kl = float(record["score"]), float(record["kl"])
+        if not (math.isfinite(score) and math.isfinite(kl)):
+            raise ValueError
+        return (
+            prompt,
+            sample,
+            score,
+            kl,
+            int(record["response_tokens"]),
+            bool(record["finished"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise ConfigError(
+            f"{path}:{number}: not a trajectory in Quartet's format; restore the file from a copy, or remove it"
+        ) from None
+
+
+def _open(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); give the gateway's user read permission"
+        ) from None
+
+
+def step_window(first: int | None, last: int | None, newest: int, default_length: int) -> range:
+    """Return the steps of a request. Without a first step, the window has the ``default_length`` newest steps."""
+    end = newest if last is None else min(last, newest)
+    start = first if first is not None else max(1, end - default_length + 1)
+    return range(start, end + 1)

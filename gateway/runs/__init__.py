@@ -1,1 +1,0 @@
-"""Find, summarize, start and command runs."""

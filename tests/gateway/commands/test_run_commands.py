@@ -1,0 +1,177 @@
+"""Commands to a real run: each has its effect, is refused where it is wrong, and is in the audit either way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.run_directory.run_files import RunFiles
+from tests.gateway.live_runs import eventually, live
+from tests.gateway.serving import Gateway, a_run, serving
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Underway, json_lines
+
+
+@pytest.fixture(scope="module")
+def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Underway]:
+    with live(make, tmp_path_factory.mktemp("commanded"), "commanded") as (found, _):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def gateway(going: Underway) -> Iterator[Gateway]:
+    with serving(going.config.run.directory) as found:
+        yield found
+
+
+def audit(going: Underway) -> list[tuple[str, dict[str, Any], str]]:
+    lines = json_lines(RunFiles(going.config.run_directory).audit)
+    assert {line["user"] for line in lines} == {"operator 127.0.0.1"}
+    return [(line["command"], line["details"], line["outcome"]) for line in lines]
+
+
+def pause(going: Underway, gateway: Gateway) -> int:
+    """Pauses the run; the step that it waits after."""
+    answer = gateway.client.post("/runs/commanded/pause")
+    assert answer.status_code == 202
+    assert "pauses" in answer.json()["detail"]
+    return int(eventually(going.board.current, lambda progress: progress.state == "paused").step)
+
+
+def test_a_run_pauses_and_goes_on(going: Underway, gateway: Gateway) -> None:
+    step = pause(going, gateway)
+    assert gateway.client.post("/runs/commanded/resume").status_code == 202
+    eventually(going.board.current, lambda progress: progress.step > step)
+    assert [command for command, _, outcome in audit(going) if outcome == "accepted"][-2:] == ["pause", "resume"]
+
+
+def test_a_changed_setting_shows_in_the_next_step(going: Underway, gateway: Gateway) -> None:
+    step = pause(going, gateway)
+    bounds = {item["name"]: item for item in gateway.client.get("/runs/commanded/settings").json()["settings"]}
+    assert set(bounds) == {"kl_coefficient", "actor.learning_rate", "critic.learning_rate"}
+    wanted = bounds["kl_coefficient"]["value"] * 2
+    with gateway.stream("commanded") as stream:
+        next(iter(stream))
+        answer = gateway.client.patch(
+            "/runs/commanded/settings", json={"kl_coefficient": wanted, "actor.learning_rate": 2e-3}
+        )
+        assert answer.status_code == 200, answer.text
+        changes = answer.json()["changes"][-2:]
+        first = changes[0]["step"]
+        assert first in (step + 1, step + 2)
+        assert {change["setting"]: change["after"] for change in changes} == {
+            "kl_coefficient": wanted,
+            "actor.learning_rate": 2e-3,
+        }
+        assert {change["user"] for change in changes} == {"operator 127.0.0.1"}
+        gateway.client.post("/runs/commanded/resume")
+        heard = stream.until("step", step=first)
+    assert heard[-1].data["metrics"]["kl_coefficient"] == wanted
+    assert [event.data["setting"] for event in heard if event.kind == "change"] == [
+        change["setting"] for change in changes
+    ]
+    assert ("set", {"kl_coefficient": wanted, "actor.learning_rate": 2e-3}, "accepted") in audit(going)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"kl_coefficient": 1e9}, "body.kl_coefficient"),
+        ({"kl_coefficient": 0.1, "actor.learning_rate": -1.0}, "body.actor.learning_rate"),
+        ({"kl_coefficient": "much"}, "body.kl_coefficient"),
+        ({"kl_coefficient": True}, "body.kl_coefficient"),
+        ({"kl_coefficient": "0.2"}, "body.kl_coefficient"),
+        ({"actor_learning_rate": 1e-3}, "body.actor_learning_rate"),
+        ({"temperature": 2.0}, "body.temperature"),
+        ({}, "body"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_field_and_changes_nothing(
+    going: Underway, gateway: Gateway, body: dict[str, Any], field: str
+) -> None:
+    before = gateway.client.get("/runs/commanded/settings").json()["changes"]
+    answer = gateway.client.patch("/runs/commanded/settings", json=body)
+    assert answer.status_code == 422
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert [item["field"] for item in answer.json()["fields"]] == [field]
+    assert gateway.client.get("/runs/commanded/settings").json()["changes"] == before
+
+
+def test_true_is_no_step(gateway: Gateway) -> None:
+    answer = gateway.client.post("/runs/commanded/rollback", json={"step": True})
+    assert answer.status_code == 422
+    assert answer.json()["fields"][0]["field"] == "body.step"
+
+
+def test_a_command_does_not_fail_for_its_audit(going: Underway, gateway: Gateway, tmp_path: Path) -> None:
+    idle = a_run(tmp_path)
+    running = RunFiles(going.config.run_directory).audit
+    running.rename(running.with_suffix(".kept"))
+    for path in (running, idle.audit):
+        path.mkdir()
+    try:
+        answer = gateway.client.post("/runs/commanded/resume")
+    finally:
+        running.rmdir()
+        running.with_suffix(".kept").rename(running)
+    assert answer.status_code == 202
+    assert "resumes; not recorded in audit.jsonl: Is a directory" in answer.json()["detail"]
+    with serving(tmp_path) as other:
+        assert other.client.post("/runs/some/pause").status_code == 409
+
+
+def test_of_very_many_changes_the_newest_are_told(tmp_path: Path) -> None:
+    files = a_run(tmp_path)
+    change = {"setting": "kl_coefficient", "before": 0.1, "after": 0.2, "user": "operator 127.0.0.1", "at": 1.0}
+    files.append_changes({**change, "step": step} for step in range(1, 251))
+    with serving(tmp_path) as gateway:
+        told = gateway.client.get("/runs/some/settings").json()["changes"]
+    assert [item["step"] for item in told] == list(range(51, 251))
+
+
+def test_a_checkpoint_is_saved_and_gone_back_to(going: Underway, gateway: Gateway) -> None:
+    refused = gateway.client.post("/runs/commanded/rollback", json={"step": 399})
+    assert refused.status_code == 422
+    assert refused.json()["fields"][0]["field"] == "body.step"
+    assert audit(going)[-1][:2] == ("rollback", {"step": 399})
+    assert "no checkpoint" in audit(going)[-1][2]
+
+    with gateway.stream("commanded") as stream:
+        next(iter(stream))
+        assert gateway.client.post("/runs/commanded/checkpoint").status_code == 202
+        step = stream.until("checkpoint")[-1].data["step"]
+        eventually(going.board.current, lambda progress: progress.step > step)
+        assert gateway.client.post("/runs/commanded/rollback", json={"step": step}).status_code == 202
+        stream.until("rewind", step=step)
+        stream.until("step", step=step + 1)
+    assert [command for command, _, outcome in audit(going) if outcome == "accepted"][-2:] == ["checkpoint", "rollback"]
+
+
+def test_a_run_that_does_not_go_on_takes_no_commands(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("idle")
+    files = a_run(folder, steps=1)
+    with serving(folder) as gateway:
+        for path, body in (("pause", None), ("stop", None), ("checkpoint", None), ("rollback", {"step": 1})):
+            answer = gateway.client.post(f"/runs/some/{path}", json=body)
+            assert answer.status_code == 409
+            assert "--resume" in answer.json()["detail"]
+        assert gateway.client.patch("/runs/some/settings", json={"kl_coefficient": 0.1}).status_code == 409
+        assert gateway.client.get("/runs/some/settings").json() == {"settings": [], "changes": []}
+        assert gateway.client.post("/runs/other/pause").status_code == 404
+        found = gateway.client.get("/runs/some/audit").json()["items"]
+    assert [entry["command"] for entry in found] == ["set", "rollback", "checkpoint", "stop", "pause"]
+    assert all("not active" in entry["outcome"] for entry in found)
+    assert len(json_lines(files.audit)) == 5
+
+
+def test_a_run_stops(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("stopped")
+    with live(make, folder, "stopped") as (going, _), serving(folder) as gateway, gateway.stream("stopped") as stream:
+        next(iter(stream))
+        assert gateway.client.post("/runs/stopped/stop").status_code == 202
+        stream.until("progress", state="stopped")
+        assert going.finish().code == 0
+        assert gateway.client.post("/runs/stopped/pause").status_code == 409

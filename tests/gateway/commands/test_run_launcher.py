@@ -1,0 +1,167 @@
+"""Starting a run over the API: it trains in processes of its own; what is wrong is refused by its field, and starts nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.gateway.commands.audit_log import write_entry
+from tests.gateway.serving import Gateway, a_run, serving
+from tests.training.runs import json_lines
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[Gateway]:
+    with serving(tmp_path, start_runs=True) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """One in whose folder nothing is ever started."""
+    with serving(tmp_path_factory.mktemp("refusing"), start_runs=True) as found:
+        yield found
+
+
+@pytest.fixture
+def tree(toy_task_tree: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    found = toy_task_tree()
+    found["run"] = {"name": "started", "steps": 1, "directory": "/elsewhere"}
+    return found
+
+
+def start(gateway: Gateway, tree: dict[str, Any], **more: Any) -> Any:
+    content = json.dumps({"config": tree, **more})
+    return gateway.client.post("/runs", content=content, headers={"content-type": "application/json"}, timeout=60)
+
+
+def fields(answer: Any) -> list[str]:
+    return [item["field"] for item in answer.json()["fields"]]
+
+
+def test_a_run_is_started_in_a_process_of_its_own(
+    gateway: Gateway, tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A Redis that is the gateway's own run's is not the new run's.
+    monkeypatch.setenv("QUARTET_BUFFER_URL", "redis://127.0.0.1:1/0")
+    # So long that it has not ended by itself when it is interrupted.
+    tree["run"]["steps"] = 1_000_000
+    # One that took no step lies there: what was commanded of it stays known.
+    files = a_run(tmp_path, "started")
+    write_entry(files, "operator 127.0.0.1", "stop", {"name": "started"}, "accepted")
+    answer = start(gateway, tree)
+    process = gateway.app.state.run_launcher.processes()["started"]
+    try:
+        assert answer.status_code == 201, answer.text
+        assert (answer.json()["name"], answer.json()["total_steps"]) == ("started", 1_000_000)
+        assert answer.json()["state"] in ("starting", "training")
+        # Another session, so no signal of the gateway's terminal reaches it.
+        assert os.getsid(process.pid) == process.pid
+        environment = Path(f"/proc/{process.pid}/environ").read_text()
+        assert "QUARTET_BUFFER_URL" not in environment
+        config = gateway.client.get("/runs/started/config").json()["config"]
+        assert config["gateway"]["enabled"] is False
+        assert config["run"]["directory"] == str(tmp_path)
+        refused = start(gateway, tree)
+        assert refused.status_code == 409
+        assert process.poll() is None
+    finally:
+        # Not SIGINT, which is ignored by all that a shell starts in the background.
+        process.terminate()
+        try:
+            code = process.wait(60)
+        finally:
+            process.kill()
+        assert code == 130, (files.logs / "quartet.log").read_text()
+    audit = json_lines(files.audit)
+    assert [(line["command"], line["details"]["name"]) for line in audit] == [
+        ("stop", "started"),
+        ("start", "started"),
+        ("start", "started"),
+    ]
+    assert audit[1]["outcome"] == "accepted"
+    assert "is already active" in audit[2]["outcome"]
+    assert gateway.client.get("/runs/started").json()["live"] is False
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "field"),
+    [
+        ("run", "steps", 0, "body.config.run.steps"),
+        ("run", "stepz", 1, "body.config.run.stepz"),
+        ("run", "name", "../up", "body.config.run.name"),
+        ("algorithm", "estimator", "magic", "body.config.algorithm.estimator"),
+        ("actor", "model", None, "body.config.actor.model"),
+        ("evaluation", "every_steps", 2, "body.config"),
+        ("gateway", "port", 1, "body.config.gateway.port"),
+    ],
+)
+def test_a_config_with_a_mistake_is_refused_by_its_field(
+    refusing: Gateway, tree: dict[str, Any], section: str, key: str, value: Any, field: str
+) -> None:
+    wrong = copy.deepcopy(tree)
+    wrong.setdefault(section, {})[key] = value
+    answer = start(refusing, wrong)
+    assert answer.status_code == 422
+    assert fields(answer) == [field]
+    assert list(refusing.app.state.catalog.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"run": 3},
+        {"run": {"name": 7}},
+        {"run": {"steps": 1}},
+        {"run": {"name": "x"}, "data": []},
+        {"run": {"name": "x", "\ud800": 1}},
+    ],
+)
+def test_a_config_that_is_none_is_refused(refusing: Gateway, config: dict[str, Any]) -> None:
+    answer = start(refusing, config)
+    assert answer.status_code == 422
+    assert fields(answer)
+    assert list(refusing.app.state.catalog.folder.iterdir()) == []
+
+
+def test_inputs_that_are_not_there_are_told_as_the_run_tells_them(
+    gateway: Gateway, tree: dict[str, Any], tmp_path: Path
+) -> None:
+    tree["data"]["prompts"] = str(tmp_path / "nowhere.jsonl")
+    answer = start(gateway, tree)
+    assert answer.status_code == 422
+    assert "nowhere.jsonl" in answer.json()["detail"]
+    assert fields(answer) == ["body.config"]
+    assert gateway.client.get("/runs").json()["items"] == []
+
+
+def test_a_name_in_use_and_nothing_to_go_on_with_are_refused(
+    gateway: Gateway, tree: dict[str, Any], tmp_path: Path
+) -> None:
+    files = a_run(tmp_path, "started", steps=1)
+    before = files.metrics.read_bytes()
+    answer = start(gateway, tree)
+    assert answer.status_code == 409
+    assert "choose another run.name" in answer.json()["detail"]
+    assert json_lines(files.audit)[-1]["outcome"].startswith("run directory")
+    tree["run"]["name"] = "other"
+    answer = start(gateway, tree, resume=True)
+    assert answer.status_code == 409
+    assert "no run to resume" in answer.json()["detail"]
+    assert files.metrics.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["started"]
+
+
+def test_a_gateway_that_may_not_start_runs_starts_none(tmp_path: Path, tree: dict[str, Any]) -> None:
+    with serving(tmp_path, start_runs=False) as gateway:
+        answer = start(gateway, tree)
+        assert answer.status_code == 403
+        assert "start_runs" in answer.json()["detail"]
+    assert list(tmp_path.iterdir()) == []

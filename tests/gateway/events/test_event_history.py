@@ -1,0 +1,272 @@
+"""Events are read off a run's files: nothing is lost or told twice, whatever is appended, replaced or taken back meanwhile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.gateway.events.event_cursor import EventCursor
+from quartet.gateway.events.event_history import MAX_BATCH, EventHistory, EventReader
+from quartet.gateway.readers.jsonl_tail import JsonlTail
+from quartet.run_directory.run_files import RunFiles
+from quartet.types import Alert
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> RunFiles:
+    return RunFiles(tmp_path)
+
+
+def commit(files: RunFiles, *steps: int, seconds: float = 1.0) -> None:
+    for step in steps:
+        files.append_metrics({"step": step, "reward_mean": 0.5 * step, "seconds": seconds})
+
+
+def alert(step: int) -> Alert:
+    return Alert(step, "kl_runaway", "warn", "kl_mean 30", "lower it")
+
+
+def events(data: bytes) -> list[tuple[str, dict[str, Any], str]]:
+    """Kind, data and id of each."""
+    found = []
+    for block in data.decode().split("\n\n")[:-1]:
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        found.append((fields["event"], json.loads(fields["data"]), fields.get("id", "")))
+    return found
+
+
+def everything(history: EventHistory, reader: EventReader) -> list[tuple[str, dict[str, Any], str]]:
+    found = []
+    while data := history.read(reader):
+        found += events(data)
+    return found
+
+
+def outline(found: list[tuple[str, dict[str, Any], str]]) -> list[tuple[str, int]]:
+    return [(kind, data["step"]) for kind, data, _ in found]
+
+
+def test_events_come_in_the_order_of_the_run_with_what_they_are_about(files: RunFiles) -> None:
+    files.write_evaluation(0, {"win_rate": 0.5}, [])
+    commit(files, 1)
+    files.append_alert(alert(1))
+    files.changes.write_text(
+        json.dumps({"setting": "kl_coefficient", "before": 0.1, "after": 0.2, "step": 2, "user": "operator", "at": 1.5})
+        + "\n"
+    )
+    commit(files, 2)
+    files.write_evaluation(2, {"win_rate": float("nan")}, [])
+    checkpoint = files.checkpoints / "step-000002"
+    checkpoint.mkdir(parents=True)
+    manifest = {"run": "r", "step": 2, "leader_epoch": 1, "state": {}, "files": {"actor/x": {"bytes": 7, "sha256": ""}}}
+    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
+    (files.checkpoints / "best").symlink_to("step-000002")
+
+    history = EventHistory(files)
+    reader, said = history.start(EventCursor())
+    found = everything(history, reader)
+
+    assert said == b""
+    assert outline(found) == [
+        ("evaluation", 0),
+        ("step", 1),
+        ("alert", 1),
+        ("change", 2),
+        ("step", 2),
+        ("evaluation", 2),
+        ("checkpoint", 2),
+    ]
+    by_kind = {kind: data for kind, data, _ in found}
+    assert by_kind["step"]["metrics"]["reward_mean"] == 1.0
+    assert by_kind["alert"]["remedy"] == "lower it"
+    assert by_kind["change"]["after"] == 0.2
+    assert by_kind["evaluation"]["metrics"]["win_rate"] is None
+    assert by_kind["checkpoint"]["bytes"] == 7
+
+
+def test_a_reader_goes_on_after_any_event_by_its_id_also_at_another_gateway(files: RunFiles) -> None:
+    files.write_evaluation(0, {"win_rate": 0.5}, [])
+    commit(files, 1, 2, 3)
+    files.append_alert(alert(2))
+    first = EventHistory(files)
+    reader, _ = first.start(EventCursor())
+    told = everything(first, reader)
+    assert len(told) == 5
+    for number, (_, _, identity) in enumerate(told, 1):
+        other = EventHistory(files)
+        reader, said = other.start(EventCursor.parse(identity))
+        assert said == b""
+        assert everything(other, reader) == told[number:]
+
+
+def test_without_a_place_a_reader_hears_what_comes_from_now_on(files: RunFiles) -> None:
+    commit(files, 1, 2)
+    history = EventHistory(files)
+    reader, _ = history.start(None)
+    assert history.read_cached(reader) == b""
+    commit(files, 3)
+    assert history.refresh()
+    assert outline(everything(history, reader)) == [("step", 3)]
+    assert not history.refresh()
+
+
+def test_a_line_is_told_when_it_is_whole(files: RunFiles) -> None:
+    commit(files, 1)
+    history = EventHistory(files)
+    reader, _ = history.start(None)
+    line = json.dumps({"step": 2, "reward_mean": 1.0})
+    with files.metrics.open("a") as file:
+        file.write(line[:10])
+        file.flush()
+        history.refresh()
+        assert history.read(reader) == b""
+        file.write(line[10:] + "\n")
+    history.refresh()
+    assert outline(everything(history, reader)) == [("step", 2)]
+
+
+def test_a_run_that_goes_back_says_so_and_its_steps_come_anew(files: RunFiles) -> None:
+    commit(files, 1, 2, 3, 4)
+    files.append_alert(alert(2))
+    files.append_alert(alert(4))
+    history = EventHistory(files)
+    reader, _ = history.start(None)
+    of_the_first = events(history.read(history.start(EventCursor())[0]))[0][2]
+    behind, _ = history.start(EventCursor.parse(of_the_first))
+    files.forget_after(2)
+    commit(files, 3, seconds=2.0)
+    files.append_alert(alert(3))
+    history.refresh()
+    assert history.read_cached(reader) is None
+    assert outline(everything(history, reader)) == [("rewind", 2), ("step", 3), ("alert", 3)]
+    # Whoever had not come so far missed nothing.
+    assert outline(everything(history, behind)) == [("step", 2), ("alert", 2), ("step", 3), ("alert", 3)]
+
+
+def test_an_id_of_steps_that_were_taken_back_is_told_everything_anew(files: RunFiles) -> None:
+    commit(files, 1, 2, 3)
+    history = EventHistory(files)
+    place = history.start(None)[0].cursor
+    files.forget_after(1)
+    later = EventHistory(files)
+    reader, said = later.start(place)
+    assert outline(events(said) + everything(later, reader)) == [("rewind", 0), ("step", 1)]
+    # The same number of steps, but others.
+    commit(files, 2, 3, seconds=2.0)
+    reader, said = later.start(place)
+    assert outline(events(said) + everything(later, reader)) == [("rewind", 0), ("step", 1), ("step", 2), ("step", 3)]
+
+
+def change(step: int, at: float) -> dict[str, Any]:
+    return {"setting": "kl_coefficient", "before": 0.1, "after": 0.2, "step": step, "user": "operator", "at": at}
+
+
+@pytest.mark.parametrize("committed", [0, 3])
+def test_a_change_that_was_taken_back_hides_none_that_comes_in_its_place(files: RunFiles, committed: int) -> None:
+    commit(files, *range(1, committed + 1))
+    first = EventHistory(files)
+    live, _ = first.start(None)
+    files.append_changes([change(committed + 1, 1.0)])
+    first.refresh()
+    place = EventCursor.parse(everything(first, live)[-1][2])
+
+    files.forget_changes_after(committed)
+    first.refresh()
+    files.append_changes([change(committed + 2, 2.0)])
+    first.refresh()
+    # Who listens hears that the first counts no more; who comes back later, all of it.
+    assert outline(everything(first, live)) == [("rewind", committed), ("change", committed + 2)]
+    for history in (first, EventHistory(files)):
+        reader, said = history.start(place)
+        assert outline(events(said) + everything(history, reader)) == [
+            ("rewind", 0),
+            *(("step", step) for step in range(1, committed + 1)),
+            ("change", committed + 2),
+        ]
+
+
+def test_files_that_are_written_anew_with_the_same_lines_are_no_way_back(files: RunFiles) -> None:
+    commit(files, 1, 2)
+    files.write_evaluation(0, {"win_rate": 0.5}, [])
+    history = EventHistory(files)
+    reader, _ = history.start(None)
+    files.forget_after(2)
+    files.write_evaluation(2, {"win_rate": 0.6}, [])
+    history.refresh()
+    assert outline(everything(history, reader)) == [("evaluation", 2)]
+
+
+def test_a_run_begun_anew_under_the_same_name_is_a_way_back_to_nothing(files: RunFiles) -> None:
+    commit(files, 1, 2)
+    history = EventHistory(files)
+    reader, _ = history.start(None)
+    files.metrics.unlink()
+    history.refresh()
+    commit(files, 1, seconds=3.0)
+    history.refresh()
+    assert outline(everything(history, reader)) == [("rewind", 0), ("step", 1)]
+
+
+def test_a_damaged_line_is_no_event_and_hides_none_after_it(files: RunFiles) -> None:
+    commit(files, 1)
+    with files.metrics.open("a") as file:
+        file.write("{broken\n[]\n")
+    commit(files, 2)
+    history = EventHistory(files)
+    reader, _ = history.start(EventCursor())
+    assert outline(everything(history, reader)) == [("step", 1), ("step", 2)]
+
+
+def test_what_json_does_not_know_is_a_gap_wherever_it_stands(files: RunFiles) -> None:
+    files.alerts.write_text('{"step": 1, "evidence": {"values": [1e999, NaN, 0.5]}}\n')
+    history = EventHistory(files)
+    reader, _ = history.start(EventCursor())
+    (_, data, _) = everything(history, reader)[0]
+    assert data["evidence"] == {"values": [None, None, 0.5]}
+
+
+def test_a_long_history_is_told_in_parts_and_whole(files: RunFiles) -> None:
+    steps = 2 * MAX_BATCH + 7
+    files.metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, steps + 1)))
+    files.alerts.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, steps + 1, 2)))
+    history = EventHistory(files)
+    reader, _ = history.start(EventCursor())
+    first = events(history.read(reader))
+    assert len(first) == MAX_BATCH
+    found = [*first, *everything(history, reader)]
+    assert [data["step"] for kind, data, _ in found if kind == "step"] == list(range(1, steps + 1))
+    assert outline(found) == sorted(outline(found), key=lambda event: (event[1], event[0] == "alert"))
+
+
+def test_readers_at_the_same_place_share_what_was_read(files: RunFiles) -> None:
+    commit(files, 1)
+    history = EventHistory(files)
+    readers = [history.start(EventCursor())[0] for _ in range(3)]
+    told = [history.read(readers[0]), *(history.read_cached(reader) for reader in readers[1:])]
+    assert told[0]
+    assert all(data is told[0] for data in told)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", "g.s1.a0.e0.c0.k0", "g1.s-1.a0.e0.c0.k0", "g1.s1.a0.e0.c0.k0 ", "g1.s1.a0.e0.c0"]
+)
+def test_a_malformed_id_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected the id of an event"):
+        EventCursor.parse(text)
+
+
+def test_a_file_cut_in_place_and_grown_again_is_known_for_another(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("one\ntwo\n")
+    lines = JsonlTail(path)
+    assert lines.refresh() is None
+    with path.open("r+") as file:
+        file.write("one\nTWO and more\nthree\n")
+    assert lines.refresh() == 1
+    assert lines.read(0, 9) == [b"one", b"TWO and more", b"three"]
+    # A reader that comes between the replacement and the next look gets none of the other file's lines.
+    path.write_text("one\nnine and more\nthree\n")
+    assert lines.read(0, 9) == [b"one"]

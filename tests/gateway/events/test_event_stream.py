@@ -1,0 +1,133 @@
+"""The event stream: every listener hears everything that a run has on the disk, whenever it comes, however slow it is."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from quartet.run_directory.run_files import RunFiles
+from tests.gateway.serving import Event, Gateway, Stream, a_run, commit, serving
+
+LISTENERS = 20
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> RunFiles:
+    return a_run(tmp_path, steps=3)
+
+
+def steps(events: list[Event]) -> list[int]:
+    return [event.data["step"] for event in events if event.kind == "step"]
+
+
+def test_a_stream_begins_with_the_present_and_goes_on_with_each_step(tmp_path: Path, files: RunFiles) -> None:
+    with serving(tmp_path) as gateway, gateway.stream("some") as stream:
+        assert stream.response.headers["content-type"].startswith("text/event-stream")
+        first = next(iter(stream))
+        assert first.kind == "progress"
+        assert (first.data["state"], first.data["step"], first.data["total_steps"]) == ("idle", 3, 4)
+        commit(files, 4)
+        heard = stream.until("step", step=4)
+        assert steps(heard) == [4]
+        assert heard[-1].data["metrics"]["reward_mean"] == 2.0
+
+
+def test_a_stream_is_taken_up_again_at_another_gateway_without_a_gap(tmp_path: Path, files: RunFiles) -> None:
+    with serving(tmp_path) as gateway, gateway.stream("some") as stream:
+        first = next(iter(stream))
+        commit(files, 4)
+        last = stream.until("step", step=4)[-1]
+    commit(files, 5, 6)
+    with serving(tmp_path) as gateway:
+        for identity, expected in ((first.identity, [4, 5, 6]), (last.identity, [5, 6])):
+            with gateway.stream("some", identity) as stream:
+                heard = stream.until("step", step=6)
+                assert steps(heard) == expected
+                assert not [event for event in heard if event.kind == "rewind"]
+            with gateway.stream("some", query=f"?after={identity}") as stream:
+                assert steps(stream.until("step", step=6)) == expected
+
+
+def test_a_run_that_goes_back_is_told_and_so_is_whoever_comes_back_later(tmp_path: Path, files: RunFiles) -> None:
+    with serving(tmp_path) as gateway:
+        with gateway.stream("some") as stream:
+            place = next(iter(stream)).identity
+            files.forget_after(1)
+            commit(files, 2, seconds=9.0)
+            heard = stream.until("step", step=2)
+            assert [(event.kind, event.data["step"]) for event in heard if event.identity] == [
+                ("rewind", 1),
+                ("step", 2),
+            ]
+        with gateway.stream("some", place) as stream:
+            heard = stream.until("step", step=2)
+            assert [(event.kind, event.data["step"]) for event in heard if event.kind != "progress"] == [
+                ("rewind", 0),
+                ("step", 1),
+                ("step", 2),
+            ]
+
+
+def test_every_listener_hears_every_step_also_a_slow_one(tmp_path: Path, files: RunFiles) -> None:
+    last, padding = 63, "x" * 100_000
+    heard: dict[int, list[int]] = {}
+    ready = threading.Barrier(LISTENERS + 1)
+
+    def listen(gateway: Gateway, number: int, go: threading.Event) -> None:
+        with Stream(gateway.address, "some", receive_buffer=None if go.is_set() else 1 << 16) as stream:
+            next(iter(stream))
+            ready.wait(30)
+            go.wait(30)
+            heard[number] = steps(stream.until("step", step=last))
+
+    with serving(tmp_path) as gateway:
+        now, later = threading.Event(), threading.Event()
+        now.set()
+        threads = [
+            threading.Thread(target=listen, args=(gateway, number, later if number == 0 else now))
+            for number in range(LISTENERS)
+        ]
+        for thread in threads:
+            thread.start()
+        ready.wait(30)
+        # More than the buffers between it and the gateway hold: the slow one is left behind for good.
+        with files.metrics.open("a") as file:
+            for step in range(4, last + 1):
+                file.write(json.dumps({"step": step, "padding": padding}) + "\n")
+                file.flush()
+        for thread in threads[1:]:
+            thread.join(30)
+        assert 0 not in heard
+        later.set()
+        threads[0].join(30)
+    assert heard == {number: list(range(4, last + 1)) for number in range(LISTENERS)}
+
+
+def test_streams_end_with_the_gateway(tmp_path: Path, files: RunFiles) -> None:
+    with serving(tmp_path) as gateway:
+        stream = gateway.stream("some")
+        next(iter(stream))
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 2.0
+    assert [event.kind for event in stream if event.kind != "services"] == []
+
+
+def test_a_wrong_id_and_an_unknown_run_are_refused(tmp_path: Path, files: RunFiles) -> None:
+    with serving(tmp_path) as gateway:
+        answer = gateway.client.get("/runs/some/events", headers={"Last-Event-ID": "7"})
+        assert (answer.status_code, answer.json()["fields"][0]["field"]) == (422, "header.last-event-id")
+        answer = gateway.client.get("/runs/some/events", params={"after": "7"})
+        assert (answer.status_code, answer.json()["fields"][0]["field"]) == (422, "query.after")
+        assert gateway.client.get("/runs/other/events").status_code == 404
+
+
+def test_a_run_whose_files_are_damaged_says_so(tmp_path: Path, files: RunFiles) -> None:
+    with files.metrics.open("a") as file:
+        file.write("broken\n")
+    with serving(tmp_path) as gateway, gateway.stream("some") as stream:
+        first = next(iter(stream))
+        assert "repair the file" in first.data["error"]

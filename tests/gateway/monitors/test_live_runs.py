@@ -1,0 +1,194 @@
+"""What goes on now: progress, processes and buffer of a real run, also when one of them is lost."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.buffer.connection import connect
+from quartet.buffer.rollout_stream import RolloutStream
+from quartet.gateway.monitors.run_monitor import RunMonitor
+from quartet.gateway.readers.run_catalog import RunCatalog
+from quartet.rpc.server import Server
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.control.progress import ProgressBoard, RunState
+from quartet.services.orchestrator.servicer import OrchestratorServicer
+from quartet.types import MODEL_ROLES, Role
+from tests.gateway.live_runs import eventually, live
+from tests.gateway.serving import PATIENCE, Gateway, a_run, serving
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Fleet, Underway
+
+
+@pytest.fixture(scope="module")
+def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Underway, Fleet]]:
+    with live(make, tmp_path_factory.mktemp("live"), "live") as found:
+        found[0].control.pause()
+        yield found
+
+
+@pytest.fixture(scope="module")
+def gateway(going: tuple[Underway, Fleet]) -> Iterator[Gateway]:
+    with serving(going[0].config.run.directory) as found:
+        yield found
+
+
+def test_a_stream_tells_what_the_run_does_as_it_goes_on(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
+    run, _ = going
+    eventually(lambda: run.board.current().phase, lambda phase: phase == "paused")
+    with gateway.stream("live") as stream:
+        first = next(iter(stream))
+        assert (first.kind, first.data["state"], first.data["total_steps"]) == ("progress", "paused", 400)
+        run.control.resume()
+        step = first.data["step"]
+        heard = stream.until("step", step=step + 2)
+        stream.until("progress", state="training")
+        assert [event.data["step"] for event in heard if event.kind == "step"][-2:] == [step + 1, step + 2]
+        run.control.pause()
+        last = stream.until("progress", state="paused")[-1]
+        assert last.data["step"] >= step + 2
+        assert last.identity is None
+    detail = gateway.client.get("/runs/live").json()
+    assert detail["live"]
+    assert detail["progress"]["step"] == last.data["step"]
+
+
+def test_a_lost_service_is_unreachable_until_it_is_back(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
+    _, services = going
+
+    def health() -> dict[str, str]:
+        return {item["role"]: item["health"] for item in gateway.client.get("/runs/live/services").json()}
+
+    def unreachable(data: Any) -> list[str]:
+        return [item["role"] for item in data["services"] if item["health"] == "unreachable"]
+
+    everybody = {*MODEL_ROLES, "orchestrator", "redis"}
+    assert health() == dict.fromkeys(everybody, "serving")
+    with gateway.stream("live") as stream:
+        known = stream.until("services")[-1]
+        assert {item["role"]: item["health"] for item in known.data["services"]} == dict.fromkeys(everybody, "serving")
+        services.lose(Role.REWARD)
+        stream.until("services", lambda data: unreachable(data) == ["reward"])
+        services.start(Role.REWARD)
+        stream.until("services", lambda data: {item["health"] for item in data["services"]} == {"serving"})
+
+
+def test_services_say_what_they_are_and_how_busy(gateway: Gateway) -> None:
+    def actor() -> dict[str, Any]:
+        services = gateway.client.get("/runs/live/services").json()
+        return next(item for item in services if item["role"] == "actor")
+
+    found = eventually(actor, lambda info: info["load"] is not None)
+    assert (found["device"], found["dtype"], found["detail"]) == ("cpu", "float32", "")
+    assert found["parameters"] > 0
+    assert found["policy_version"] >= 1
+    assert found["step"] >= 1
+    assert found["busy_seconds"]["generate"] > 0
+    assert 0 <= found["load"] <= 1
+
+
+def test_the_buffer_shows_what_is_sealed(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
+    run, _ = going
+    eventually(lambda: run.board.current().phase, lambda phase: phase == "paused")
+    url = run.config.buffer.url
+    assert url is not None
+    stream = RolloutStream(connect(url), url, "live")
+    # A run that pauses may have begun its next step's generation: what that has made waits in the stream.
+    found = eventually(
+        lambda: gateway.client.get("/runs/live/buffer").json(), lambda found: found["rollouts"] == stream.depth()
+    )
+    assert found["reachable"]
+    assert found["memory_bytes"] > 0
+    # Until a checkpoint covers it, every committed step's experience is kept.
+    assert found["experience_steps"] == list(range(1, run.board.current().step + 1))
+
+
+def test_the_end_of_a_run_is_told(make: MakeConfig, tmp_path: Path) -> None:
+    with serving(tmp_path) as gateway, live(make, tmp_path, "short", steps=2) as (going, _):
+        with gateway.stream("short") as stream:
+            next(iter(stream))
+            going.finish()
+            RunFiles(going.config.run_directory).services.unlink()
+            last = stream.until("progress", state="finished", step=2)[-1]
+            assert last.data["error"] == ""
+        found = gateway.client.get("/runs/short").json()
+        assert (found["live"], found["state"], found["progress"]) == (False, "finished", None)
+        assert gateway.client.get("/runs/short/services").json() == []
+
+
+def test_a_stalled_orchestrator_keeps_one_caller_waiting_and_not_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quartet.gateway.monitors.run_monitor.TIMEOUT_SECONDS", 1.0)
+    files, orchestrator = a_run(tmp_path, steps=1), Stalling()
+    server = Server([orchestrator], "127.0.0.1:0")
+    files.write_services({Role.ORCHESTRATOR: server.address})
+    known = RunMonitor(RunCatalog(tmp_path))
+    try:
+        assert known.progress("some") is not None
+        monkeypatch.setattr("quartet.gateway.monitors.run_monitor.MAX_AGE_SECONDS", 0.0)
+        orchestrator.asked = 0
+        orchestrator.continues_from.clear()
+        with ThreadPoolExecutor(6) as callers:
+            first = callers.submit(known.progress, "some")
+            assert orchestrator.stalls.wait(PATIENCE)
+            # All that come meanwhile: they hear what was known before.
+            found = list(callers.map(lambda _: known.progress("some"), range(5)))
+            assert {progress.state for progress in found if progress is not None} == {"training"}
+            assert first.result() is not None
+        # And who comes soon after does not ask again.
+        assert known.progress("some").state == "recovering"  # type: ignore[union-attr]
+        assert orchestrator.asked == 1
+    finally:
+        orchestrator.continues_from.set()
+        known.close()
+        server.stop(0.0)
+
+
+class Stalling(OrchestratorServicer):
+    """An orchestrator that answers only while it may."""
+
+    def __init__(self) -> None:
+        board = ProgressBoard("some", 4)
+        board.update(state=RunState.TRAINING, step=1)
+        super().__init__(board, None)  # type: ignore[arg-type]  # Nothing is commanded.
+        self.asked = 0
+        self.continues_from = threading.Event()
+        self.continues_from.set()
+        self.stalls = threading.Event()
+
+    def GetProgress(self, request: Any, context: Any) -> Any:
+        self.asked += 1
+        if not self.continues_from.is_set():
+            self.stalls.set()
+        self.continues_from.wait(PATIENCE)
+        return super().GetProgress(request, context)
+
+
+def test_a_run_whose_processes_were_killed_is_not_live(tmp_path: Path, unused_address: str) -> None:
+    files = a_run(tmp_path, steps=2)
+    files.services.write_text(json.dumps({"actor": unused_address, "orchestrator": unused_address}))
+    with serving(tmp_path) as gateway:
+        found = gateway.client.get("/runs/some").json()
+        assert (found["live"], found["state"], found["step"]) == (False, "idle", 2)
+        services = gateway.client.get("/runs/some/services").json()
+        assert {item["health"] for item in services} == {"unreachable"}
+        assert len(services) == 2
+        # The config names no Redis.
+        assert gateway.client.get("/runs/some/buffer").json()["reachable"] is False
+        assert gateway.client.get("/runs/other/services").status_code == 404
+
+
+@pytest.fixture
+def unused_address() -> Iterator[str]:
+    """An address at which connections are refused, for as long as it is used here."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"

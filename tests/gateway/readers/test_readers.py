@@ -1,0 +1,249 @@
+"""Files are read as they grow, are replaced, or are damaged; what is kept in memory is never another than the file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from quartet.durable_files import write_durably
+from quartet.errors import ConfigError
+from quartet.gateway.readers.jsonl_records import RecordReader
+from quartet.gateway.readers.log_tail import BLOCK_BYTES, MAX_BYTES, last_lines, log_files
+from quartet.gateway.readers.metric_columns import LINES_PER_READ, MetricColumns, MetricsReader
+from quartet.gateway.readers.timeline_reader import TimelineReader
+from quartet.gateway.readers.token_texts import TokenizerCache, token_texts
+from tests.gateway.conftest import write_metrics
+from tests.gateway.serving import a_run
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def line(step: int, **metrics: float | None) -> str:
+    return json.dumps({"step": step, **metrics}) + "\n"
+
+
+def test_columns_take_in_what_was_appended_and_no_line_that_is_not_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    columns = MetricColumns(path)
+    columns.refresh()
+    assert (columns.count(), columns.names()) == (0, [])
+    append(path, line(1, a=1.0) + '{"step": 2, "a"')
+    columns.refresh()
+    assert columns.count() == 1
+    append(path, ": 2.5}\n" + line(3, b=7))
+    columns.refresh()
+    assert columns.count() == 3
+    assert columns.row(2) == {"a": 2.5, "b": None}
+    assert columns.row(3) == {"a": None, "b": 7.0}
+
+
+def test_columns_follow_a_run_that_goes_back_and_another_way(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    columns = MetricColumns(path)
+    for way in range(4):
+        kept = "".join(line(step, a=1.0) for step in range(1, 4))
+        write_durably(path, kept + "".join(line(step, a=10.0 * way + step) for step in range(4, 7 - way)))
+        columns.refresh()
+        assert columns.count() == 6 - way
+        assert [columns.row(step)["a"] for step in range(1, 7 - way)] == [1.0] * 3 + [
+            10.0 * way + step for step in range(4, 7 - way)
+        ]
+    path.unlink()
+    columns.refresh()
+    assert columns.count() == 0
+
+
+def test_a_former_leaders_line_is_no_commit(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append(path, line(1, a=1) + line(2, a=2) + line(2, a=99) + line(3, a=3))
+    columns = MetricColumns(path)
+    columns.refresh()
+    assert [columns.row(step)["a"] for step in (1, 2, 3)] == [1, 2, 3]
+    write_durably(path, line(1, a=1) + line(2, a=2) + line(2, a=99) + line(3, a=4))
+    columns.refresh()
+    assert [columns.row(step)["a"] for step in (1, 2, 3)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("nonsense\n", ":2: not JSON"),
+        ("[" * 100_000 + "\n", ":2: not JSON"),
+        ("[2]\n", ":2: has no step number"),
+        ('{"step": true}\n', ":2: has no step number"),
+        ('{"step": 1e3}\n', ":2: has no step number"),
+        ('{"step": 3}\n', ":2: is not step 2"),
+        ('{"step": 2, "a": "high"}\n', ":2: a is not a number"),
+        ('{"step": 2, "a": [1]}\n', ":2: a is not a number"),
+    ],
+)
+def test_a_damaged_line_is_an_error_each_time_and_none_once_it_is_mended(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append(path, line(1, a=1.0) + text)
+    columns = MetricColumns(path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=problem):
+            columns.refresh()
+    write_durably(path, line(1, a=1.0) + line(2, a=2.0))
+    columns.refresh()
+    assert columns.count() == 2
+
+
+def test_curves_are_what_a_plain_loop_makes_of_the_rows(tmp_path: Path) -> None:
+    steps, path = LINES_PER_READ + 1234, tmp_path / "metrics.jsonl"
+    generator = np.random.default_rng(0)
+    values = generator.normal(size=steps)
+    values[generator.random(steps) < 0.3] = math.nan
+    values[100:250] = math.nan
+    values[7] = math.inf
+    path.write_text("".join(line(step, a=value) for step, value in enumerate(values.tolist(), 1)))
+    columns = MetricColumns(path)
+    columns.refresh()
+    values[7] = math.nan
+    for first, last, points in (
+        (1, steps, 33),
+        (90, 260, 5),
+        (5, 5, 1),
+        (1, 10**9, 10_000),
+        (steps - 10, steps + 10, 3),
+    ):
+        found = columns.curves(["a"], first, last, points)
+        curve = found.curves["a"]
+        top = min(last, steps)
+        assert (found.first, found.last) == (first, top)
+        assert len(curve.steps) <= points
+        begin = first
+        for step, mean, low, high in zip(curve.steps, curve.mean, curve.low, curve.high, strict=True):
+            bucket = [value for value in values[begin - 1 : step] if not math.isnan(value)]
+            assert step - begin < found.bucket
+            if bucket:
+                assert [mean, low, high] == pytest.approx([sum(bucket) / len(bucket), min(bucket), max(bucket)])
+            else:
+                assert all(map(math.isnan, (mean, low, high)))
+            begin = step + 1
+        assert begin == top + 1
+
+
+def test_a_part_of_a_run_that_is_not_there_has_empty_curves(tmp_path: Path) -> None:
+    files = a_run(tmp_path, steps=3)
+    columns = MetricsReader().of(files.metrics)
+    for first, last in ((4, 10), (3, 2)):
+        found = columns.curves(["reward_mean"], first, last, 10)
+        assert (found.first, found.last, found.curves["reward_mean"].steps) == (0, 0, [])
+
+
+def test_the_columns_of_runs_not_asked_for_lately_make_way(tmp_path: Path) -> None:
+    metrics = MetricsReader(max_bytes=60_000)
+    runs = [a_run(tmp_path, f"run-{number}") for number in range(4)]
+    for files in runs:
+        write_metrics(files, 1000)
+    kept = [metrics.of(files.metrics) for files in runs]
+    assert metrics.of(runs[3].metrics) is kept[3]
+    assert metrics.of(runs[0].metrics) is not kept[0]
+    assert metrics.of(runs[0].metrics).count() == 1000
+
+
+def test_records_are_read_again_when_their_file_changes(tmp_path: Path) -> None:
+    records, path = RecordReader(), tmp_path / "alerts.jsonl"
+    assert records.of(path) == []
+    append(path, '{"a": 1}\n{"a"')
+    assert records.of(path) == [{"a": 1}]
+    assert records.of(path) is records.of(path)
+    append(path, ": 2}\n")
+    assert records.of(path) == [{"a": 1}, {"a": 2}]
+    append(path, "null\n")
+    with pytest.raises(ConfigError, match=r"alerts.jsonl:3: not a JSON object"):
+        records.of(path)
+
+
+def test_of_a_step_taken_twice_the_last_timeline_counts_and_fragments_do_not(tmp_path: Path) -> None:
+    timelines, path = TimelineReader(), tmp_path / "timeline.jsonl"
+    assert timelines.step(path, 1) is None
+    append(path, line(1, seconds=1.0) + line(2, seconds=1.0) + '{"step": 3, "sec\n' + line(2, seconds=2.0))
+    assert timelines.step(path, 2) == {"step": 2, "seconds": 2.0}
+    assert timelines.step(path, 3) is None
+    append(path, line(3, seconds=3.0))
+    assert timelines.step(path, 3) == {"step": 3, "seconds": 3.0}
+    write_durably(path, line(1, seconds=9.0))
+    assert timelines.step(path, 1) == {"step": 1, "seconds": 9.0}
+    assert timelines.step(path, 2) is None
+
+
+@pytest.mark.parametrize("ending", ["\n", ""])
+@pytest.mark.parametrize("width", [1, 80, BLOCK_BYTES])
+def test_the_last_lines_of_a_log_are_its_last_lines(tmp_path: Path, ending: str, width: int) -> None:
+    path = tmp_path / "actor.log"
+    whole = [f"{number} " + "x" * (width % 19_000) for number in range(30)]
+    path.write_text("\n".join(whole) + ending)
+    for count in (1, 7, 29, 30, 31):
+        assert last_lines(path, count) == (whole[-count:], count < 30)
+
+
+def test_logs_with_lines_without_end_and_bytes_that_are_no_text_are_read_in_bounds(tmp_path: Path) -> None:
+    path = tmp_path / "actor.log"
+    path.write_bytes(b"x" * (MAX_BYTES + BLOCK_BYTES) + b"\n\xff\xfe end\r\n")
+    lines, truncated = last_lines(path, 1)
+    assert (lines, truncated) == (["�� end"], True)
+    lines, truncated = last_lines(path, 5)
+    assert (lines, truncated) == (["�� end"], True)
+    path.write_bytes(b"")
+    assert last_lines(path, 5) == ([], False)
+
+
+def test_a_link_among_the_logs_is_no_log(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("no")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "link.log").symlink_to(secret)
+    (logs / "folder.log").mkdir()
+    (logs / "actor.log").write_text("yes")
+    assert list(log_files(logs)) == ["actor"]
+
+
+def byte_level(tmp_path: Path) -> Tokenizer:
+    """A tokenizer with a token for each byte, as the ends of byte-level BPE are."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tokenizer
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve 日本 🙂!", " leading", "", "ends <eos>"])
+def test_the_texts_of_tokens_join_to_the_whole_text(tmp_path: Path, text: str) -> None:
+    byte_level(tmp_path)
+    tokenizer = TokenizerCache().of(tmp_path)
+    assert tokenizer is not None
+    ids = tokenizer.encode(text).ids
+    texts = token_texts(tokenizer, ids)
+    assert len(texts) == len(ids)
+    assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=False) == text
+    if text.startswith("na"):
+        assert texts[2:4] == ["", "ï"]
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(tmp_path: Path) -> None:
+    tokenizer = byte_level(tmp_path)
+    ids = tokenizer.encode("a🙂").ids[:-1]
+    assert "".join(token_texts(tokenizer, ids)) == tokenizer.decode(ids) != "a"
+
+
+def test_without_a_tokenizer_tokens_are_shown_by_their_ids(tmp_path: Path) -> None:
+    assert TokenizerCache().of(tmp_path) is None
+    assert token_texts(None, [5, 12]) == ["⟨5⟩", "⟨12⟩"]
+    assert token_texts(byte_level(tmp_path), [5, 10**6]) == ["⟨5⟩", "⟨1000000⟩"]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert TokenizerCache().of(tmp_path) is None

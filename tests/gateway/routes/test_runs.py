@@ -1,0 +1,222 @@
+"""Runs and what they leave: settings, steps, evaluations, checkpoints, guards, logs, each against the files themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from quartet.run_directory.checkpoints import checkpoint_folders, read_checkpoint
+from quartet.run_directory.run_files import RunFiles
+from tests.gateway.conftest import STEPS, lines_of, write_metrics
+from tests.gateway.serving import TOKEN, Gateway, a_run, config_of, serving
+from tests.training.runs import Run
+
+
+def test_a_run_that_has_ended_is_shown_whole(shown: Gateway, ended: Run) -> None:
+    found = shown.client.get("/runs/whole").json()
+    last = ended.metrics[-1]
+    assert (found["state"], found["live"], found["step"], found["total_steps"]) == ("finished", False, STEPS, STEPS)
+    assert (found["reward_mean"], found["kl_mean"]) == (last["reward_mean"], last["kl_mean"])
+    assert (found["estimator"], found["has_critic"], found["kl_target"], found["progress"]) == ("gae", True, None, None)
+    assert (found["alerts"], found["failed_trajectories"]) == (2, 2)
+    assert found["evaluations"] == len(lines_of(ended.files.evaluation_summaries))
+    assert found["checkpoints"] == len(checkpoint_folders(ended.files)) > 0
+    assert set(found["metric_names"]) == set(last) - {"step"}
+    listed = shown.client.get("/runs").json()
+    assert listed["items"] == [{name: found[name] for name in listed["items"][0]}]
+
+
+def test_runs_are_listed_by_name_in_pages_and_by_state(tmp_path: Path) -> None:
+    names = [f"run-{number}" for number in range(5)]
+    for name in names:
+        a_run(tmp_path, name, steps=4 if name == "run-3" else 1)
+    RunFiles(tmp_path / "run-3").policy.mkdir()
+    (tmp_path / "no-run").mkdir()
+    (tmp_path / "file").write_text("")
+    with serving(tmp_path) as gateway:
+        found, cursor = [], None
+        while True:
+            page = gateway.client.get("/runs", params={"limit": 2} | ({"cursor": cursor} if cursor else {})).json()
+            found += [item["name"] for item in page["items"]]
+            if (cursor := page["next"]) is None:
+                break
+        assert found == names
+        finished = gateway.client.get("/runs?state=finished").json()["items"]
+        assert [item["name"] for item in finished] == ["run-3"]
+        assert len(gateway.client.get("/runs?state=idle").json()["items"]) == 4
+
+
+def test_a_run_elsewhere_is_not_shown_by_way_of_a_link(tmp_path: Path) -> None:
+    a_run(tmp_path / "elsewhere", "secret", steps=1)
+    runs = tmp_path / "runs"
+    a_run(runs, "own", steps=1)
+    (runs / "link").symlink_to(tmp_path / "elsewhere" / "secret")
+    with serving(runs) as gateway:
+        assert [item["name"] for item in gateway.client.get("/runs").json()["items"]] == ["own"]
+        assert gateway.client.get("/runs/link").status_code == 404
+
+
+def test_a_folder_that_is_not_there_has_no_runs(tmp_path: Path) -> None:
+    with serving(tmp_path / "none") as gateway:
+        assert gateway.client.get("/runs").json() == {"items": [], "total": 0, "next": None}
+
+
+def test_settings_are_shown_as_resolved_without_passwords(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "some", buffer={"url": "redis://user:hunter2@127.0.0.1:6379/0"})
+    files = RunFiles(config.run_directory)
+    # A run's own file has no password either; one that was written by hand may.
+    files.write_config(config.to_yaml().replace("***", "hunter2"))
+    with serving(tmp_path) as gateway:
+        found = gateway.client.get("/runs/some/config")
+        assert "hunter2" not in found.text
+        assert found.json()["config"]["buffer"]["url"] == "redis://user:***@127.0.0.1:6379/0"
+        assert yaml.safe_load(found.json()["yaml"]) == found.json()["config"]
+        files.write_config(config_of(tmp_path, "some", algorithm={"kl_coefficient": 0.7}).to_yaml())
+        assert gateway.client.get("/runs/some/config").json()["config"]["algorithm"]["kl_coefficient"] == 0.7
+
+
+def test_steps_come_newest_first_with_what_was_set_aside(shown: Gateway, ended: Run) -> None:
+    page = shown.client.get("/runs/whole/steps?limit=2").json()
+    assert [item["step"] for item in page["items"]] == [3, 2]
+    assert [item["failed_trajectories"] for item in page["items"]] == [0, 2]
+    assert page["total"] == STEPS
+    last = shown.client.get("/runs/whole/steps", params={"limit": 2, "cursor": page["next"]}).json()
+    assert [item["step"] for item in last["items"]] == [1]
+    assert last["next"] is None
+    for item in (*page["items"], *last["items"]):
+        row = ended.metrics[item["step"] - 1]
+        assert {name: item[name] for name in item if name != "failed_trajectories"} == {
+            name: row[name] for name in item if name != "failed_trajectories"
+        }
+    bounded = shown.client.get("/runs/whole/steps?first=2&last=2").json()
+    assert ([item["step"] for item in bounded["items"]], bounded["total"]) == ([2], 1)
+
+
+def test_a_step_is_shown_with_who_worked_when(shown: Gateway, ended: Run) -> None:
+    lines = {line["step"]: line for line in lines_of(ended.files.timeline)}
+    for step in range(1, STEPS + 1):
+        found = shown.client.get(f"/runs/whole/steps/{step}").json()
+        row = ended.metrics[step - 1]
+        assert {name: found["metrics"].get(name) for name in row if name != "step"} == {
+            name: value for name, value in row.items() if name != "step"
+        }
+        assert found["has_tokens"]
+        assert found["started"] == lines[step]["started"]
+        spans = found["spans"]
+        assert spans == sorted(lines[step]["spans"], key=lambda span: (span["service"], span["start"], span["end"]))  # type: ignore[call-overload, index]
+        assert {"actor", "critic", "reward", "reference"} <= {span["service"] for span in spans}
+
+
+def test_evaluations_are_listed_and_shown_answer_by_answer(shown: Gateway, ended: Run) -> None:
+    summaries = lines_of(ended.files.evaluation_summaries)
+    found = shown.client.get("/runs/whole/evaluations").json()
+    assert [{"step": item["step"], **item["metrics"]} for item in found["items"]] == summaries
+    for summary in summaries:
+        step = summary["step"]
+        rows = lines_of(ended.files.evaluations / f"step-{step:06d}.jsonl")
+        shown_rows, cursor = [], None
+        while True:
+            page = shown.client.get(
+                f"/runs/whole/evaluations/{step}", params={"limit": 2} | ({"cursor": cursor} if cursor else {})
+            ).json()
+            shown_rows += [item["values"] for item in page["items"]]
+            if (cursor := page["next"]) is None:
+                break
+        assert shown_rows == rows
+        assert page["total"] == len(rows) == 3
+
+
+def test_checkpoints_are_listed_with_what_is_wrong_with_them(tmp_path: Path, ended: Run) -> None:
+    import shutil
+
+    shutil.copytree(ended.files.root, tmp_path / "whole", symlinks=True)
+    files = RunFiles(tmp_path / "whole")
+    folder = checkpoint_folders(files)[-1]
+    (files.checkpoints / "best").symlink_to(folder.name)
+    checkpoint = read_checkpoint(folder)
+    with serving(tmp_path) as gateway:
+
+        def listed() -> dict[str, object]:
+            newest: dict[str, object] = gateway.client.get("/runs/whole/checkpoints").json()["items"][0]
+            return newest
+
+        found = listed()
+        assert (found["step"], found["name"], found["bytes"], found["problem"]) == (
+            checkpoint.step,
+            "best",
+            checkpoint.bytes,
+            None,
+        )
+        name = next(iter(checkpoint.files))
+        with (folder / name).open("ab") as file:
+            file.write(b"x")
+        assert "expected" in str(listed()["problem"])
+        (folder / name).unlink()
+        assert listed()["problem"] == f"{name} is missing"
+        (folder / "manifest.json").write_text("{}")
+        assert "manifest.json" in str(listed()["problem"])
+
+
+def test_guards_are_shown_with_what_they_found_newest_first(shown: Gateway, ended: Run) -> None:
+    found = shown.client.get("/runs/whole/guards").json()
+    assert [alert["guard"] for alert in found["alerts"]] == ["repetition", "kl_runaway"]
+    assert found["alerts"][1]["remedy"] == "lower the learning rate"
+    assert found["settings"]["kl_runaway"]["action"] == "warn"
+    aside = shown.client.get("/runs/whole/failed-trajectories?limit=1").json()
+    assert (aside["items"][0]["id"], aside["total"]) == ("whole/2/0/1", 2)
+    rest = shown.client.get("/runs/whole/failed-trajectories", params={"limit": 1, "cursor": aside["next"]}).json()
+    assert (rest["items"][0]["id"], rest["next"]) == ("whole/2/0/0", None)
+
+
+def test_logs_are_shown_from_their_ends(shown: Gateway) -> None:
+    found = {log["name"]: log["bytes"] for log in shown.client.get("/runs/whole/logs").json()}
+    assert found["actor"] > 5000
+    tail = shown.client.get("/runs/whole/logs/actor?lines=2").json()
+    assert tail == {"name": "actor", "lines": ["line 998", "line 999"], "truncated": True}
+
+
+def test_the_document_of_the_api_is_whole(shown: Gateway) -> None:
+    document = shown.client.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            where = f"{method} {path}"
+            assert operation["summary"], where
+            assert operation["description"], where
+            assert operation["security"], where
+            assert operation["tags"], where
+            for status in ("401", "403", "422", "429"):
+                (media,) = operation["responses"][status]["content"].items()
+                assert media == ("application/problem+json", {"schema": {"$ref": "#/components/schemas/Problem"}}), (
+                    where
+                )
+    text = json.dumps(document)
+    assert "HTTPValidationError" not in text
+    for name in schemas:
+        assert f"#/components/schemas/{name}" in text or name == "Problem"
+
+
+def test_a_run_is_shown_while_it_grows(tmp_path: Path) -> None:
+    files = a_run(tmp_path)
+    with serving(tmp_path) as gateway:
+        assert gateway.client.get("/runs/some").json()["step"] == 0
+        write_metrics(files, 3)
+        assert gateway.client.get("/runs/some").json()["step"] == 3
+
+
+@pytest.mark.parametrize("path", ["/", "/static/plotly.min.js"])
+def test_the_dashboards_files_are_asked_about_and_not_sent_again(shown: Gateway, path: str) -> None:
+    url = f"http://{shown.address}{path}"
+    first = shown.client.get(url, headers={"authorization": "", "accept-encoding": "gzip"})
+    assert first.status_code == 200
+    assert first.headers["content-encoding"] == "gzip"
+    plain = shown.client.get(url, headers={"accept-encoding": "identity"})
+    assert "content-encoding" not in plain.headers
+    assert plain.content == first.content
+    assert plain.headers["etag"] != first.headers["etag"]
+    again = shown.client.get(url, headers={"accept-encoding": "gzip", "if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert TOKEN not in first.text

@@ -1,0 +1,235 @@
+"""Trajectories are found by what they are like, in pages that neither repeat nor miss one, and shown token by token."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+from quartet.gateway.routes.trajectories import DEFAULT_STEPS, MAX_STEPS
+from quartet.run_directory.run_files import RunFiles
+from tests.gateway.conftest import STEPS, write_metrics
+from tests.gateway.serving import Gateway, a_run, serving
+from tests.training.runs import Run
+
+PROMPTS = 5
+SAMPLES = 2
+
+
+def rows_of(step: int) -> list[dict[str, Any]]:
+    """A step's trajectories. Figures are few, so that many are equal."""
+    generator = random.Random(step)
+    return [
+        {
+            "id": f"some/{step}/{prompt}/{sample}",
+            "policy_version": step - 1,
+            "prompt": f"Prompt {prompt}",
+            "response": f"says {generator.choice(['Ja', 'nein', 'ÄPFEL'])}",
+            "score": generator.choice([-1.5, 0.0, 0.5, 2.0]),
+            "kl": generator.choice([0.0, 3.25, 10.0]),
+            "response_tokens": generator.randint(1, 4),
+            "finished": generator.random() < 0.5,
+        }
+        for prompt in range(PROMPTS)
+        for sample in range(SAMPLES)
+    ]
+
+
+def with_trajectories(folder: Path, steps: int) -> tuple[RunFiles, list[dict[str, Any]]]:
+    """A run that has taken so many steps, and all its trajectories."""
+    files = a_run(folder)
+    write_metrics(files, steps)
+    files.trajectories.mkdir()
+    found = []
+    # A step that is not committed yet has its trajectories on the disk already.
+    for step in range(1, steps + 2):
+        rows = rows_of(step)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (files.trajectories / f"step-{step:06d}.jsonl").write_text(text, encoding="utf-8")
+        found += [{**row, "step": step} for row in rows if step <= steps]
+    return files, found
+
+
+def pages(gateway: Gateway, limit: int = 7, **query: Any) -> list[str]:
+    """The ids of all pages."""
+    found, cursor = [], None
+    while True:
+        response = gateway.client.get(
+            "/runs/some/trajectories", params={**query, "limit": limit} | ({"cursor": cursor} if cursor else {})
+        )
+        assert response.status_code == 200, response.text
+        page = response.json()
+        found += [item["id"] for item in page["items"]]
+        cursor = page["next"]
+        assert len(page["items"]) == limit or cursor is None
+        if cursor is None:
+            assert page["total"] == len(found)
+            return found
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, list[dict[str, Any]]]]:
+    """A gateway over a run of 7 steps, and all trajectories of it."""
+    folder = tmp_path_factory.mktemp("many")
+    _, rows = with_trajectories(folder, 7)
+    with serving(folder) as gateway:
+        yield gateway, rows
+
+
+def place(row: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(int(part) for part in row["id"].split("/")[1:])
+
+
+@pytest.mark.parametrize("sort", ["id", "score", "-score", "kl", "-kl", "response_tokens", "-response_tokens"])
+def test_pages_hold_each_trajectory_once_in_order(many: tuple[Gateway, list[dict[str, Any]]], sort: str) -> None:
+    gateway, rows = many
+    name, sign = sort.removeprefix("-"), -1 if sort.startswith("-") else 1
+    expected = sorted(rows, key=lambda row: (sign * row[name] if name != "id" else 0, place(row)))
+    assert pages(gateway, sort=sort) == [row["id"] for row in expected]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"min_score": 0.0, "max_score": 0.5},
+        {"min_kl": 3.25, "finished": True},
+        {"max_kl": 3.25, "finished": False},
+        {"min_response_tokens": 2, "max_response_tokens": 3},
+        {"step": 2},
+        {"step": 7},
+        {"step": 8},
+        {"first_step": 2, "last_step": 4},
+        {"last_step": 3},
+        {"first_step": 5},
+        {"text": "äpfel"},
+        {"text": "prompt 3", "min_score": 0.0},
+        {"text": "nowhere"},
+    ],
+)
+def test_filters_leave_what_meets_all_of_them(
+    many: tuple[Gateway, list[dict[str, Any]]], query: dict[str, Any]
+) -> None:
+    gateway, rows = many
+
+    def wanted(row: dict[str, Any]) -> bool:
+        text = query.get("text", "").casefold()
+        return (
+            all(query.get(f"min_{name}", row[name]) <= row[name] for name in ("score", "kl", "response_tokens"))
+            and all(row[name] <= query.get(f"max_{name}", row[name]) for name in ("score", "kl", "response_tokens"))
+            and query.get("finished", row["finished"]) == row["finished"]
+            and query.get("step", row["step"]) == row["step"]
+            and query.get("first_step", 1) <= row["step"] <= query.get("last_step", 7)
+            and (text in row["prompt"].casefold() or text in row["response"].casefold())
+        )
+
+    expected = [row["id"] for row in rows if wanted(row)]
+    assert expected or query.get("text") == "nowhere" or query.get("step") == 8
+    assert pages(gateway, **query) == expected
+
+
+def test_without_steps_only_the_newest_are_looked_at_and_pages_stay_with_them(tmp_path: Path) -> None:
+    files, _ = with_trajectories(tmp_path, DEFAULT_STEPS + 3)
+    first, size = 4, PROMPTS * SAMPLES
+    with serving(tmp_path) as gateway:
+        page = gateway.client.get("/runs/some/trajectories?limit=1").json()
+        assert (page["items"][0]["step"], page["total"]) == (first, DEFAULT_STEPS * size)
+        # Meanwhile another step is committed: the next page is of the same steps as the first one.
+        with files.metrics.open("a") as file:
+            file.write(json.dumps({"step": DEFAULT_STEPS + 4}) + "\n")
+        after = gateway.client.get(f"/runs/some/trajectories?limit=1&cursor={page['next']}").json()
+        assert (after["items"][0]["id"], after["total"]) == (f"some/{first}/0/1", DEFAULT_STEPS * size)
+        assert gateway.client.get("/runs/some/trajectories?limit=1").json()["items"][0]["step"] == first + 1
+
+
+def test_a_cursor_is_of_its_question_only(tmp_path: Path) -> None:
+    with_trajectories(tmp_path, 2)
+    with serving(tmp_path) as gateway:
+        cursor = gateway.client.get("/runs/some/trajectories?limit=1&sort=-kl").json()["next"]
+        for query in ("sort=kl", "sort=-kl&min_kl=1", "sort=-kl&step=1"):
+            response = gateway.client.get(f"/runs/some/trajectories?{query}&cursor={cursor}")
+            assert response.status_code == 422
+            assert response.json()["fields"][0]["field"] == "query.cursor"
+        for broken in (cursor[:-3], cursor[::-1], "W10", "bnVsbA", "é"):
+            response = gateway.client.get("/runs/some/trajectories", params={"sort": "-kl", "cursor": broken})
+            assert response.status_code == 422
+
+
+def test_too_many_steps_at_once_are_refused(tmp_path: Path) -> None:
+    write_metrics(a_run(tmp_path), MAX_STEPS + 1)
+    with serving(tmp_path) as gateway:
+        response = gateway.client.get("/runs/some/trajectories?first_step=1")
+        assert response.status_code == 422
+        assert f"at most {MAX_STEPS}" in response.json()["detail"]
+        assert gateway.client.get("/runs/some/trajectories?first_step=2").json()["items"] == []
+
+
+@pytest.mark.parametrize("line", ['{"id": "x"}', "[]", '{"id": "some/1/0/0", "prompt": 1}'])
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    files, _ = with_trajectories(tmp_path, 1)
+    with (files.trajectories / "step-000001.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with serving(tmp_path) as gateway:
+        response = gateway.client.get("/runs/some/trajectories")
+        assert response.status_code == 409
+        assert f"step-000001.jsonl:{PROMPTS * SAMPLES + 1}" in response.json()["detail"]
+
+
+def test_each_token_of_a_real_run_is_shown_with_what_was_kept_of_it(shown: Gateway, ended: Run) -> None:
+    tokenizer = Tokenizer.from_file(str(ended.files.tokenizer / "tokenizer.json"))
+    for step in range(1, STEPS + 1):
+        arrays = load_file(ended.files.tokens / f"step-{step:06d}.safetensors")
+        start = 0
+        for row in ended.trajectories(step):
+            found = shown.client.get(f"/runs/whole/trajectories/{row['id'].split('/', 1)[1]}").json()
+            end = start + row["response_tokens"]
+            assert [found[name] for name in ("id", "step", "score", "kl", "response")] == [
+                row["id"],
+                step,
+                row["score"],
+                row["kl"],
+                row["response"],
+            ]
+            assert found["kl_coefficient"] == ended.metrics[step - 1]["kl_coefficient"]
+            assert "".join(token["text"] for token in found["prompt_tokens"]) == row["prompt"]
+            ids = [token["id"] for token in found["tokens"]]
+            assert ids == arrays["response_ids"][start:end].tolist()
+            assert "".join(token["text"] for token in found["tokens"]) == tokenizer.decode(
+                ids, skip_special_tokens=False
+            )
+            for field, array in (
+                ("log_prob", "log_probs"),
+                ("reference_log_prob", "reference_log_probs"),
+                ("kl", "kl"),
+                ("value", "values"),
+                ("advantage", "advantages"),
+                ("return", "returns"),
+            ):
+                assert [token[field] for token in found["tokens"]] == pytest.approx(arrays[array][start:end].tolist())
+            assert sum(token["kl"] for token in found["tokens"]) == pytest.approx(row["kl"], abs=1e-4)
+            start = end
+
+
+def test_neighbours_lead_through_the_whole_step_by_score(shown: Gateway, ended: Run) -> None:
+    rows = sorted(ended.trajectories(2), key=lambda row: row["score"])
+    here: str | None = rows[0]["id"]
+    walked = []
+    while here is not None:
+        found = shown.client.get(f"/runs/whole/trajectories/{here.split('/', 1)[1]}").json()
+        assert found["lower"] == (walked[-1] if walked else None)
+        walked.append(here)
+        here = found["higher"]
+    assert walked == [row["id"] for row in rows]
+
+
+def test_without_tokens_the_text_is_shown_alone(tmp_path: Path) -> None:
+    with_trajectories(tmp_path, 1)
+    with serving(tmp_path) as gateway:
+        found = gateway.client.get("/runs/some/trajectories/1/2/1").json()
+        assert (found["prompt"], found["tokens"], found["prompt_tokens"]) == ("Prompt 2", [], [])
+        assert gateway.client.get("/runs/some/trajectories/2/2/1").status_code == 404

@@ -1,0 +1,180 @@
+"""Schemathesis over the OpenAPI document: whatever is sent, the answer is one that the document has, and no server error.
+
+A handful of requests for each method here; ``make fuzz-api`` sends hundreds, ten thousand in all, to a gateway's process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+import schemathesis
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from quartet.gateway.__main__ import OPERATOR_TOKEN_VARIABLE
+from tests.fuzz.watching import Look, look
+from tests.gateway.live_runs import eventually, live
+from tests.gateway.serving import TOKEN, Gateway, serving
+from tests.gateway.test_process import Process
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run
+
+EXAMPLES = int(os.environ.get("QUARTET_FUZZ_EXAMPLES", "2"))
+"""Requests for each method."""
+ENOUGH = 10_000
+"""Requests that the whole is, at least."""
+PATIENCE = 2.0
+"""Seconds in which the process answers whether it lives, whatever else is asked."""
+MORE_MEMORY = 30.0
+"""MiB by which it may grow after the first requests of each kind: what its caches of runs and allocators come to. A leak of a
+request's bytes, two kilobytes with its headers, would be 20 MiB of 10,000 by itself."""
+MORE_FILES = 2
+"""Open files: whoever connects at the moment."""
+MORE_THREADS = 8
+"""Threads: its pools start one only when all of theirs are busy."""
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+ENDLESS = "/api/v1/runs/{run}/events"
+OF_A_LIVE_RUN = {
+    "/api/v1/runs/{run}" + path
+    for path in ("", "/pause", "/resume", "/checkpoint", "/rollback", "/settings", "/services", "/buffer", "/audit")
+}
+
+
+def test_whatever_is_sent_the_answer_is_one_that_the_document_has(shown: Gateway) -> None:
+    answered = send_what_the_document_allows(shown.address, "whole", lambda path: path != ENDLESS)
+    assert len({path for path, _ in answered}) > 20
+    statuses = [status for _, status in answered]
+    assert statuses.count(200) >= 15
+    assert set(statuses) - {200, 202} <= {400, 401, 403, 404, 405, 409, 422, 429}
+    assert shown.client.get("/runs/whole").status_code == 200
+
+
+def test_whatever_is_commanded_of_a_run_that_goes_on_too(make: MakeConfig, tmp_path: Path) -> None:
+    with live(make, tmp_path, "going", steps=100_000) as (going, _), serving(tmp_path) as gateway:
+        going.control.pause()
+        eventually(going.board.current, lambda progress: progress.state == "paused")
+        answered = send_what_the_document_allows(gateway.address, "going", lambda path: path in OF_A_LIVE_RUN)
+        assert {path for path, _ in answered} == OF_A_LIVE_RUN
+        assert {status for _, status in answered} <= {200, 202, 404, 405, 422}
+        for command in ("pause", "resume", "checkpoint"):
+            assert (f"/api/v1/runs/{{run}}/{command}", 202) in answered
+        assert gateway.client.get("/runs/going").json()["live"]
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_leave_the_process_as_it_was(ended: Run, make: MakeConfig, tmp_path: Path) -> None:
+    examples = max(EXAMPLES, 350)
+    shutil.copytree(ended.files.root, tmp_path / "whole")
+    with live(make, tmp_path, "going", steps=100_000) as (going, _), process(tmp_path) as (address, pid):
+        going.control.pause()
+        eventually(going.board.current, lambda progress: progress.state == "paused")
+
+        def send(examples: int) -> list[tuple[str, int]]:
+            wholes = send_what_the_document_allows(address, "whole", lambda path: path != ENDLESS, examples)
+            return wholes + send_what_the_document_allows(
+                address, "going", lambda path: path in OF_A_LIVE_RUN, examples
+            )
+
+        send(max(1, examples // 5))
+        before = look(pid, 0)
+        with answering(address) as late:
+            answered = send(examples)
+        after = look(pid, len(answered))
+    counts = Counter(status for _, status in answered)
+    print(f"{len(answered)} requests, by status {dict(counts)}; before {before}, after {after}")
+    assert len(answered) >= ENOUGH
+    assert late == []
+    assert all(status < 500 or status == 503 for status in counts)
+    assert isinstance(before, Look)
+    assert isinstance(after, Look), "the gateway's process has ended"
+    assert after.memory - before.memory < MORE_MEMORY
+    assert after.files - before.files <= MORE_FILES
+    assert after.threads <= before.threads + MORE_THREADS
+
+
+@contextmanager
+def process(folder: Path) -> Iterator[tuple[str, int]]:
+    """A gateway as a process of its own: its address and its process id."""
+    tree = yaml.safe_load((folder / "whole" / "config.yaml").read_text())
+    tree["run"]["directory"] = str(folder)
+    tree["gateway"] = {"start_runs": False, "max_requests_per_second": 100_000}
+    config = folder / "gateway.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    with (folder / "gateway.log").open("wb") as log:
+        gateway = Process("--config", str(config), output=log, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
+        try:
+            yield gateway.says()["address"], gateway.process.pid
+        finally:
+            gateway.close()
+
+
+@contextmanager
+def answering(address: str) -> Iterator[list[str]]:
+    """Asks every second, beside everything else, whether the gateway lives; gives what it did not answer in time."""
+    late: list[str] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.wait(1.0):
+            begun = time.monotonic()
+            try:
+                status = httpx2.get(f"http://{address}/healthz", timeout=PATIENCE).status_code
+            except httpx2.HTTPError as error:
+                late.append(repr(error))
+                continue
+            if status != 200 or time.monotonic() - begun > PATIENCE:
+                late.append(f"{status} after {time.monotonic() - begun:.1f} s")
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    try:
+        yield late
+    finally:
+        done.set()
+        thread.join()
+
+
+def send_what_the_document_allows(
+    address: str, run: str, wanted: Callable[[str], bool], examples: int = EXAMPLES
+) -> list[tuple[str, int]]:
+    """Requests of every method of the wanted paths, most of them for ``run``; of each its path and its answer's status."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    document = httpx2.get(f"http://{address}/api/v1/openapi.json", headers=headers).json()
+    schema = schemathesis.openapi.from_dict(document)
+    answered: list[tuple[str, int]] = []
+    for operation in (found.ok() for found in schema.get_all_operations()):
+        if not wanted(operation.path):
+            continue
+
+        @settings(
+            max_examples=examples,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.explicit, Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        def send(case: schemathesis.Case) -> None:
+            # The run that there is, in most requests: another name never gets far.
+            if case.path_parameters and "run" in case.path_parameters and len(case.path_parameters["run"]) % 3:
+                case.path_parameters["run"] = run
+            answer = case.call_and_validate(base_url=f"http://{address}", headers=headers, checks=CHECKS, timeout=20)
+            answered.append((case.operation.path, answer.status_code))
+
+        given(operation.as_strategy())(send)()
+    return answered
