@@ -156,7 +156,7 @@ def _busy_with_saves(files: RunFiles) -> dict[Role, float]:
 
 def logged_seconds(log: str) -> list[dict[str, float]]:
     """What the orchestrator says of each step that it has committed, by name."""
-    lines = [line for line in log.splitlines() if "event='committed'" in line]
+    lines = [line for line in log.splitlines() if "event='step committed'" in line]
     return [
         {name: float(value) for name, value in re.findall(r"\b(step|seconds\w*)=([-+.e\d]+)", line)} for line in lines
     ]
@@ -171,7 +171,7 @@ def cost_of(steps: Sequence[dict[str, float]], held: dict[Role, float], measured
     typical = statistics.median(step["seconds"] for step in others)
     return Cost(
         step=typical,
-        parts={name: statistics.median(step.get(f"seconds_{name}", 0.0) for step in warm) for name in IN_EACH_STEP},
+        parts={name: statistics.median(step.get(f"{name}_seconds", 0.0) for step in warm) for name in IN_EACH_STEP},
         copies=max(held.values()),
         waits=statistics.fmean(step.get("checkpoint_seconds", 0.0) for step in after),
         slower=max(0.0, statistics.fmean(step["seconds"] for step in after) - typical),

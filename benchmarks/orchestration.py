@@ -36,8 +36,8 @@ from quartet.errors import QuartetError
 from quartet.random_streams import prompt_order
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.services.orchestrator.control.run_control import Control
-from quartet.services.orchestrator.run import Training
+from quartet.services.orchestrator.control.run_control import RunControl
+from quartet.services.orchestrator.run import TrainingRun
 from quartet.telemetry.logs import configure_logs
 from quartet.types import Alert, Role
 
@@ -187,10 +187,11 @@ def measure(case: Case, steps: int, folder: Path) -> Result:
             role: stack.enter_context(replicas(role, count, case.times, server.url)) for role, count in counts.items()
         }
         config = addressed(_config(case, steps, root, server.url), addresses)
-        RunFiles(config.run_directory).write_config(config.to_yaml())
+        files = RunFiles(config.run_directory)
+        files.write_config(config.to_yaml())
         board, clock = ProgressBoard(config.run.name, steps), Clock()
         board.observer = clock
-        Training(config, server.url, board, Control(), clock.look).run()
+        TrainingRun(config, server.url, board, RunControl(files, persist=False), clock.look).run()
     shutil.rmtree(root)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pairs = zip(clock.times, clock.times[1:], strict=False)

@@ -133,7 +133,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: ReadyNotif
     with ExitStack() as stack:
         if roles == [Role.ORCHESTRATOR]:
             # Without a launcher nobody has prepared the run's directory, and nobody tells where its processes are.
-            from quartet.services.orchestrator.standalone import acquire_run_directory
+            from quartet.services.orchestrator.leadership import acquire_run_directory
 
             tell = stack.enter_context(acquire_run_directory(config)) if options.ready_fd is None else None
             hosted, background = _orchestrator(config, endings, status, failures, announcer, observation, credentials)
@@ -213,18 +213,17 @@ def _orchestrator(
     from quartet.models.torch_threads import set_up_torch
     from quartet.run_directory.run_files import RunFiles
     from quartet.services.orchestrator.control.progress import ProgressBoard
-    from quartet.services.orchestrator.control.run_control import Control
-    from quartet.services.orchestrator.run import Training
+    from quartet.services.orchestrator.control.run_control import RunControl
+    from quartet.services.orchestrator.run import TrainingRun, run_training
     from quartet.services.orchestrator.servicer import OrchestratorServicer
-    from quartet.services.orchestrator.telemetry.run_metrics import Depth, RunMetrics
-    from quartet.services.orchestrator.thread import train
+    from quartet.services.orchestrator.telemetry.run_metrics import BufferDepth, RunMetrics
 
     set_up_torch(1)
     board = ProgressBoard(config.run.name, config.run.steps)
-    control = Control(RunFiles(config.run_directory).asked)
+    control = RunControl(RunFiles(config.run_directory))
     url = required_buffer_url(config, credentials.folder)
-    training = Training(config, url, board, control, _settle, observation.traces, credentials)
-    observation.registry.register(RunMetrics(config, board, Depth(url, config.run.name)))
+    training = TrainingRun(config, url, board, control, _settle, observation.traces, credentials)
+    observation.registry.register(RunMetrics(config, board, BufferDepth(url, config.run.name)))
 
     def finished(code: int) -> None:
         status[0] = code
@@ -236,8 +235,8 @@ def _orchestrator(
             announcer.say(outcome=board.current().state)
         endings.put(END_OF_RUN)
 
-    thread = threading.Thread(target=train, args=(training, board, finished), name="training", daemon=True)
-    return [OrchestratorServicer(board, training.commands, training.close)], thread
+    thread = threading.Thread(target=run_training, args=(training, board, finished), name="training", daemon=True)
+    return [OrchestratorServicer(board, control, training.live_settings, training.close)], thread
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The run: the lead, step after step with what is due between them, and the end."""
+"""A training run: steps in sequence, with evaluations, checkpoints and commands between them, and recovery after failures."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -16,7 +16,7 @@ from quartet.buffer.lease import Lease
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.durable_files import storing
-from quartet.errors import ConfigError, LeadershipConflict, QuartetError
+from quartet.errors import Cancelled, ConfigError, LeadershipConflict, QuartetError
 from quartet.evaluation import stream_name
 from quartet.models.loading import load_tokenizer
 from quartet.rpc.security.credentials import LOCAL, Credentials
@@ -24,36 +24,47 @@ from quartet.run_directory.checkpoints import DamagedCheckpoint, roll_back, whol
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
-from quartet.services.orchestrator.algorithm.updates import Updates
-from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import Saving
-from quartet.services.orchestrator.checkpointing.recovery import RECOVERABLE, Attempts, Recovery
+from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
+from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
+from quartet.services.orchestrator.checkpointing.recovery import TRANSIENT_ERRORS, Recovery, RecoveryAttempts
 from quartet.services.orchestrator.checkpointing.step_committer import StepCommitter
-from quartet.services.orchestrator.control.commands import Commands
-from quartet.services.orchestrator.control.live_settings import Changes
+from quartet.services.orchestrator.control.alerts import AlertHandler
+from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import ProgressBoard, RunState
-from quartet.services.orchestrator.control.run_control import Control
-from quartet.services.orchestrator.leadership import Leadership
-from quartet.services.orchestrator.rollout.evaluation import Evaluator
-from quartet.services.orchestrator.rollout.evaluation_schedule import EvaluationSchedule
+from quartet.services.orchestrator.control.run_control import RunControl
+from quartet.services.orchestrator.leadership import Leadership, acquire_lease
+from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule, Evaluator
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
-from quartet.services.orchestrator.rollout.preparation import Preparation
+from quartet.services.orchestrator.rollout.preparation import StepPreparation
 from quartet.services.orchestrator.rollout.prompts import training_prompts, validation_prompts
-from quartet.services.orchestrator.service_clients import ServiceClients, Statuses
-from quartet.services.orchestrator.service_handshake import ServiceHandshake, identify
+from quartet.services.orchestrator.service_clients import (
+    ServiceClients,
+    ServiceHandshake,
+    ServiceStatuses,
+    load_identity,
+)
 from quartet.services.orchestrator.step import StepTransaction
-from quartet.services.orchestrator.telemetry.run_telemetry import Telemetry
-from quartet.services.orchestrator.telemetry.stopwatch import Stopwatch
-from quartet.telemetry.traces import StepTraces, Traces, Untraced
-from quartet.types import Alert
+from quartet.services.orchestrator.telemetry.run_telemetry import RunTelemetry
+from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
+from quartet.telemetry.traces import Traces
 
 log = structlog.get_logger()
 
 
 class RollbackRequested(Exception):
-    """A user asks for an earlier checkpoint: whoever leads next begins there."""
+    """A user has requested an earlier checkpoint. The next term of leadership starts there."""
 
 
-class Training:
+@dataclass(frozen=True, slots=True)
+class LoadedRun:
+    """The parts of a run that depend on its services: made once all services have responded."""
+
+    identity: Identity
+    evaluations: EvaluationSchedule
+    steps: StepTransaction
+
+
+class TrainingRun:
     """One run from its first step to its saved policy."""
 
     def __init__(
@@ -61,116 +72,117 @@ class Training:
         config: Config,
         url: str,
         board: ProgressBoard,
-        control: Control,
-        prepared: Callable[[], None] = lambda: None,
+        control: RunControl,
+        on_ready: Callable[[], None] = lambda: None,
         traces: Traces | None = None,
         credentials: Credentials = LOCAL,
     ) -> None:
-        """Connects to the buffer at ``url``. ``prepared`` is called once, when everything is loaded and no step is taken.
+        """Connect to the buffer at ``url``. ``on_ready`` is called once, after loading and before the first step.
 
-        ``traces`` take notice of every step and its calls; ``credentials`` are what the services are shown.
-        Raises ConfigError or ServiceUnavailable.
+        ``traces`` export every step and its calls. ``credentials`` authenticate this process to the services. Raises ConfigError
+        or ServiceUnavailable.
         """
-        self._config, self._board, self._control, self._prepared = config, board, control, prepared
+        self._config, self._board, self._control, self._on_ready = config, board, control, on_ready
         self._run = config.run.name
         self._files = RunFiles(config.run_directory)
         self._url, self._redis = url, connect(url)
         self._stream = RolloutStream(self._redis, url, self._run)
         self._experience = ExperienceStore(self._redis, url, self._run)
         self._service_clients = ServiceClients(config, credentials)
-        self._traces: StepTraces = traces or Untraced()
         if traces is not None:
             self._service_clients.observe(traces)
-        self._stopwatch = Stopwatch(self._traces.part)
-        self._telemetry = Telemetry(config, self._files, board)
-        timeline = self._telemetry.timeline
-        self._preparation = Preparation(config, self._service_clients, self._stream, board, timeline)
-        self._saving = Saving(
-            config, self._files, self._service_clients, self._experience, board, self._stopwatch, timeline
+        self._profiler = StepProfiler(traces)
+        self._telemetry = RunTelemetry(config, self._files, board, self._profiler.timeline)
+        self._preparation = StepPreparation(config, self._service_clients, self._stream, board, self._profiler)
+        self._checkpoints = CheckpointScheduler(
+            config, self._files, self._service_clients, self._experience, board, self._profiler
         )
-        self._changes = Changes(config, self._files)
-        self.commands = Commands(control, self._changes, self._files)
-        self._evaluations = EvaluationSchedule(self._run, self._files, board, self._telemetry)
+        self.live_settings = LiveSettings(config, self._files, control)
+        self._alerts = AlertHandler(self._files, board, self._telemetry, control)
         self._off_policy = OffPolicySchedule.of(config)
-        self._attempts = Attempts(config.recovery)
+        self._attempts = RecoveryAttempts(config.recovery)
         self._handshake = ServiceHandshake(config, url, self._redis, self._service_clients, board, control)
-        self._name = secrets.token_hex(16)
-        self._identity: Identity
-        self._steps: StepTransaction
+        self._owner = secrets.token_hex(16)
         self._lease: Lease | None = None
-        self._leadership: Leadership
-        self._stopped_by: Alert | None = None
+        self._evaluator: Evaluator | None = None
 
     def run(self) -> None:
-        """Trains, from the last committed step on. Raises the first thing that goes wrong; a step that failed leaves no trace."""
+        """Train from the last committed step to the end. Raises the first error that recovery cannot handle."""
         try:
-            self._run_to_the_end()
+            self._run_to_end()
         finally:
             self.close()
 
-    def _run_to_the_end(self) -> None:
-        statuses = self._handshake.first()
-        self._set_up(statuses)
-        self._prepared()
-        while True:
-            try:
-                self._leadership = self._take_the_lead(statuses)
-                self._board.update(state=RunState.TRAINING, phase="generate")
-                step = self._take_steps()
-                self._saving.save_policy(step, self._leadership.epoch)
-                break
-            except LeadershipConflict:
-                raise
-            except RECOVERABLE as error:
-                self._pause_after(error)
-                statuses = self._handshake.again(statuses, self._identity)
-            except RollbackRequested:
-                statuses = self._handshake.again(statuses, self._identity)
-        if self._stopped_by is not None:
-            why = f"stopped by guard {self._stopped_by.guard} after step {step}; the policy is saved in {self._files.policy}"
-            self._board.update(state=RunState.FAILED, phase="done", error=why, exit_code=1)
-            return
-        finished = step == self._config.run.steps
-        self._board.update(state=RunState.FINISHED if finished else RunState.STOPPED, phase="done")
-
     @property
     def exit_code(self) -> int:
-        """Of a run that came to its end: 1 where a guard stopped it."""
-        return 0 if self._stopped_by is None else 1
+        """Exit code of a run that has ended without an error: 1 if a guard stopped it, else 0."""
+        return 0 if self._alerts.stopped_by is None else 1
 
     def close(self) -> None:
-        """Ends what the training started, and its lead. May be called again, and from another thread."""
+        """Stop the work in progress and release the lease. May be called again, and from another thread."""
         self._preparation.discard()
-        self._evaluations.close()
+        if self._evaluator is not None:
+            self._evaluator.close()
         if self._lease is not None:
             self._lease.release()
         self._telemetry.close()
 
-    def _set_up(self, statuses: Statuses) -> None:
-        """Loads what steps and evaluations are made of, and says who the run is. Raises ConfigError."""
-        config, files, timeline = self._config, self._files, self._telemetry.timeline
+    def _run_to_end(self) -> None:
+        statuses = self._handshake.start()
+        loaded = self._load(statuses)
+        self._on_ready()
+        while True:
+            try:
+                leadership = self._acquire_leadership(loaded, statuses)
+                self._board.update(state=RunState.TRAINING, phase="generate")
+                step = self._train(loaded, leadership)
+                self._checkpoints.save_policy(step, leadership.epoch)
+                break
+            except LeadershipConflict:
+                raise
+            except TRANSIENT_ERRORS as error:
+                self._pause_after(error)
+                statuses = self._handshake.reconnect(statuses, loaded.identity)
+            except RollbackRequested:
+                statuses = self._handshake.reconnect(statuses, loaded.identity)
+        if (alert := self._alerts.stopped_by) is not None:
+            error_text = (
+                f"stopped by guard {alert.guard} after step {step}; the policy is saved in {self._files.policy}"
+            )
+            self._board.update(state=RunState.FAILED, phase="done", error=error_text, exit_code=1)
+            return
+        finished = step == self._config.run.steps
+        self._board.update(state=RunState.FINISHED if finished else RunState.STOPPED, phase="done")
+
+    def _load(self, statuses: ServiceStatuses) -> LoadedRun:
+        """Load prompts, tokenizer and identity. Raises ConfigError."""
+        config, files = self._config, self._files
         tokenizer = load_tokenizer(config.actor.model)
         order = training_prompts(config, tokenizer, statuses, self._board.note)
         if config.evaluation.every_steps:
-            self._evaluations.begin(self._make_evaluator(tokenizer, statuses))
-        begun = bool(files.committed()) or self._saving.newest(verify=False) is not None
-        found = {client.role: statuses[client.role].micro_batch_tokens for client in self._service_clients.trained}
-        self._identity = identify(config, files, begun, found)
-        self._handshake.tell_of_memory(statuses, self._identity)
-        self._telemetry.begin(tokenizer, self._identity.id)
-        store, telemetry, board, stopwatch = self._experience, self._telemetry, self._board, self._stopwatch
-        self._steps = StepTransaction(
+            self._evaluator = self._make_evaluator(tokenizer, statuses)
+        started = bool(files.committed()) or self._checkpoints.newest(verify=False) is not None
+        micro_batches = {
+            client.role: statuses[client.role].micro_batch_tokens for client in self._service_clients.trained
+        }
+        identity = load_identity(config, files, started, micro_batches)
+        self._handshake.note_memory(statuses, identity)
+        self._telemetry.start(tokenizer, identity.id)
+        board, profiler = self._board, self._profiler
+        steps = StepTransaction(
             order,
             self._off_policy,
             self._preparation,
-            Updates(config, self._identity, self._service_clients, self._changes, board, timeline),
-            StepCommitter(config, tokenizer, files, self._stream, store, telemetry, board, stopwatch),
-            self._saving,
+            ModelUpdater(config, identity, self._service_clients, self.live_settings, profiler),
+            StepCommitter(config, tokenizer, files, self._stream, self._experience, self._telemetry, board, profiler),
+            self._checkpoints,
             self._attempts,
-            self._traces,
+            board,
+            profiler,
         )
+        return LoadedRun(identity, EvaluationSchedule(config, self._evaluator, files, board, self._telemetry), steps)
 
-    def _make_evaluator(self, tokenizer: Any, statuses: Statuses) -> Evaluator:
+    def _make_evaluator(self, tokenizer: Any, statuses: ServiceStatuses) -> Evaluator:
         return Evaluator(
             self._config,
             self._service_clients.actor,
@@ -182,33 +194,28 @@ class Training:
         )
 
     def _pause_after(self, error: QuartetError) -> None:
-        """Waits before the next attempt. Raises ``error`` when it is one too many."""
+        """Wait before the next attempt. Raises ``error`` if no attempt is left."""
         pause = self._attempts.pause_after(error)
-        log.warning("recovering", error=str(error), pause=pause)
+        log.warning("recovery started", error=str(error), pause_seconds=pause)
         self._board.recovering(str(error))
         time.sleep(pause)
 
-    def _take_the_lead(self, statuses: Statuses) -> Leadership:
-        """Takes the lease, and brings the models and the algorithm's own state to the last committed step."""
-        newest = self._saving.newest(verify=False)
-        seen = [status.leader_epoch for status in statuses.values()] + ([newest.leader_epoch] if newest else [])
-        led = 0
-        if self._lease is not None:
-            self._lease.release()
-            led = self._lease.epoch
-            seen.append(led)
-        # A new epoch also for who led before: what it asked for may still be under way.
-        lease = self._lease = Lease(self._redis, self._url, self._run, at_least=1 + max(seen), owner=self._name)
-        log.info("leading", epoch=lease.epoch)
+    def _acquire_leadership(self, loaded: LoadedRun, statuses: ServiceStatuses) -> Leadership:
+        """Acquire the lease, and bring the models and the algorithm's state to the last committed step."""
+        newest = self._checkpoints.newest(verify=False)
+        epochs_seen = [status.leader_epoch for status in statuses.values()] + ([newest.leader_epoch] if newest else [])
+        led_epoch = self._lease.epoch if self._lease is not None else 0
+        lease = self._lease = acquire_lease(self._redis, self._url, self._run, self._owner, self._lease, epochs_seen)
         self._preparation.discard()
         self._control.open()
-        self._roll_back()
-        self._board.update(phase="going to the last committed step")
+        self._roll_back_if_requested(loaded)
+        self._board.update(phase="recovering the last committed step")
         self._stream.reset(lease.epoch)
-        # Another run of this name may have used the same Redis, and the same services.
-        ours = lease.claim(self._identity.id)
-        if not ours:
+        # Another run of this name may have used the same Redis and the same services.
+        is_own_buffer = lease.claim(loaded.identity.id)
+        if not is_own_buffer:
             self._experience.keep_only([])
+        own_models = [role for role, status in statuses.items() if is_own_buffer or status.leader_epoch <= led_epoch]
         algorithm_state = AlgorithmState(self._config)
         recovery = Recovery(
             self._config,
@@ -216,152 +223,193 @@ class Training:
             self._service_clients,
             self._experience,
             lease.epoch,
-            self._identity,
-            trusted=lambda status: ours or status.leader_epoch <= led,
+            loaded.identity,
+            own_models,
         )
-        recovered = recovery.to_last_commit(self._saving.newest, statuses, algorithm_state, self._steps.pending_step)
-        step, base = recovered.step, recovered.checkpoint
-        self._saving.go_back(base, step)
-        self._evaluations.go_on()
-        self._telemetry.continues_from(step)
-        # What the guards found in the last step counts also where the run broke off before it was heeded.
-        self._apply_alerts(
-            [alert for alert in algorithm_state.found if asdict(alert) not in self._files.alerts_of(step)]
-        )
-        if self._control.stopping:
-            self._stopped_by = next((alert for alert in algorithm_state.found if alert.action == "stop"), None)
-        self._changes.resume(recovered.committed, algorithm_state.kl_coefficient)
-        self._experience.keep_only(range(base + 1, step + 1))
-        self._board.update(step=step)
-        for note in (*self._saving.passed_over(), *recovered.notes()):
+        point = recovery.to_last_commit(self._checkpoints.newest, statuses, algorithm_state, loaded.steps.pending_step)
+        self._checkpoints.resume(point.checkpoint, point.step)
+        loaded.evaluations.resume()
+        self._telemetry.continues_from(point.step)
+        self._alerts.resume(point.step, algorithm_state.alerts)
+        self.live_settings.resume(point.committed, lambda: algorithm_state.kl_coefficient)
+        self._experience.keep_only(range(point.checkpoint + 1, point.step + 1))
+        self._board.update(step=point.step)
+        for note in (*self._checkpoints.take_skipped(), *point.notes()):
             self._board.note(note)
-        if step:
-            log.info("resumed", step=step, checkpoint=base)
-        return Leadership(lease, algorithm_state, recovery, recovered, self._stopwatch)
+        if point.step:
+            log.info("training resumed", step=point.step, checkpoint=point.checkpoint)
+        return Leadership(lease, algorithm_state, recovery, point, self._profiler)
 
-    def _roll_back(self) -> None:
-        """Takes the run's files back to a checkpoint where a user asks for it; also where a crash broke that off."""
-        step = self._control.going_back_to
+    def _roll_back_if_requested(self, loaded: LoadedRun) -> None:
+        """Take the run's files back to a checkpoint if a user has requested it. Also completes an interrupted rollback."""
+        step = self._control.rollback_step
         if not step:
             return
-        # What was changed meanwhile would be for steps of another course.
-        self._changes.close()
+        # A change made from now on would apply to steps that the rollback drops.
+        self.live_settings.close()
         try:
             whole_checkpoint(self._files.checkpoints / f"step-{step:06d}")
             with storing(self._files.root):
                 roll_back(self._files, step)
         except (ConfigError, DamagedCheckpoint) as error:
-            log.warning("not rolled back", step=step, error=str(error))
+            log.warning("rollback failed", step=step, error=str(error))
             self._board.note(f"not rolled back to step {step}: {error}")
         else:
-            log.info("rolled back", step=step)
-            self._board.note(f"rolled back to step {step}, as asked")
-            self._steps.discard()
-            self._attempts.go_back(step)
-        self._control.rolled_back()
+            log.info("rollback completed", step=step)
+            self._board.note(f"rolled back to step {step}, as requested")
+            loaded.steps.discard()
+            self._attempts.record_rollback(step)
+        self._control.finish_rollback()
 
-    def _take_steps(self) -> int:
-        """Steps, evaluations, checkpoints, until the end or a stop. Gives the last step."""
+    def _train(self, loaded: LoadedRun, leadership: Leadership) -> int:
+        """Take steps until the end of the run or a stop. Returns the last step."""
+        return TrainingLoop(
+            self._config,
+            loaded,
+            leadership,
+            self._stream,
+            self._service_clients,
+            self._preparation,
+            self._checkpoints,
+            self.live_settings,
+            self._alerts,
+            self._control,
+            self._board,
+            self._profiler,
+        ).run()
+
+
+class TrainingLoop:
+    """Steps under one leadership, with the evaluations, checkpoints and commands between them."""
+
+    def __init__(
+        self,
+        config: Config,
+        loaded: LoadedRun,
+        leadership: Leadership,
+        stream: RolloutStream,
+        service_clients: ServiceClients,
+        preparation: StepPreparation,
+        checkpoints: CheckpointScheduler,
+        live_settings: LiveSettings,
+        alerts: AlertHandler,
+        control: RunControl,
+        board: ProgressBoard,
+        profiler: StepProfiler,
+    ) -> None:
+        self._run, self._off_policy = config.run, config.rollout.max_off_policy_steps > 0
+        self._evaluations, self._steps, self._leadership = loaded.evaluations, loaded.steps, leadership
+        self._stream, self._service_clients = stream, service_clients
+        self._preparation, self._checkpoints, self._live_settings = preparation, checkpoints, live_settings
+        self._alerts, self._control, self._board, self._profiler = alerts, control, board, profiler
+        self._files = RunFiles(config.run_directory)
+
+    def run(self) -> int:
+        """Take steps until the end of the run or a stop. Returns the last step."""
         algorithm_state = self._leadership.algorithm_state
         step = algorithm_state.step
         self._catch_up(step)
-        # What was due after the last committed step, where the run broke off before it.
-        self._evaluate(step)
-        self._checkpoint(step, exposed=not self._leadership.recovered.covered)
+        # An interrupted process may have skipped what was due after the last committed step.
+        self._evaluate_if_due(step)
+        self._checkpoint_if_due(step, unprotected=not self._leadership.recovery_point.replayable)
         self._process_commands(step)
-        while step < self._config.run.steps and not self._is_last(step):
+        while step < self._run.steps and not self._is_last(step):
             step += 1
-            with self._traces.step(step):
-                algorithm_state.set_kl_coefficient(self._changes.begin(step, algorithm_state.kl_coefficient))
-                alerts = self._steps.take(step, self._leadership, self._goes_straight_on)
-            self._apply_alerts(alerts)
-            self._evaluate(step)
+            with self._profiler.step(step):
+                if (value := self._live_settings.start_step(step)) is not None:
+                    algorithm_state.set_kl_coefficient(value)
+                alerts = self._steps.take(step, self._leadership, self._continues_directly)
+            self._alerts.apply(alerts)
+            self._evaluate_if_due(step)
             self._process_commands(step)
         self._preparation.discard()
-        # A run that was stopped while it paused learns only now that this step is its last.
-        self._evaluate(step)
-        self._checkpoint(step)
+        # A stop during a pause makes this step the last one only now.
+        self._evaluate_if_due(step)
+        self._checkpoint_if_due(step)
         while not self._control.close():
             self._process_commands(step)
-        self._saving.finish(self._leadership)
+        self._checkpoints.finish(self._leadership.check)
         return step
 
     def _catch_up(self, step: int) -> None:
-        """Takes the policy to ``step`` where recovery left it behind, for the sake of what it generates first."""
+        """Bring the policy to ``step`` if recovery left it behind to generate the next step first."""
         version = self._steps.policy_version(step + 1)
         if version < step and self._steps.pending_step != step + 1:
-            self._steps.begin_ahead(step + 1, self._leadership)
+            self._steps.start_generation(step + 1, self._leadership)
             self._leadership.recovery.replay(self._service_clients.actor, version, step, self._files.committed())
 
-    def _goes_straight_on(self, step: int) -> bool:
-        """Whether nothing is to be done between ``step`` and the next one, as far as can be seen."""
+    def _continues_directly(self, step: int) -> bool:
+        """Return whether nothing is to be done between ``step`` and the next one, as far as is known now."""
         evaluates = self._evaluations.is_due(step, last=False)
-        saves = self._saving.is_due(step, last=False, asked=False)
-        return step < self._config.run.steps and self._control.idle and not evaluates and not saves
+        saves = self._checkpoints.is_due(step, last=False, requested=False)
+        return step < self._run.steps and self._control.idle and not evaluates and not saves
 
-    def _checkpoint(self, step: int, exposed: bool = False) -> None:
-        """Begins a checkpoint where one is due. The next step goes on meanwhile, up to its update.
+    def _checkpoint_if_due(self, step: int, unprotected: bool = False) -> None:
+        """Start a checkpoint if one is due. The next step continues in parallel, up to its update.
 
-        ``exposed``: the buffer has lost what leads to ``step``, so one is due now, unless a model may be a step ahead already.
+        ``unprotected``: the buffer has lost the experience before ``step``, so a checkpoint is due now unless a model may be a
+        step ahead.
         """
-        # Where policies are stale, a checkpoint that is not due would change the policy that generates the next step.
-        exposed = exposed and self._steps.pending_step is None and not self._off_policy.most
-        asked = self._control.take_checkpoint()
-        if asked and step == 0:
-            self._board.note("no checkpoint saved: no step is taken yet")
-        if self._saving.is_due(step, self._is_last(step) or exposed, asked):
-            self._saving.finish(self._leadership)
+        # Off-policy, an extra checkpoint would change the policy version that generates the next step.
+        unprotected = unprotected and self._steps.pending_step is None and not self._off_policy
+        requested = self._control.take_checkpoint_command()
+        if requested and step == 0:
+            self._board.note("no checkpoint saved: no step has been taken yet")
+        if self._checkpoints.is_due(step, self._is_last(step) or unprotected, requested):
+            self._checkpoints.finish(self._leadership.check)
             self._leadership.check()
             self._preparation.discard()
-            if self._off_policy.most:
-                # A stale policy has generated the next step already; by rule the checkpoint's does.
+            if self._off_policy:
+                # An older policy may have generated the next step already, but after a checkpoint its own policy does.
                 self._stream.reset(self._leadership.epoch)
-            self._saving.begin(step, self._leadership.epoch, self._leadership.algorithm_state.state())
+            self._checkpoints.start(step, self._leadership.epoch, self._leadership.algorithm_state.state())
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate_if_due(self, step: int) -> None:
         if self._evaluations.is_due(step, self._is_last(step)):
-            if not self._off_policy.most:
+            if not self._off_policy:
                 self._preparation.discard()
             self._evaluations.evaluate(step, self._leadership.epoch)
 
     def _is_last(self, step: int) -> bool:
-        # One that is sealed may have reached one of the models: it is taken to its end.
-        sealed = self._steps.pending_step == step + 1
-        # Nor does a run end before what it had committed.
-        owed = sealed or step < self._leadership.recovered.committed
-        return step == self._config.run.steps or (self._control.stopping and not owed)
-
-    def _apply_alerts(self, alerts: list[Alert]) -> None:
-        """Writes down what the guards found, and does what they are configured to do."""
-        for alert in alerts:
-            log.warning("guard", **asdict(alert))
-            # Done before it is written: what is written counts as done.
-            if alert.action == "pause":
-                self._control.pause()
-            if alert.action == "stop":
-                self._stopped_by = self._stopped_by or alert
-                self._control.stop()
-            self._files.append_alert(alert)
-            self._board.alert(alert)
-            self._telemetry.alert(alert)
+        # A pending step may have reached one of the models, so it is finished before a stop.
+        pending = self._steps.pending_step == step + 1
+        # A run does not stop before a step that it had committed.
+        recomputing = step < self._leadership.recovery_point.committed
+        return step == self._run.steps or (self._control.stopping and not pending and not recomputing)
 
     def _process_commands(self, step: int) -> None:
-        """Does what users ask for between two steps, and waits while the run is paused. Raises RollbackRequested."""
+        """Carry out the commands of users between two steps, and wait while the run is paused. Raises RollbackRequested."""
         self._check_rollback()
-        self._checkpoint(step)
-        if step == self._config.run.steps or not self._control.paused:
+        self._checkpoint_if_due(step)
+        if step == self._run.steps or not self._control.paused:
             return
-        log.info("paused")
+        log.info("run paused", step=step)
         while self._control.paused:
-            self._saving.finish(self._leadership)
+            self._checkpoints.finish(self._leadership.check)
             self._board.update(state=RunState.PAUSED, phase="paused")
             self._control.wait_while_paused()
             self._check_rollback()
-            self._checkpoint(step)
-        log.info("going on", stopping=self._control.stopping)
+            self._checkpoint_if_due(step)
+        log.info("run continued", step=step, stopping=self._control.stopping)
         self._board.update(state=RunState.TRAINING, phase="generate")
 
     def _check_rollback(self) -> None:
-        """Raises RollbackRequested where a user asks for an earlier checkpoint. A checkpoint under way is let go."""
-        if self._control.going_back_to:
+        """Raises RollbackRequested if a user has requested an earlier checkpoint. A checkpoint in progress is abandoned."""
+        if self._control.rollback_step:
             raise RollbackRequested
+
+
+def run_training(run: TrainingRun, board: ProgressBoard, on_end: Callable[[int], None]) -> None:
+    """Run to the end, on the calling thread. Shows the outcome on the board and passes the exit code to ``on_end``."""
+    try:
+        run.run()
+    except Cancelled as error:
+        board.update(state=RunState.STOPPED, phase="done", error=str(error))
+        on_end(0)
+    except Exception as error:
+        code = 2 if isinstance(error, ConfigError) else 1
+        log.error("run failed", error=str(error), exc_info=None if code == 2 else error)
+        board.update(state=RunState.FAILED, phase="failed", error=str(error) or type(error).__name__, exit_code=code)
+        on_end(code)
+    else:
+        on_end(run.exit_code)

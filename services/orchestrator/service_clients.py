@@ -1,35 +1,54 @@
-"""The model services that a run works with, and whether they fit together."""
+"""Clients of the run's model services, and the handshake that checks whether the services fit together."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from quartet.config import Config
-from quartet.errors import ConfigError, MismatchError, ServiceUnavailable
+from quartet.buffer.connection import Redis, wait_for_server
+from quartet.config import MAX_MICRO_BATCH_TOKENS, Config
+from quartet.errors import Cancelled, ConfigError, MismatchError, ServiceUnavailable
 from quartet.rpc.call_observers import CallTracer
-from quartet.rpc.clients import ActorClient, CriticClient, ReferenceClient, RewardClient, ServiceClient
+from quartet.rpc.clients import (
+    ActorClient,
+    CriticClient,
+    PendingResult,
+    ReferenceClient,
+    RewardClient,
+    ServiceClient,
+)
 from quartet.rpc.security.credentials import LOCAL, Credentials
-from quartet.services.orchestrator.rollout.scoring import AdapterOff, ReferencePolicy, ScoringServices, at_once
+from quartet.run_directory.identity import Identity
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.control.progress import ProgressBoard
+from quartet.services.orchestrator.control.run_control import RunControl
+from quartet.services.orchestrator.rollout.scoring import (
+    ActorAsReference,
+    ReferencePolicy,
+    ScoringServices,
+    max_batches_in_flight,
+)
 from quartet.topology import roles_of
 from quartet.types import TRAINED_ROLES, Role, ServiceStatus
 
-Statuses = dict[Role, ServiceStatus]
+ServiceStatuses = dict[Role, ServiceStatus]
 
-POLL = 0.1
-"""Seconds between looks at a service that is cut off from the buffer."""
+BUFFER_POLL_SECONDS = 0.1
+"""Interval between status requests to a service that cannot reach the buffer."""
 
 
 class ServiceClients:
     """Clients of the run's model services. ``critic`` is None for an estimator without one."""
 
     def __init__(self, config: Config, credentials: Credentials = LOCAL) -> None:
-        """Every role has an address: see ``quartet.preflight.check_apart``."""
+        """Every role of the config has an address: see ``quartet.preflight.check_apart``."""
         self._config = config
         self._roles = roles_of(config)
         self.actor = ActorClient(self._address(Role.ACTOR), config.timeouts, credentials)
-        # Batches wait for one another at a function that is called once for each response.
-        patience = at_once(1) * config.reward.function_timeout_seconds(config.rollout.score_batch_size)
+        # A reward function is called once per response, so a batch waits for the batches before it.
+        patience = max_batches_in_flight(1) * config.reward.function_timeout_seconds(config.rollout.score_batch_size)
         self.reward = RewardClient(self._address(Role.REWARD), config.timeouts, credentials, patience)
         self.critic: CriticClient | None = None
         self._reference: ReferenceClient | None = None
@@ -39,43 +58,46 @@ class ServiceClients:
             self._reference = ReferenceClient(self._address(Role.REFERENCE), config.timeouts, credentials)
 
     def observe(self, tracer: CallTracer) -> None:
-        """Lets ``tracer`` take notice of every call of theirs."""
+        """Trace every call of the clients."""
         for client in self._clients():
             client.peer.tracer = tracer
 
     @property
     def reference(self) -> ReferencePolicy:
-        """A service of its own, or the actor with its adapter off."""
-        return self._reference or AdapterOff(self.actor)
+        """The reference service, or the actor with its adapter off."""
+        return self._reference or ActorAsReference(self.actor)
 
     @property
     def trained(self) -> list[ActorClient | CriticClient]:
-        """Those that take updates and are saved."""
+        """Clients of the models that take updates and are saved."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     def scoring(self, with_critic: bool = True) -> ScoringServices:
-        """Those that score: for training with the critic, where there is one."""
+        """Return the services that score a batch. Training needs the critic's values, evaluation does not."""
         critic = self.critic if with_critic else None
         return ScoringServices(self.reward, self.reference, critic, self._config.rollout.temperature)
 
-    def wait_until_ready(self, waiting_for: Callable[[Role], None], alive: Callable[[], None]) -> Statuses:
-        """What every service says of itself, once it answers. Raises ConfigError when one cannot be reached."""
-        statuses: Statuses = {}
+    def wait_until_ready(self, waiting_for: Callable[[Role], None], alive: Callable[[], None]) -> ServiceStatuses:
+        """Wait until every service responds, and return the statuses. Raises ConfigError if one cannot be reached.
+
+        ``waiting_for`` receives each role in turn. ``alive`` may raise to end the wait.
+        """
+        statuses: ServiceStatuses = {}
         for client in self._clients():
             waiting_for(client.role)
             try:
                 statuses[client.role] = client.wait_until_ready(alive)
             except ServiceUnavailable as error:
-                # Nothing has begun yet, so this is something to mend rather than a failure of the run.
+                # No step has been taken yet, so a wrong address is more likely than a failed service.
                 raise ConfigError(str(error)) from None
         return statuses
 
-    def wait_until_back(self, waiting_for: Callable[[Role], None]) -> Statuses:
-        """What every service says of itself, once it answers again and reaches the buffer, where it uses it.
+    def wait_until_back(self, waiting_for: Callable[[Role], None]) -> ServiceStatuses:
+        """Wait until every service responds again and reaches the buffer if it uses it, and return the statuses.
 
-        Raises ServiceUnavailable when one does not come back.
+        Raises ServiceUnavailable if one does not come back.
         """
-        statuses: Statuses = {}
+        statuses: ServiceStatuses = {}
         for client in self._clients():
             waiting_for(client.role)
             statuses[client.role] = self._wait_until_connected(client)
@@ -88,13 +110,13 @@ class ServiceClients:
             if time.monotonic() > deadline:
                 raise ServiceUnavailable(
                     f"{client.role} at {client.peer.address}: has not reached the rollout buffer within {timeout:g} s; "
-                    "mend the network between them, or start the service with the buffer.url that it can reach"
+                    "repair the network between them, or start the service with a buffer.url that it can reach"
                 )
-            time.sleep(POLL)
+            time.sleep(BUFFER_POLL_SECONDS)
         return status
 
     def _clients(self) -> list[ServiceClient]:
-        # The reward before the critic, which starts from it unless told otherwise: an error is to name a key of the file.
+        # The critic is initialised from the reward model by default. With the reward first, an error names a key of the config.
         clients: list[ServiceClient | None] = [self.actor, self.reward, self.critic, self._reference]
         return [client for client in clients if client is not None]
 
@@ -103,36 +125,106 @@ class ServiceClients:
         return address
 
 
-def check_agreement(statuses: Statuses, run: str, needs_reference: bool) -> None:
-    """Raises MismatchError unless token ids mean the same to all, no trained model is another run's, and there is a reference."""
+class ServiceHandshake:
+    """Waits for the buffer and the services, at the start of a run and after every failure, and checks their statuses."""
+
+    def __init__(
+        self,
+        config: Config,
+        url: str,
+        redis: Redis,
+        service_clients: ServiceClients,
+        board: ProgressBoard,
+        control: RunControl,
+    ) -> None:
+        self._config, self._url, self._redis = config, url, redis
+        self._service_clients, self._board, self._control = service_clients, board, control
+        self._stopped_before = control.stopping
+
+    def start(self) -> ServiceStatuses:
+        """Wait until all services are ready, and return their statuses. Raises ConfigError if they do not fit together."""
+        statuses = self._service_clients.wait_until_ready(self._show_waiting, self._raise_if_stopping)
+        self._check_agreement(statuses)
+        return statuses
+
+    def reconnect(self, before: ServiceStatuses, identity: Identity) -> ServiceStatuses:
+        """Wait until all services are ready again, and return their statuses. Raises MismatchError if one differs from ``before``."""
+        self._board.update(phase="waiting for redis")
+        wait_for_server(self._redis, self._url, self._config.timeouts.load_seconds)
+        statuses = self._service_clients.wait_until_back(self._show_waiting)
+        check_unchanged(before, statuses)
+        restarted = {role: status for role, status in statuses.items() if status.free_bytes != before[role].free_bytes}
+        self.note_memory(restarted, identity)
+        self._check_agreement(statuses)
+        return statuses
+
+    def note_memory(self, statuses: ServiceStatuses, identity: Identity) -> None:
+        """Add notes on the services' memory, for the micro-batches of the run."""
+        for role, status in statuses.items():
+            for note in memory_notes(status, identity.micro_batch_tokens_of(role)):
+                self._board.note(note)
+
+    def _check_agreement(self, statuses: ServiceStatuses) -> None:
+        check_agreement(statuses, self._config.run.name, needs_reference=not self._config.has_reference)
+
+    def _show_waiting(self, role: Role) -> None:
+        self._board.update(phase=f"waiting for {role}")
+
+    def _raise_if_stopping(self) -> None:
+        # A stop requested from the previous orchestrator still ends with a saved policy, which needs the services.
+        if self._control.stopping and not self._stopped_before:
+            raise Cancelled("stopped while waiting for the services")
+
+
+def load_identity(config: Config, files: RunFiles, started: bool, micro_batch_tokens: Mapping[Role, int]) -> Identity:
+    """Return the identity of a run that has ``started``, or create one, with the services' ``micro_batch_tokens``.
+
+    A role that the identity does not know yet, such as the critic of a fork, is added. Raises ConfigError if the identity is
+    missing, or the config does not match it.
+    """
+    stored = Identity.read(files.identity)
+    if not started:
+        identity = Identity.new(config, micro_batch_tokens)
+    elif stored is None:
+        raise ConfigError(f"run {files.identity}: is missing; put the file back, or start a new run")
+    else:
+        stored.check(config, files.root)
+        identity = stored.with_micro_batch_tokens(micro_batch_tokens)
+    if identity != stored:
+        identity.write(files.identity)
+    return identity
+
+
+def check_agreement(statuses: ServiceStatuses, run: str, needs_reference: bool) -> None:
+    """Raises MismatchError unless all services share one vocabulary, no trained model belongs to another run, and a reference exists."""
     actor = statuses[Role.ACTOR]
     for role, other in statuses.items():
         if other.tokenizer_fingerprint != actor.tokenizer_fingerprint:
             raise MismatchError(
                 f"{role}.model {other.model}: its vocabulary ({other.vocabulary_size} ids) is not that of actor.model "
-                f"{actor.model} ({actor.vocabulary_size} ids), expected the same tokenizer: a token id would mean "
-                f"two things; give a {role} model trained with the actor's tokenizer"
+                f"{actor.model} ({actor.vocabulary_size} ids), expected the same tokenizer, because a token id must mean the same "
+                f"to both; give a {role} model trained with the actor's tokenizer"
             )
-        # A function has no embedding: an id that its tokenizer does not know has no text, and that is all.
+        # A reward function has no embedding: an id that its tokenizer does not know simply has no text.
         if other.parameters and other.vocabulary_size < actor.vocabulary_size:
             raise MismatchError(
-                f"{role}.model {other.model}: embeds {other.vocabulary_size} token ids, actor.model {actor.model} can draw "
+                f"{role}.model {other.model}: embeds {other.vocabulary_size} token ids, actor.model {actor.model} can generate "
                 f"{actor.vocabulary_size}; resize the {role} model's embeddings to at least as many"
             )
         if role in TRAINED_ROLES and other.policy_version and other.run != run:
             raise MismatchError(
                 f"services.{role}.address: the {role} there has taken {other.policy_version} updates of run "
-                f"{other.run}; another run would lose them, so restart that service, or give an address of its own"
+                f"{other.run}, which this run would overwrite; restart that service, or give another address"
             )
     if needs_reference and Role.REFERENCE not in statuses and not actor.answers_as_reference:
         raise MismatchError(
-            "services.actor.address: the actor there has no adapter to take off, so it cannot be the reference; "
+            "services.actor.address: the actor there has no adapter, so it cannot serve as the reference; "
             "start it with this config's actor.lora, or set reference.model"
         )
 
 
-def check_same(before: Statuses, now: Statuses) -> None:
-    """Raises MismatchError unless every service that came back is what it was, so that the run may trust it."""
+def check_unchanged(before: ServiceStatuses, now: ServiceStatuses) -> None:
+    """Raises MismatchError unless every service that came back serves the same model as before."""
     for role, status in now.items():
         for name in (
             "model",
@@ -142,20 +234,64 @@ def check_same(before: Statuses, now: Statuses) -> None:
             "vocabulary_size",
             "answers_as_reference",
         ):
-            found, expected = getattr(status, name), getattr(before[role], name)
-            if found != expected:
+            value, expected = getattr(status, name), getattr(before[role], name)
+            if value != expected:
                 raise MismatchError(
-                    f"services.{role}: came back with {name} {found!r}, had {expected!r}; start it with this run's config"
+                    f"services.{role}: came back with {name} {value!r}, expected {expected!r}; start it with this run's config"
                 )
 
 
-def check_lengths(statuses: Statuses, longest_prompt: int, max_response_tokens: int) -> None:
-    """Raises ConfigError when the longest sequence does not fit one of the models."""
+def check_lengths(statuses: ServiceStatuses, longest_prompt: int, max_response_tokens: int) -> None:
+    """Raises ConfigError if the longest sequence does not fit one of the models."""
     longest = longest_prompt + max_response_tokens
     for role, status in statuses.items():
         if 0 < status.max_sequence_tokens < longest:
             raise ConfigError(
                 f"rollout.max_response_tokens {max_response_tokens}: with the longest prompt, of "
-                f"{longest_prompt} tokens, more than the {status.max_sequence_tokens} positions of {role}.model "
+                f"{longest_prompt} tokens, exceeds the {status.max_sequence_tokens} positions of {role}.model "
                 f"{status.model}; lower it, or data.max_prompt_tokens"
             )
+
+
+def memory_notes(status: ServiceStatus, tokens: int) -> list[str]:
+    """Return notes on the memory of a service whose updates use micro-batches of ``tokens``; none if memory is ample."""
+    if not status.free_bytes:
+        return []
+    memory = f"{status.token_bytes / 2**20:.2g} MiB per token, {status.free_bytes / 2**30:.2g} GiB free at its start"
+    if tokens > status.micro_batch_tokens_held:
+        return [
+            f"{status.role}: the run's updates use micro-batches of {tokens} tokens, but its memory holds "
+            f"{status.micro_batch_tokens_held} ({memory}); free memory for it, or it may run out"
+        ]
+    checkpointing = ", with gradient checkpointing" if status.gradient_checkpointing else ""
+    if checkpointing or tokens < MAX_MICRO_BATCH_TOKENS:
+        return [f"{status.role}: updates use micro-batches of {tokens} tokens{checkpointing} ({memory})"]
+    return []
+
+
+def wait_for_all(calls: Sequence[PendingResult[Any]], on_end: Callable[[], None] = lambda: None) -> None:
+    """Wait until every call has ended. Raises the first failure as soon as it arrives, even if other calls are in flight.
+
+    ``on_end`` is called on this thread each time that calls have ended, and once at the start.
+    """
+    call_ended = threading.Event()
+    for call in calls:
+        call.when_done(call_ended.set)
+    while True:
+        # Cleared before the calls are examined: a call that ends in between sets it again.
+        call_ended.clear()
+        ended = [call for call in calls if call.done()]
+        for call in ended:
+            call.result()
+        on_end()
+        if len(ended) == len(calls):
+            return
+        call_ended.wait()
+
+
+def wait_until_ended(calls: Sequence[PendingResult[Any]]) -> None:
+    """Wait until every call has ended, with a result or a failure."""
+    for call in calls:
+        call_ended = threading.Event()
+        call.when_done(call_ended.set)
+        call_ended.wait()

@@ -1,4 +1,4 @@
-"""The orchestrator behind gRPC: convert, delegate, convert."""
+"""gRPC servicer of the orchestrator: convert, delegate, convert."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 import grpc
 
-from quartet.services.orchestrator.control.commands import Commands
+from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import Progress, ProgressBoard, RunState
+from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.types import Role, ServiceStatus
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
@@ -24,41 +25,47 @@ _STATES = {
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
-    """OrchestratorService over a progress board; ``commands`` takes what users ask of the training thread."""
+    """OrchestratorService over the progress board, the commands and the live settings of a run."""
 
     role = Role.ORCHESTRATOR
 
-    def __init__(self, board: ProgressBoard, commands: Commands, close: Callable[[], None] = lambda: None) -> None:
-        """``close`` is called at the end of the process, where the training may be in the middle of a step."""
-        self._board, self._commands, self._close = board, commands, close
+    def __init__(
+        self,
+        board: ProgressBoard,
+        control: RunControl,
+        live_settings: LiveSettings,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``close`` is called at the end of the process, when training may be in the middle of a step."""
+        self._board, self._control, self._live_settings, self._close = board, control, live_settings, close
 
     def register(self, server: grpc.Server) -> None:
-        """Adds this servicer."""
+        """Add this servicer to ``server``."""
         orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(self, server)
 
     def status(self) -> ServiceStatus:
-        """What the orchestrator says of itself."""
+        """Return the status of the orchestrator."""
         progress = self._board.current()
         return ServiceStatus(role=Role.ORCHESTRATOR, run=progress.run, step=progress.step)
 
     def abandoned(self) -> tuple[str, float]:
-        """Nothing: its calls wait for no model."""
+        """Return no work: calls to the orchestrator never wait for a model."""
         return "", 0.0
 
     def close(self) -> None:
-        """Ends what the training started; its thread has ended or ends with the process."""
+        """Stop the work that training started. Its thread has ended, or ends with the process."""
         self._close()
 
     def GetProgress(
         self, request: orchestrator_pb2.GetProgressRequest, context: grpc.ServicerContext
     ) -> orchestrator_pb2.GetProgressResponse:
-        """Where the run stands."""
+        """Return the progress of the run."""
         return orchestrator_pb2.GetProgressResponse(progress=_to_proto(self._board.current()))
 
     def WatchProgress(
         self, request: orchestrator_pb2.WatchProgressRequest, context: grpc.ServicerContext
     ) -> Iterator[orchestrator_pb2.WatchProgressResponse]:
-        """Every step as it is committed and every change of phase."""
+        """Stream the progress at every committed step and every change of phase."""
         for progress in self._board.watch(request.after_step):
             if not context.is_active():
                 return
@@ -68,50 +75,50 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     def Stop(
         self, request: orchestrator_pb2.StopRequest, context: grpc.ServicerContext
     ) -> orchestrator_pb2.StopResponse:
-        """Stops after the step in hand."""
-        self._commands.stop()
+        """Stop the run after the current step."""
+        self._control.stop()
         return orchestrator_pb2.StopResponse()
 
     def Pause(
         self, request: orchestrator_pb2.PauseRequest, context: grpc.ServicerContext
     ) -> orchestrator_pb2.PauseResponse:
-        """Waits after the step in hand."""
-        self._commands.pause()
+        """Pause the run after the current step."""
+        self._control.pause()
         return orchestrator_pb2.PauseResponse()
 
     def Resume(
         self, request: orchestrator_pb2.ResumeRequest, context: grpc.ServicerContext
     ) -> orchestrator_pb2.ResumeResponse:
-        """Goes on."""
-        self._commands.resume()
+        """Continue a paused run."""
+        self._control.resume()
         return orchestrator_pb2.ResumeResponse()
 
     def Checkpoint(
         self, request: orchestrator_pb2.CheckpointRequest, context: grpc.ServicerContext
     ) -> orchestrator_pb2.CheckpointResponse:
-        """Saves a checkpoint after the step in hand."""
-        self._commands.checkpoint()
+        """Save a checkpoint after the current step."""
+        self._control.checkpoint()
         return orchestrator_pb2.CheckpointResponse()
 
     def RollBack(
         self, request: orchestrator_pb2.RollBackRequest, context: grpc.ServicerContext
     ) -> orchestrator_pb2.RollBackResponse:
-        """Goes back to a checkpoint after the step in hand."""
-        self._commands.roll_back(request.step)
+        """Return to a checkpoint after the current step."""
+        self._control.roll_back(request.step)
         return orchestrator_pb2.RollBackResponse()
 
     def GetSettings(
         self, request: orchestrator_pb2.GetSettingsRequest, context: grpc.ServicerContext
     ) -> orchestrator_pb2.GetSettingsResponse:
-        """Which settings can be changed."""
-        settings = [orchestrator_pb2.Setting(**asdict(setting)) for setting in self._commands.settings()]
+        """Return the settings that can be changed now."""
+        settings = [orchestrator_pb2.Setting(**asdict(setting)) for setting in self._live_settings.settings()]
         return orchestrator_pb2.GetSettingsResponse(settings=settings)
 
     def ChangeSettings(
         self, request: orchestrator_pb2.ChangeSettingsRequest, context: grpc.ServicerContext
     ) -> orchestrator_pb2.ChangeSettingsResponse:
-        """Changes settings from the first step on that has not begun."""
-        made = self._commands.change(request.values, request.user)
+        """Change settings from the next step on."""
+        made = self._live_settings.change(request.values, request.user)
         return orchestrator_pb2.ChangeSettingsResponse(
             changes=[orchestrator_pb2.Change(**asdict(change)) for change in made]
         )

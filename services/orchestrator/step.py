@@ -8,136 +8,136 @@ from collections.abc import Callable, Mapping
 from quartet.data import PromptOrder
 from quartet.errors import TooManyFailedTrajectories
 from quartet.failpoints import failpoint
-from quartet.services.orchestrator.algorithm.updates import Updates
-from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import Saving
-from quartet.services.orchestrator.checkpointing.recovery import Attempts
+from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
+from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
+from quartet.services.orchestrator.checkpointing.recovery import RecoveryAttempts
 from quartet.services.orchestrator.checkpointing.step_artifacts import StepRecord, update_metrics
 from quartet.services.orchestrator.checkpointing.step_committer import StepCommitter
+from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.leadership import Leadership
-from quartet.services.orchestrator.rollout.collector import wait_for_all
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
-from quartet.services.orchestrator.rollout.preparation import Preparation, SealedStep
-from quartet.telemetry.traces import StepTraces
+from quartet.services.orchestrator.rollout.preparation import PendingStep, StepPreparation
+from quartet.services.orchestrator.service_clients import wait_for_all
+from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.types import Alert, Role, UpdateResult
 
 
 class StepTransaction:
-    """Takes steps, one at a time. Until a step is committed, nothing that the next one builds on has changed.
+    """Takes steps, one at a time. Until a step is committed, nothing that the next step builds on has changed.
 
-    Once it is prepared it stays in hand: it is as good as applied, whatever happens to the services.
+    A prepared step stays pending across failures of the services, because a model may already have applied it.
     """
 
     def __init__(
         self,
         order: PromptOrder,
         off_policy: OffPolicySchedule,
-        preparation: Preparation,
-        updates: Updates,
-        ledger: StepCommitter,
-        saving: Saving,
-        attempts: Attempts,
-        traces: StepTraces,
+        preparation: StepPreparation,
+        updater: ModelUpdater,
+        committer: StepCommitter,
+        checkpoints: CheckpointScheduler,
+        attempts: RecoveryAttempts,
+        board: ProgressBoard,
+        profiler: StepProfiler,
     ) -> None:
-        """``saving`` finishes the checkpoint that is under way before the models change; ``attempts`` hear of every commit."""
+        """``checkpoints`` finishes the checkpoint in progress before the models change. ``attempts`` records every commit."""
         self._order, self._off_policy, self._preparation = order, off_policy, preparation
-        self._updates, self._committer, self._saving = updates, ledger, saving
-        self._attempts, self._traces = attempts, traces
-        self._sealed: SealedStep | None = None
+        self._updater, self._committer, self._checkpoints = updater, committer, checkpoints
+        self._attempts, self._board, self._profiler = attempts, board, profiler
+        self._pending: PendingStep | None = None
 
     @property
     def pending_step(self) -> int | None:
         """The step that is prepared and not committed."""
-        return self._sealed.step if self._sealed else None
+        return self._pending.step if self._pending else None
 
     def discard(self) -> None:
-        """Forgets the step in hand: the run goes another way."""
-        self._sealed = None
+        """Drop the pending step, because the run rolls back."""
+        self._pending = None
 
     def policy_version(self, step: int) -> int:
-        """Updates that the policy which generates ``step`` has taken."""
-        return self._off_policy.policy_version(step, self._saving.newest_step)
+        """Return the number of updates of the policy that generates ``step``."""
+        return self._off_policy.policy_version(step, self._checkpoints.newest_step)
 
-    def begin_ahead(self, step: int, leadership: Leadership) -> None:
-        """Begins the generation of ``step`` while the one before it is brought to its end."""
-        self._preparation.begin(step, self._order.of_step(step), leadership.epoch, self.policy_version(step))
+    def start_generation(self, step: int, leadership: Leadership) -> None:
+        """Start the generation of ``step`` while the step before it ends."""
+        self._preparation.start_generation(step, self._order.of_step(step), leadership.epoch, self.policy_version(step))
 
-    def take(self, step: int, leadership: Leadership, goes_straight_on: Callable[[int], bool]) -> list[Alert]:
-        """Takes one step, or takes it to its end where it is in hand. Gives what the guards find in it.
+    def take(self, step: int, leadership: Leadership, continues_directly: Callable[[int], bool]) -> list[Alert]:
+        """Take one step, or finish it if it is pending. Returns the alerts of the guards.
 
-        ``goes_straight_on`` says whether nothing is to be done between this step and the next one.
+        ``continues_directly`` returns whether nothing is to be done between a step and the next one.
         """
         started = time.perf_counter()
-        if self._sealed is None or self._sealed.step != step:
-            self._sealed = self._prepare(step, leadership)
-        sealed = self._sealed
-        self._committer.seal(sealed)
-        self._saving.finish(leadership)
+        if self._pending is None or self._pending.step != step:
+            self._pending = self._prepare(step, leadership)
+        pending = self._pending
+        self._committer.seal(pending)
+        self._checkpoints.finish(leadership.check)
         if self.policy_version(step + 1) < step:
-            # Before the update begins: from then on the policy is on its way to another.
-            self.begin_ahead(step + 1, leadership)
-        updating = time.perf_counter()
-        with self._traces.part("update"):
-            updates, record = self._update(step, leadership, sealed, goes_straight_on)
+            # Off-policy, the next step is generated by the policy before this update.
+            self.start_generation(step + 1, leadership)
+        with self._profiler.span(Role.ORCHESTRATOR, "update", waits=True) as updating:
+            updates, record = self._update(step, leadership, pending, continues_directly)
         failpoint("orchestrator.updated")
-        ended = time.perf_counter()
         metrics = {
-            **self._figures(step, sealed, record, updates),
-            "seconds": ended - started,
-            "generate_seconds": sealed.collected.generate_seconds,
-            "score_seconds": sealed.collected.score_seconds,
-            "update_seconds": ended - updating,
+            **self._metrics(step, pending, record, updates),
+            "seconds": time.perf_counter() - started,
+            "generate_seconds": pending.collected.generate_seconds,
+            "score_seconds": pending.collected.score_seconds,
+            "update_seconds": updating.seconds,
         }
         if "entropy" in metrics:
             metrics["entropy_slope"] = leadership.algorithm_state.entropy_slope(metrics["entropy"])
-        self._commit(step, leadership, sealed, record, metrics)
-        self._committer.tell(step, metrics, started)
-        self._sealed = None
-        return leadership.algorithm_state.commit(metrics, [item.score for item in sealed.collected.scored])
+        self._commit(step, leadership, pending, record, metrics)
+        self._committer.report(step, metrics, started)
+        self._pending = None
+        return leadership.algorithm_state.commit(metrics, [item.score for item in pending.collected.scored])
 
-    def _prepare(self, step: int, leadership: Leadership) -> SealedStep:
+    def _prepare(self, step: int, leadership: Leadership) -> PendingStep:
         version, prompts = self.policy_version(step), self._order.of_step(step)
         try:
-            with self._traces.part("prepare"):
-                return self._preparation.prepare(step, prompts, leadership.epoch, version, leadership.algorithm_state)
+            return self._preparation.prepare(step, prompts, leadership.epoch, version, leadership.algorithm_state)
         except TooManyFailedTrajectories as error:
-            self._committer.failed_trajectories(step, error.failed_trajectories)
+            self._committer.write_failed_trajectories(step, error.failed_trajectories)
             raise
 
     def _update(
-        self, step: int, leadership: Leadership, sealed: SealedStep, goes_straight_on: Callable[[int], bool]
+        self, step: int, leadership: Leadership, pending: PendingStep, continues_directly: Callable[[int], bool]
     ) -> tuple[dict[Role, UpdateResult], StepRecord]:
-        """What the models say of their updates; and, made while they learn, the record of what they learn from."""
-        calls = self._updates.begin(step, leadership.epoch)
-        record = self._committer.record(sealed)
+        """Update the models, and compute the diagnostics of the step while they train."""
+        self._board.update(phase="update")
+        calls = self._updater.start(step, leadership.epoch)
+        record = self._committer.record(pending)
 
-        def go_ahead() -> None:
-            # The policy is as the next step wants it, whatever the critic still does.
-            if calls[Role.ACTOR].done() and goes_straight_on(step):
-                self.begin_ahead(step + 1, leadership)
+        def start_next_generation() -> None:
+            # The actor is ready for the next step, even if the critic still trains.
+            if calls[Role.ACTOR].done() and continues_directly(step):
+                self.start_generation(step + 1, leadership)
 
-        wait_for_all(list(calls.values()), go_ahead)
+        wait_for_all(list(calls.values()), start_next_generation)
         return {role: call.result() for role, call in calls.items()}, record
 
     def _commit(
-        self, step: int, leadership: Leadership, sealed: SealedStep, record: StepRecord, metrics: dict[str, float]
+        self, step: int, leadership: Leadership, pending: PendingStep, record: StepRecord, metrics: dict[str, float]
     ) -> None:
         leadership.check()
-        self._committer.write(step, sealed, record, metrics)
-        self._attempts.progressed(step)
-        self._committer.settle(step, sealed, metrics)
+        self._committer.commit(step, pending, record, metrics)
+        self._attempts.record_commit(step)
+        self._committer.clean_up(step, pending, metrics)
 
-    def _figures(
-        self, step: int, sealed: SealedStep, record: StepRecord, updates: Mapping[Role, UpdateResult]
+    def _metrics(
+        self, step: int, pending: PendingStep, record: StepRecord, updates: Mapping[Role, UpdateResult]
     ) -> dict[str, float]:
-        prepared = sealed.prepared
-        off_policy = {"staleness": step - 1 - prepared.experience.policy_version} if self._off_policy.most else {}
-        rates = {f"learning_rate_{role}": rate for role, rate in self._updates.learning_rates(step).items()}
+        prepared = pending.prepared
+        lag = step - 1 - prepared.experience.policy_version
+        rates = {f"learning_rate_{role}": rate for role, rate in self._updater.learning_rates(step).items()}
         return {
             "step": step,
             **prepared.metrics,
-            **record.figures,
-            "failed_trajectories": len(sealed.collected.failed_trajectories),
-            **off_policy,
+            **record.metrics,
+            "failed_trajectories": len(pending.collected.failed_trajectories),
+            **({"off_policy_steps": lag} if self._off_policy.max_off_policy_steps else {}),
             **update_metrics(updates),
             **rates,
         }

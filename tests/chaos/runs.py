@@ -263,7 +263,7 @@ def digests(run: Path) -> dict[str, str]:
 def figures(run: Path) -> list[dict[str, float]]:
     """The metrics of every step, but for those that say how long it took."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: step[name] for name in step if "seconds" not in name} for step in steps]
+    return [{name: step[name] for name in step if not name.endswith("seconds")} for step in steps]
 
 
 def trajectories(run: Path) -> dict[int, list[dict[str, Any]]]:

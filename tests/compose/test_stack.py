@@ -184,7 +184,7 @@ def test_a_run_goes_to_its_end_over_the_loss_of_services_and_nothing_is_lost(
     tell("the run has ended")
     assert stack.inspect("orchestrator")["State"]["ExitCode"] == 0, stack.logs("orchestrator")
     said = stack.logs("orchestrator")
-    assert ("going on with the run" if "orchestrator" in victims else "recovering") in said
+    assert ("run resumed" if "orchestrator" in victims else "recovery started") in said
     assert steps(stack, token) == STEPS
     assert stack.run_in("gateway", "ls", "runs/tiny/policy/model.safetensors").returncode == 0
     still = [service for service in SERVICES if stack.inspect(service)["State"]["Status"] == "running"]

@@ -136,7 +136,7 @@ def test_processes_that_were_started_one_by_one_train_as_one_machine_does(
     stopped.wait_for(lambda: "event='ready'" in stopped.err)
     stopped.process.terminate()
     assert stopped.process.wait(20) == 143  # The run is not at its end, so whoever started it is to start it again.
-    said = "going on with the run" if (run / "metrics.jsonl").exists() else "beginning the run"
+    said = "run resumed" if (run / "metrics.jsonl").exists() else "run started"
     again = begin("services", "orchestrator")
     again.wait_for(lambda: "event='ready'" in again.err)
     again.wait_for(lambda: api.ask("POST", "/resume")[0] == 202)

@@ -26,7 +26,7 @@ def test_a_run_of_which_everything_was_killed_goes_on_to_the_same_bits(
         shutil.rmtree(run / "redis")
     ended = start("train", config, *LONGER, "--resume").ended()
     assert (ended.code, ended.err, ended.left) == (0, "", [])
-    assert "note: going on after step" in ended.out
+    assert "note: resumed after step" in ended.out
     assert figures(Run(ended, run)) == figures(undisturbed)
     assert weights(run) == weights(undisturbed.directory)
 

@@ -161,7 +161,7 @@ def test_a_damaged_buffer_is_set_aside_on_resume_and_the_bits_are_the_same(
     ended = start("train", config, *frozen.serving("reward", "reference"), *LONGER, "--resume").ended()
     assert (ended.code, ended.err, ended.left) == (0, "", [])
     assert "redis: its data is damaged, see runs/tiny/logs/redis.log; moved to runs/tiny/redis.damaged" in ended.out
-    assert "note: going on after step 3" in ended.out
+    assert "note: resumed after step 3" in ended.out
     assert bytes(1000) in (run / "redis.damaged" / "appendonlydir" / file.name).read_bytes()
     assert figures(Run(ended, run)) == figures(undisturbed)
     assert weights(run) == weights(undisturbed.directory)

@@ -90,7 +90,7 @@ def cut_off(stream: RolloutStream, written: list[Trajectory], epoch: int, redis:
 
 @pytest.mark.parametrize(
     ("intruder", "said"),
-    [(stale, "was not asked for"), (no_trajectory, "not a trajectory"), (cut_off, "not a trajectory")],
+    [(stale, "was not requested"), (no_trajectory, "not a trajectory"), (cut_off, "not a trajectory")],
     ids=["a trajectory of an older policy version", "bytes that are no message", "an entry without its trajectory"],
 )
 def test_an_entry_that_is_not_what_was_asked_for_is_not_trained_on_and_the_step_is_taken_again(
@@ -119,9 +119,9 @@ def test_an_entry_that_is_not_what_was_asked_for_is_not_trained_on_and_the_step_
 def test_an_update_that_arrives_twice_is_applied_once(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quartet.services.orchestrator.algorithm import updates
+    from quartet.services.orchestrator.algorithm import update_request
 
-    real = updates.begin_update
+    real = update_request.start_update
 
     def twice(client: Any, *arguments: Any) -> Any:
         first = real(client, *arguments).result()
@@ -129,5 +129,5 @@ def test_an_update_that_arrives_twice_is_applied_once(
         assert second.result() == first
         return second
 
-    monkeypatch.setattr(updates, "begin_update", twice)
+    monkeypatch.setattr(update_request, "start_update", twice)
     assert_same(run_to_the_end(make(**SHORT)), undisturbed)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from quartet.errors import ServiceUnavailable
-from quartet.services.orchestrator.algorithm.update_request import begin_update
+from quartet.services.orchestrator.algorithm.update_request import start_update
 from quartet.services.orchestrator.service_clients import ServiceClients
 from quartet.types import Role
 from tests.e2e.commands import wait_until
@@ -108,7 +108,7 @@ def test_a_service_that_could_not_reach_the_buffer_says_so_at_once_and_until_it_
         proxy.reset()
         for client in service_clients.trained:
             with pytest.raises(ServiceUnavailable, match="rollout buffer"):
-                begin_update(client, parts.config, 1, 1).result()
+                start_update(client, parts.config, 1, 1).result()
         assert cut_off() == {Role.ACTOR, Role.CRITIC}
         proxy.heal()
         assert wait_until(lambda: cut_off() == set(), 20)

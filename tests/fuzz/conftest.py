@@ -41,7 +41,7 @@ def ground(tmp_path: Path, redis_url: str) -> Iterator[Ground]:
         live["run"]["name"] = LIVE
         services = stack.enter_context(fleet(parse_config(live, "test")))
         going = stack.enter_context(orchestrator(services.config))
-        address = served(stack, OrchestratorServicer(going.board, going.commands))
+        address = served(stack, OrchestratorServicer(going.board, going.control, going.live_settings))
         found.targets.append(Target(Role.ORCHESTRATOR, address, services.config.run_directory))
         found.seal()
         yield found

@@ -164,7 +164,7 @@ def commit(files: RunFiles, *steps: int, **metrics: float) -> None:
 @contextmanager
 def speaking(going: Underway, addresses: dict[Role, str] | None = None) -> Iterator[Server]:
     """The orchestrator of a run under way behind its server, and the run's ``services.json``."""
-    server = Server([OrchestratorServicer(going.board, going.commands)], "127.0.0.1:0")
+    server = Server([OrchestratorServicer(going.board, going.control, going.live_settings)], "127.0.0.1:0")
     files = RunFiles(going.config.run_directory)
     files.write_services({**(addresses or {}), Role.ORCHESTRATOR: server.address})
     try:

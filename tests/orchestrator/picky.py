@@ -10,7 +10,7 @@ import numpy as np
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import RecoveryConfig
 from quartet.errors import QuartetError
-from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector, Replacement
+from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector, ReplacementRule
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.types import Role, Scores, TokenBatch, Trajectory
 from tests.buffer.samples import trajectory
@@ -123,7 +123,7 @@ def collect(
         generation,  # type: ignore[arg-type]
         (progress if progress is not None else []).append,
         fields,
-        Replacement(recovery or recovering(), 0, actor.generate),
+        ReplacementRule(recovery or recovering(), 0, actor.generate),
     )
 
 

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from quartet.config import Config, parse_config
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.orchestrator.standalone import acquire_run_directory
+from quartet.services.orchestrator.leadership import acquire_run_directory
 
 
 def said(config: Config) -> str:
@@ -37,11 +37,11 @@ def config_of(folder: Path, **sections: Any) -> Config:
 
 def test_a_run_is_gone_on_with_once_it_has_taken_a_step(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    assert said(config) == "beginning the run"
+    assert said(config) == "run started"
     # Started again before its first step, which leaves a config and no more.
-    assert said(config) == "beginning the run"
+    assert said(config) == "run started"
     RunFiles(config.run_directory).append_metrics({"step": 1})
-    assert said(config) == "going on with the run"
+    assert said(config) == "run resumed"
 
 
 def test_one_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:

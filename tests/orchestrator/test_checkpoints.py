@@ -17,7 +17,7 @@ from quartet.errors import MismatchError, ServiceFailed, ServiceUnavailable, Sto
 from quartet.run_directory.checkpoints import checkpoint_folders, drop_checkpoint, named_checkpoints, read_checkpoint
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing import checkpoint_writer as module
-from quartet.services.orchestrator.checkpointing.checkpoint_writer import Checkpoints
+from quartet.services.orchestrator.checkpointing.checkpoint_writer import CheckpointWriter
 from quartet.types import Role, SavedFile, SaveKind
 from tests.orchestrator.fakes import Answer
 
@@ -57,8 +57,8 @@ def savers(tmp_path: Path) -> tuple[Any, Any]:
     return Saver(Role.ACTOR, tmp_path), Saver(Role.CRITIC, tmp_path)
 
 
-def save(checkpoints: Checkpoints, step: int, savers: Any, state: dict[str, Any] | None = None) -> None:
-    checkpoints.begin("run", step, 1, savers, state or {}).finish()
+def save(checkpoints: CheckpointWriter, step: int, savers: Any, state: dict[str, Any] | None = None) -> None:
+    checkpoints.start("run", step, 1, savers, state or {}).finish()
 
 
 def names(files: RunFiles) -> list[str]:
@@ -67,7 +67,7 @@ def names(files: RunFiles) -> list[str]:
 
 def test_a_checkpoint_holds_both_models_and_a_manifest_that_is_true(files: RunFiles, savers: tuple[Any, Any]) -> None:
     state = {"kl_controller": {"value": 0.05}}
-    save(Checkpoints(files, 2, "the: config\n"), 20, savers, state)
+    save(CheckpointWriter(files, 2, "the: config\n"), 20, savers, state)
     assert names(files) == ["step-000020"]
     folder = files.checkpoints / "step-000020"
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -88,7 +88,7 @@ def test_a_checkpoint_holds_both_models_and_a_manifest_that_is_true(files: RunFi
 def test_a_manifest_that_names_no_file_of_a_model_is_of_no_checkpoint(
     lacking: str, files: RunFiles, savers: tuple[Any, Any]
 ) -> None:
-    checkpoints = Checkpoints(files, 2, "")
+    checkpoints = CheckpointWriter(files, 2, "")
     save(checkpoints, 1, savers)
     save(checkpoints, 2, savers)
     path = files.checkpoints / "step-000002" / "manifest.json"
@@ -102,13 +102,13 @@ def test_a_manifest_that_names_no_file_of_a_model_is_of_no_checkpoint(
     assert newest_step(checkpoints) == 1
 
 
-def newest_step(checkpoints: Checkpoints) -> int | None:
+def newest_step(checkpoints: CheckpointWriter) -> int | None:
     newest = checkpoints.newest("run")
     return newest.step if newest else None
 
 
 def test_a_run_without_a_critic_has_whole_checkpoints_of_its_actor(files: RunFiles, savers: tuple[Any, Any]) -> None:
-    checkpoints = Checkpoints(files, 2, "")
+    checkpoints = CheckpointWriter(files, 2, "")
     save(checkpoints, 1, savers[:1])
     assert newest_step(checkpoints) == 1
     assert read_checkpoint(files.checkpoints / "step-000001").roles == ("actor",)
@@ -116,7 +116,7 @@ def test_a_run_without_a_critic_has_whole_checkpoints_of_its_actor(files: RunFil
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_are_kept(keep: int, files: RunFiles, savers: tuple[Any, Any]) -> None:
-    checkpoints = Checkpoints(files, keep, "")
+    checkpoints = CheckpointWriter(files, keep, "")
     steps = [5, 10, 95, 100, 105]
     for number, step in enumerate(steps, 1):
         save(checkpoints, step, savers)
@@ -126,7 +126,7 @@ def test_the_newest_are_kept(keep: int, files: RunFiles, savers: tuple[Any, Any]
 def test_a_save_that_fails_leaves_the_earlier_checkpoints_and_no_new_one(
     files: RunFiles, savers: tuple[Any, Any]
 ) -> None:
-    checkpoints = Checkpoints(files, 1, "")
+    checkpoints = CheckpointWriter(files, 1, "")
     save(checkpoints, 1, savers)
     savers[1].failure = ServiceFailed("critic: disk full")
     with pytest.raises(ServiceFailed, match="disk full"):
@@ -138,7 +138,7 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoints_and_no_new_one(
 
 
 def test_saving_a_step_again_replaces_it(files: RunFiles, savers: tuple[Any, Any]) -> None:
-    checkpoints = Checkpoints(files, 2, "")
+    checkpoints = CheckpointWriter(files, 2, "")
     for _ in range(2):
         save(checkpoints, 1, savers)
     assert names(files) == ["step-000001"]
@@ -156,7 +156,7 @@ def test_files_that_are_not_there_as_reported_are_an_error(
         wrong["path"] = "checkpoints/.step-000001.1.partial/actor/model.safetensors"
     monkeypatch.setattr(savers[0], "reported", reported)
     with pytest.raises(MismatchError, match="must be a path that orchestrator, actor and critic share"):
-        save(Checkpoints(files, 2, ""), 1, savers)
+        save(CheckpointWriter(files, 2, ""), 1, savers)
     assert [name for name in names(files) if not name.startswith(".")] == []
 
 
@@ -164,8 +164,8 @@ def test_a_checkpoint_has_no_name_and_no_manifest_before_both_models_are_saved(
     files: RunFiles, savers: tuple[Any, Any]
 ) -> None:
     savers[1].held = True
-    checkpoints = Checkpoints(files, 2, "")
-    pending = checkpoints.begin("run", 3, 1, savers, {"kl": 0.1})
+    checkpoints = CheckpointWriter(files, 2, "")
+    pending = checkpoints.start("run", 3, 1, savers, {"kl": 0.1})
     assert not pending.done()
     assert names(files) == [".step-000003.1.partial"]
     assert not list(files.checkpoints.rglob("manifest.json"))
@@ -181,8 +181,8 @@ def test_a_checkpoint_has_no_name_and_no_manifest_before_both_models_are_saved(
 
 def test_one_that_was_abandoned_is_gone_when_the_next_begins(files: RunFiles, savers: tuple[Any, Any]) -> None:
     savers[0].held = savers[1].held = True
-    checkpoints = Checkpoints(files, 2, "")
-    checkpoints.begin("run", 3, 1, savers, {}).abandon()
+    checkpoints = CheckpointWriter(files, 2, "")
+    checkpoints.start("run", 3, 1, savers, {}).abandon()
     assert savers[0].call.cancelled
     assert savers[1].call.cancelled
     savers[0].held = savers[1].held = False
@@ -194,7 +194,7 @@ def test_a_failed_save_waits_for_the_other_service_before_it_tidies_up(
     files: RunFiles, savers: tuple[Any, Any]
 ) -> None:
     savers[0].failure, savers[1].held = ServiceFailed("actor: disk full"), True
-    pending = Checkpoints(files, 2, "").begin("run", 1, 1, savers, {})
+    pending = CheckpointWriter(files, 2, "").start("run", 1, 1, savers, {})
     failed: list[Exception] = []
 
     def finish() -> None:
@@ -216,7 +216,7 @@ def test_a_failed_save_waits_for_the_other_service_before_it_tidies_up(
 
 def test_a_service_that_is_lost_is_told_at_once(files: RunFiles, savers: tuple[Any, Any]) -> None:
     savers[0].failure, savers[1].held = ServiceUnavailable("actor: gone"), True
-    pending = Checkpoints(files, 2, "").begin("run", 1, 1, savers, {})
+    pending = CheckpointWriter(files, 2, "").start("run", 1, 1, savers, {})
     with pytest.raises(ServiceUnavailable, match="actor: gone"):
         pending.finish()
 
@@ -228,9 +228,9 @@ def test_a_disk_that_is_full_at_the_manifest_leaves_the_earlier_checkpoint_and_n
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    checkpoints = Checkpoints(files, 1, "")
+    checkpoints = CheckpointWriter(files, 1, "")
     save(checkpoints, 1, savers)
-    pending = checkpoints.begin("run", 2, 1, savers, {})
+    pending = checkpoints.start("run", 2, 1, savers, {})
     with monkeypatch.context() as patch:
         patch.setattr(*((os, "fsync") if place == "manifest" else (module, "flush")), full)
         with pytest.raises(
@@ -247,7 +247,7 @@ def test_a_disk_that_is_full_at_the_manifest_leaves_the_earlier_checkpoint_and_n
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_keeps_its_name(
     files: RunFiles, savers: tuple[Any, Any]
 ) -> None:
-    checkpoints = Checkpoints(files, 2, "")
+    checkpoints = CheckpointWriter(files, 2, "")
     save(checkpoints, 4, savers)
     (files.checkpoints / "best").symlink_to("step-000004")
     (files.checkpoints / "step-000004/actor/model.safetensors").write_bytes(b"spoilt")
@@ -262,7 +262,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_keeps_its_name(
 def test_named_checkpoints_are_kept_besides_the_newest_until_they_are_forgotten(
     files: RunFiles, savers: tuple[Any, Any]
 ) -> None:
-    checkpoints = Checkpoints(files, 2, "")
+    checkpoints = CheckpointWriter(files, 2, "")
     save(checkpoints, 1, savers)
     (files.checkpoints / "first").symlink_to("step-000001")
     for step in (2, 3, 4):
@@ -278,7 +278,7 @@ def test_named_checkpoints_are_kept_besides_the_newest_until_they_are_forgotten(
 def test_a_name_that_comes_while_a_checkpoint_is_dropped_keeps_it(
     files: RunFiles, savers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(Checkpoints(files, 2, ""), 1, savers)
+    save(CheckpointWriter(files, 2, ""), 1, savers)
     real = Path.rename
 
     def rename(path: Path, target: Path) -> Path:
@@ -299,7 +299,7 @@ def test_an_old_checkpoint_that_cannot_be_dropped_does_not_fail_the_new_one(
     def refuse(*_: Any) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    checkpoints = Checkpoints(files, 1, "")
+    checkpoints = CheckpointWriter(files, 1, "")
     save(checkpoints, 1, savers)
     monkeypatch.setattr(module, "drop_checkpoint", refuse)
     save(checkpoints, 2, savers)

@@ -9,13 +9,9 @@ import pytest
 
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import BufferFailed, ServiceFailed
-from quartet.services.orchestrator.rollout.collector import (
-    CollectedStep,
-    Collector,
-    raise_failures,
-    wait_for_all,
-)
-from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices, at_once
+from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector
+from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices, max_batches_in_flight
+from quartet.services.orchestrator.service_clients import wait_for_all, wait_until_ended
 from quartet.types import Trajectory, TrajectoryId
 from tests.buffer.samples import trajectory
 from tests.orchestrator.fakes import Answer, Scorer
@@ -139,7 +135,7 @@ def test_a_trajectory_that_nobody_asked_for_is_an_error(stream: RolloutStream, r
         stream.reset()
         stream.append([wanted[0], stranger])
         generation = Answer()
-        with pytest.raises(BufferFailed, match=f"{stranger.id} of policy version .* was not asked for"):
+        with pytest.raises(BufferFailed, match=f"{stranger.id} of policy version .* was not requested"):
             collect(stream, Scorer(), ids(wanted), generation)
         assert generation.cancelled
 
@@ -175,21 +171,28 @@ def test_waiting_raises_the_first_failure_whatever_the_others_still_do() -> None
     for calls in ([hanging, failed], [failed, hanging]):
         with pytest.raises(ServiceFailed):
             wait_for_all(calls)  # type: ignore[arg-type]
-        with pytest.raises(ServiceFailed):
-            raise_failures(calls)  # type: ignore[arg-type]
-    raise_failures([hanging])  # type: ignore[list-item]
 
 
-def test_waiting_ticks_until_all_have_ended() -> None:
-    call, ticks = Answer(), []
+def test_waiting_reports_each_call_that_ends_and_returns_after_the_last() -> None:
+    calls, ended_counts = [Answer(), Answer(), Answer()], []
 
-    def tick() -> None:
-        ticks.append(1)
-        if len(ticks) == 3:
-            call.answer()
+    def on_end() -> None:
+        ended_counts.append(sum(call.done() for call in calls))
+        if len(ended_counts) <= len(calls):
+            calls[len(ended_counts) - 1].answer()
 
-    wait_for_all([ended(), call], tick)  # type: ignore[list-item]
-    assert len(ticks) == 3
+    wait_for_all(calls, on_end)  # type: ignore[arg-type]
+    assert ended_counts == [0, 1, 2, 3]
+
+
+def test_waiting_for_the_end_of_calls_ignores_their_failures() -> None:
+    failed, held = Answer(), Answer()
+    failed.answer(ServiceFailed("no"))
+    with ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(wait_until_ended, [failed, held])
+        assert not waiting.done()
+        held.answer()
+        waiting.result(timeout=20)
 
 
 def test_only_a_few_batches_are_under_way_at_once(stream: RolloutStream, run: str) -> None:
@@ -201,8 +204,8 @@ def test_only_a_few_batches_are_under_way_at_once(stream: RolloutStream, run: st
         answered = 0
         while not collecting.done():
             under_way = [call for call in scorer.calls if not call.done()]
-            assert len(under_way) <= 3 * at_once(1)
-            if len(under_way) == min(3 * at_once(1), 3 * 20 - answered):
+            assert len(under_way) <= 3 * max_batches_in_flight(1)
+            if len(under_way) == min(3 * max_batches_in_flight(1), 3 * 20 - answered):
                 for call in under_way[:3]:
                     call.answer()
                     answered += 1
@@ -214,14 +217,14 @@ def test_each_service_has_as_many_batches_in_hand_as_its_replicas_can_take(run: 
     reward.processes = 3
     scoring = Scoring(ScoringServices(reward, reference, critic, 0.7), {})  # type: ignore[arg-type]
     for prompt in range(20):
-        scoring.begin([trajectory(run, prompt)])
+        scoring.start([trajectory(run, prompt)])
     assert [len(scorer.calls) for scorer in (reward, reference, critic)] == [8, 4, 4]
     for call in (reward.calls[5], reward.calls[2], critic.calls[0]):
         call.answer()
     scoring.advance()
     assert [len(scorer.calls) for scorer in (reward, reference, critic)] == [10, 4, 5]
     assert first_tokens(reward) == [[prompt] for prompt in range(10)]
-    assert scoring.under_way == 20
+    assert scoring.batches_in_flight == 20
 
 
 def test_without_a_critic_values_are_zero_and_nobody_is_asked_for_them(stream: RolloutStream, run: str) -> None:

@@ -31,7 +31,7 @@ def run(steps: list[dict[str, float]], **config: Any) -> list[Alert]:
     guards = Guards(GuardsConfig(**{"window_steps": 8, **config}))
     found: list[Alert] = []
     for number, changes in enumerate(steps, 1):
-        found += guards.look({"step": number, **HEALTHY, **changes})
+        found += guards.check({"step": number, **HEALTHY, **changes})
     return found
 
 
@@ -107,7 +107,7 @@ def test_what_a_step_did_not_see_is_no_figure() -> None:
     guards = Guards(GuardsConfig(window_steps=8))
     for number in range(1, 17):
         metrics = {name: value for name, value in HEALTHY.items() if name not in ("entropy", "rollout_mismatch_kl")}
-        assert guards.look({"step": number, **metrics}) == []
+        assert guards.check({"step": number, **metrics}) == []
     assert guards.entropy_slope(2.0) == 0.0
 
 
@@ -170,7 +170,7 @@ def test_without_a_critic_its_rule_is_silent() -> None:
     metrics = {
         name: value for name, value in HEALTHY.items() if name not in ("explained_variance", "skipped_steps_critic")
     }
-    assert [guards.look({"step": step, **metrics}) for step in range(1, 9)] == [[]] * 8
+    assert [guards.check({"step": step, **metrics}) for step in range(1, 9)] == [[]] * 8
 
 
 def test_every_rule_of_the_config_can_speak() -> None:
@@ -183,6 +183,6 @@ def test_the_entropy_slope_is_that_of_the_window() -> None:
     slopes = []
     for step, entropy in enumerate([5.0, 3.0, 2.0, 1.0, 0.0, 0.0], 1):
         slopes.append(guards.entropy_slope(entropy))
-        guards.look({"step": step, **HEALTHY, "entropy": entropy})
+        guards.check({"step": step, **HEALTHY, "entropy": entropy})
     # By hand: least squares over the last four, (-1.5 a - 0.5 b + 0.5 c + 1.5 d) / 5.
     assert slopes == pytest.approx([0.0, -2.0, -1.5, -1.3, -1.0, -0.7])

@@ -15,19 +15,17 @@ from quartet.errors import ServiceUnavailable
 from quartet.rpc.channels import ServiceChannel
 from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.orchestrator.control.commands import Commands
-from quartet.services.orchestrator.control.live_settings import Changes
+from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import HISTORY, Progress, ProgressBoard, RunState
-from quartet.services.orchestrator.control.run_control import Control
+from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.servicer import OrchestratorServicer
 from quartet.types import Alert
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 
-def commands_of(control: Control) -> Commands:
+def servicer(board: ProgressBoard, control: RunControl) -> OrchestratorServicer:
     config = parse_config({"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}}, "test")
-    files = RunFiles(config.run_directory)
-    return Commands(control, Changes(config, files), files)
+    return OrchestratorServicer(board, control, LiveSettings(config, RunFiles(config.run_directory), control))
 
 
 def commit(board: ProgressBoard, *steps: int) -> None:
@@ -121,13 +119,13 @@ def board() -> ProgressBoard:
 
 
 @pytest.fixture
-def control() -> Control:
-    return Control()
+def control(tmp_path: Path) -> RunControl:
+    return RunControl(RunFiles(tmp_path))
 
 
 @pytest.fixture
-def peer(board: ProgressBoard, control: Control) -> Iterator[ServiceChannel]:
-    server = Server([OrchestratorServicer(board, commands_of(control))], "127.0.0.1:0")
+def peer(board: ProgressBoard, control: RunControl) -> Iterator[ServiceChannel]:
+    server = Server([servicer(board, control)], "127.0.0.1:0")
     peer = ServiceChannel("orchestrator", server.address)
     yield peer
     board.update(state=RunState.STOPPED)
@@ -178,14 +176,14 @@ def test_a_remote_watcher_is_shown_every_step_until_the_end(peer: ServiceChannel
     assert news.code() is grpc.StatusCode.OK
 
 
-def test_a_stop_reaches_the_training(peer: ServiceChannel, control: Control) -> None:
+def test_a_stop_reaches_the_training(peer: ServiceChannel, control: RunControl) -> None:
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
     assert not control.stopping
     peer.call(stub.Stop, orchestrator_pb2.StopRequest(), 5, "Stop")
     assert control.stopping
 
 
-def test_a_pause_and_a_resume_reach_the_training(peer: ServiceChannel, control: Control) -> None:
+def test_a_pause_and_a_resume_reach_the_training(peer: ServiceChannel, control: RunControl) -> None:
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
     peer.call(stub.Pause, orchestrator_pb2.PauseRequest(), 5, "Pause")
     assert control.paused
@@ -194,7 +192,7 @@ def test_a_pause_and_a_resume_reach_the_training(peer: ServiceChannel, control: 
 
 
 @pytest.mark.parametrize("end", ["resume", "stop"])
-def test_a_paused_run_waits_until_it_is_resumed_or_stopped(control: Control, end: str) -> None:
+def test_a_paused_run_waits_until_it_is_resumed_or_stopped(control: RunControl, end: str) -> None:
     control.pause()
     waiting = threading.Thread(target=control.wait_while_paused)
     waiting.start()
@@ -206,7 +204,7 @@ def test_a_paused_run_waits_until_it_is_resumed_or_stopped(control: Control, end
     assert not control.paused
 
 
-def test_a_run_that_is_to_stop_does_not_wait(control: Control) -> None:
+def test_a_run_that_is_to_stop_does_not_wait(control: RunControl) -> None:
     control.stop()
     control.pause()
     assert not control.paused
@@ -219,8 +217,8 @@ def test_the_orchestrators_status_follows_the_board(peer: ServiceChannel, board:
     assert (status.run, status.step) == ("run", 2)
 
 
-def test_an_orchestrator_that_is_gone_is_unavailable(board: ProgressBoard) -> None:
-    server = Server([OrchestratorServicer(board, commands_of(Control()))], "127.0.0.1:0")
+def test_an_orchestrator_that_is_gone_is_unavailable(board: ProgressBoard, control: RunControl) -> None:
+    server = Server([servicer(board, control)], "127.0.0.1:0")
     peer = ServiceChannel("orchestrator", server.address)
     server.stop(0)
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
@@ -230,19 +228,19 @@ def test_an_orchestrator_that_is_gone_is_unavailable(board: ProgressBoard) -> No
 
 
 def test_what_was_asked_outlives_the_orchestrator_that_was_asked(tmp_path: Path) -> None:
-    mark = tmp_path / "asked"
-    Control(mark).pause()
-    again = Control(mark)
+    files = RunFiles(tmp_path)
+    RunControl(files).pause()
+    again = RunControl(files)
     assert again.paused
     again.resume()
-    assert not Control(mark).paused
+    assert not RunControl(files).paused
     again.pause()
     again.stop()
-    later = Control(mark)
+    later = RunControl(files)
     assert later.stopping
     assert not later.paused
     later.resume()
-    assert Control(mark).stopping
+    assert RunControl(files).stopping
 
 
 def test_who_comes_late_is_told_of_the_last_steps_only_so_that_memory_does_not_grow_with_the_run() -> None:

@@ -131,7 +131,7 @@ def test_a_stranger_among_the_replacements_is_an_error(stream: RolloutStream, ru
             return super().generate({prompt + 1 for prompt in prompts}, sample)
 
     scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
-    with pytest.raises(BufferFailed, match="/1/2/1 of policy version 0 was not asked for"):
+    with pytest.raises(BufferFailed, match="/1/2/1 of policy version 0 was not requested"):
         collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Careless(stream, run))
 
 
@@ -160,7 +160,7 @@ def test_the_log_does_not_quote_what_a_function_quotes_of_a_response(
 ) -> None:
     scorer = PickyScorer(ComputationFailed("ValueError: cannot read 'my secret'"), score={(1, 0): ALWAYS})
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(2)], Actor(stream, run))
-    [line] = [line for line in capture if line["event"] == "trajectory set aside"]
+    [line] = [line for line in capture if line["event"] == "trajectory failed"]
     assert line["error"] == "ComputationFailed"
     assert line["id"] == f"{run}/1/1/0"
     assert "secret" not in str(capture)

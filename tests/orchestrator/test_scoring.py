@@ -146,7 +146,7 @@ def scoring_of(
     services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
     scoring = Scoring(services, {}, recovery or RecoveryConfig(), clock or Hurried())
     for batch in batches:
-        scoring.begin([sampled(run, prompt) for prompt in batch])
+        scoring.start([sampled(run, prompt) for prompt in batch])
     return scoring
 
 
@@ -156,7 +156,7 @@ def answer_in(order: Iterable[int], scorer: PickyScorer, scoring: Scoring) -> No
     for place in order:
         calls[place].answer()
         scoring.advance()
-    while scoring.under_way:
+    while scoring.batches_in_flight:
         for service in SERVICES:
             for call in scorer.calls[service]:
                 if not call.done():
@@ -238,7 +238,7 @@ def test_attempts_come_after_pauses_that_double_and_other_services_go_on_meanwhi
     assert [(item.trajectory.id.prompt, item.attempts) for item in scoring.failed_trajectories] == [
         (0, len(pauses) + 1)
     ]
-    assert scoring.under_way == 0
+    assert scoring.batches_in_flight == 0
 
 
 def test_a_batch_that_was_answered_is_taken_in_while_one_before_it_pauses(run: str) -> None:
@@ -250,7 +250,7 @@ def test_a_batch_that_was_answered_is_taken_in_while_one_before_it_pauses(run: s
         scorer.calls[service][1].answer()
     scoring.advance()
     assert [item.trajectory.id.prompt for item in scoring.scored] == [2, 3]
-    assert scoring.under_way == 1
+    assert scoring.batches_in_flight == 1
 
 
 @pytest.mark.parametrize("service", SERVICES)

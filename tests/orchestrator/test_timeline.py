@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from quartet.services.orchestrator.telemetry.timeline import MOST, Span, Timeline, joined
+from quartet.services.orchestrator.telemetry.timeline import MAX_SPANS, Span, Timeline, merge_neighbours
 from tests.orchestrator.fakes import Answer
 
 
@@ -32,7 +32,7 @@ class Call(Answer):
 
 def watch(timeline: Timeline, service: str, phase: str) -> Call:
     call = Call()
-    timeline.watch(service, phase, call)  # type: ignore[arg-type]
+    timeline.observe(service, phase, call)  # type: ignore[arg-type]
     return call
 
 
@@ -47,14 +47,14 @@ def test_calls_and_parts_are_told_from_the_start_of_the_step() -> None:
     scores.end()
     clock.now = 103.0
     generation.end()
-    with timeline.part("orchestrator", "prepare"):
+    with timeline.span("orchestrator", "prepare"):
         clock.now = 103.25
-    assert timeline.lap(100.0) == [
+    assert timeline.end_step(100.0) == [
         Span("actor", "generate", 1.0, 3.0),
         Span("orchestrator", "prepare", 3.0, 3.25),
         Span("reward", "score", 2.0, 2.5),
     ]
-    assert timeline.lap(100.0) == []
+    assert timeline.end_step(100.0) == []
 
 
 def test_what_goes_on_at_the_end_of_a_step_is_told_of_both() -> None:
@@ -62,12 +62,12 @@ def test_what_goes_on_at_the_end_of_a_step_is_told_of_both() -> None:
     timeline = Timeline(clock)
     saving = watch(timeline, "actor", "checkpoint")
     clock.now = 110.0
-    assert timeline.lap(104.0) == [Span("actor", "checkpoint", 0.0, 6.0)]
+    assert timeline.end_step(104.0) == [Span("actor", "checkpoint", 0.0, 6.0)]
     clock.now = 113.0
     saving.end()
     clock.now = 120.0
-    assert timeline.lap(111.0) == [Span("actor", "checkpoint", 0.0, 2.0)]
-    assert timeline.lap(111.0) == []
+    assert timeline.end_step(111.0) == [Span("actor", "checkpoint", 0.0, 2.0)]
+    assert timeline.end_step(111.0) == []
 
 
 def test_what_ended_before_the_step_is_no_part_of_it() -> None:
@@ -78,10 +78,10 @@ def test_what_ended_before_the_step_is_no_part_of_it() -> None:
         clock.now = 101.0
         raise ValueError("broke off")
 
-    with pytest.raises(ValueError, match="broke off"), timeline.part("redis", "seal"):
+    with pytest.raises(ValueError, match="broke off"), timeline.span("redis", "seal"):
         breaks_off()
     clock.now = 105.0
-    assert timeline.lap(103.0) == []
+    assert timeline.end_step(103.0) == []
 
 
 def test_an_answer_that_is_there_ends_its_span_although_nobody_has_said_so_yet() -> None:
@@ -90,28 +90,28 @@ def test_an_answer_that_is_there_ends_its_span_although_nobody_has_said_so_yet()
     call = watch(timeline, "actor", "update")
     call.answer()
     clock.now = 101.0
-    assert timeline.lap(100.0) == [Span("actor", "update", 0.0, 1.0)]
+    assert timeline.end_step(100.0) == [Span("actor", "update", 0.0, 1.0)]
     clock.now = 102.0
     call.end()
-    assert timeline.lap(100.0) == []
+    assert timeline.end_step(100.0) == []
 
 
 def test_neighbours_of_one_kind_are_joined_over_the_smallest_gaps() -> None:
     spans = [Span("reward", "score", start, start + 1.0) for start in (0.0, 1.1, 5.0, 6.5)]
     spans.append(Span("critic", "values", 1.05, 1.06))
-    assert joined(spans, 5) == sorted(spans, key=lambda span: (span.service, span.start))
-    assert joined(spans, 3) == [
+    assert merge_neighbours(spans, 5) == sorted(spans, key=lambda span: (span.service, span.start))
+    assert merge_neighbours(spans, 3) == [
         Span("critic", "values", 1.05, 1.06),
         Span("reward", "score", 0.0, 2.1, 2),
         Span("reward", "score", 5.0, 7.5, 2),
     ]
     # Of each kind one stays, whatever is asked for.
-    assert joined(spans, 0) == [Span("critic", "values", 1.05, 1.06), Span("reward", "score", 0.0, 7.5, 4)]
+    assert merge_neighbours(spans, 0) == [Span("critic", "values", 1.05, 1.06), Span("reward", "score", 0.0, 7.5, 4)]
 
 
 def test_overlapping_calls_are_joined_first() -> None:
     spans = [Span("reward", "score", 0.0, 9.0), Span("reward", "score", 1.0, 2.0), Span("reward", "score", 9.5, 10.0)]
-    assert joined(spans, 2) == [Span("reward", "score", 0.0, 9.0, 2), Span("reward", "score", 9.5, 10.0)]
+    assert merge_neighbours(spans, 2) == [Span("reward", "score", 0.0, 9.0, 2), Span("reward", "score", 9.5, 10.0)]
 
 
 def test_a_step_of_very_many_calls_has_few_spans_and_loses_no_call() -> None:
@@ -127,7 +127,7 @@ def test_a_step_of_very_many_calls_has_few_spans_and_loses_no_call() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    spans = timeline.lap(started)
-    assert len(spans) == MOST
+    spans = timeline.end_step(started)
+    assert len(spans) == MAX_SPANS
     assert sum(span.count for span in spans) == 2000
     assert {span.service for span in spans} == {"reward", "reference"}

@@ -18,8 +18,11 @@ from quartet.config import Config
 from quartet.errors import ComputationFailed, ConfigError, FailedPrecondition
 from quartet.evaluation import greedy_sampling, read_validation_prompts, row, run_sampling, stream_name, summarize
 from quartet.run_directory.run_files import RunFiles, read_metrics
-from quartet.services.orchestrator.rollout.evaluation import Evaluator
+from quartet.services.orchestrator.control.progress import ProgressBoard
+from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule, Evaluator
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
+from quartet.services.orchestrator.telemetry.run_telemetry import RunTelemetry
+from quartet.services.orchestrator.telemetry.timeline import Timeline
 from quartet.types import FinishReason, Role, TokenBatch, Trajectory
 from tests.buffer.samples import trajectory
 from tests.rpc.conftest import Services, save_checkpoint
@@ -306,7 +309,13 @@ def test_a_judge_that_cannot_be_imported_is_refused_before_anything_is_generated
 def test_evaluations_come_before_the_first_step_every_so_often_and_after_the_last(
     build: Build, configure: Configure
 ) -> None:
-    evaluator = build(configure())
-    assert [step for step in range(14) if evaluator.is_due(step, last=step == 13)] == [0, 5, 10, 13]
-    never = build(configure(evaluation={"every_steps": 0}))
+    def schedule(config: Config) -> EvaluationSchedule:
+        files, board = RunFiles(config.run_directory), ProgressBoard("run", 14)
+        evaluator = build(config) if config.evaluation.every_steps else None
+        telemetry = RunTelemetry(config, files, board, Timeline())
+        return EvaluationSchedule(config, evaluator, files, board, telemetry)
+
+    regular = schedule(configure())
+    assert [step for step in range(14) if regular.is_due(step, last=step == 13)] == [0, 5, 10, 13]
+    never = schedule(configure(evaluation={"every_steps": 0}))
     assert not any(never.is_due(step, last=True) for step in range(14))

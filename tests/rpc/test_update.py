@@ -23,7 +23,7 @@ from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest, Ser
 from quartet.models.snapshot import write_model
 from quartet.rpc.limits import MAX_PENDING_SAVES
 from quartet.services import trainable_model as trained
-from quartet.services.orchestrator.rollout.collector import wait_for_all
+from quartet.services.orchestrator.service_clients import wait_for_all
 from quartet.types import (
     OptimizationSettings,
     PolicyLossSettings,

@@ -20,10 +20,9 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.factories import build_model_role
 from quartet.services.observability import Observation
 from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.services.orchestrator.control.run_control import Control
-from quartet.services.orchestrator.run import Training
-from quartet.services.orchestrator.telemetry.run_metrics import Depth, RunMetrics
-from quartet.services.orchestrator.thread import train
+from quartet.services.orchestrator.control.run_control import RunControl
+from quartet.services.orchestrator.run import TrainingRun, run_training
+from quartet.services.orchestrator.telemetry.run_metrics import BufferDepth, RunMetrics
 from quartet.topology import roles_of
 from quartet.types import Role
 from tests.training.runs import Run
@@ -123,10 +122,16 @@ def run_observed(config: Config) -> Observed:
         board, ended = ProgressBoard(config.run.name, config.run.steps), list[int]()
         assert config.buffer.url is not None
         observation = observe(Role.ORCHESTRATOR)
-        training = Training(addressed, config.buffer.url, board, Control(), traces=observation.traces)
-        observation.registry.register(RunMetrics(addressed, board, Depth(config.buffer.url, config.run.name)))
+        training = TrainingRun(
+            addressed,
+            config.buffer.url,
+            board,
+            RunControl(RunFiles(config.run_directory), persist=False),
+            traces=observation.traces,
+        )
+        observation.registry.register(RunMetrics(addressed, board, BufferDepth(config.buffer.url, config.run.name)))
         observation.begin()
-        train(training, board, ended.append)
+        run_training(training, board, ended.append)
         found = {name: read(one.address) for name, one in observations.items()}
     closing = [threading.Thread(target=one.close) for one in observations.values()]
     for thread in closing:

@@ -15,11 +15,10 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.factories import build_model_role
-from quartet.services.orchestrator.control.commands import Commands
+from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import Progress, ProgressBoard
-from quartet.services.orchestrator.control.run_control import Control
-from quartet.services.orchestrator.run import Training
-from quartet.services.orchestrator.thread import train
+from quartet.services.orchestrator.control.run_control import RunControl
+from quartet.services.orchestrator.run import TrainingRun, run_training
 from quartet.topology import roles_of
 from quartet.types import Role
 
@@ -46,7 +45,7 @@ def json_lines(path: Path) -> list[Any]:
 
 def figures(run: Run) -> list[dict[str, float]]:
     """Its metrics but for the seconds."""
-    return [{name: step[name] for name in step if "seconds" not in name} for step in run.metrics]
+    return [{name: step[name] for name in step if not name.endswith("seconds")} for step in run.metrics]
 
 
 def weights(run: Run) -> bytes:
@@ -77,10 +76,10 @@ class Underway:
 
     config: Config
     board: ProgressBoard
-    control: Control
+    control: RunControl
     thread: threading.Thread
     ended: list[int]
-    commands: Commands
+    live_settings: LiveSettings
 
     def finish(self, seconds: float = 250) -> Run:
         """Waits for its end."""
@@ -145,14 +144,15 @@ def services(config: Config) -> Iterator[Config]:
 
 
 @contextmanager
-def orchestrator(config: Config, control: Control | None = None) -> Iterator[Underway]:
+def orchestrator(config: Config, control: RunControl | None = None) -> Iterator[Underway]:
     """The run's training, on the services at the config's addresses."""
-    board, control, ended = ProgressBoard(config.run.name, config.run.steps), control or Control(), list[int]()
+    control = control or RunControl(RunFiles(config.run_directory), persist=False)
+    board, ended = ProgressBoard(config.run.name, config.run.steps), list[int]()
     assert config.buffer.url is not None
-    training = Training(config, config.buffer.url, board, control)
-    thread = threading.Thread(target=train, args=(training, board, ended.append), daemon=True)
+    training = TrainingRun(config, config.buffer.url, board, control)
+    thread = threading.Thread(target=run_training, args=(training, board, ended.append), daemon=True)
     thread.start()
-    yield Underway(config, board, control, thread, ended, training.commands)
+    yield Underway(config, board, control, thread, ended, training.live_settings)
     control.stop()
     thread.join(60)
 

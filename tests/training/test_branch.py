@@ -307,7 +307,11 @@ def test_evaluations_may_come_more_often_or_not_at_all(
 @pytest.mark.parametrize(
     ("kind", "overrides", "said"),
     [
-        ("ppo", ["evaluation.every_steps=2", "data.validation=PROMPTS"], "evaluation.every_steps 2: evaluations are held against"),
+        (
+            "ppo",
+            ["evaluation.every_steps=2", "data.validation=PROMPTS"],
+            "evaluation.every_steps 2: evaluations are held against",
+        ),
         ("evaluated", ["evaluation.max_prompts=4"], "evaluation.max_prompts 4: "),
         ("evaluated", ["data.validation=elsewhere.jsonl"], "data.validation elsewhere.jsonl: "),
     ],

@@ -16,11 +16,12 @@ from quartet.buffer.experience_store import ExperienceStore
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import ServiceUnavailable, StorageFailed
 from quartet.models import snapshot
+from quartet.run_directory.run_files import RunFiles
 from quartet.services import trainable_model as trained
-from quartet.services.orchestrator.algorithm.update_request import begin_update
-from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import Saving
+from quartet.services.orchestrator.algorithm.update_request import start_update
+from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.control.progress import RunState
-from quartet.services.orchestrator.control.run_control import Control
+from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, figures, orchestrator, run_to_the_end, services, underway, weights
@@ -188,7 +189,7 @@ def test_a_crash_before_a_checkpoint_has_its_name_goes_on_from_the_one_before(
     def crash(*_: Any) -> None:
         raise Crash
 
-    target = (Saving, "finish") if when == "written" else (Path, "rename")
+    target = (CheckpointScheduler, "finish") if when == "written" else (Path, "rename")
     real = getattr(*target)
 
     def act(self: Any, *arguments: Any) -> Any:
@@ -213,20 +214,21 @@ def test_a_crash_before_a_checkpoint_has_its_name_goes_on_from_the_one_before(
 def test_a_run_that_is_stopped_while_it_recovers_takes_a_step_that_one_model_has_to_its_end(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, control = StepTransaction._update, Control()
+    real = StepTransaction._update
     lost: list[int] = []
 
     def lose_critic(self: Any, step: int, leadership: Any, *arguments: Any) -> Any:
         if step != 3 or lost:
             return real(self, step, leadership, *arguments)
         lost.append(step)
-        settled = begin_update(self._updates._service_clients.actor, config, step, leadership.epoch)
+        settled = start_update(self._updater._service_clients.actor, config, step, leadership.epoch)
         assert settled.result().step == 3
         control.stop()
         raise ServiceUnavailable("critic: gone")
 
     monkeypatch.setattr(StepTransaction, "_update", lose_critic)
     config = make(run={"steps": 8}, checkpoint={"every_steps": 5}, recovery={"max_recoveries": 1})
+    control = RunControl(RunFiles(config.run_directory), persist=False)
     with services(config) as addressed, orchestrator(addressed, control) as going:
         run = going.finish()
     assert run.code == 0, run.progress.error

@@ -16,8 +16,8 @@ from quartet.errors import ConfigError, ServiceFailed, StorageFailed
 from quartet.preflight import check_resumable
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.orchestrator.control import run_control as control
-from quartet.services.orchestrator.control.run_control import Control
+from quartet.services.orchestrator.control import run_control
+from quartet.services.orchestrator.control.run_control import RunControl
 from tests.training.conftest import MakeConfig
 from tests.training.runs import assert_same, json_lines, merged, parsed, run_to_the_end, underway
 from tests.training.test_resume import break_off, changes
@@ -187,9 +187,9 @@ def test_a_disk_that_is_full_ends_the_run_with_what_to_do(
         patch.setattr(os, "fsync", fsync)
         with underway(config) as going:
             if what == "asked":
-                going.control._mark = files.asked
+                going.control._persist = True
             run = going.finish()
-            going.control._mark = None
+            going.control._persist = False
     assert run.code == 1
     assert f"{files.root}/{what}" in run.progress.error
     assert "cannot be written (No space left on device); mend that, then go on with --resume" in run.progress.error
@@ -197,10 +197,10 @@ def test_a_disk_that_is_full_ends_the_run_with_what_to_do(
 
 
 def test_a_stop_that_cannot_be_written_down_stops_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Control(tmp_path / "asked")
-    monkeypatch.setattr(control, "write_durably", full)
+    asked = RunControl(RunFiles(tmp_path))
+    monkeypatch.setattr(run_control, "write_durably", full)
     with pytest.raises(StorageFailed, match=r"asked: cannot be written \(No space left on device\)"):
         asked.stop()
     assert asked.stopping
     with pytest.raises(StorageFailed):
-        Control(tmp_path / "asked").pause()
+        RunControl(RunFiles(tmp_path)).pause()

@@ -14,12 +14,12 @@ import pytest
 from quartet.config import Config, RecoveryConfig
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, ServiceUnavailable
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import Saving
-from quartet.services.orchestrator.checkpointing.recovery import Attempts
-from quartet.services.orchestrator.control.live_settings import Changes
+from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
+from quartet.services.orchestrator.checkpointing.recovery import RecoveryAttempts
+from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import RunState
-from quartet.services.orchestrator.control.run_control import Control
-from quartet.services.orchestrator.service_handshake import ServiceHandshake
+from quartet.services.orchestrator.control.run_control import RunControl
+from quartet.services.orchestrator.service_clients import ServiceHandshake
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, Underway, figures, orchestrator, run_to_the_end, services, underway, weights
@@ -27,7 +27,11 @@ from tests.training.test_resume import KINDS, break_off
 from tests.training.test_stability import wait_for
 
 STEPS = 6
-PPO: dict[str, Any] = {"run": {"steps": STEPS}, "checkpoint": {"every_steps": 2, "keep_last": 9}, "recovery": {"backoff_seconds": 0.01}}
+PPO: dict[str, Any] = {
+    "run": {"steps": STEPS},
+    "checkpoint": {"every_steps": 2, "keep_last": 9},
+    "recovery": {"backoff_seconds": 0.01},
+}
 Ask = Callable[[Underway, int], None]
 
 
@@ -36,7 +40,7 @@ def asked(
     config: Config,
     ask: dict[int, Callable[[Any], None]],
     monkeypatch: pytest.MonkeyPatch,
-    control: Control | None = None,
+    control: RunControl | None = None,
 ) -> Iterator[Underway]:
     """A run that is asked once for something in the middle of each of these steps, by its number."""
     real, left = StepTransaction._prepare, dict(ask)
@@ -59,7 +63,7 @@ def asked(
 
 
 def changed(values: dict[str, float], user: str = "operator 127.0.0.1") -> Callable[[Any], None]:
-    return lambda running: running.commands.change(values, user) and None
+    return lambda running: running.live_settings.change(values, user) and None
 
 
 def test_a_change_is_for_the_first_step_that_has_not_begun(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +134,7 @@ def test_a_steered_coefficient_goes_on_from_the_value_that_was_set(
         ({"kl_coefficient": -0.1}, "kl_coefficient -0.1: expected 0 to 1"),
         ({"kl_coefficient": float("nan")}, "kl_coefficient nan: expected 0 to 1"),
         ({"actor.learning_rate": 0.011}, "actor.learning_rate 0.011: expected 0 to 0.01"),
-        ({"kl_coefficient": 0.1, "reward.learning_rate": 1.0}, "reward.learning_rate: no setting that can be changed"),
+        ({"kl_coefficient": 0.1, "reward.learning_rate": 1.0}, "reward.learning_rate: not a live setting"),
         ({}, "none given"),
     ],
 )
@@ -141,7 +145,7 @@ def test_what_is_out_of_bounds_is_refused_and_nothing_changes(
 
     def ask(running: Any) -> None:
         with pytest.raises(InvalidRequest) as caught:
-            running.commands.change(values, "somebody")
+            running.live_settings.change(values, "somebody")
         refused.append(str(caught.value))
 
     with asked(make(**{**PPO, "run": {"steps": 2}}), {1: ask}, monkeypatch) as going:
@@ -154,8 +158,8 @@ def test_what_is_out_of_bounds_is_refused_and_nothing_changes(
 @pytest.mark.parametrize("user", ["x" * 201, "two\nlines"])
 def test_the_user_of_a_setting_change_is_one_short_line(make: MakeConfig, user: str) -> None:
     config = make(**PPO)
-    changes = Changes(config, RunFiles(config.run_directory))
-    changes.resume(0, 0.05)
+    changes = live_settings_of(config)
+    changes.resume(0, lambda: 0.05)
     with pytest.raises(InvalidRequest, match="user: expected one line of at most 200 characters"):
         changes.change({"kl_coefficient": 0.1}, user)
     assert {setting.value for setting in changes.settings() if setting.name == "kl_coefficient"} == {0.05}
@@ -165,20 +169,25 @@ def test_nothing_can_be_changed_before_the_run_has_begun_or_in_its_last_step(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**{**PPO, "run": {"steps": 1}})
-    early = Changes(config, RunFiles(config.run_directory))
+    early = live_settings_of(config)
     assert early.settings() == []
-    with pytest.raises(FailedPrecondition, match="has not begun yet"):
+    with pytest.raises(FailedPrecondition, match="has not started yet"):
         early.change({"kl_coefficient": 0.1}, "somebody")
     late: list[str] = []
 
     def ask(running: Any) -> None:
         with pytest.raises(FailedPrecondition) as caught:
-            running.commands.change({"kl_coefficient": 0.1}, "somebody")
+            running.live_settings.change({"kl_coefficient": 0.1}, "somebody")
         late.append(str(caught.value))
 
     with asked(config, {1: ask}, monkeypatch) as going:
         going.finish()
-    assert "the last step has begun" in late[0]
+    assert "the last step has started" in late[0]
+
+
+def live_settings_of(config: Config) -> LiveSettings:
+    files = RunFiles(config.run_directory)
+    return LiveSettings(config, files, RunControl(files, persist=False))
 
 
 def steps_kept(run: Run) -> list[str]:
@@ -187,7 +196,7 @@ def steps_kept(run: Run) -> list[str]:
 
 def test_a_checkpoint_is_saved_when_a_user_asks(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(**{**PPO, "run": {"steps": 4}, "checkpoint": {"every_steps": 0}})
-    with asked(config, {2: lambda running: running.commands.checkpoint()}, monkeypatch) as going:
+    with asked(config, {2: lambda running: running.control.checkpoint()}, monkeypatch) as going:
         run = going.finish()
     assert run.code == 0, run.progress.error
     assert steps_kept(run) == ["step-000002"]
@@ -197,23 +206,23 @@ def test_a_paused_run_saves_a_checkpoint_and_goes_back(make: MakeConfig, monkeyp
     plain = run_to_the_end(make(**PPO))
 
     def pause(running: Any) -> None:
-        running.commands.pause()
+        running.control.pause()
 
     with asked(make(**{**PPO, "checkpoint": {"every_steps": 2, "keep_last": 9}}), {3: pause}, monkeypatch) as going:
         wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
-        going.commands.checkpoint()
+        going.control.checkpoint()
         folder = RunFiles(going.config.run_directory).checkpoints / "step-000003" / "manifest.json"
         wait_for(going, folder.exists)
-        going.commands.roll_back(2)
+        going.control.roll_back(2)
         wait_for(going, lambda: (going.board.current().state, going.board.current().step) == (RunState.PAUSED, 2))
         assert len(RunFiles(going.config.run_directory).committed()) == 2
-        going.commands.resume()
+        going.control.resume()
         run = going.finish()
     assert run.code == 0, run.progress.error
     assert steps_kept(run) == ["step-000002", "step-000004", "step-000006"]
     assert figures(run) == figures(plain)
     assert weights(run) == weights(plain)
-    assert "rolled back to step 2, as asked" in run.progress.notes
+    assert "rolled back to step 2, as requested" in run.progress.notes
 
 
 def test_a_run_that_goes_back_forgets_the_changes_that_came_after(
@@ -222,7 +231,7 @@ def test_a_run_that_goes_back_forgets_the_changes_that_came_after(
     plain = run_to_the_end(make(**PPO))
 
     def back(running: Any) -> None:
-        running.commands.roll_back(4)
+        running.control.roll_back(4)
 
     ask = {4: changed({"kl_coefficient": 0.5, "critic.learning_rate": 3e-3}), 6: back}
     with services(make(**PPO)) as config, asked(config, ask, monkeypatch) as going:
@@ -241,16 +250,16 @@ def test_going_back_to_where_no_checkpoint_is_or_past_a_named_one_is_refused(
 
     def ask(running: Any) -> None:
         with pytest.raises(InvalidRequest) as missing:
-            running.commands.roll_back(3)
+            running.control.roll_back(3)
         (RunFiles(running.config.run_directory).checkpoints / "best").symlink_to("step-000004")
         with pytest.raises(FailedPrecondition) as named:
-            running.commands.roll_back(2)
+            running.control.roll_back(2)
         refused.extend([str(missing.value), str(named.value)])
 
     with asked(make(**PPO), {6: ask}, monkeypatch) as going:
         run = going.finish()
     assert run.code == 0, run.progress.error
-    assert refused[0] == "step 3: has no checkpoint; there are: 2, 4"
+    assert refused[0] == "step 3: has no checkpoint; checkpoints exist for: 2, 4"
     assert "step-000004 is named best, to be kept" in refused[1]
     assert len(run.metrics) == STEPS
 
@@ -261,12 +270,12 @@ def test_going_back_keeps_the_checkpoint_that_is_asked_for_though_newer_ones_wou
     settings = {**PPO, "checkpoint": {"every_steps": 2, "keep_last": 2}}
     plain = run_to_the_end(make(**settings))
     config = make(**settings)
-    mark = RunFiles(config.run_directory).asked
-    ask = {6: lambda running: running.commands.roll_back(2)}
-    with services(config) as addressed, asked(addressed, ask, monkeypatch, Control(mark)) as going:
+    files = RunFiles(config.run_directory)
+    ask = {6: lambda running: running.control.roll_back(2)}
+    with services(config) as addressed, asked(addressed, ask, monkeypatch, RunControl(files)) as going:
         run = going.finish()
     assert run.code == 0, run.progress.error
-    assert "rolled back to step 2, as asked" in run.progress.notes
+    assert "rolled back to step 2, as requested" in run.progress.notes
     assert steps_kept(run) == ["step-000004", "step-000006"]
     assert figures(run) == figures(plain)
     assert weights(run) == weights(plain)
@@ -278,8 +287,8 @@ def test_going_back_that_a_crash_broke_off_is_brought_to_its_end(
 ) -> None:
     plain = run_to_the_end(make(**PPO))
     config = make(**PPO)
-    mark = RunFiles(config.run_directory).asked
-    ask = {4: changed({"kl_coefficient": 0.5}), 5: lambda running: running.commands.roll_back(2)}
+    files = RunFiles(config.run_directory)
+    ask = {4: changed({"kl_coefficient": 0.5}), 5: lambda running: running.control.roll_back(2)}
     real = getattr(RunFiles, where)
 
     def crash(self: Any, step: int) -> None:
@@ -290,11 +299,11 @@ def test_going_back_that_a_crash_broke_off_is_brought_to_its_end(
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFiles, where, crash)
-        with services(config) as addressed, asked(addressed, ask, patch, Control(mark)) as going:
+        with services(config) as addressed, asked(addressed, ask, patch, RunControl(files)) as going:
             assert going.finish().code == 1
     # As whoever starts a run does it: what is left is the way back.
-    mark.unlink(missing_ok=True)
-    with services(config) as addressed, orchestrator(addressed, Control(mark)) as going:
+    files.asked.unlink(missing_ok=True)
+    with services(config) as addressed, orchestrator(addressed, RunControl(files)) as going:
         run = going.finish()
     assert run.code == 0, run.progress.error
     assert figures(run) == figures(plain)
@@ -305,28 +314,28 @@ def test_going_back_that_a_crash_broke_off_is_brought_to_its_end(
 def test_settings_are_left_alone_while_a_run_is_going_back(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_to_the_end(make(**PPO))
     refused: list[str] = []
-    real, seen = ServiceHandshake.again, list[Underway]()
+    real, seen = ServiceHandshake.reconnect, list[Underway]()
 
     def ask(running: Any) -> None:
         with pytest.raises(FailedPrecondition) as caught:
-            running.commands.change({"kl_coefficient": 0.5}, "somebody")
+            running.live_settings.change({"kl_coefficient": 0.5}, "somebody")
         refused.append(str(caught.value))
 
     def meet(self: Any, *arguments: Any) -> Any:
         ask(seen[0])
         return real(self, *arguments)
 
-    monkeypatch.setattr(ServiceHandshake, "again", meet)
+    monkeypatch.setattr(ServiceHandshake, "reconnect", meet)
 
     def back(running: Any) -> None:
         seen.append(running)
-        running.commands.roll_back(2)
+        running.control.roll_back(2)
         ask(running)
 
     with asked(make(**PPO), {5: back}, monkeypatch) as going:
         run = going.finish()
     assert len(refused) == 2
-    assert "going back to step 2" in refused[0]
+    assert "rolls back to step 2" in refused[0]
     assert figures(run) == figures(plain)
 
 
@@ -334,7 +343,7 @@ def test_nothing_is_accepted_that_a_run_at_its_end_would_not_do(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[str] = []
-    real = Saving.save_policy
+    real = CheckpointScheduler.save_policy
 
     def save(self: Any, step: int, epoch: int) -> None:
         for ask in (commands[0].pause, commands[0].checkpoint, lambda: commands[0].roll_back(2)):
@@ -346,8 +355,8 @@ def test_nothing_is_accepted_that_a_run_at_its_end_would_not_do(
         real(self, step, epoch)
 
     commands: list[Any] = []
-    monkeypatch.setattr(Saving, "save_policy", save)
-    with asked(make(**PPO), {1: lambda running: commands.append(running.commands)}, monkeypatch) as going:
+    monkeypatch.setattr(CheckpointScheduler, "save_policy", save)
+    with asked(make(**PPO), {1: lambda running: commands.append(running.control)}, monkeypatch) as going:
         run = going.finish()
     assert run.code == 0, run.progress.error
     assert len(refused) == 3
@@ -355,27 +364,28 @@ def test_nothing_is_accepted_that_a_run_at_its_end_would_not_do(
 
 
 def test_an_orchestrator_that_is_restarted_hears_what_the_one_before_was_asked(tmp_path: Path) -> None:
-    mark = tmp_path / "asked"
-    before = Control(mark)
+    files = RunFiles(tmp_path)
+    (files.checkpoints / "step-000004").mkdir(parents=True)
+    before = RunControl(files)
     before.pause()
     before.checkpoint()
     before.roll_back(4)
-    again = Control(mark)
-    assert (again.paused, again.going_back_to, again.take_checkpoint()) == (True, 4, True)
-    again.rolled_back()
+    again = RunControl(files)
+    assert (again.paused, again.rollback_step, again.take_checkpoint_command()) == (True, 4, True)
+    again.finish_rollback()
     again.resume()
-    last = Control(mark)
-    assert (last.paused, last.going_back_to, last.take_checkpoint()) == (False, 0, False)
-    assert list(tmp_path.iterdir()) == []
+    last = RunControl(files)
+    assert (last.paused, last.rollback_step, last.take_checkpoint_command()) == (False, 0, False)
+    assert list(tmp_path.iterdir()) == [files.checkpoints]
 
 
 def test_failures_before_a_run_went_back_do_not_count_against_what_comes_after() -> None:
-    attempts = Attempts(RecoveryConfig(max_recoveries=1, backoff_seconds=0.01))
-    attempts.progressed(50)
-    attempts.go_back(20)
+    attempts = RecoveryAttempts(RecoveryConfig(max_recoveries=1, backoff_seconds=0.01))
+    attempts.record_commit(50)
+    attempts.record_rollback(20)
     for step in (21, 22, 23):
         attempts.pause_after(ServiceUnavailable("gone"))
-        attempts.progressed(step)
+        attempts.record_commit(step)
 
 
 def test_a_line_that_is_no_change_is_named(make: MakeConfig) -> None:
@@ -383,5 +393,5 @@ def test_a_line_that_is_no_change_is_named(make: MakeConfig) -> None:
     files = RunFiles(config.run_directory)
     files.root.mkdir(parents=True)
     files.changes.write_text('{"step": 2, "setting": "kl_coefficient"}\n')
-    with pytest.raises(ConfigError, match=r"changes .*changes\.jsonl:1: is no change of a setting"):
-        Changes(config, files).resume(1, 0.05)
+    with pytest.raises(ConfigError, match=r"changes .*changes\.jsonl:1: is not a change of a setting"):
+        live_settings_of(config).resume(1, lambda: 0.05)

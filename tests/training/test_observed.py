@@ -58,11 +58,11 @@ def test_the_orchestrator_tells_where_the_run_stands_and_what_has_come_together(
     assert len(states) == 7
     assert value(found, "quartet_steps_total", run=run) == STEPS
     assert value(found, "quartet_trajectories_total", run=run) == STEPS * 4
-    assert value(found, "quartet_trajectories_set_aside_total", run=run) == 0
+    assert value(found, "quartet_failed_trajectories_total", run=run) == 0
     assert value(found, "quartet_recoveries_total", run=run) == 0
     assert value(found, "quartet_buffer_depth", run=run) == 0
     for phase in ("generate", "score", "update"):
-        spent = sum(metrics[f"seconds_{phase}"] for metrics in observed.run.metrics)
+        spent = sum(metrics[f"{phase}_seconds"] for metrics in observed.run.metrics)
         assert value(found, "quartet_phase_seconds_total", run=run, phase=phase) == pytest.approx(spent)
     alerts = Counter(alert.guard for alert in observed.run.progress.alerts)
     assert alerts["critic_lost"] > 0
@@ -127,7 +127,7 @@ def test_each_step_is_one_trace_across_all_services(observed: Observed, collecto
         by_id = {span.span_id: (service, span) for service, span in spans}
         assert {service for service, _ in spans} == {"orchestrator", *MODEL_ROLES}
         names = {span.name for _, span in spans}
-        assert {"prepare", "update", "seal", "commit", "acknowledge", "critic Values"} <= names
+        assert {"collect", "prepare", "update", "seal", "commit", "acknowledge", "critic Values"} <= names
         for service, span in spans:
             assert span.end_time_unix_nano >= span.start_time_unix_nano > 0
             assert span.status.code == 0, span
@@ -135,7 +135,7 @@ def test_each_step_is_one_trace_across_all_services(observed: Observed, collecto
                 caller, parent = by_id[span.parent_span_id]
                 assert caller == "orchestrator"
                 assert parent.name == f"{service} {span.name.rpartition('/')[2]}"
-                assert by_id[parent.parent_span_id][1].name in ("prepare", "update")
+                assert by_id[parent.parent_span_id][1].name in ("collect", "update")
 
 
 def test_a_step_that_breaks_off_is_a_trace_that_says_so(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_what_is_written_down_of_a_step_is_made_while_both_models_learn(
 
         return meets
 
-    for module, name in ((actor, "update_policy"), (critic, "update_value"), (records, "trajectory_lines")):
+    for module, name in ((actor, "update_policy"), (critic, "update_value"), (records, "trajectory_rows")):
         monkeypatch.setattr(module, name, meeting(getattr(module, name)))
     assert figures(run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": 0}))) == figures(run)
 

@@ -249,7 +249,9 @@ def test_the_evaluation_that_all_others_are_held_against_must_be_scored(
 ) -> None:
     validation = marked(toy_task, tmp_path / "validation.jsonl", 1)["prompts"]
     data = {"validation": validation}
-    run = runs.failure("raises_for_marked", data=data, evaluation={"every_steps": 1, "max_prompts": 3}, recovery={"max_recoveries": 0})
+    run = runs.failure(
+        "raises_for_marked", data=data, evaluation={"every_steps": 1, "max_prompts": 3}, recovery={"max_recoveries": 0}
+    )
     assert "ValueError: this prompt cannot be scored" in run.progress.error
     assert not run.files.metrics.exists()
 

@@ -18,9 +18,10 @@ from quartet.errors import ConfigError
 from quartet.run_directory.checkpoints import roll_back
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.services.orchestrator.control.run_control import Control
-from quartet.services.orchestrator.run import Training
-from quartet.services.orchestrator.telemetry.run_telemetry import Telemetry
+from quartet.services.orchestrator.control.run_control import RunControl
+from quartet.services.orchestrator.run import TrainingRun
+from quartet.services.orchestrator.telemetry.run_telemetry import RunTelemetry
+from quartet.services.orchestrator.telemetry.timeline import Timeline
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, figures, json_lines, orchestrator, run_to_the_end, services, underway
 from tests.unit.telemetry.test_sinks import events, scalars, wandb_history
@@ -85,8 +86,10 @@ def test_the_timeline_tells_what_every_service_did_in_every_step(run: Run) -> No
             ("actor", "checkpoint"),
             ("critic", "checkpoint"),
             ("orchestrator", "checkpoint"),
-            ("orchestrator", "wait"),
+            ("redis", "discard"),
         } == {
+            ("orchestrator", "wait"),
+            ("redis", "lease"),
             ("actor", "generate"),
             ("reward", "score"),
             ("reference", "log_probs"),
@@ -234,9 +237,9 @@ def test_a_library_s_own_error_on_a_full_disk_costs_the_tokenizer_and_not_the_ru
     config = make()
     files, board = RunFiles(config.run_directory), ProgressBoard("run", 2)
     files.root.mkdir(parents=True)
-    telemetry = Telemetry(config, files, board)
+    telemetry = RunTelemetry(config, files, board, Timeline())
     for _ in range(2):
-        telemetry.begin(OnAFullDisk(), "an-id")
+        telemetry.start(OnAFullDisk(), "an-id")
     telemetry.close()
     notes = [note for note in board.current().notes if note.startswith("tokenizer: cannot be written (")]
     assert len(notes) == 1
@@ -250,8 +253,9 @@ def test_a_sink_whose_package_is_missing_ends_the_run_before_its_first_step(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     config = make(telemetry={package: settings})
+    control = RunControl(RunFiles(config.run_directory), persist=False)
     with services(config) as addressed, pytest.raises(ConfigError, match=rf"pip install 'quartet-rlhf\[{package}\]'"):
-        Training(addressed, addressed.buffer.url or "", ProgressBoard("run", 2), Control())
+        TrainingRun(addressed, addressed.buffer.url or "", ProgressBoard("run", 2), control)
     assert not RunFiles(config.run_directory).metrics.exists()
 
 

@@ -23,11 +23,11 @@ from quartet.run_directory.checkpoints import checkpoint_folders
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.actor import actor
 from quartet.services.critic import critic
-from quartet.services.orchestrator import run as training
 from quartet.services.orchestrator.checkpointing import checkpoint_writer as checkpoints
-from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import Saving
+from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
+from quartet.services.orchestrator.control.alerts import AlertHandler
 from quartet.services.orchestrator.control.progress import RunState
-from quartet.services.orchestrator.control.run_control import Control
+from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.step import StepTransaction
 from quartet.types import Alert, Role, Trajectory
 from tests.e2e.commands import wait_until
@@ -254,7 +254,7 @@ def test_a_service_that_comes_back_as_another_is_not_trusted(
     with disturbed(config, "generate", replace, monkeypatch) as going:
         run = going.finish()
     assert run.code == 2
-    assert "services.actor: came back with dtype 'bfloat16', had 'float32'" in run.progress.error
+    assert "services.actor: came back with dtype 'bfloat16', expected 'float32'" in run.progress.error
     assert len(run.metrics) == 3
 
 
@@ -330,14 +330,14 @@ def test_what_a_guard_found_counts_where_the_run_broke_off_before_it_was_heeded(
     guards = {"window_steps": 2, "kl_runaway": {"above": 1e-6, "action": "pause"}}
     with fleet(make(**{**SHORT, "guards": guards})) as started:
         with monkeypatch.context() as patch:
-            patch.setattr(training.Training, "_heed", crash_after_the_first_step)
+            patch.setattr(AlertHandler, "apply", crash_after_the_first_step)
             with orchestrator(started.config) as going:
                 broken = going.finish()
         assert broken.code == 1
         assert not broken.files.alerts.exists()
         with orchestrator(started.config) as going:
             wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
-            assert going.board.current().notes[-1] == f"going on after step {len(broken.metrics)}"
+            assert going.board.current().notes[-1] == f"resumed after step {len(broken.metrics)}"
             assert "pause" in [alert["action"] for alert in json_lines(broken.files.alerts)]
 
 
@@ -359,7 +359,9 @@ def prepared_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("checkpoint", "lost"), [({"every_steps": 0}, []), ({"every_steps": 4}, [1]), ({"every_steps": 4}, [1, 2, 3])])
+@pytest.mark.parametrize(
+    ("checkpoint", "lost"), [({"every_steps": 0}, []), ({"every_steps": 4}, [1]), ({"every_steps": 4}, [1, 2, 3])]
+)
 def test_committed_steps_on_which_both_models_stand_are_not_taken_again(
     checkpoint: dict[str, int],
     lost: list[int],
@@ -409,7 +411,7 @@ def test_a_stop_does_not_end_a_run_before_what_it_had_committed(
         run = going.finish()
     assert (run.code, run.progress.state) == (0, RunState.STOPPED)
     assert len(run.metrics) >= 3
-    assert any("steps 1 to 3 are taken again" in note for note in run.progress.notes)
+    assert any("steps 1 to 3 are recomputed" in note for note in run.progress.notes)
 
 
 def test_a_step_that_is_taken_again_has_the_learning_rate_that_it_had(
@@ -437,12 +439,12 @@ def test_a_guards_stop_is_remembered_by_the_orchestrator_that_comes_after(
 ) -> None:
     guards = {"window_steps": 2, "missing_eos": {"action": "stop", "below": 1.0}}
     with fleet(make(**{**SHORT, "guards": guards})) as started:
-        asked = RunFiles(started.config.run_directory).asked
+        files = RunFiles(started.config.run_directory)
         with monkeypatch.context() as patch:
-            patch.setattr(Saving, "save_policy", lambda *_: (_ for _ in ()).throw(RuntimeError("crash")))
-            with orchestrator(started.config, Control(asked)) as going:
+            patch.setattr(CheckpointScheduler, "save_policy", lambda *_: (_ for _ in ()).throw(RuntimeError("crash")))
+            with orchestrator(started.config, RunControl(files)) as going:
                 first = going.finish()
-        with orchestrator(started.config, Control(asked)) as going:
+        with orchestrator(started.config, RunControl(files)) as going:
             run = going.finish()
     assert run.code == 1
     assert run.progress.error.startswith("stopped by guard missing_eos after step ")

@@ -12,8 +12,9 @@ import pytest
 from quartet.buffer.connection import Redis
 from quartet.config import Config
 from quartet.demo.toy_task import ToyTask
+from quartet.services.orchestrator.control.alerts import AlertHandler
 from quartet.services.orchestrator.control.progress import RunState
-from quartet.services.orchestrator.run import Training
+from quartet.services.orchestrator.run import TrainingLoop
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
@@ -70,8 +71,8 @@ def break_off(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyP
         "generate": (StepTransaction, "_prepare"),
         "sealed": (StepTransaction, "_update"),
         "updated": (StepTransaction, "_commit"),
-        "committed": (Training, "_heed"),
-        "checkpoint": (Training, "_checkpoint"),
+        "committed": (AlertHandler, "apply"),
+        "checkpoint": (TrainingLoop, "_checkpoint_if_due"),
     }[where]
     real = getattr(owner, method)
 
@@ -103,7 +104,7 @@ def test_a_run_that_crashed_goes_on_to_the_same_bits(
     break_off(config, where, 4, monkeypatch)
     run = run_to_the_end(config)
     assert_same(run, undisturbed(kind))
-    assert any(note.startswith("going on after step ") for note in run.progress.notes)
+    assert any(note.startswith("resumed after step ") for note in run.progress.notes)
 
 
 @pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
@@ -226,10 +227,9 @@ def test_sealed_experience_that_is_damaged_is_not_trained_on_and_its_steps_are_t
 ) -> None:
     config = make(**changes("normalized", toy_task), recovery={"backoff_seconds": 0.01})
     break_off(config, "generate", 6, monkeypatch)
-    [key] = redis_client.scan_iter(match=f"quartet:{config.run.name}:experience:*")
-    data = bytearray(redis_client.hget(key, "experience"))
-    data[len(data) // 2] ^= 1
-    redis_client.hset(key, "experience", bytes(data))
+    [key] = redis_client.scan_iter(match=f"quartet:{config.run.name}:experience:*:chunks")
+    [(name, chunk), *_] = redis_client.hgetall(key).items()
+    redis_client.hset(key, name, chunk[:-1] + bytes([chunk[-1] ^ 1]))
     run = run_to_the_end(config)
     assert run.progress.recoveries == 1
     assert_same(run, undisturbed("normalized"))

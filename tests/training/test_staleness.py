@@ -123,7 +123,7 @@ def test_a_checkpoint_that_a_user_asks_for_is_kept_and_generates_the_next_step(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = stale(make, checkpoint={"keep_last": 9})
-    with asked(config, {3: lambda running: running.commands.checkpoint()}, monkeypatch) as going:
+    with asked(config, {3: lambda running: running.control.checkpoint()}, monkeypatch) as going:
         run = going.finish()
     assert (run.code, run.progress.recoveries) == (0, 0), run.progress.notes
     assert steps_kept(run) == ["step-000003", "step-000005", "step-000007"]

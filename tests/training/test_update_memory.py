@@ -11,7 +11,7 @@ import pytest
 from quartet.config import Config, parse_config
 from quartet.run_directory.run_files import RunFiles
 from quartet.services import trainable_model as trained
-from quartet.services.orchestrator.algorithm import updates
+from quartet.services.orchestrator.algorithm import update_request
 from quartet.services.orchestrator.checkpointing import recovery
 from quartet.types import TRAINED_ROLES
 from tests.training.conftest import MakeConfig
@@ -45,14 +45,14 @@ def small(make: MakeConfig) -> Run:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Role, step and tokens of every update that is asked for."""
     found: list[tuple[str, int, int]] = []
-    real = updates.begin_update
+    real = update_request.start_update
 
     def begin(client: Any, config: Any, step: int, epoch: int, rate: Any, tokens: int) -> Any:
         found.append((client.role.value, step, tokens))
         return real(client, config, step, epoch, rate, tokens)
 
-    for module in (updates, recovery):
-        monkeypatch.setattr(module, "begin_update", begin)
+    for module in (update_request, recovery):
+        monkeypatch.setattr(module, "start_update", begin)
     return found
 
 
@@ -97,7 +97,7 @@ def test_so_has_one_whose_service_comes_back_in_the_middle(
     config = make(**COMMON)
     leave(SMALL)
     with fleet(config) as started:
-        real, lost = updates.begin_update, []
+        real, lost = update_request.start_update, []
 
         def begin(client: Any, *arguments: Any) -> Any:
             if arguments[1] == 3 and not lost:
@@ -107,7 +107,7 @@ def test_so_has_one_whose_service_comes_back_in_the_middle(
                     started.restart(role)
             return real(client, *arguments)
 
-        monkeypatch.setattr(updates, "begin_update", begin)
+        monkeypatch.setattr(update_request, "start_update", begin)
         with orchestrator(started.config) as going:
             run = going.finish()
     assert lost

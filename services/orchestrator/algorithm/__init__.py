@@ -1,1 +1,1 @@
-"""Turn rollouts into training signals: advantages, KL coefficient, experience and update requests."""
+"""From rollouts to training signals: advantages, KL coefficient, experience and update requests."""

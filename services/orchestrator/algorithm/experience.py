@@ -1,4 +1,4 @@
-"""From scored trajectories to experience: token rewards, advantages, returns; and the figures that describe the step."""
+"""From scored trajectories to experience: token rewards, advantages and returns, with the metrics of the step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from quartet.types import Experience, FinishReason, FloatArray, IntArray, TokenB
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """The experience of a step, the KL of each response (nats, [sequences]), and the step's figures by metric name.
+    """Experience of a step, KL of each response (nats, [sequences]), and metrics of the step by name.
 
-    Those of ``response_metrics`` are not among them.
+    The metrics exclude those of ``response_metrics``.
     """
 
     experience: Experience
@@ -38,9 +38,9 @@ def prepare_step(
     moments: RunningMoments | None,
     max_response_tokens: int,
 ) -> PreparedStep:
-    """Computes treated scores, advantages and value targets of a step's trajectories, which are sorted by id.
+    """Compute treated scores, advantages and value targets of a step's trajectories, which are sorted by id.
 
-    ``moments`` normalise the scores; None leaves them. ``max_response_tokens`` is the limit that overlong penalties refer to.
+    ``moments`` normalise the scores; None leaves them unchanged. ``max_response_tokens`` is the limit of overlong penalties.
     """
     trajectories = [item.trajectory for item in scored]
     batch = TokenBatch.of(trajectories)
@@ -96,7 +96,7 @@ def prepare_step(
 
 
 def response_metrics(responses: Sequence[IntArray]) -> dict[str, float]:
-    """How far responses (ids [response tokens] each) repeat themselves and one another, by metric name. Nobody learns from it."""
+    """Return repetition and distinct n-gram metrics of responses (ids [response tokens] each). Diagnostics only."""
     return {
         "repetition": statistics.repetition(responses),
         "distinct_1": statistics.distinct(responses, 1),
@@ -105,7 +105,7 @@ def response_metrics(responses: Sequence[IntArray]) -> dict[str, float]:
 
 
 def _part_means(scored: Sequence[ScoredTrajectory]) -> dict[str, float]:
-    """The mean score of each of an ensemble's sources, before its weight."""
+    """Return the mean unweighted score of each reward of an ensemble."""
     return {
         f"reward_{name}_mean": float(np.mean([item.parts[name] for item in scored], dtype=np.float64))
         for name in scored[0].parts

@@ -1,4 +1,4 @@
-"""What the algorithm itself remembers from step to step: β, the moments of the scores, and what the guards have seen."""
+"""State of the algorithm between steps: KL coefficient, score statistics and guard history."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Metrics = dict[str, float]
 
 
 class AlgorithmState:
-    """The state after a committed step. A step looks at it; only a commit changes it, so a step may be taken again."""
+    """State after a committed step. Preparing a step only reads it, so a step can be taken again with the same result."""
 
     def __init__(self, config: Config) -> None:
-        """Before the first step."""
+        """State before the first step."""
         algorithm, controller = config.algorithm, config.algorithm.kl_controller
         self.step = 0
-        self.found: list[Alert] = []
-        """What the guards found after that step."""
+        self.alerts: list[Alert] = []
+        """Alerts that the guards raised after that step."""
         self._kl = kl.make_kl_controller(
             controller.kind, algorithm.kl_coefficient, controller.target, controller.horizon
         )
@@ -35,45 +35,52 @@ class AlgorithmState:
 
     @property
     def kl_coefficient(self) -> float:
-        """β of the next step."""
+        """KL coefficient β of the next step."""
         return self._kl.value
 
     def set_kl_coefficient(self, value: float) -> None:
-        """Sets β of the next step; the controller goes on from there."""
+        """Set β of the next step. The controller continues from it."""
         self._kl.load({"value": value})
 
     def moments(self, scores: Sequence[float]) -> RunningMoments | None:
-        """What normalises the next step's ``scores``: the moments of all so far, these included, or of the first that were."""
+        """Return the moments that normalise the next step's ``scores``, or None without normalisation.
+
+        These are the running moments over all scores so far, or the moments of the first batch.
+        """
         if self._normalize == "none":
             return None
-        found = deepcopy(self._moments)
-        if found.count == 0 or self._normalize == "running":
-            found.update(torch.tensor(scores))
-        return found
+        moments = deepcopy(self._moments)
+        if moments.count == 0 or self._normalize == "running":
+            moments.update(torch.tensor(scores))
+        return moments
 
     def entropy_slope(self, entropy: float) -> float:
-        """Nats per token and step, over the guards' window that ends with the next step's ``entropy``."""
+        """Return the slope of the entropy, in nats per token and step, over the guard window that ends with ``entropy``."""
         return self._guards.entropy_slope(entropy)
 
     def commit(self, metrics: Metrics, scores: Sequence[float]) -> list[Alert]:
-        """Goes on by the step of these ``metrics`` and raw ``scores`` [sequences]; gives what the guards find."""
+        """Advance by the step with these ``metrics`` and raw ``scores`` [sequences]. Returns the alerts of the guards."""
         self._moments = self.moments(scores) or self._moments
-        # Another than the controller's where a user has changed it.
-        self.set_kl_coefficient(metrics["kl_coefficient"])
         self._kl.update(metrics["kl_mean"], len(scores))
         self.step = int(metrics["step"])
-        self.found = self._guards.look(metrics)
-        return self.found
+        self.alerts = self._guards.check(metrics)
+        return self.alerts
+
+    def replay(self, metrics: Metrics, scores: Sequence[float]) -> None:
+        """Advance by a step of an earlier process, as ``commit``, with the β that the step was taken with."""
+        self.set_kl_coefficient(metrics["kl_coefficient"])
+        self.commit(metrics, scores)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps. The guards' memory is in the metrics."""
+        """Return what a checkpoint stores. The guards restore their history from the metrics."""
         moments = None if self._normalize == "none" else self._moments.state()
         return {"kl_controller": self._kl.state(), "score_moments": moments}
 
     def restore(self, step: int, state: dict[str, Any] | None, history: Sequence[Metrics]) -> None:
-        """Goes to ``step``, whose checkpoint kept ``state`` (None for step 0); ``history`` are the metrics up to there.
+        """Go to ``step``, whose checkpoint stored ``state`` (None for step 0). ``history`` holds the metrics up to that step.
 
-        What is None in it begins anew. Raises InvalidRequest for a state that is none.
+        An entry of ``state`` that is None starts from its initial value, because a fork changed its settings. Raises
+        InvalidRequest for a malformed state.
         """
         if state is not None:
             if state["kl_controller"] is not None:
@@ -81,5 +88,5 @@ class AlgorithmState:
             if state["score_moments"] is not None:
                 self._moments.load(state["score_moments"])
         for metrics in history:
-            self.found = self._guards.look(metrics)
+            self.alerts = self._guards.check(metrics)
         self.step = step

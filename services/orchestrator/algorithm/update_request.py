@@ -1,15 +1,19 @@
-"""What an Update request says of how to update: losses, and the optimisation of one step."""
+"""Update requests: the losses and optimisation settings that the actor and the critic learn a step with."""
 
 from __future__ import annotations
 
 from quartet.config import AlgorithmConfig, Config, TrainedModelConfig
 from quartet.ppo.schedules import scheduled_learning_rate
 from quartet.rpc.clients import ActorClient, CriticClient, PendingResult
-from quartet.types import OptimizationSettings, PolicyLossSettings, UpdateResult, ValueLossSettings
+from quartet.run_directory.identity import Identity
+from quartet.services.orchestrator.control.live_settings import LiveSettings
+from quartet.services.orchestrator.service_clients import ServiceClients
+from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
+from quartet.types import OptimizationSettings, PolicyLossSettings, Role, UpdateResult, ValueLossSettings
 
 
 def learning_rate_at(config: Config, trained: TrainedModelConfig, step: int) -> float:
-    """The learning rate of ``step``, counted from 1, by the model's schedule."""
+    """Return the scheduled learning rate of ``step``, counted from 1."""
     return scheduled_learning_rate(
         step,
         config.run.steps,
@@ -27,15 +31,14 @@ def optimization_at(
     learning_rate: float | None = None,
     micro_batch_tokens: int = 0,
 ) -> OptimizationSettings:
-    """How ``trained`` walks through the experience of ``step``. The policy rests while the critic warms up.
+    """Return the optimisation settings of ``step``. The policy is not updated while the critic warms up.
 
-    ``learning_rate`` where it is not the schedule's: it was another when the step was first taken, or a user has changed it.
-    ``micro_batch_tokens`` as they are kept with the run.
+    ``learning_rate`` overrides the schedule. ``micro_batch_tokens`` is the run's own number; 0 leaves it to the service.
     """
     algorithm = config.algorithm
-    resting = trained is config.actor and step <= algorithm.critic_warmup_steps
+    frozen = trained is config.actor and step <= algorithm.critic_warmup_steps
     return OptimizationSettings(
-        num_epochs=0 if resting else algorithm.num_epochs,
+        num_epochs=0 if frozen else algorithm.num_epochs,
         num_mini_batches=algorithm.num_mini_batches,
         learning_rate=learning_rate_at(config, trained, step) if learning_rate is None else learning_rate,
         max_grad_norm=trained.optimizer.max_grad_norm,
@@ -46,7 +49,7 @@ def optimization_at(
 
 
 def policy_loss_of(algorithm: AlgorithmConfig, temperature: float) -> PolicyLossSettings:
-    """The policy loss as configured."""
+    """Return the configured policy loss."""
     return PolicyLossSettings(
         temperature=temperature,
         clip_low=algorithm.clip_ratio,
@@ -63,11 +66,11 @@ def policy_loss_of(algorithm: AlgorithmConfig, temperature: float) -> PolicyLoss
 
 
 def value_loss_of(algorithm: AlgorithmConfig) -> ValueLossSettings:
-    """The value loss as configured."""
+    """Return the configured value loss."""
     return ValueLossSettings(algorithm.value_clip)
 
 
-def begin_update(
+def start_update(
     client: ActorClient | CriticClient,
     config: Config,
     step: int,
@@ -75,10 +78,52 @@ def begin_update(
     learning_rate: float | None = None,
     micro_batch_tokens: int = 0,
 ) -> PendingResult[UpdateResult]:
-    """Begins the update of ``step``. It says the same whenever it is said again, with the ``learning_rate`` that it had."""
+    """Start the update of ``step``. The request is the same each time it is sent with the same ``learning_rate``."""
     if isinstance(client, ActorClient):
         optimization = optimization_at(config, config.actor, step, learning_rate, micro_batch_tokens)
         loss = policy_loss_of(config.algorithm, config.rollout.temperature)
         return client.update(config.run.name, step, leader_epoch, optimization, loss)
     optimization = optimization_at(config, config.critic, step, learning_rate, micro_batch_tokens)
     return client.update(config.run.name, step, leader_epoch, optimization, value_loss_of(config.algorithm))
+
+
+class ModelUpdater:
+    """Starts the updates of a step at all trained models, with the current live settings."""
+
+    def __init__(
+        self,
+        config: Config,
+        identity: Identity,
+        service_clients: ServiceClients,
+        live_settings: LiveSettings,
+        profiler: StepProfiler,
+    ) -> None:
+        """``identity`` holds the micro-batch sizes of the run."""
+        self._config, self._identity, self._service_clients = config, identity, service_clients
+        self._live_settings, self._profiler = live_settings, profiler
+
+    def start(self, step: int, leader_epoch: int) -> dict[Role, PendingResult[UpdateResult]]:
+        """Start the updates of ``step`` at all trained models together."""
+        rates = self.learning_rates(step)
+        calls = {
+            client.role: start_update(
+                client,
+                self._config,
+                step,
+                leader_epoch,
+                rates[client.role],
+                self._identity.micro_batch_tokens_of(client.role),
+            )
+            for client in self._service_clients.trained
+        }
+        for role, call in calls.items():
+            self._profiler.observe(role, "update", call)
+        return calls
+
+    def learning_rates(self, step: int) -> dict[Role, float]:
+        """Return the learning rate of each trained model in ``step``: its schedule, scaled by live changes."""
+        return {client.role: self._learning_rate(client.role, step) for client in self._service_clients.trained}
+
+    def _learning_rate(self, role: Role, step: int) -> float:
+        trained: TrainedModelConfig = getattr(self._config, role)
+        return learning_rate_at(self._config, trained, step) * self._live_settings.learning_rate_factor(role, step)

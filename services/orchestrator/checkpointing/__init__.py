@@ -1,1 +1,1 @@
-"""Commit steps, write checkpoints and recover from the last commit."""
+"""Commit of steps, checkpoints, and recovery to the last committed step."""

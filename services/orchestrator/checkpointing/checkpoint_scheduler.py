@@ -1,7 +1,8 @@
-"""What a run saves and when: checkpoints, beside the step that follows, and the policy at the end."""
+"""Schedule of saves: checkpoints in parallel with the next step, and the policy at the end of the run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -9,23 +10,20 @@ import structlog
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import Config
 from quartet.durable_files import check_saved
-from quartet.errors import NoResponse, ServiceFailed, StorageFailed
+from quartet.errors import StorageFailed
 from quartet.run_directory.checkpoints import Checkpoint
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.orchestrator.checkpointing.checkpoint_writer import Checkpoints, PendingCheckpoint
+from quartet.services.orchestrator.checkpointing.checkpoint_writer import CheckpointWriter, PendingCheckpoint
 from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.services.orchestrator.leadership import Leadership
-from quartet.services.orchestrator.rollout.collector import wait_for_all
-from quartet.services.orchestrator.service_clients import ServiceClients
-from quartet.services.orchestrator.telemetry.stopwatch import Stopwatch
-from quartet.services.orchestrator.telemetry.timeline import Timeline
+from quartet.services.orchestrator.service_clients import ServiceClients, wait_for_all
+from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.types import Role, SaveKind
 
 log = structlog.get_logger()
 
 
-class Saving:
-    """The checkpoint under way, the newest one, and the last that could not be written."""
+class CheckpointScheduler:
+    """Tracks the checkpoint in progress, the newest checkpoint, and the last one that failed."""
 
     def __init__(
         self,
@@ -34,102 +32,94 @@ class Saving:
         service_clients: ServiceClients,
         experience: ExperienceStore,
         board: ProgressBoard,
-        stopwatch: Stopwatch,
-        timeline: Timeline,
+        profiler: StepProfiler,
     ) -> None:
-        self._config, self._run, self._timeline = config, config.run.name, timeline
-        self._files, self._service_clients, self._experience, self._board, self._stopwatch = (
-            files,
-            service_clients,
-            experience,
-            board,
-            stopwatch,
-        )
-        self._checkpoints = Checkpoints(files, config.checkpoint.keep_last, config.to_yaml())
-        self._saved = self._unsaved = 0
+        self._config, self._run, self._files = config, config.run.name, files
+        self._service_clients, self._experience = service_clients, experience
+        self._board, self._profiler = board, profiler
+        self._writer = CheckpointWriter(files, config.checkpoint.keep_last, config.to_yaml())
+        self._saved_step = self._failed_step = 0
         self._pending: PendingCheckpoint | None = None
 
     def newest(self, verify: bool) -> Checkpoint | None:
-        """The run's newest checkpoint: by its manifest, or with ``verify`` one of which every byte was looked at."""
-        return self._checkpoints.newest(self._run, verify)
+        """Return the run's newest checkpoint by its manifest. With ``verify``, the newest one whose checksums all match."""
+        return self._writer.newest(self._run, verify)
 
-    def passed_over(self) -> list[str]:
-        """What is wrong with checkpoints that were passed over, each said once."""
-        return self._checkpoints.passed_over()
+    def take_skipped(self) -> list[str]:
+        """Return a note for each skipped checkpoint that has not been reported yet."""
+        return self._writer.take_skipped()
 
-    def go_back(self, saved: int, step: int) -> None:
-        """Goes on from ``step``, with ``saved`` the newest checkpoint's.
+    def resume(self, checkpoint_step: int, step: int) -> None:
+        """Continue from ``step``, with the newest checkpoint at ``checkpoint_step``.
 
-        The checkpoint under way is let go: without its manifest it is none, and it is begun again where it is due.
+        The checkpoint in progress is abandoned. It starts again when its step is due.
         """
         if self._pending is not None:
             self._pending.abandon()
         self._pending = None
-        self._saved = saved
-        if step < self._unsaved:
-            self._unsaved = 0
+        self._saved_step = checkpoint_step
+        if step < self._failed_step:
+            self._failed_step = 0
 
     @property
     def newest_step(self) -> int:
-        """Of the newest checkpoint that is written or under way; 0 without one."""
-        return self._pending.step if self._pending else self._saved
+        """Step of the newest checkpoint that is written or in progress; 0 without one."""
+        return self._pending.step if self._pending else self._saved_step
 
-    def is_due(self, step: int, last: bool, asked: bool) -> bool:
-        """Whether a checkpoint is to be begun after ``step``. ``last``: no step follows. ``asked``: a user wants one."""
+    def is_due(self, step: int, last: bool, requested: bool) -> bool:
+        """Return whether to start a checkpoint after ``step``. ``last``: no step follows. ``requested``: by a user."""
         every = self._config.checkpoint.every_steps
-        due = every > 0 and (step % every == 0 or last) and step != self._unsaved
-        under_way = self._pending.step if self._pending else 0
-        return (due or asked) and step not in (0, under_way, self._saved)
+        due = every > 0 and (step % every == 0 or last) and step != self._failed_step
+        in_progress = self._pending.step if self._pending else 0
+        return (due or requested) and step not in (0, in_progress, self._saved_step)
 
-    def begin(self, step: int, leader_epoch: int, state: dict[str, Any]) -> None:
-        """Begins a checkpoint of the models after ``step``, and of the orchestrator's own ``state``."""
-        with self._stopwatch.part("checkpoint"):
-            self._pending = self._checkpoints.begin(self._run, step, leader_epoch, self._service_clients.trained, state)
+    def start(self, step: int, leader_epoch: int, state: dict[str, Any]) -> None:
+        """Start a checkpoint of the models after ``step`` and of the orchestrator's ``state``."""
+        with self._profiler.span(Role.ORCHESTRATOR, "checkpoint"):
+            self._pending = self._writer.start(self._run, step, leader_epoch, self._service_clients.trained, state)
             for client, call in zip(self._service_clients.trained, self._pending.calls, strict=True):
-                self._timeline.watch(client.role, "checkpoint", call)
+                self._profiler.observe(client.role, "checkpoint", call)
 
-    def finish(self, leadership: Leadership) -> None:
-        """Waits for the checkpoint under way, if there is one. One that cannot be written is noted; the run goes on without.
+    def finish(self, check_lease: Callable[[], None]) -> None:
+        """Wait for the checkpoint in progress, if any. A checkpoint that the disk refuses is noted, and the run continues.
 
-        Raises FailedPrecondition when the lease is lost: whoever leads now saves its own.
+        Raises the error of ``check_lease`` if the lease is lost: the new leader saves its own checkpoint. Any other failure of a
+        save, such as an unforeseen exception in a service, is raised and ends the step.
         """
         if self._pending is None:
             return
-        leadership.check()
+        check_lease()
         pending, self._pending = self._pending, None
         waits = not pending.done()
         if waits:
             self._board.update(phase="checkpoint")
-        phase = "wait" if waits else "checkpoint"
         try:
-            with self._stopwatch.part("checkpoint"), self._timeline.part(Role.ORCHESTRATOR, phase):
+            with self._profiler.span(Role.ORCHESTRATOR, "checkpoint", waits=waits):
                 pending.finish()
-        except NoResponse:
-            raise  # That is a service's trouble, not the disk's.
-        except (ServiceFailed, StorageFailed) as error:
-            self._unsaved = pending.step
-            kept = f"step {self._saved}'s stays" if self._saved else "there is none yet"
-            self._board.note(f"checkpoint of step {pending.step} failed: {error}; {kept}; the next is tried as usual")
-            log.warning("checkpoint failed", step=pending.step, newest=self._saved, error=str(error))
+        except StorageFailed as error:
+            self._failed_step = pending.step
+            kept = f"the checkpoint of step {self._saved_step} is kept" if self._saved_step else "there is none yet"
+            self._board.note(
+                f"checkpoint of step {pending.step} failed: {error}; {kept}; the next one is saved as scheduled"
+            )
+            log.warning("checkpoint failed", step=pending.step, newest=self._saved_step, error=str(error))
         else:
-            # What a checkpoint covers need not be replayed.
-            covered, self._saved = range(self._saved + 1, pending.step + 1), pending.step
-            with self._stopwatch.part("checkpoint"):
+            # Steps before a checkpoint need no replay, so their experience is dropped.
+            covered, self._saved_step = range(self._saved_step + 1, pending.step + 1), pending.step
+            with self._profiler.span("redis", "discard"):
                 self._experience.discard(covered)
 
     def save_policy(self, step: int, leader_epoch: int) -> None:
-        """Writes the policy after ``step``, in Hugging Face format, and its adapter where it has one."""
+        """Write the policy after ``step`` in Hugging Face format, and its adapter if it has one."""
         self._board.update(phase="save")
-        wanted = {self._files.policy: SaveKind.MODEL}
+        kinds = {self._files.policy: SaveKind.MODEL}
         if self._config.actor.lora is not None:
-            wanted[self._files.adapter] = SaveKind.ADAPTER
-        for path, kind in wanted.items():
-            saving = self._service_clients.actor.save(self._run, leader_epoch, path.name, kind, step)
+            kinds[self._files.adapter] = SaveKind.ADAPTER
+        for path, kind in kinds.items():
+            call = self._service_clients.actor.save(self._run, leader_epoch, path.name, kind, step)
             try:
-                wait_for_all([saving])
-            except NoResponse:
-                raise
-            except (ServiceFailed, StorageFailed) as error:
-                raise StorageFailed(f"{error}; the run goes on from step {step} with --resume") from None
-            check_saved(self._files.root, saving.result())
-            log.info("saved", kind=str(kind.value), path=str(path), step=step)
+                wait_for_all([call])
+            except StorageFailed as error:
+                raise StorageFailed(f"{error}; continue the run from step {step} with --resume") from None
+            check_saved(self._files.root, call.result())
+            log.info("policy saved", kind=str(kind.value), path=str(path), step=step)

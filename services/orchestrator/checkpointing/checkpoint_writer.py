@@ -1,11 +1,10 @@
-"""Checkpoints: the trained models and all else that the run is, written aside, renamed when whole, the manifest last."""
+"""Writer of checkpoints: files go to a partial directory, which is renamed when its manifest is complete."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,21 +30,22 @@ from quartet.run_directory.checkpoints import (
     whole_checkpoint,
 )
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.orchestrator.rollout.collector import POLL, wait_for_all
+from quartet.services.orchestrator.service_clients import wait_for_all, wait_until_ended
 from quartet.types import SavedFile, SaveKind
 
 log = structlog.get_logger()
 
 
-class Checkpoints:
-    """The checkpoints of one run: ``checkpoints/step-000020/{actor,critic}/`` and their ``manifest.json``."""
+class CheckpointWriter:
+    """Writes the checkpoints of one run: ``checkpoints/step-000020/{actor,critic}/`` with a ``manifest.json``."""
 
     def __init__(self, files: RunFiles, keep: int, config_yaml: str) -> None:
         self._files, self._keep = files, keep
-        self._problems: dict[str, bool] = {}
+        self._skipped: dict[str, bool] = {}
+        """Notes on skipped checkpoints, and whether each has been reported."""
         self._config_hash = hashlib.sha256(config_yaml.encode()).hexdigest()
 
-    def begin(
+    def start(
         self,
         run: str,
         step: int,
@@ -53,12 +53,12 @@ class Checkpoints:
         trained: Sequence[ActorClient | CriticClient],
         state: dict[str, Any],
     ) -> PendingCheckpoint:
-        """Begins to save the trained models as they are after ``step``; ``state`` is what the orchestrator itself must remember.
+        """Start to save the trained models after ``step``, with the orchestrator's own ``state``.
 
-        They go on meanwhile, but must not be updated before ``finish``: a save that comes too late is refused.
+        The services keep working, but the models must not be updated before ``finish``: a save that comes too late is refused.
         """
         name = f"step-{step:06d}"
-        # A former leader's saves may still be under way, and a later one's may have begun.
+        # Another epoch's saves may still be in progress, so the epoch is part of the name.
         partial = self._files.checkpoints / f".{name}.{leader_epoch}.partial"
         for leftover in self._files.checkpoints.glob(".step-*.partial"):
             epoch = leftover.name.split(".")[-2]
@@ -82,33 +82,33 @@ class Checkpoints:
         return PendingCheckpoint(self._files, step, partial, manifest, calls, self._keep)
 
     def newest(self, run: str, verify: bool = True) -> Checkpoint | None:
-        """The newest checkpoint whose files are all there with their checksums; what is damaged is passed over, and said.
+        """Return the newest checkpoint whose files match their checksums. Damaged checkpoints are skipped and noted.
 
-        Without ``verify`` only the manifests are read: enough where no model is restored.
+        Without ``verify`` only the manifests are read, which is enough if no model is restored.
         """
         for path in reversed(checkpoint_folders(self._files)):
             try:
-                found = whole_checkpoint(path) if verify else read_checkpoint(path)
-                if found.run == run:
-                    return found
-                problem = f"is of run {found.run}"
+                checkpoint = whole_checkpoint(path) if verify else read_checkpoint(path)
+                if checkpoint.run == run:
+                    return checkpoint
+                problem = f"belongs to run {checkpoint.run}"
             except DamagedCheckpoint as damage:
                 problem = str(damage)
-            text = f"checkpoint {path} is passed over: {problem}"
-            if text not in self._problems:
-                log.warning("checkpoint passed over", path=str(path), problem=problem)
-                self._problems[text] = False
+            text = f"checkpoint {path} is skipped: {problem}"
+            if text not in self._skipped:
+                log.warning("checkpoint skipped", path=str(path), problem=problem)
+                self._skipped[text] = False
         return None
 
-    def passed_over(self) -> list[str]:
-        """Why checkpoints were passed over: what has not been asked for yet."""
-        fresh = [text for text, told in self._problems.items() if not told]
-        self._problems |= dict.fromkeys(fresh, True)
-        return fresh
+    def take_skipped(self) -> list[str]:
+        """Return a note for each skipped checkpoint that has not been reported yet."""
+        new = [text for text, reported in self._skipped.items() if not reported]
+        self._skipped |= dict.fromkeys(new, True)
+        return new
 
 
 class PendingCheckpoint:
-    """A checkpoint that the services are writing. Without its manifest it is none, and goes when the next one begins."""
+    """A checkpoint that the services are writing. It becomes valid with its manifest; otherwise the next checkpoint removes it."""
 
     def __init__(
         self,
@@ -124,18 +124,18 @@ class PendingCheckpoint:
 
     @property
     def calls(self) -> Sequence[PendingResult[list[SavedFile]]]:
-        """The services' parts, in the order of the models."""
+        """The save of each model."""
         return self._calls
 
     def done(self) -> bool:
-        """Whether the services have ended their part."""
+        """Return whether all saves have ended."""
         return all(call.done() for call in self._calls)
 
     def finish(self) -> None:
-        """Waits for the services, writes the manifest, gives the checkpoint its name, and drops the oldest.
+        """Wait for the services, write the manifest, rename the checkpoint, and drop the oldest one.
 
-        Raises what a save failed with, StorageFailed when the manifest cannot be written, MismatchError when the files are not
-        where the services say. The checkpoints before it are then untouched.
+        Raises the error of a save, StorageFailed if the manifest cannot be written, and MismatchError if the files are not where
+        the services report them. Earlier checkpoints are untouched then.
         """
         try:
             wait_for_all(self._calls)
@@ -143,16 +143,15 @@ class PendingCheckpoint:
             check_saved(self._files.root, saved)
             self._publish(saved)
         except (ServiceFailed, StorageFailed):
-            # What is half there takes room that is needed. The other service may be writing still.
-            while not self.done():
-                time.sleep(POLL)
+            # A partial checkpoint takes disk space that the next one needs. Another service may still be writing.
+            wait_until_ended(self._calls)
             shutil.rmtree(self._partial, ignore_errors=True)
             raise
         failpoint("orchestrator.checkpointed")
         self._drop_oldest()
 
     def abandon(self) -> None:
-        """Tells the services that nobody waits any more."""
+        """Cancel the saves."""
         for call in self._calls:
             call.cancel()
 
@@ -171,7 +170,7 @@ class PendingCheckpoint:
             write_durably(self._partial / MANIFEST, json.dumps({**self._manifest, "files": described}, indent=2) + "\n")
             failpoint("orchestrator.manifest_written")
             replaced = checkpoints / f".{final.name}.replaced.partial"
-            if final.exists():  # Damaged: otherwise the run would not have come to this step again.
+            if final.exists():  # It is damaged: a valid checkpoint is not saved again.
                 final.rename(replaced)
             self._partial.rename(final)
             flush(checkpoints)
@@ -184,8 +183,8 @@ class PendingCheckpoint:
     def _drop_oldest(self) -> None:
         try:
             for path in checkpoint_folders(self._files)[: -self._keep]:
-                wanted = step_of(path) == step_to_go_back_to(self._files)
-                if not wanted and path.name not in named_checkpoints(self._files).values():
+                is_rollback_target = step_of(path) == step_to_go_back_to(self._files)
+                if not is_rollback_target and path.name not in named_checkpoints(self._files).values():
                     drop_checkpoint(path)
         except OSError as error:
-            log.warning("an old checkpoint stays", error=str(error))
+            log.warning("old checkpoint not dropped", error=str(error))

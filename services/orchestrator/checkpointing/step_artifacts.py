@@ -1,4 +1,4 @@
-"""What a committed step leaves behind: its trajectories as text, also those set aside, and figures under their public names."""
+"""Artifacts of a committed step: trajectories as text, failed trajectories, and metrics under their public names."""
 
 from __future__ import annotations
 
@@ -9,62 +9,45 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.config import MAX_MICRO_BATCH_TOKENS
 from quartet.evaluation import stream_name
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, response_metrics
 from quartet.services.orchestrator.rollout.collector import CollectedStep
 from quartet.services.orchestrator.rollout.scoring import FailedTrajectory
-from quartet.types import Experience, FinishReason, Role, ServiceStatus, Trajectory, UpdateResult
+from quartet.types import Experience, FinishReason, Role, Trajectory, UpdateResult
 
 _METRICS = {
     Role.ACTOR: ("policy_loss", "clip_fraction", "approx_kl", "entropy", "rollout_mismatch_kl", "importance_weight"),
     Role.CRITIC: ("value_loss", "value_clip_fraction"),
 }
-_BOTH = ("grad_norm", "optimizer_steps", "skipped_steps")
-"""Actor and critic report these alike, so the role is part of the public name."""
+_METRICS_OF_BOTH = ("grad_norm", "optimizer_steps", "skipped_steps")
+"""Reported by actor and critic alike, so the public name ends with the role."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What is written down of a step's responses and nobody learns from: figures by metric name, an object for each response."""
+    """Diagnostics of a step's responses: metrics by name, and a row for each response."""
 
-    figures: dict[str, float]
-    lines: list[dict[str, Any]]
+    metrics: dict[str, float]
+    rows: list[dict[str, Any]]
 
 
 def step_record(tokenizer: Any, collected: CollectedStep, prepared: PreparedStep) -> StepRecord:
-    """The record of a prepared step."""
-    figures = response_metrics([item.trajectory.response_ids for item in collected.scored])
-    return StepRecord(figures, trajectory_lines(tokenizer, collected, prepared))
+    """Return the record of a prepared step."""
+    metrics = response_metrics([item.trajectory.response_ids for item in collected.scored])
+    return StepRecord(metrics, trajectory_rows(tokenizer, collected, prepared))
 
 
 def update_metrics(updates: Mapping[Role, UpdateResult]) -> dict[str, float]:
-    """The services' own figures under the names that they have everywhere; what a service did not see is left out."""
-    found: dict[str, float] = {}
+    """Return the services' metrics under their public names. A metric that a service does not report is left out."""
+    metrics: dict[str, float] = {}
     for role, result in updates.items():
-        names = {name: name for name in _METRICS[role]} | {name: f"{name}_{role}" for name in _BOTH}
-        found |= {public: result.metrics[name] for name, public in names.items() if name in result.metrics}
-    return found
+        names = {name: name for name in _METRICS[role]} | {name: f"{name}_{role}" for name in _METRICS_OF_BOTH}
+        metrics |= {public: result.metrics[name] for name, public in names.items() if name in result.metrics}
+    return metrics
 
 
-def memory_notes(status: ServiceStatus, tokens: int) -> list[str]:
-    """What a user should know of a service whose updates have micro-batches of ``tokens``: nothing where memory is ample."""
-    if not status.free_bytes:
-        return []
-    room = f"{status.token_bytes / 2**20:.2g} MiB a token, {status.free_bytes / 2**30:.2g} GiB free at its start"
-    if tokens > status.micro_batch_tokens_held:
-        return [
-            f"{status.role}: the run's updates are of {tokens} tokens at a time, and its memory holds "
-            f"{status.micro_batch_tokens_held} ({room}): it may run out; leave it more"
-        ]
-    again = ", with gradient checkpointing" if status.gradient_checkpointing else ""
-    if again or tokens < MAX_MICRO_BATCH_TOKENS:
-        return [f"{status.role}: updates of {tokens} tokens at a time{again} ({room})"]
-    return []
-
-
-def trajectory_lines(tokenizer: Any, collected: CollectedStep, prepared: PreparedStep) -> list[dict[str, Any]]:
-    """One object for each response of a step, for ``trajectories/step-000001.jsonl``."""
+def trajectory_rows(tokenizer: Any, collected: CollectedStep, prepared: PreparedStep) -> list[dict[str, Any]]:
+    """Return one object per response of a step, for ``trajectories/step-000001.jsonl``."""
     prompts, responses = _texts(tokenizer, [item.trajectory for item in collected.scored])
     return [
         {
@@ -85,7 +68,7 @@ def trajectory_lines(tokenizer: Any, collected: CollectedStep, prepared: Prepare
 
 
 def token_arrays(experience: Experience, has_critic: bool) -> dict[str, NDArray[Any]]:
-    """A step's trajectories token by token, for ``tokens/step-000001.safetensors``; in the order of ``trajectory_lines``.
+    """Return a step's trajectories token by token, for ``tokens/step-000001.safetensors``, in the order of ``trajectory_rows``.
 
     ``prompt_lengths`` and ``response_lengths`` int32 [sequences]; flat ``prompt_ids`` int32 [prompt tokens] and
     ``response_ids`` int32 [response tokens]; ``log_probs``, ``reference_log_probs``, ``kl`` (their difference, nats),
@@ -93,7 +76,7 @@ def token_arrays(experience: Experience, has_critic: bool) -> dict[str, NDArray[
     """
     batch = experience.batch
     parts = [(ids[:prompt], ids[prompt:]) for ids, prompt in zip(batch.sequences(), batch.prompt_lengths, strict=True)]
-    found: dict[str, NDArray[Any]] = {
+    arrays: dict[str, NDArray[Any]] = {
         "prompt_lengths": batch.prompt_lengths,
         "response_lengths": batch.response_lengths,
         "prompt_ids": np.concatenate([prompt for prompt, _ in parts]),
@@ -104,11 +87,11 @@ def token_arrays(experience: Experience, has_critic: bool) -> dict[str, NDArray[
         "advantages": experience.advantages,
         "returns": experience.returns,
     }
-    return found | ({"values": experience.values} if has_critic else {})
+    return arrays | ({"values": experience.values} if has_critic else {})
 
 
-def failed_trajectory_lines(tokenizer: Any, failed_trajectories: Sequence[FailedTrajectory]) -> list[dict[str, Any]]:
-    """One object for each trajectory that could not be scored, for ``failed_trajectories.jsonl``: all that is needed to try it."""
+def failed_trajectory_rows(tokenizer: Any, failed_trajectories: Sequence[FailedTrajectory]) -> list[dict[str, Any]]:
+    """Return one object per failed trajectory, for ``failed_trajectories.jsonl``, with all that is needed to reproduce it."""
     prompts, responses = _texts(tokenizer, [item.trajectory for item in failed_trajectories])
     return [
         {
@@ -126,25 +109,26 @@ def failed_trajectory_lines(tokenizer: Any, failed_trajectories: Sequence[Failed
     ]
 
 
-def failed_evaluation_lines(run: str, step: int, error: Exception) -> dict[str, Any]:
-    """The line of ``failed_trajectories.jsonl`` of an evaluation that could not be scored or judged; the error names the responses."""
+def failed_evaluation_row(run: str, step: int, error: Exception) -> dict[str, Any]:
+    """Return the row of ``failed_trajectories.jsonl`` for an evaluation that could not be scored or judged."""
     return {"step": step, "id": stream_name(run), "policy_version": step, "error": str(error)}
 
 
 def failed_trajectories_note(step: int, collected: CollectedStep) -> str:
-    """What a user should know of a step in which trajectories were set aside; the errors' texts may quote responses."""
+    """Return the note on a step with failed trajectories. It omits the text of the errors, which may quote responses."""
     first, count = collected.failed_trajectories[0], len(collected.failed_trajectories)
-    them = "1 trajectory" if count == 1 else f"{count} trajectories"
+    subject = "1 trajectory" if count == 1 else f"{count} trajectories"
+    verb = "was" if count == 1 else "were"
     return (
-        f"step {step}: {them} could not be scored, and others of the same prompts took the place; "
+        f"step {step}: {subject} could not be scored and {verb} replaced by new samples of the same prompts; "
         f"{first.trajectory.id} after {first.attempts} attempts: {first.fault.__name__}; see failed_trajectories.jsonl"
     )
 
 
 def _texts(tokenizer: Any, trajectories: Sequence[Trajectory]) -> tuple[list[str], list[str]]:
-    """Prompts and responses."""
+    """Return prompts and responses as text."""
     if not trajectories:
-        # Tokenizers take an empty batch for an empty text.
+        # Tokenizers decode an empty batch as an empty text.
         return [], []
     prompts = tokenizer.batch_decode([t.prompt_ids for t in trajectories])
     return prompts, tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Where a step is written down: sealed in the buffer before the models learn from it, committed to the run's files after."""
+"""Commit of a step: its experience is sealed in the buffer before the update, its metrics are written to the run's files after."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing.step_artifacts import (
     StepRecord,
     failed_trajectories_note,
-    failed_trajectory_lines,
+    failed_trajectory_rows,
     step_record,
 )
 from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.services.orchestrator.rollout.preparation import SealedStep
+from quartet.services.orchestrator.rollout.preparation import PendingStep
 from quartet.services.orchestrator.rollout.scoring import FailedTrajectory
-from quartet.services.orchestrator.telemetry.run_telemetry import Telemetry
-from quartet.services.orchestrator.telemetry.stopwatch import Stopwatch
+from quartet.services.orchestrator.telemetry.run_telemetry import RunTelemetry
+from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.types import Role
 
 log = structlog.get_logger()
 
 
 class StepCommitter:
-    """What there is of a run's steps, in the buffer and in its files."""
+    """Writes a run's steps to the buffer and to the run's files."""
 
     def __init__(
         self,
@@ -39,45 +39,44 @@ class StepCommitter:
         files: RunFiles,
         stream: RolloutStream,
         experience: ExperienceStore,
-        telemetry: Telemetry,
+        telemetry: RunTelemetry,
         board: ProgressBoard,
-        stopwatch: Stopwatch,
+        profiler: StepProfiler,
     ) -> None:
-        """``tokenizer`` makes text of the responses."""
+        """``tokenizer`` decodes the responses."""
         self._config, self._tokenizer, self._files = config, tokenizer, files
         self._stream, self._experience = stream, experience
-        self._telemetry, self._board, self._stopwatch = telemetry, board, stopwatch
-        self._timeline = telemetry.timeline
+        self._telemetry, self._board, self._profiler = telemetry, board, profiler
 
-    def seal(self, sealed: SealedStep) -> None:
-        """Puts the experience into the buffer: the step can be taken from there on by whoever leads."""
+    def seal(self, pending: PendingStep) -> None:
+        """Write the experience to the buffer. From here on, any leader can replay the step."""
         failpoint("orchestrator.sealing")
-        with self._stopwatch.part("seal"), self._timeline.part("redis", "seal"):
-            self._experience.seal(sealed.prepared.experience)
+        with self._profiler.span("redis", "seal"):
+            self._experience.seal(pending.prepared.experience)
         failpoint("orchestrator.sealed")
 
-    def record(self, sealed: SealedStep) -> StepRecord:
-        """What will be written down of the step's responses."""
-        return step_record(self._tokenizer, sealed.collected, sealed.prepared)
+    def record(self, pending: PendingStep) -> StepRecord:
+        """Return the diagnostics of the step's responses."""
+        return step_record(self._tokenizer, pending.collected, pending.prepared)
 
-    def failed_trajectories(self, step: int, trajectories: Sequence[FailedTrajectory]) -> None:
-        """Writes down the trajectories of ``step`` that could not be scored."""
-        self._files.write_failed_trajectories(step, failed_trajectory_lines(self._tokenizer, trajectories))
+    def write_failed_trajectories(self, step: int, trajectories: Sequence[FailedTrajectory]) -> None:
+        """Write the trajectories of ``step`` that could not be scored."""
+        self._files.write_failed_trajectories(step, failed_trajectory_rows(self._tokenizer, trajectories))
 
-    def write(self, step: int, sealed: SealedStep, record: StepRecord, metrics: dict[str, float]) -> None:
-        """Commits the step: with its line of metrics it is done, whatever happens next."""
-        with self._stopwatch.part("commit"), self._timeline.part(Role.ORCHESTRATOR, "commit"):
-            self._telemetry.keep_tokens(step, sealed.prepared)
-            self._files.write_trajectories(step, record.lines)
-            self.failed_trajectories(step, sealed.collected.failed_trajectories)
+    def commit(self, step: int, pending: PendingStep, record: StepRecord, metrics: dict[str, float]) -> None:
+        """Write the step to the run's files. The step is committed once its line of metrics is on disk."""
+        with self._profiler.span(Role.ORCHESTRATOR, "commit"):
+            self._telemetry.write_tokens(step, pending.prepared)
+            self._files.write_trajectories(step, record.rows)
+            self.write_failed_trajectories(step, pending.collected.failed_trajectories)
             self._files.append_metrics(metrics)
 
-    def settle(self, step: int, sealed: SealedStep, metrics: dict[str, float]) -> None:
-        """Shows that the step is committed, and lets go of what only led there."""
-        collected = sealed.collected
+    def clean_up(self, step: int, pending: PendingStep, metrics: dict[str, float]) -> None:
+        """Publish the progress of a committed step, and free its entries in the buffer."""
+        collected = pending.collected
         self._board.commit(step, metrics)
         failpoint("orchestrator.committed")
-        with self._stopwatch.part("acknowledge"), self._timeline.part("redis", "acknowledge"):
+        with self._profiler.span("redis", "acknowledge"):
             self._stream.acknowledge(collected.entry_ids)
         failpoint("orchestrator.acknowledged")
         if self._config.checkpoint.every_steps == 0:
@@ -86,7 +85,7 @@ class StepCommitter:
             self._board.note(failed_trajectories_note(step, collected))
         log.info("step", **{name: metrics[name] for name in ("step", "reward_mean", "kl_mean", "seconds")})
 
-    def tell(self, step: int, metrics: dict[str, float], started: float) -> None:
-        """Tells of a committed step, and of the time since ``started``, by the timeline's clock."""
+    def report(self, step: int, metrics: dict[str, float], started: float) -> None:
+        """Pass a committed step to telemetry and log. ``started`` is the step's start by ``time.perf_counter``."""
         self._telemetry.committed(step, started, metrics)
-        log.info("committed", step=step, seconds=time.perf_counter() - started, **self._stopwatch.lap())
+        log.info("step committed", step=step, seconds=time.perf_counter() - started, **self._profiler.take_seconds())

@@ -1,1 +1,1 @@
-"""User commands, live settings, guards and the progress that watchers see."""
+"""Operator commands, live settings, guards and run progress."""

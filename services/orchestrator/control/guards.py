@@ -1,4 +1,4 @@
-"""Rules over the metrics of a run: each names what it saw and what usually helps, and says whether to go on."""
+"""Guards: rules over the metrics of a run. Each alert has its evidence, a remedy and an action."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A metric held against a bound, on average over half a window."""
+    """A metric whose mean over half a window is compared with a bound."""
 
     metric: str
     unit: str
@@ -28,7 +28,7 @@ BOUNDS = {
         "kl_mean",
         "nats per response",
         "the policy has left the reference: lower actor.learning_rate, raise algorithm.kl_coefficient, "
-        "or let kl_controller steer it",
+        "or use an adaptive kl_controller",
     ),
     "mismatch": Bound(
         "rollout_mismatch_kl",
@@ -39,7 +39,8 @@ BOUNDS = {
     "repetition": Bound(
         "repetition",
         "of the 3-grams",
-        "responses repeat themselves: raise algorithm.kl_coefficient, add an entropy_coefficient, and look at what the reward pays for",
+        "responses repeat themselves: raise algorithm.kl_coefficient, set algorithm.entropy_coefficient, and check what the "
+        "reward favours",
     ),
     "missing_eos": Bound(
         "eos_rate",
@@ -49,59 +50,59 @@ BOUNDS = {
     "length_reward": Bound(
         "length_reward_correlation",
         "Pearson",
-        "the reward pays for length: mend the reward, or set algorithm.length_penalty.per_token",
+        "the reward favours length: fix the reward, or set algorithm.length_penalty.per_token",
     ),
     "critic_lost": Bound(
         "explained_variance",
         "explained variance",
         "the critic is worse than a constant: raise critic.learning_rate, set algorithm.critic_warmup_steps, "
-        "or start it from the reward model",
+        "or initialise it from the reward model",
     ),
 }
 
 
-BEGINNING = 2
-"""First steps of a run that later ones are held against: a jump comes soon after."""
+BASELINE_STEPS = 2
+"""First steps of a run that later steps are compared with. A jump in the reward comes soon after them."""
 
 
 class Guards:
-    """Looks at every step's metrics. A rule that still holds is silent for a window after it has spoken."""
+    """Checks the metrics of every step. A rule that keeps firing raises at most one alert per window."""
 
     def __init__(self, config: GuardsConfig) -> None:
         self._config = config
         self._half = config.window_steps // 2
         self._recent: deque[Metrics] = deque(maxlen=2 * self._half)
         self._first: list[Metrics] = []
-        self._spoke_at: dict[str, int] = {}
+        self._last_alert: dict[str, int] = {}
 
     def entropy_slope(self, entropy: float) -> float:
-        """Nats per token and step by which the entropy moves, over the window that ends with this step's ``entropy``."""
+        """Return the slope of the entropy, in nats per token and step, over the window that ends with this step's ``entropy``."""
         seen = [metrics["entropy"] for metrics in self._recent if "entropy" in metrics]
         return slope([*seen, entropy][-2 * self._half :])
 
-    def look(self, metrics: Metrics) -> list[Alert]:
-        """What is wrong after the step of these metrics."""
+    def check(self, metrics: Metrics) -> list[Alert]:
+        """Return the alerts that the metrics of one more step raise."""
         self._recent.append(metrics)
         if len(self._first) < self._half:
             self._first.append(metrics)
         step = int(metrics["step"])
-        found = []
+        alerts = []
         for name, evidence, remedy in self._findings():
             rule: GuardConfig = getattr(self._config, name)
-            spoke = self._spoke_at.get(name)
-            if rule.action == "off" or (spoke is not None and step - spoke < self._config.window_steps):
+            last = self._last_alert.get(name)
+            if rule.action == "off" or (last is not None and step - last < self._config.window_steps):
                 continue
-            self._spoke_at[name] = step
-            found.append(Alert(step, name, rule.action, evidence, remedy))
-        return found
+            self._last_alert[name] = step
+            alerts.append(Alert(step, name, rule.action, evidence, remedy))
+        return alerts
 
     def _findings(self) -> Iterator[tuple[str, str, str]]:
-        """Name, evidence and remedy of every rule that holds."""
+        """Yield name, evidence and remedy of every rule that fires."""
         yield from self._not_finite()
         yield from self._reward_hacking()
         yield from self._entropy_collapse()
         for name, bound in BOUNDS.items():
-            yield from self._beyond(name, bound)
+            yield from self._out_of_bound(name, bound)
 
     def _not_finite(self) -> Iterator[tuple[str, str, str]]:
         now = self._recent[-1]
@@ -110,34 +111,34 @@ class Guards:
             yield (
                 "not_finite",
                 f"{skipped} optimizer steps of step {int(now['step'])} had a NaN or infinite loss or gradient and were skipped",
-                "lower the learning rate, look for outliers among the scores (algorithm.score.clip), or use float32",
+                "lower the learning rate, clip outliers among the scores (algorithm.score.clip), or use float32",
             )
 
     def _reward_hacking(self) -> Iterator[tuple[str, str, str]]:
-        """Looks for a spike within the window, and for a creep or an early jump since the run's first steps."""
+        """Detect a spike within the window, and a slow rise or an early jump since the first steps of the run."""
         if len(self._recent) < 2 * self._half:
             return
         rule, (before, after) = self._config.reward_hacking, self._halves()
-        since_start = self._first[:BEGINNING]
-        for part, length_rise, when in (
+        since_start = self._first[:BASELINE_STEPS]
+        for baseline, min_length_rise, period in (
             (before, rule.min_length_rise, f"within {2 * self._half} steps"),
             (since_start, rule.min_length_rise_since_start, "since the first steps"),
         ):
-            reward = [_mean(steps, "reward_mean") for steps in (part, after)]
-            kl = [_mean(steps, "kl_mean") for steps in (part, after)]
-            length = [_mean(steps, "response_tokens_mean") for steps in (part, after)]
+            reward = [_mean(steps, "reward_mean") for steps in (baseline, after)]
+            kl = [_mean(steps, "kl_mean") for steps in (baseline, after)]
+            length = [_mean(steps, "response_tokens_mean") for steps in (baseline, after)]
             if (
-                reward[1] - reward[0] >= rule.min_reward_rise * _mean(part, "reward_std")
+                reward[1] - reward[0] >= rule.min_reward_rise * _mean(baseline, "reward_std")
                 and kl[1] >= (1 + rule.min_kl_rise) * kl[0]
-                and length[1] >= (1 + length_rise) * length[0]
+                and length[1] >= (1 + min_length_rise) * length[0]
                 and kl[1] > rule.min_kl
                 and reward[1] > reward[0]
             ):
                 yield (
                     "reward_hacking",
-                    f"{when} reward rose from {reward[0]:.2f} to {reward[1]:.2f}, KL from {kl[0]:.1f} to {kl[1]:.1f} nats, and "
+                    f"{period} reward rose from {reward[0]:.2f} to {reward[1]:.2f}, KL from {kl[0]:.1f} to {kl[1]:.1f} nats, and "
                     f"response length from {length[0]:.1f} to {length[1]:.1f} tokens",
-                    "the reward may be exploited through length: read the longest responses, mend the reward or set "
+                    "the reward may be exploited through length: read the longest responses, fix the reward or set "
                     "algorithm.length_penalty, and raise algorithm.kl_coefficient",
                 )
                 return
@@ -155,18 +156,17 @@ class Guards:
                 "algorithm.kl_coefficient, or set an entropy_coefficient",
             )
 
-    def _beyond(self, name: str, bound: Bound) -> Iterator[tuple[str, str, str]]:
+    def _out_of_bound(self, name: str, bound: Bound) -> Iterator[tuple[str, str, str]]:
         seen = [metrics for metrics in self._halves()[1] if bound.metric in metrics]
         if len(self._recent) < 2 * self._half or not seen:
             return
-        rule, found = getattr(self._config, name), _mean(seen, bound.metric)
+        rule, value = getattr(self._config, name), _mean(seen, bound.metric)
         above: float | None = getattr(rule, "above", None)
-        beyond = found > above if above is not None else found < rule.below
-        if beyond:
+        if (value > above) if above is not None else (value < rule.below):
             limit = f"above {above:g}" if above is not None else f"below {rule.below:g}"
             yield (
                 name,
-                f"{bound.metric} {found:.3g} {bound.unit} over the last {self._half} steps, {limit}",
+                f"{bound.metric} {value:.3g} {bound.unit} over the last {self._half} steps, {limit}",
                 bound.remedy,
             )
 

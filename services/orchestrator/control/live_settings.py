@@ -1,6 +1,7 @@
-"""Settings that are changed while a run goes on: each change is for a first step, and written down before it is confirmed.
+"""Settings that can be changed during a run: the KL coefficient and the learning rates.
 
-So a step that is taken again learns with what it had, and a run is a function of its config, its seed and its changes.
+Each change names the first step that it applies to, and is on disk before it is confirmed. So a step that is recomputed uses the
+same settings, and a run is a function of its config, its seed and its changes.
 """
 
 from __future__ import annotations
@@ -8,27 +9,28 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from quartet.config import Config, TrainedModelConfig
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest
 from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.types import Role
 
 KL_COEFFICIENT = "kl_coefficient"
-HIGHEST = 10.0
-"""A setting may grow to so many times its configured value, a KL coefficient to 1 at least."""
-MIN_STEERED = 1e-6
-"""A KL controller that multiplies never leaves 0, so with one the coefficient stays at this or above."""
+MAX_GROWTH = 10.0
+"""Largest value of a setting, as a multiple of its configured value. The KL coefficient may always be raised to 1."""
+MIN_ADAPTIVE_KL_COEFFICIENT = 1e-6
+"""Smallest KL coefficient with an adaptive controller. The controller multiplies, so it could never leave 0."""
 MAX_USER_LENGTH = 200
-"""Characters of a name that is kept with every change, for as long as the run lasts."""
+"""Longest name of the user who made a change. It is kept for as long as the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting that can be changed: what it is for the next step, and the least and the most that it may be."""
+    """A live setting: its value for the next step, and the smallest and largest value that it may take."""
 
     name: str
     value: float
@@ -38,7 +40,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``step`` is the first that the change is for; ``at`` is in seconds since 1970."""
+    """A change of one setting. ``step`` is the first step that it applies to; ``at`` is in seconds since 1970."""
 
     setting: str
     before: float
@@ -48,70 +50,78 @@ class Change:
     at: float
 
 
-def learning_rate_of(role: Role) -> str:
-    """The setting's name: of the learning rate that the model's schedule starts from."""
+def learning_rate_setting(role: Role) -> str:
+    """Name of the setting for a model's configured learning rate, which its schedule starts from."""
     return f"{role}.learning_rate"
 
 
-class Changes:
-    """The changes of one run. Thread-safe: any number of callers change, the training thread begins steps."""
+class LiveSettings:
+    """The live settings of one run. Any thread may change them; the training thread starts steps."""
 
-    def __init__(self, config: Config, files: RunFiles) -> None:
-        self._config, self._files = config, files
+    def __init__(self, config: Config, files: RunFiles, control: RunControl) -> None:
+        """Settings that accept no change before ``resume``. While ``control`` has a rollback pending, changes are refused."""
+        self._config, self._files, self._control = config, files, control
         self._lock = threading.Lock()
         self._changes: list[Change] = []
-        self._begun: int | None = None
-        self._kl_coefficient = 0.0
+        self._started_step: int | None = None
+        self._kl_coefficient: Callable[[], float] = lambda: config.algorithm.kl_coefficient
 
-    def resume(self, committed: int, kl_coefficient: float) -> None:
-        """Goes on after ``committed`` steps, with the coefficient of the next one. What was changed before stays so."""
+    def resume(self, committed: int, kl_coefficient: Callable[[], float]) -> None:
+        """Read the run's earlier changes and accept new ones.
+
+        ``committed`` is the last committed step. ``kl_coefficient`` returns the current coefficient.
+        """
         with self._lock:
-            self._changes = [self._read(line, number) for number, line in enumerate(self._files.read_changes(), 1)]
-            # The step after the last committed one may have begun before.
-            self._begun, self._kl_coefficient = committed + 1, kl_coefficient
+            self._changes = [self._parse(line, number) for number, line in enumerate(self._files.read_changes(), 1)]
+            # The step after the last committed one may have started before.
+            self._started_step, self._kl_coefficient = committed + 1, kl_coefficient
 
     def close(self) -> None:
-        """Takes no change until ``resume``: the run goes another way, and no caller is in the middle of one."""
+        """Refuse changes until ``resume``, because the run rolls back. Waits for a change in progress."""
         with self._lock:
-            self._begun = None
+            self._started_step = None
 
-    def begin(self, step: int, kl_coefficient: float) -> float:
-        """The KL coefficient of ``step``, which begins with what the controller says. Later changes are for later steps."""
+    def start_step(self, step: int) -> float | None:
+        """Start ``step``: later changes apply to later steps. Returns the KL coefficient that was set for this step, if any."""
         with self._lock:
-            self._begun = max(step, self._begun or 0)
-            for change in self._changes:
-                if change.step == step and change.setting == KL_COEFFICIENT:
-                    kl_coefficient = change.after
-            self._kl_coefficient = kl_coefficient
-            return kl_coefficient
+            self._started_step = max(step, self._started_step or 0)
+            values = [
+                change.after for change in self._changes if change.step == step and change.setting == KL_COEFFICIENT
+            ]
+            return values[-1] if values else None
 
     def learning_rate_factor(self, role: Role, step: int) -> float:
-        """What the schedule's learning rate of ``step`` is multiplied by."""
+        """Return the factor by which changes multiply the scheduled learning rate of ``step``."""
         with self._lock:
             return self._learning_rate(role, step) / self._trained(role).learning_rate
 
     def settings(self) -> list[Setting]:
-        """What can be changed now; nothing before the run has begun."""
+        """Return the settings that can be changed now; none before the run has started."""
         with self._lock:
-            return [] if self._begun is None else [self._setting(name) for name in self._names()]
+            return [] if self._started_step is None else [self._setting(name) for name in self._names()]
 
     def change(self, values: Mapping[str, float], user: str) -> list[Change]:
-        """Changes settings from the first step on that has not begun: all of them or, where one is refused, none.
+        """Change settings from the next step on: all of ``values``, or none if one is refused.
 
-        Raises InvalidRequest, FailedPrecondition before the run has begun, StorageFailed when it cannot be written down.
+        Raises InvalidRequest for a wrong name, value or user, FailedPrecondition if the run has not started, rolls back or has no
+        further step, and StorageFailed if the changes cannot be written.
         """
+        if step := self._control.rollback_step:
+            raise FailedPrecondition(f"settings: the run rolls back to step {step}; change them when it is done")
         with self._lock:
-            if self._begun is None:
+            if self._started_step is None:
                 raise FailedPrecondition(
-                    "settings: the run has not begun yet, or is going back; wait until its state is training"
+                    "settings: the run has not started yet, or rolls back; wait until its state is training"
                 )
             if len(user) > MAX_USER_LENGTH or not user.isprintable():
-                raise InvalidRequest(f"user: expected one line of at most {MAX_USER_LENGTH} characters, got {len(user)}")
-            first, at = self._begun + 1, time.time()
+                raise InvalidRequest(
+                    f"user: expected one line of at most {MAX_USER_LENGTH} characters, got {len(user)} characters"
+                )
+            first, at = self._started_step + 1, time.time()
             if not values:
                 raise InvalidRequest(f"settings: none given; expected some of {', '.join(self._names())}")
             if first > self._config.run.steps:
-                raise FailedPrecondition("settings: the last step has begun; nothing would change")
+                raise FailedPrecondition("settings: the last step has started, so a change would have no effect")
             made = [
                 Change(name, self._checked(name, after).value, after, first, user, at) for name, after in values.items()
             ]
@@ -119,22 +129,22 @@ class Changes:
             self._changes += made
             return made
 
-    def _read(self, line: dict[str, Any], number: int) -> Change:
+    def _parse(self, line: dict[str, Any], number: int) -> Change:
         try:
             return Change(**line)
         except TypeError:
             raise ConfigError(
-                f"changes {self._files.changes}:{number}: is no change of a setting; mend the file, or go back to a checkpoint "
-                "before it with quartet rollback"
+                f"changes {self._files.changes}:{number}: is not a change of a setting; fix the file, or return to an earlier "
+                "checkpoint with quartet rollback"
             ) from None
 
     def _names(self) -> list[str]:
         roles = [Role.ACTOR, *([Role.CRITIC] if self._config.has_critic else [])]
-        return [KL_COEFFICIENT, *(learning_rate_of(role) for role in roles)]
+        return [KL_COEFFICIENT, *(learning_rate_setting(role) for role in roles)]
 
     def _checked(self, name: str, value: float) -> Setting:
         if name not in self._names():
-            raise InvalidRequest(f"{name}: no setting that can be changed; expected one of {', '.join(self._names())}")
+            raise InvalidRequest(f"{name}: not a live setting; expected one of {', '.join(self._names())}")
         setting = self._setting(name)
         if not (math.isfinite(value) and setting.low <= value <= setting.high):
             raise InvalidRequest(f"{name} {value:g}: expected {setting.low:g} to {setting.high:g}")
@@ -142,26 +152,24 @@ class Changes:
 
     def _setting(self, name: str) -> Setting:
         if name == KL_COEFFICIENT:
-            algorithm = self._config.algorithm
-            pending = [
-                change.after for change in self._changes if change.setting == name and change.step > (self._begun or 0)
-            ]
-            low = 0.0 if algorithm.kl_controller.kind == "fixed" else MIN_STEERED
-            value = pending[-1] if pending else self._kl_coefficient
-            return Setting(name, value, low, max(1.0, _highest(algorithm.kl_coefficient)))
+            algorithm, started = self._config.algorithm, self._started_step or 0
+            pending = [change.after for change in self._changes if change.setting == name and change.step > started]
+            low = 0.0 if algorithm.kl_controller.kind == "fixed" else MIN_ADAPTIVE_KL_COEFFICIENT
+            value = pending[-1] if pending else self._kl_coefficient()
+            return Setting(name, value, low, max(1.0, _max_value(algorithm.kl_coefficient)))
         role = Role(name.partition(".")[0])
-        value = self._learning_rate(role, (self._begun or 0) + 1)
-        return Setting(name, value, 0.0, _highest(self._trained(role).learning_rate))
+        value = self._learning_rate(role, (self._started_step or 0) + 1)
+        return Setting(name, value, 0.0, _max_value(self._trained(role).learning_rate))
 
     def _learning_rate(self, role: Role, step: int) -> float:
-        name = learning_rate_of(role)
-        made = [change.after for change in self._changes if change.setting == name and change.step <= step]
-        return made[-1] if made else self._trained(role).learning_rate
+        name = learning_rate_setting(role)
+        values = [change.after for change in self._changes if change.setting == name and change.step <= step]
+        return values[-1] if values else self._trained(role).learning_rate
 
     def _trained(self, role: Role) -> TrainedModelConfig:
         return self._config.actor if role is Role.ACTOR else self._config.critic
 
 
-def _highest(configured: float) -> float:
-    """Rounded as it is shown: what is shown may be asked for."""
-    return float(f"{HIGHEST * configured:.6g}")
+def _max_value(configured: float) -> float:
+    """Return the upper bound, rounded as it is displayed, so that the displayed bound is accepted."""
+    return float(f"{MAX_GROWTH * configured:.6g}")

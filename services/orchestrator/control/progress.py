@@ -1,4 +1,4 @@
-"""The progress board: the training thread writes it, any number of watchers read it."""
+"""Progress of a run: the training thread writes it, any number of watchers read it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Protocol
 from quartet.types import Alert
 
 HISTORY = 256
-"""Committed steps, notes and alerts that are kept, for watchers who come late too. The run's files and log have all of them."""
+"""Committed steps, notes and alerts kept in memory for late watchers. The run's files and log have all of them."""
 
 
 class RunState(StrEnum):
-    """Where a run stands."""
+    """State of a run."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -30,13 +30,13 @@ class RunState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether this state is final."""
         return self in (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
 
 
 @dataclass(slots=True)
 class Progress:
-    """A run's progress; ``metrics`` are the last committed step's."""
+    """Progress of a run. ``metrics`` are those of the last committed step."""
 
     run: str
     total_steps: int
@@ -52,23 +52,23 @@ class Progress:
     alerts: list[Alert] = field(default_factory=list)
     recoveries: int = 0
     notes_before: int = 0
-    """Notes that were dropped, all before the first of ``notes``."""
+    """Older notes that are no longer in ``notes``."""
     alerts_before: int = 0
-    """The same of ``alerts``."""
+    """Older alerts that are no longer in ``alerts``."""
 
 
 class BoardObserver(Protocol):
-    """Whoever counts."""
+    """Receiver of committed steps and alerts."""
 
     def step(self, metrics: dict[str, float]) -> None:
-        """A step was committed."""
+        """Record a committed step."""
 
     def alert(self, alert: Alert) -> None:
-        """A guard found something."""
+        """Record an alert."""
 
 
 class ProgressBoard:
-    """Thread-safe: one writer, many watchers."""
+    """Thread-safe progress of one run: one writer, many watchers."""
 
     def __init__(self, run: str, total_steps: int) -> None:
         self._progress = Progress(run, total_steps)
@@ -77,10 +77,10 @@ class ProgressBoard:
         self._changes = 0
         self._changed = threading.Condition()
         self.observer: BoardObserver | None = None
-        """Hears of what comes together, from the writer's thread."""
+        """Called on the writer's thread for each committed step and alert."""
 
     def update(self, **values: object) -> None:
-        """Sets fields of the progress and wakes the watchers."""
+        """Set fields of the progress and wake the watchers."""
         with self._changed:
             for name, value in values.items():
                 setattr(self._progress, name, value)
@@ -88,38 +88,38 @@ class ProgressBoard:
             self._changed.notify_all()
 
     def note(self, text: str) -> None:
-        """Adds something that a user should know."""
+        """Add a note for the user."""
         with self._changed:
             self._append("notes", text)
 
     def alert(self, alert: Alert) -> None:
-        """Adds what a guard found."""
+        """Add an alert."""
         with self._changed:
             self._append("alerts", alert)
         if self.observer is not None:
             self.observer.alert(alert)
 
     def recovering(self, cause: str) -> None:
-        """Notes a failure that the run goes back from."""
+        """Record a failure that the run recovers from."""
         with self._changed:
             self.update(state=RunState.RECOVERING, recoveries=self._progress.recoveries + 1)
             self._append("notes", f"recovering: {cause}")
 
     def _append(self, name: str, entry: object) -> None:
-        """One more entry of a list, of which the last HISTORY are kept."""
+        """Append to a list that keeps its last HISTORY entries."""
         entries = [*getattr(self._progress, name), entry]
         dropped = max(0, len(entries) - HISTORY)
         before = getattr(self._progress, f"{name}_before") + dropped
         self.update(**{name: entries[dropped:], f"{name}_before": before})
 
     def show_scored(self, scored: int) -> None:
-        """Notes how many trajectories of the step in hand have been scored."""
+        """Set the number of trajectories of the current step that have been scored."""
         with self._changed:
             if self._progress.scored != scored:
                 self.update(scored=scored)
 
     def commit(self, step: int, metrics: dict[str, float]) -> None:
-        """Notes a committed step."""
+        """Record a committed step."""
         with self._changed:
             self._history.append(metrics)
             self._committed += 1
@@ -128,12 +128,15 @@ class ProgressBoard:
             self.observer.step(metrics)
 
     def current(self) -> Progress:
-        """A copy of the progress."""
+        """Return a copy of the progress."""
         with self._changed:
             return deepcopy(self._progress)
 
     def watch(self, after_step: int, poll: float = 1.0) -> Iterator[Progress | None]:
-        """Steps after ``after_step``, of the last HISTORY, and every change, until the run ends; None after ``poll`` seconds."""
+        """Yield the progress of each step after ``after_step`` and of each change, until the run ends.
+
+        At most the last HISTORY steps are repeated. Yields None if nothing changes for ``poll`` seconds.
+        """
         sent, seen = 0, -1
         while True:
             with self._changed:
@@ -147,7 +150,7 @@ class ProgressBoard:
                             continue
                         news.append(deepcopy(self._progress))
                         news[-1].step, news[-1].metrics = int(metrics["step"]), metrics
-                        # A watcher stops listening at the end, and more follows.
+                        # A final state would end the watch, and more entries follow.
                         news[-1].state = RunState.TRAINING
                     sent = self._committed
                     news.append(deepcopy(self._progress))

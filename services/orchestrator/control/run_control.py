@@ -1,4 +1,4 @@
-"""What users ask of a run while it goes on: to pause, go on, stop, save a checkpoint or go back to one."""
+"""Operator commands of an active run: pause, resume, stop, save a checkpoint, roll back."""
 
 from __future__ import annotations
 
@@ -8,104 +8,113 @@ from pathlib import Path
 import structlog
 
 from quartet.durable_files import storing, write_durably
-from quartet.errors import FailedPrecondition, StorageFailed
+from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, StorageFailed
+from quartet.run_directory.checkpoints import checkpoint_folders, checkpoints_after, step_of
+from quartet.run_directory.run_files import RunFiles
 
 log = structlog.get_logger()
 
 
-class Control:
-    """Thread-safe: any number of callers ask, the training thread looks.
+class RunControl:
+    """Commands from any thread, carried out by the training thread between two steps.
 
-    What was asked is on the disk before it is confirmed: an orchestrator that is restarted hears it too.
+    A command is on disk before it is confirmed, so a restarted orchestrator still sees it.
     """
 
-    def __init__(self, mark: Path | None = None) -> None:
-        """``mark`` is a file with a word for each thing that is asked for; beside it ``rolling_back`` has the step to go back to.
-
-        None: nothing is written down.
-        """
+    def __init__(self, files: RunFiles, persist: bool = True) -> None:
+        """Read the pending commands of the run. Without ``persist``, commands are neither read nor written."""
+        self._files = files
+        self._persist = persist
         self._changed = threading.Condition()
-        self._mark = mark
-        self._back_mark = mark.with_name("rolling_back") if mark is not None else None
-        words = _read(self._mark).split()
+        words = self._read(files.asked).split()
         self._stopping, self._pausing, self._checkpoint = (word in words for word in ("stop", "pause", "checkpoint"))
-        step = _read(self._back_mark).strip()
-        self._back_to = int(step) if step.isdecimal() else 0
+        step = self._read(files.rolling_back).strip()
+        self._rollback_step = int(step) if step.isdecimal() else 0
         self._closed = False
 
     def stop(self) -> None:
-        """Stop after the step in hand."""
+        """Stop the run after the current step."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-            # Last: what cannot be written is done all the same.
-            self._note()
+            # Written last: if the write fails, the run stops all the same.
+            self._write()
 
     def pause(self) -> None:
-        """Wait after the step in hand. Raises FailedPrecondition at the run's end."""
+        """Pause the run after the current step. Raises FailedPrecondition at the end of the run."""
         with self._changed:
-            self._refuse_at_the_end()
+            self._check_open()
             self._pausing = True
-            self._note()
+            self._write()
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue a paused run."""
         with self._changed:
             self._pausing = False
             self._changed.notify_all()
-            self._note()
+            self._write()
 
     def checkpoint(self) -> None:
-        """Save a checkpoint after the step in hand. Raises FailedPrecondition at the run's end."""
+        """Save a checkpoint after the current step. Raises FailedPrecondition at the end of the run."""
         with self._changed:
-            self._refuse_at_the_end()
+            self._check_open()
             self._checkpoint = True
             self._changed.notify_all()
-            self._note()
+            self._write()
 
     def roll_back(self, step: int) -> None:
-        """Go back to the checkpoint of ``step``, 1 or later, after the step in hand.
+        """Return to the checkpoint of ``step``, 1 or later, after the current step.
 
-        Raises FailedPrecondition at the run's end, StorageFailed where it cannot be written down.
+        Raises InvalidRequest if there is no such checkpoint, FailedPrecondition if a later checkpoint is tagged or the run is at
+        its end, and StorageFailed if the command cannot be written.
         """
+        steps = [step_of(folder) for folder in checkpoint_folders(self._files)]
+        if step not in steps:
+            raise InvalidRequest(
+                f"step {step}: has no checkpoint; checkpoints exist for: {', '.join(map(str, steps)) or 'none'}"
+            )
+        try:
+            checkpoints_after(self._files, step)
+        except ConfigError as error:
+            raise FailedPrecondition(str(error)) from None
         with self._changed:
-            self._refuse_at_the_end()
-            if self._back_mark is not None:
-                with storing(self._back_mark):
-                    write_durably(self._back_mark, f"{step}\n")
-            self._back_to = step
+            self._check_open()
+            if self._persist:
+                with storing(self._files.rolling_back):
+                    write_durably(self._files.rolling_back, f"{step}\n")
+            self._rollback_step = step
             self._changed.notify_all()
 
     @property
-    def going_back_to(self) -> int:
-        """The step of the checkpoint to go back to, 0 for none."""
+    def rollback_step(self) -> int:
+        """Step of the checkpoint to return to; 0 if no rollback is pending."""
         with self._changed:
-            return self._back_to
+            return self._rollback_step
 
-    def rolled_back(self) -> None:
-        """The run has gone back, or cannot."""
+    def finish_rollback(self) -> None:
+        """Clear the pending rollback, whether it succeeded or not."""
         with self._changed:
-            self._back_to = 0
-            if self._back_mark is not None:
-                self._back_mark.unlink(missing_ok=True)
+            self._rollback_step = 0
+            if self._persist:
+                self._files.rolling_back.unlink(missing_ok=True)
 
-    def take_checkpoint(self) -> bool:
-        """Whether a checkpoint is asked for, which counts as heard with that."""
+    def take_checkpoint_command(self) -> bool:
+        """Return whether a checkpoint was requested, and clear the request."""
         with self._changed:
-            asked, self._checkpoint = self._checkpoint, False
-            if asked:
+            requested, self._checkpoint = self._checkpoint, False
+            if requested:
                 try:
-                    self._note()
+                    self._write()
                 except StorageFailed as error:
-                    # At worst there is one more checkpoint after a restart.
-                    log.warning("not written down", error=str(error))
-            return asked
+                    # The request stays on disk: at worst a restart saves one more checkpoint.
+                    log.warning("command file not updated", error=str(error))
+            return requested
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is asked for that is to be done between two steps."""
+        """Whether no command is pending."""
         with self._changed:
-            return not (self._stopping or self._pausing or self._checkpoint or self._back_to)
+            return not (self._stopping or self._pausing or self._checkpoint or self._rollback_step)
 
     @property
     def stopping(self) -> bool:
@@ -115,41 +124,47 @@ class Control:
 
     @property
     def paused(self) -> bool:
-        """Whether the run is to wait; a run that is to stop does not wait."""
+        """Whether the run is to wait. Stop takes precedence over pause."""
         with self._changed:
             return self._pausing and not self._stopping
 
     def wait_while_paused(self) -> None:
-        """Returns when the run is to go on or to stop, or something is asked of it that it can do while it waits."""
+        """Wait until the run is to continue or stop, or a command arrives that a paused run can carry out."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or not self._pausing or self._checkpoint or self._back_to > 0)
+            self._changed.wait_for(
+                lambda: self._stopping or not self._pausing or self._checkpoint or self._rollback_step > 0
+            )
 
     def close(self) -> bool:
-        """After this nothing more can be asked of the run: it is at its end. False when something that it can do is asked for."""
+        """Refuse further commands, because the run is at its end. Returns False, and stays open, if a command is pending."""
         with self._changed:
-            self._closed = not (self._checkpoint or self._back_to)
+            self._closed = not (self._checkpoint or self._rollback_step)
             return self._closed
 
     def open(self) -> None:
-        """The run goes on after all."""
+        """Accept commands again, because the run continues."""
         with self._changed:
             self._closed = False
 
-    def _refuse_at_the_end(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
-            raise FailedPrecondition("the run is at its end and saves its policy; nothing more can be asked of it")
+            raise FailedPrecondition("the run is at its end and saves its policy; it accepts no more commands")
 
-    def _note(self) -> None:
-        if self._mark is None:
+    def _write(self) -> None:
+        if not self._persist:
             return
-        asked = {"stop": self._stopping, "pause": self._pausing and not self._stopping, "checkpoint": self._checkpoint}
-        words = [word for word, on in asked.items() if on]
-        with storing(self._mark):
+        pending = {
+            "stop": self._stopping,
+            "pause": self._pausing and not self._stopping,
+            "checkpoint": self._checkpoint,
+        }
+        words = [word for word, requested in pending.items() if requested]
+        path = self._files.asked
+        with storing(path):
             if words:
-                write_durably(self._mark, "\n".join(words) + "\n")
+                write_durably(path, "\n".join(words) + "\n")
             else:
-                self._mark.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
-
-def _read(mark: Path | None) -> str:
-    return mark.read_text(encoding="utf-8") if mark is not None and mark.exists() else ""
+    def _read(self, path: Path) -> str:
+        return path.read_text(encoding="utf-8") if self._persist and path.exists() else ""

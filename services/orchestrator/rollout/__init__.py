@@ -1,1 +1,1 @@
-"""Generate and score the trajectories of a step, and evaluate the policy on validation prompts."""
+"""Generation and scoring of a step's trajectories, and evaluation of the policy on validation prompts."""

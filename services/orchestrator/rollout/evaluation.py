@@ -1,12 +1,15 @@
-"""Evaluating the policy of a run: responses to the validation prompts, scored and held against the initial policy's."""
+"""Evaluation of the policy: responses to the validation prompts, scored and compared with those of the initial policy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import structlog
+
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
+from quartet.errors import ComputationFailed, InvalidRequest
 from quartet.evaluation import (
     STEP,
     Answers,
@@ -25,16 +28,21 @@ from quartet.evaluation import (
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rpc.clients import ActorClient
 from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.checkpointing.step_artifacts import failed_evaluation_row
+from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.rollout.collector import Collector
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
+from quartet.services.orchestrator.telemetry.run_telemetry import RunTelemetry
 from quartet.types import Prompt, SamplingParameters
+
+log = structlog.get_logger()
 
 
 class Evaluator:
-    """Asks the actor for two responses to each validation prompt, greedy and sampled, and says how they compare.
+    """Generates two responses to each validation prompt, greedy and sampled, and compares them with the initial policy's.
 
-    The evaluation before the first step is what all later ones are held against; it is read back from the run's files where
-    another process made it.
+    The evaluation before the first step is the baseline of all later ones. If another process made it, it is read from the run's
+    files.
     """
 
     def __init__(
@@ -47,28 +55,23 @@ class Evaluator:
         tokenizer: Any,
         files: RunFiles,
     ) -> None:
-        """``stream`` is that of ``quartet.evaluation.stream_name``; ``prompts`` are ``read_validation_prompts``', in their order.
+        """``stream`` is that of ``quartet.evaluation.stream_name``. ``prompts`` are those of ``read_validation_prompts``, in order.
 
-        Starts the judge's process, if there is a judge; ``close`` ends it. Raises ConfigError when it cannot be imported.
+        Starts the judge's process, if a judge is configured; ``close`` ends it. Raises ConfigError if the judge cannot be imported.
         """
         self._config, self._actor, self._stream = config, actor, stream
         self._collector = Collector(stream, scoring, config.rollout.score_batch_size)
         self._prompts = list(prompts)
         self._tokenizer, self._files = tokenizer, files
-        self._initial: dict[int, Answers] | None = None
+        self._baseline: dict[int, Answers] | None = None
         judge = config.evaluation.judge
         self._worker = FunctionWorker(judge, "evaluation.judge") if judge else None
         self._judge = Judge(judge, self._worker, config.evaluation.timeout_seconds) if judge and self._worker else None
 
     @property
     def responses(self) -> int:
-        """Responses of one evaluation."""
+        """Number of responses per evaluation."""
         return 2 * len(self._prompts)
-
-    def is_due(self, step: int, last: bool) -> bool:
-        """Whether there is an evaluation after ``step``; step 0 is before the first. ``last``: no step follows."""
-        every = self._config.evaluation.every_steps
-        return every > 0 and (step % every == 0 or last)
 
     def evaluate(
         self,
@@ -77,10 +80,10 @@ class Evaluator:
         leader_epoch: int,
         on_progress: Callable[[int], None] = lambda scored: None,
     ) -> dict[str, float]:
-        """Evaluates the policy after ``step``, which has taken ``policy_version`` updates, and writes the run's files.
+        """Evaluate the policy after ``step``, which has taken ``policy_version`` updates, and write the result to the run's files.
 
-        Gives the means by metric name. ``on_progress`` hears how many responses have been scored, two for each prompt. Raises
-        what generation, scoring or the judge fails with; nothing is written then.
+        Returns the means by metric name. ``on_progress`` receives the number of scored responses, two per prompt. Raises the error
+        of generation, scoring or judge; nothing is written then.
         """
         rollout, count = self._config.rollout, len(self._prompts)
         greedy = self._responses(policy_version, leader_epoch, greedy_sampling(rollout), on_progress)
@@ -92,20 +95,20 @@ class Evaluator:
             prompt.index: Answers(text, *responses)
             for prompt, text, *responses in zip(self._prompts, texts, greedy, sampled, strict=True)
         }
-        initial = policy if step == 0 else self._initial_answers()
-        comparisons = compare(self._prompts, policy, initial, self._judge)
+        baseline = policy if step == 0 else self._read_baseline()
+        comparisons = compare(self._prompts, policy, baseline, self._judge)
         summary = summarize(comparisons)
         self._files.write_evaluation(step, summary, [row(comparison) for comparison in comparisons])
-        self._initial = initial
+        self._baseline = baseline
         return summary
 
     def close(self) -> None:
-        """Ends the judge's process. May be called again."""
+        """End the judge's process. May be called again."""
         if self._worker is not None:
             self._worker.close()
 
-    def _initial_answers(self) -> dict[int, Answers]:
-        return self._initial or answers_of(self._files.read_evaluation(0), "step-000000.jsonl")
+    def _read_baseline(self) -> dict[int, Answers]:
+        return self._baseline or answers_of(self._files.read_evaluation(0), "step-000000.jsonl")
 
     def _responses(
         self,
@@ -114,9 +117,9 @@ class Evaluator:
         sampling: SamplingParameters,
         on_progress: Callable[[int], None],
     ) -> list[Response]:
-        """One response to each prompt, in the order of the prompts."""
+        """Return one response to each prompt, in the order of the prompts."""
         run = self._config.run
-        # Nothing of an evaluation that broke off may be met here.
+        # An interrupted evaluation may have left trajectories in the stream.
         self._stream.reset(leader_epoch)
         generation = self._actor.generate(
             run=stream_name(run.name),
@@ -143,3 +146,61 @@ class Evaluator:
             Response.of(item.trajectory, text, item.score, item.reference_log_probs if sampling.temperature else None)
             for item, text in zip(collected.scored, texts, strict=True)
         ]
+
+
+class EvaluationSchedule:
+    """Decides when to evaluate, and reports the results.
+
+    A failed evaluation does not stop training, except the one before the first step, which is the baseline of all others.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        evaluator: Evaluator | None,
+        files: RunFiles,
+        board: ProgressBoard,
+        telemetry: RunTelemetry,
+    ) -> None:
+        """``evaluator`` is None if the run has no evaluations. The schedule closes it."""
+        self._run, self._every, self._evaluator = config.run.name, config.evaluation.every_steps, evaluator
+        self._files, self._board, self._telemetry = files, board, telemetry
+        self._last_step: int | None = None
+
+    def resume(self) -> None:
+        """Continue after the last evaluation in the run's files."""
+        self._last_step = self._files.evaluated()
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """Return whether to evaluate after ``step``; step 0 is before the first. ``last``: no step follows."""
+        if self._evaluator is None or step == self._last_step:
+            return False
+        return step % self._every == 0 or last
+
+    def evaluate(self, step: int, leader_epoch: int) -> None:
+        """Evaluate the policy after ``step`` and report the result. A failure is written down; at step 0 it is raised."""
+        evaluator = self._evaluator
+        assert evaluator is not None
+        self._last_step = step
+        self._board.update(phase="evaluate", scored=0, wanted=evaluator.responses)
+        try:
+            summary = evaluator.evaluate(step, step, leader_epoch, self._board.show_scored)
+        except (ComputationFailed, InvalidRequest) as error:
+            if step == 0:
+                raise
+            # The text of the error may quote a response, which does not belong in a log.
+            self._files.append_failed_trajectories(failed_evaluation_row(self._run, step, error))
+            log.warning("evaluation failed", step=step, error=type(error).__name__)
+            self._board.note(
+                f"evaluation after step {step} failed ({type(error).__name__}), see failed_trajectories.jsonl; the run continues"
+            )
+            return
+        log.info("evaluation", step=step, **summary)
+        self._telemetry.evaluated(step, summary)
+        metrics = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {summary[name]:.2f}" for name in summary)
+        self._board.note(f"evaluation after step {step}: {metrics}")
+
+    def close(self) -> None:
+        """Close the evaluator. May be called again."""
+        if self._evaluator is not None:
+            self._evaluator.close()

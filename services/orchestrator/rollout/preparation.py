@@ -1,4 +1,4 @@
-"""Preparing a step: its trajectories generated and scored, and what actor and critic will learn from them."""
+"""Preparation of a step: generate and score its trajectories, and compute the experience that the models learn from."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from quartet.rpc.clients import PendingResult
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.progress import ProgressBoard
-from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector, Replacement
+from quartet.services.orchestrator.rollout.collector import CollectedStep, Collector, ReplacementRule
 from quartet.services.orchestrator.service_clients import ServiceClients
-from quartet.services.orchestrator.telemetry.timeline import Timeline
+from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.types import Prompt, Role, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True)
-class SealedStep:
-    """A step that is prepared, and its experience sealed."""
+class PendingStep:
+    """A step that is prepared and not committed."""
 
     step: int
     collected: CollectedStep
     prepared: PreparedStep
 
 
-class Preparation:
-    """Asks for a step's trajectories and their scores, and makes experience of them."""
+class StepPreparation:
+    """Requests a step's trajectories and their scores, and computes its experience."""
 
     def __init__(
         self,
@@ -36,27 +36,29 @@ class Preparation:
         service_clients: ServiceClients,
         stream: RolloutStream,
         board: ProgressBoard,
-        timeline: Timeline,
+        profiler: StepProfiler,
     ) -> None:
-        self._config, self._actor, self._board, self._timeline = config, service_clients.actor, board, timeline
-        self._ahead: tuple[int, PendingResult[int]] | None = None
-        self._collector = Collector(stream, service_clients.scoring(), config.rollout.score_batch_size, timeline.watch)
+        self._config, self._actor, self._board, self._profiler = config, service_clients.actor, board, profiler
+        self._prefetched: tuple[int, PendingResult[int]] | None = None
+        self._collector = Collector(
+            stream, service_clients.scoring(), config.rollout.score_batch_size, profiler.observe
+        )
 
-    def begin(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> None:
-        """Begins the step's generation ahead of ``prepare``, while the step before is brought to its end."""
-        if self._ahead is None:
+    def start_generation(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> None:
+        """Start the generation of ``step`` before ``prepare``, while the step before it ends. Has no effect if it has started."""
+        if self._prefetched is None:
             samples = self._config.rollout.samples_per_prompt
             call = self._generate(step, prompts, leader_epoch, policy_version, 0, samples)
-            self._ahead = step, call
+            self._prefetched = step, call
             if policy_version < step - 1:
-                # From then on its weights stay, whatever the policy goes on to learn.
+                # Once generation has begun, the engine keeps these weights while the policy takes its next update.
                 call.wait_until_begun()
 
     def discard(self) -> None:
-        """Cancels what has been begun ahead: the actor is wanted for something else first. What it has made comes again."""
-        if self._ahead is not None:
-            self._ahead[1].cancel()
-        self._ahead = None
+        """Cancel a generation that has started early, because the actor is needed first. Its trajectories are generated again."""
+        if self._prefetched is not None:
+            self._prefetched[1].cancel()
+        self._prefetched = None
 
     def prepare(
         self,
@@ -65,27 +67,22 @@ class Preparation:
         leader_epoch: int,
         policy_version: int,
         algorithm_state: AlgorithmState,
-    ) -> SealedStep:
-        """The step's experience, under what ``course`` remembers of the steps before. Raises as the collector."""
-        collected = self._collect(step, prompts, leader_epoch, policy_version)
-        with self._timeline.part(Role.ORCHESTRATOR, "prepare"):
-            return self._sealed(step, collected, policy_version, algorithm_state)
-
-    def _sealed(
-        self, step: int, collected: CollectedStep, policy_version: int, algorithm_state: AlgorithmState
-    ) -> SealedStep:
-        scores = [item.score for item in collected.scored]
-        prepared = prepare_step(
-            self._config.run.name,
-            step,
-            policy_version,
-            collected.scored,
-            self._config.algorithm,
-            algorithm_state.kl_coefficient,
-            algorithm_state.moments(scores),
-            self._config.rollout.max_response_tokens,
-        )
-        return SealedStep(step, collected, prepared)
+    ) -> PendingStep:
+        """Return the experience of ``step``. Raises like ``Collector.collect``."""
+        with self._profiler.span(Role.ORCHESTRATOR, "collect", waits=True):
+            collected = self._collect(step, prompts, leader_epoch, policy_version)
+        with self._profiler.span(Role.ORCHESTRATOR, "prepare"):
+            prepared = prepare_step(
+                self._config.run.name,
+                step,
+                policy_version,
+                collected.scored,
+                self._config.algorithm,
+                algorithm_state.kl_coefficient,
+                algorithm_state.moments([item.score for item in collected.scored]),
+                self._config.rollout.max_response_tokens,
+            )
+            return PendingStep(step, collected, prepared)
 
     def _collect(self, step: int, prompts: Sequence[Prompt], leader_epoch: int, policy_version: int) -> CollectedStep:
         config, samples = self._config, self._config.rollout.samples_per_prompt
@@ -94,16 +91,16 @@ class Preparation:
         }
         self._board.update(phase="generate", scored=0, wanted=len(expected))
 
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is None:
             generation = self._generate(step, prompts, leader_epoch, policy_version, 0, samples)
         else:
-            begun, generation = ahead
-            assert begun == step, f"step {begun} was begun, not {step}"
+            started_step, generation = prefetched
+            assert started_step == step, f"generation of step {started_step} has started, expected step {step}"
 
         def replace(indices: set[int], sample: int) -> PendingResult[int]:
-            wanted = [prompt for prompt in prompts if prompt.index in indices]
-            return self._generate(step, wanted, leader_epoch, step - 1, sample, 1)
+            failed = [prompt for prompt in prompts if prompt.index in indices]
+            return self._generate(step, failed, leader_epoch, step - 1, sample, 1)
 
         return self._collector.collect(
             expected,
@@ -111,8 +108,8 @@ class Preparation:
             generation,
             self._board.show_scored,
             {prompt.index: prompt.fields for prompt in prompts} if config.reward.has_functions else {},
-            # By then the policy has taken all updates before the step, whichever generated the others.
-            Replacement(config.recovery, step - 1, replace),
+            # By then the policy has taken all updates before this step, whichever version generated the other samples.
+            ReplacementRule(config.recovery, step - 1, replace),
         )
 
     def _generate(
@@ -136,5 +133,5 @@ class Preparation:
             policy_version=policy_version,
             first_sample=first_sample,
         )
-        self._timeline.watch(Role.ACTOR, "generate", call)
+        self._profiler.observe(Role.ACTOR, "generate", call)
         return call

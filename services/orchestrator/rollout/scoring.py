@@ -1,4 +1,4 @@
-"""Scoring at several services at once: what fails is tried again, in the end one by one, and set aside where it still fails."""
+"""Scoring of a step by several services at once. Failed batches are retried, then split; what still fails is reported."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from quartet.errors import (
     TooManyFailedTrajectories,
 )
 from quartet.rpc.clients import ActorClient, CriticClient, PendingResult, RewardClient
-from quartet.services.orchestrator.telemetry.timeline import Watch, unwatched
+from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
 from quartet.types import FloatArray, Role, Scores, TokenBatch, Trajectory, TrajectoryId
 
 log = structlog.get_logger()
 
-FAULTS = (ComputationFailed, ServiceFailed, InvalidRequest)
-"""What a trajectory may be to blame for, ``NoResponse`` excepted. A service that is gone, busy or late says nothing of it."""
+TRAJECTORY_FAULTS = (ComputationFailed, ServiceFailed, InvalidRequest)
+"""Errors that a trajectory may cause, except ``NoResponse``. Any other error is raised at once: it is not the trajectory's fault."""
 PREFETCH = 2
-"""Batches that a service has in hand beside two for each replica: one that it works on, and one that waits there."""
+"""Batches in flight per service beyond two per replica: one that it computes, and one that waits there."""
 BATCH_ATTEMPTS = 2
-"""Attempts for a batch before each of its trajectories is asked for alone: a fault that passes leaves the same bits then."""
+"""Attempts for a whole batch before its trajectories are sent one by one. A transient fault then leaves the same bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTrajectory:
-    """A trajectory with what the scoring services say of it.
+    """A trajectory with the results of the scoring services.
 
-    ``score`` in units of reward, and ``parts`` by name where it is a weighted sum; ``reference_log_probs`` and ``values``
-    float32 [response tokens], values of 0 without a critic.
+    ``score`` in units of reward, with ``parts`` by name if it is a weighted sum. ``reference_log_probs`` and ``values`` are
+    float32 [response tokens]; values are 0 without a critic.
     """
 
     trajectory: Trajectory
@@ -52,9 +52,9 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class FailedTrajectory:
-    """A trajectory that a service could not score: how often it was asked, and what it failed with at last.
+    """A trajectory that a service could not score, with the number of attempts and the last error.
 
-    ``error`` may quote the response, as a user's function does; ``fault`` is its class, which tells nothing of the response.
+    ``error`` may quote the response, as a user's function does. ``fault`` is its class, which reveals nothing of the response.
     """
 
     trajectory: Trajectory
@@ -64,19 +64,19 @@ class FailedTrajectory:
 
 
 class ReferencePolicy(Protocol):
-    """Who knows the initial policy's log-probs: a reference service, or an actor with its adapter off."""
+    """Source of the initial policy's log-probs: a reference service, or an actor with its adapter off."""
 
     role: Role
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
-        """Begins to compute log-probs, float32 [response tokens]."""
+        """Start to compute log-probs, float32 [response tokens]."""
 
     def replicas(self) -> int:
-        """Processes that share the calls."""
+        """Return the number of processes that share the calls."""
 
 
-class AdapterOff:
-    """An actor with a LoRA adapter, as the reference that it is with the adapter off."""
+class ActorAsReference:
+    """The actor with its LoRA adapter off, used as the reference."""
 
     role = Role.ACTOR
 
@@ -84,17 +84,17 @@ class AdapterOff:
         self._actor = actor
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
-        """Begins to compute log-probs, after the generation in hand."""
+        """Start to compute log-probs, float32 [response tokens]. The actor first finishes the current generation."""
         return self._actor.reference_log_probs(batch, temperature)
 
     def replicas(self) -> int:
-        """One: there is one policy."""
+        """Return 1: there is a single policy."""
         return 1
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringServices:
-    """Reward, reference and, where there is one, the critic: asked together. ``temperature`` is that of the rollouts."""
+    """The services that score a batch: reward, reference and, if any, critic. ``temperature`` is that of the rollouts."""
 
     reward: RewardClient
     reference: ReferencePolicy
@@ -102,175 +102,194 @@ class ScoringServices:
     temperature: float
 
 
-Ask = Callable[[Sequence[Trajectory], TokenBatch], PendingResult[Any]]
-"""Sends trajectories to one service; the batch holds their tokens."""
-Rows = Callable[[Any, Sequence[Trajectory]], list[Any]]
-"""Cuts a service's answer into what it says of each trajectory."""
+StartCall = Callable[[Sequence[Trajectory], TokenBatch], PendingResult[Any]]
+"""Sends trajectories to one service. The batch holds their tokens."""
+SplitResult = Callable[[Any, Sequence[Trajectory]], list[Any]]
+"""Splits the result of a service into one entry per trajectory."""
 
 
-def at_once(replicas: int) -> int:
-    """Batches that a service of so many replicas has in hand at once. More would not be scored sooner."""
+def max_batches_in_flight(replicas: int) -> int:
+    """Return the number of batches that a service with so many replicas has in flight. More would not be scored sooner."""
     return 2 * replicas + PREFETCH
 
 
 class _BatchCall:
-    """What one service says of the trajectories of a batch: ``rows``, with FailedTrajectory where it could not say anything."""
+    """The calls of one batch at one service. ``results`` has an entry per trajectory; FailedTrajectory if it could not be scored."""
 
     def __init__(self, queue: _ServiceQueue, trajectories: Sequence[Trajectory], batch: TokenBatch) -> None:
-        self.rows: list[Any] = [None] * len(trajectories)
+        self.results: list[Any] = [None] * len(trajectories)
         self._queue, self._trajectories = queue, trajectories
-        self._places = range(len(trajectories))
-        """Of the trajectories that the call under way is about: all, or one."""
-        self._failures = self._failures_together = 0
-        self._next: range | None = None
-        """What is asked again at ``_due``, by the lane's clock; the call under way has failed then."""
-        self._due = 0.0
-        self._batch: TokenBatch | None = batch
-        """Until it is asked for."""
+        self._indices = range(len(trajectories))
+        """Trajectories of the current call: all of them, or one."""
+        self._failures = self._batch_failures = 0
+        self._retry: range | None = None
+        """Trajectories to send again at ``_retry_at``, on the queue's clock. Set after the current call has failed."""
+        self._retry_at = 0.0
+        self._unsent_batch: TokenBatch | None = batch
         self._call: PendingResult[Any] | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether there is a row for every trajectory."""
-        return self._call is None and self._batch is None
+        """Whether every trajectory has a result."""
+        return self._call is None and self._unsent_batch is None
 
     @property
-    def waits_to_try_again(self) -> bool:
-        """Whether the last call has failed, and the next one is not due yet."""
-        return self._next is not None
+    def retry_at(self) -> float | None:
+        """Time of the pending retry on the queue's clock, or None."""
+        return self._retry_at if self._retry is not None else None
 
-    def begin(self) -> None:
-        """Sends all of them."""
-        assert self._batch is not None
-        self._call, self._batch = self._queue.ask(self._trajectories, self._batch), None
+    def start(self) -> None:
+        """Send the whole batch."""
+        assert self._unsent_batch is not None
+        self._call, self._unsent_batch = self._queue.start_call(self._trajectories, self._unsent_batch), None
 
-    def advance(self, in_turn: bool) -> None:
-        """Takes in what has been answered, and asks again for what has failed, where this batch is ``in_turn`` for that."""
-        if self._next is not None:
-            if self._queue.clock() < self._due:
+    def advance(self, may_retry: bool) -> None:
+        """Process the response if it has arrived. A failed call is retried only with ``may_retry``."""
+        if self._retry is not None:
+            if self._queue.clock() < self._retry_at:
                 return
-            self._ask(self._next)
-        while self._next is None and self._call is not None and self._call.done():
-            asked = self._asked()
+            self._send(self._retry)
+        while self._retry is None and self._call is not None and self._call.done():
+            sent = self._sent()
             try:
-                rows = self._queue.rows(self._call.result(), asked)
-            except FAULTS as error:
+                results = self._queue.split_result(self._call.result(), sent)
+            except TRAJECTORY_FAULTS as error:
                 if self._queue.recovery is None or isinstance(error, NoResponse):
-                    raise _naming(error, asked) from None
-                if not in_turn:
+                    raise _naming_batch(error, sent) from None
+                if not may_retry:
                     return
-                self._try_again(error, self._queue.recovery)
+                self._schedule_retry(error, self._queue.recovery)
             else:
-                self._take(rows)
+                self._store(results)
 
     def cancel(self) -> None:
-        """Tells the service that nobody waits any more."""
+        """Cancel the current call."""
         if self._call is not None:
             self._call.cancel()
 
-    def _asked(self) -> Sequence[Trajectory]:
-        return self._trajectories[self._places.start : self._places.stop]
+    def _sent(self) -> Sequence[Trajectory]:
+        return self._trajectories[self._indices.start : self._indices.stop]
 
-    def _ask(self, places: range) -> None:
-        self._places, self._next = places, None
-        self._call = self._queue.ask(self._asked(), TokenBatch.of(self._asked()))
+    def _send(self, indices: range) -> None:
+        self._indices, self._retry = indices, None
+        self._call = self._queue.start_call(self._sent(), TokenBatch.of(self._sent()))
 
-    def _take(self, rows: list[Any]) -> None:
-        end = self._places.stop
-        self.rows[self._places.start : end] = rows
+    def _store(self, results: list[Any]) -> None:
+        end = self._indices.stop
+        self.results[self._indices.start : end] = results
         if end == len(self._trajectories):
             self._call = None
-            self._blame_the_service()
+            self._check_service()
         else:
-            self._failures = self._failures_together
-            self._ask(range(end, end + 1))
+            self._failures = self._batch_failures
+            self._send(range(end, end + 1))
 
-    def _try_again(self, error: QuartetError, recovery: RecoveryConfig) -> None:
+    def _schedule_retry(self, error: QuartetError, recovery: RecoveryConfig) -> None:
         self._failures += 1
-        if len(self._places) > 1:
-            alone = self._failures >= min(BATCH_ATTEMPTS, recovery.max_scoring_attempts - 1)
-            self._failures_together = self._failures
-            self._ask_later(range(1) if alone else self._places, recovery)
+        if len(self._indices) > 1:
+            split = self._failures >= min(BATCH_ATTEMPTS, recovery.max_scoring_attempts - 1)
+            self._batch_failures = self._failures
+            self._retry_later(range(1) if split else self._indices, recovery)
         elif self._failures < recovery.max_scoring_attempts:
-            self._ask_later(self._places, recovery)
+            self._retry_later(self._indices, recovery)
         else:
-            failed_trajectories = FailedTrajectory(self._asked()[0], self._failures, str(error), type(error))
-            self._queue.on_failure(failed_trajectories)
-            self._take([failed_trajectories])
+            failed = FailedTrajectory(self._sent()[0], self._failures, str(error), type(error))
+            self._queue.on_failure(failed)
+            self._store([failed])
 
-    def _ask_later(self, places: range, recovery: RecoveryConfig) -> None:
-        self._next, self._due = places, self._queue.clock() + recovery.pause(self._failures)
+    def _retry_later(self, indices: range, recovery: RecoveryConfig) -> None:
+        self._retry, self._retry_at = indices, self._queue.clock() + recovery.pause(self._failures)
 
-    def _blame_the_service(self) -> None:
-        """Raises ServiceFailed where not one of several trajectories, each alone, was answered: that is no trajectory's fault."""
-        if len(self.rows) > 1 and all(
-            isinstance(row, FailedTrajectory) and row.fault is ServiceFailed for row in self.rows
+    def _check_service(self) -> None:
+        """Raises ServiceFailed if the service failed for each of several trajectories: then no trajectory is at fault."""
+        if len(self.results) > 1 and all(
+            isinstance(result, FailedTrajectory) and result.fault is ServiceFailed for result in self.results
         ):
-            raise _naming(ServiceFailed(self.rows[-1].error), self._trajectories)
+            raise _naming_batch(ServiceFailed(self.results[-1].error), self._trajectories)
 
 
 class _ServiceQueue:
-    """One service in one step. Batches are asked again in their order, one call at a time, so that nothing depends on timing."""
+    """Batches of one step at one service. Failed batches are retried in order, one at a time, so timing decides nothing."""
 
     def __init__(
         self,
-        ask: Ask,
-        rows: Rows,
+        send: StartCall,
+        split_result: SplitResult,
         replicas: int,
         recovery: RecoveryConfig | None,
         on_failure: Callable[[FailedTrajectory], None],
+        on_response: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """Without ``recovery`` the first failure is raised. ``heed`` hears of each that is set aside; ``clock`` is in seconds."""
-        self._begin_call, self.rows, self.recovery, self.on_failure, self.clock = ask, rows, recovery, on_failure, clock
-        self._most = at_once(replicas)
+        """Without ``recovery`` the first failure is raised. ``clock`` is in seconds.
+
+        ``on_failure`` receives each trajectory that could not be scored. ``on_response`` is called on another thread when a response
+        arrives.
+        """
+        self._send_call, self.split_result, self.recovery, self.on_failure = send, split_result, recovery, on_failure
+        self.clock = clock
+        self._max_in_flight = max_batches_in_flight(replicas)
         self._waiting: deque[_BatchCall] = deque()
-        self._under_way: list[_BatchCall] = []
-        self._news = threading.Event()
-        """Set when a call has ended."""
+        self._in_flight: list[_BatchCall] = []
+        self._response_arrived = threading.Event()
+        self._on_response = on_response
 
-    def begin(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> _BatchCall:
-        """Sends a batch, as soon as there is room for it."""
-        answers = _BatchCall(self, trajectories, batch)
-        self._waiting.append(answers)
-        self._send()
-        return answers
+    def add(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> _BatchCall:
+        """Send a batch as soon as the service has room for it."""
+        batch_call = _BatchCall(self, trajectories, batch)
+        self._waiting.append(batch_call)
+        self._send_waiting()
+        return batch_call
 
-    def ask(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[Any]:
-        """Begins a call."""
-        call = self._begin_call(trajectories, batch)
-        call.when_done(self._news.set)
+    def start_call(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[Any]:
+        """Start one call."""
+        call = self._send_call(trajectories, batch)
+        call.when_done(self._notify)
         return call
 
     def advance(self) -> bool:
-        """Takes in what has been answered; whether there was anything. Raises what is no trajectory's fault, of any batch."""
-        if not self._news.is_set() and not any(answers.waits_to_try_again for answers in self._under_way):
+        """Process the responses that have arrived, and return whether any could have.
+
+        Raises an error that is no trajectory's fault, of any batch.
+        """
+        if not self._response_arrived.is_set() and self.retry_at is None:
             return False
-        self._news.clear()
-        in_turn = True
-        for answers in self._under_way:
-            answers.advance(in_turn)
-            in_turn = in_turn and answers.ended
-        self._under_way = [answers for answers in self._under_way if not answers.ended]
-        self._send()
+        self._response_arrived.clear()
+        may_retry = True
+        for batch_call in self._in_flight:
+            batch_call.advance(may_retry)
+            may_retry = may_retry and batch_call.ended
+        self._in_flight = [batch_call for batch_call in self._in_flight if not batch_call.ended]
+        self._send_waiting()
         return True
 
-    def _send(self) -> None:
-        while self._waiting and len(self._under_way) < self._most:
-            answers = self._waiting.popleft()
-            answers.begin()
-            self._under_way.append(answers)
+    @property
+    def retry_at(self) -> float | None:
+        """Time of the earliest pending retry on the clock, or None."""
+        times = [batch_call.retry_at for batch_call in self._in_flight if batch_call.retry_at is not None]
+        return min(times, default=None)
 
     def cancel(self) -> None:
-        """Lets go of every call."""
-        for answers in self._under_way:
-            answers.cancel()
+        """Cancel every call."""
+        for batch_call in self._in_flight:
+            batch_call.cancel()
+
+    def _notify(self) -> None:
+        self._response_arrived.set()
+        self._on_response()
+
+    def _send_waiting(self) -> None:
+        while self._waiting and len(self._in_flight) < self._max_in_flight:
+            batch_call = self._waiting.popleft()
+            batch_call.start()
+            self._in_flight.append(batch_call)
 
 
 class Scoring:
-    """The scoring of one step's trajectories, batch by batch.
+    """Scoring of one step's trajectories, batch by batch.
 
-    ``scored`` and ``failed_trajectories`` are those of the batches that have ended: of several services that failed the first one counts.
+    ``scored`` and ``failed_trajectories`` cover the batches that have ended. If several services fail for a trajectory, the first
+    one counts.
     """
 
     def __init__(
@@ -279,100 +298,102 @@ class Scoring:
         fields: Mapping[int, str],
         recovery: RecoveryConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
-        watch: Watch = unwatched,
+        observe: CallObserver = ignore_call,
+        on_response: Callable[[], None] = lambda: None,
     ) -> None:
-        """``fields`` are the prompts' own, by prompt index, where the reward looks at them. ``watch`` hears of every call.
+        """``fields`` are the prompts' own fields by prompt index, for reward functions. ``observe`` receives every call.
 
-        ``recovery`` says how often a trajectory is tried, after which pauses by ``clock`` (seconds), and how many may be set
-        aside; without it any failure is raised.
+        ``recovery`` limits the attempts and the failed trajectories, and sets the pauses by ``clock`` (seconds). Without it, any
+        failure is raised. ``on_response`` is called on another thread when a response arrives.
         """
         self.scored: list[ScoredTrajectory] = []
         self.failed_trajectories: list[FailedTrajectory] = []
-        self._recovery = recovery
-        self._given_up: dict[TrajectoryId, FailedTrajectory] = {}
-        self._under_way: list[_Batch] = []
+        self._recovery, self._clock = recovery, clock
+        self._failed: dict[TrajectoryId, FailedTrajectory] = {}
+        self._batches: list[_Batch] = []
 
-        def ask_reward(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[Scores]:
+        def request_scores(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[Scores]:
             call = services.reward.score(batch, [fields[item.id.prompt] for item in trajectories] if fields else [])
-            watch(Role.REWARD, "score", call)
+            observe(Role.REWARD, "score", call)
             return call
 
-        def ask_reference(_: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[FloatArray]:
+        def request_log_probs(_: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[FloatArray]:
             call = services.reference.log_probs(batch, services.temperature)
-            watch(services.reference.role, "log_probs", call)
+            observe(services.reference.role, "log_probs", call)
             return call
 
-        def ask_critic(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[FloatArray]:
+        def request_values(trajectories: Sequence[Trajectory], batch: TokenBatch) -> PendingResult[FloatArray]:
             assert services.critic is not None
-            # It has learned from all steps before, also where an older policy generated this one.
+            # The critic has learned from all earlier steps, even if an older policy generated this one.
             call = services.critic.values(batch, trajectories[0].id.step - 1)
-            watch(Role.CRITIC, "values", call)
+            observe(Role.CRITIC, "values", call)
             return call
 
-        def queue(ask: Ask, rows: Rows, replicas: int) -> _ServiceQueue:
-            return _ServiceQueue(ask, rows, replicas, recovery, self._record_failure, clock)
+        def queue(send: StartCall, split_result: SplitResult, replicas: int) -> _ServiceQueue:
+            return _ServiceQueue(send, split_result, replicas, recovery, self._record_failure, on_response, clock)
 
-        self._reward = queue(ask_reward, _score_rows, services.reward.replicas())
-        self._reference = queue(ask_reference, _token_rows, services.reference.replicas())
-        self._critic = queue(ask_critic, _token_rows, services.critic.replicas()) if services.critic else None
+        self._reward = queue(request_scores, _split_scores, services.reward.replicas())
+        self._reference = queue(request_log_probs, _split_tokens, services.reference.replicas())
+        self._critic = queue(request_values, _split_tokens, services.critic.replicas()) if services.critic else None
 
-    def begin(self, trajectories: Sequence[Trajectory]) -> None:
-        """Sends one ragged batch to all services, to each as soon as it has room for it."""
+    def start(self, trajectories: Sequence[Trajectory]) -> None:
+        """Send one ragged batch to all services, to each as soon as it has room for it."""
         batch = TokenBatch.of(trajectories)
-        scores, log_probs = self._reward.begin(trajectories, batch), self._reference.begin(trajectories, batch)
-        values = self._critic.begin(trajectories, batch) if self._critic else None
-        self._under_way.append(_Batch(trajectories, scores, log_probs, values))
+        scores, log_probs = self._reward.add(trajectories, batch), self._reference.add(trajectories, batch)
+        values = self._critic.add(trajectories, batch) if self._critic else None
+        self._batches.append(_Batch(trajectories, scores, log_probs, values))
 
     def advance(self) -> None:
-        """Takes in what has been answered, and asks again for what has failed, once its pause is over. Never waits.
+        """Process the responses that have arrived, and retry failed calls whose pause is over. Never waits.
 
-        Raises what is no trajectory's fault, whichever batch it happened to, and TooManyFailedTrajectories; ServiceFailed in its stead
-        where a service failed and said nothing else.
+        Raises an error that is no trajectory's fault, whichever batch it belongs to. If too many trajectories fail, raises
+        ServiceFailed if all of them failed with it, TooManyFailedTrajectories otherwise.
         """
         if not sum([queue.advance() for queue in self._queues()]):
             return
-        for batch in self._under_way:
+        for batch in self._batches:
             if batch.ended:
                 scored, failed_trajectories = batch.split()
                 self.scored += scored
                 self.failed_trajectories += failed_trajectories
-        self._under_way = [batch for batch in self._under_way if not batch.ended]
+        self._batches = [batch for batch in self._batches if not batch.ended]
+
+    def seconds_until_retry(self) -> float | None:
+        """Return the seconds until the next retry is due; None if none is pending."""
+        times = [queue.retry_at for queue in self._queues() if queue.retry_at is not None]
+        return max(0.0, min(times) - self._clock()) if times else None
 
     def cancel(self) -> None:
-        """Lets go of every call."""
+        """Cancel every call."""
         for queue in self._queues():
             queue.cancel()
 
     @property
-    def under_way(self) -> int:
-        """Batches that have not ended."""
-        return len(self._under_way)
+    def batches_in_flight(self) -> int:
+        """Number of batches that have not ended."""
+        return len(self._batches)
 
     def _queues(self) -> list[_ServiceQueue]:
         return [queue for queue in (self._reward, self._reference, self._critic) if queue is not None]
 
-    def _record_failure(self, failed_trajectories: FailedTrajectory) -> None:
-        id = failed_trajectories.trajectory.id
-        # The error's text may quote the response, which is no matter for a log.
-        log.warning(
-            "trajectory set aside",
-            id=str(id),
-            attempts=failed_trajectories.attempts,
-            error=failed_trajectories.fault.__name__,
-        )
-        first = next(iter(self._given_up.values()), failed_trajectories)
-        self._given_up.setdefault(id, failed_trajectories)
+    def _record_failure(self, failed: FailedTrajectory) -> None:
+        id = failed.trajectory.id
+        # The text of the error may quote the response, which does not belong in a log.
+        log.warning("trajectory failed", id=str(id), attempts=failed.attempts, error=failed.fault.__name__)
+        first = next(iter(self._failed.values()), failed)
+        self._failed.setdefault(id, failed)
         assert self._recovery is not None
-        if len(self._given_up) > self._recovery.max_failed_trajectories:
-            ids = ", ".join(map(str, self._given_up))
+        if len(self._failed) > self._recovery.max_failed_trajectories:
+            ids = ", ".join(map(str, self._failed))
             text = (
-                f"step {id.step}: {len(self._given_up)} of its trajectories could not be scored, recovery.max_failed_trajectories is "
-                f"{self._recovery.max_failed_trajectories}; mend what fails, or raise it; the first after {first.attempts} attempts: "
-                f"{first.error}; all of them (run/step/prompt line from 0/sample): {ids}"
+                f"step {id.step}: {len(self._failed)} of its trajectories could not be scored, "
+                f"recovery.max_failed_trajectories is {self._recovery.max_failed_trajectories}; fix the cause, or raise the limit; "
+                f"the first after {first.attempts} attempts: {first.error}; "
+                f"all failed trajectories (run/step/prompt line from 0/sample): {ids}"
             )
-            if all(item.fault is ServiceFailed for item in self._given_up.values()):
+            if all(item.fault is ServiceFailed for item in self._failed.values()):
                 raise ServiceFailed(text)
-            raise TooManyFailedTrajectories(text, list(self._given_up.values()))
+            raise TooManyFailedTrajectories(text, list(self._failed.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,35 +410,39 @@ class _Batch:
         return self.scores.ended and self.log_probs.ended and (self.values is None or self.values.ended)
 
     def split(self) -> tuple[list[ScoredTrajectory], list[FailedTrajectory]]:
-        """Those that have been scored, and those that could not be."""
+        """Return the scored trajectories and the failed ones."""
         scored, failed_trajectories = [], []
         values = (
-            self.values.rows if self.values else [np.zeros(len(t.response_ids), np.float32) for t in self.trajectories]
+            self.values.results
+            if self.values
+            else [np.zeros(len(item.response_ids), np.float32) for item in self.trajectories]
         )
-        for trajectory, *rows in zip(self.trajectories, self.scores.rows, self.log_probs.rows, values, strict=True):
-            failed = next((row for row in rows if isinstance(row, FailedTrajectory)), None)
+        for trajectory, *results in zip(
+            self.trajectories, self.scores.results, self.log_probs.results, values, strict=True
+        ):
+            failed = next((result for result in results if isinstance(result, FailedTrajectory)), None)
             if failed is not None:
                 failed_trajectories.append(failed)
                 continue
-            (score, parts), log_probs, value = rows
+            (score, parts), log_probs, value = results
             scored.append(ScoredTrajectory(trajectory, score, log_probs, value, parts))
         return scored, failed_trajectories
 
 
-def _score_rows(scores: Scores, _: Sequence[Trajectory]) -> list[Any]:
-    """(score, its parts by name) of each trajectory."""
+def _split_scores(scores: Scores, _: Sequence[Trajectory]) -> list[Any]:
+    """Return (score, its parts by name) of each trajectory."""
     return [
         (float(score), {name: float(numbers[row]) for name, numbers in scores.parts.items()})
         for row, score in enumerate(scores.total)
     ]
 
 
-def _token_rows(numbers: FloatArray, trajectories: Sequence[Trajectory]) -> list[Any]:
-    """Each trajectory's own of ``numbers`` [response tokens]."""
+def _split_tokens(numbers: FloatArray, trajectories: Sequence[Trajectory]) -> list[Any]:
+    """Split ``numbers`` [response tokens] by trajectory."""
     return list(np.split(numbers, np.cumsum([len(item.response_ids) for item in trajectories])[:-1]))
 
 
-def _naming(error: QuartetError, trajectories: Sequence[Trajectory]) -> QuartetError:
-    """The failure with the names of what was asked for: the service knows their places in the batch only."""
+def _naming_batch(error: QuartetError, trajectories: Sequence[Trajectory]) -> QuartetError:
+    """Return the error with the ids of the batch, because the service knows only their indices."""
     ids = ", ".join(str(trajectory.id) for trajectory in trajectories)
     return type(error)(f"{error}; the batch, from index 0 (run/step/prompt line from 0/sample): {ids}")

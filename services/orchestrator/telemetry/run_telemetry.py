@@ -1,4 +1,4 @@
-"""What a run tells of itself besides the files that it needs: tokens, timeline, sinks. None of it can fail the run."""
+"""Optional outputs of a run: tokens, timeline, tokenizer and sinks such as TensorBoard. None of them can fail the run."""
 
 from __future__ import annotations
 
@@ -23,44 +23,43 @@ from quartet.types import Alert
 log = structlog.get_logger()
 
 
-class Telemetry:
-    """Writes down and sends what a run's users may want to see. What cannot be written is noted once, and left out."""
+class RunTelemetry:
+    """Writes the optional files and feeds the sinks. An output that fails is noted once and skipped."""
 
-    def __init__(self, config: Config, files: RunFiles, board: ProgressBoard) -> None:
-        """Raises ConfigError when the config asks for a sink whose package is not installed."""
+    def __init__(self, config: Config, files: RunFiles, board: ProgressBoard, timeline: Timeline) -> None:
+        """Raises ConfigError if the config requests a sink whose package is not installed."""
         check_sinks(config)
         self._config, self._settings = config, config.telemetry
-        self._files, self._board = files, board
-        self.timeline = Timeline()
+        self._files, self._board, self._timeline = files, board, timeline
         self._sinks = Sinks({}, board.note)
         self._failed: set[str] = set()
 
-    def begin(self, tokenizer: Any, identity: str) -> None:
-        """Keeps the tokenizer with the run, and connects to the sinks. ``identity`` is the run's id."""
-        with self._noting("tokenizer"):
+    def start(self, tokenizer: Any, run_id: str) -> None:
+        """Save the tokenizer with the run, and connect to the sinks."""
+        with self._noting_failures("tokenizer"):
             if not self._files.tokenizer.exists():
                 replace_directory(self._files.tokenizer, tokenizer.save_pretrained)
-        self._sinks = open_sinks(self._config, self._files, identity, self._board.note)
+        self._sinks = open_sinks(self._config, self._files, run_id, self._board.note)
 
     def continues_from(self, step: int) -> None:
-        """The run goes on after ``step``, 0 at its start."""
+        """Tell the sinks that the run continues after ``step``; 0 at its start."""
         self._sinks.continues_from(step)
 
-    def keep_tokens(self, step: int, prepared: PreparedStep) -> None:
-        """Writes down a step's trajectories token by token, where that is wanted of this step."""
+    def write_tokens(self, step: int, prepared: PreparedStep) -> None:
+        """Write the trajectories of ``step`` token by token, if configured for this step."""
         every = self._settings.tokens_every_steps
         if not every or step % every:
             return
-        with self._noting("tokens"):
+        with self._noting_failures("tokens"):
             arrays = token_arrays(prepared.experience, self._config.has_critic)
             self._files.write_tokens(step, arrays, self._settings.tokens_keep_steps)
 
     def committed(self, step: int, started: float, metrics: Mapping[str, float]) -> None:
-        """Writes down what was done since ``started``, by the timeline's clock, and passes the step's figures on."""
+        """Write the timeline since ``started`` (``time.perf_counter``), and pass the metrics of the step to the sinks."""
         seconds = time.perf_counter() - started
-        spans = self.timeline.lap(started)
+        spans = self._timeline.end_step(started)
         if self._settings.timeline:
-            with self._noting("timeline"):
+            with self._noting_failures("timeline"):
                 self._files.append_timeline(
                     {
                         "step": step,
@@ -72,25 +71,25 @@ class Telemetry:
         self._sinks.step(step, metrics)
 
     def evaluated(self, step: int, summary: Mapping[str, float]) -> None:
-        """Passes an evaluation's figures on."""
+        """Pass the metrics of an evaluation to the sinks."""
         self._sinks.evaluation(step, summary)
 
     def alert(self, alert: Alert) -> None:
-        """Passes on what a guard found."""
+        """Pass an alert to the sinks."""
         self._sinks.alert(alert)
 
     def close(self) -> None:
-        """Lets the sinks take in what waits for them. May be called again."""
+        """Flush the sinks. May be called again."""
         self._sinks.close()
 
     @contextmanager
-    def _noting(self, what: str) -> Iterator[None]:
-        """Around the writing of what the run can do without: the first failure is said, the next ones only logged."""
+    def _noting_failures(self, output: str) -> Iterator[None]:
+        """Note the first failure to write ``output`` for the user, and only log the next ones."""
         try:
             yield
-        except Exception as error:  # Libraries raise errors of their own where the disk is full.
-            log.warning("not kept", what=what, error=str(error), kind=type(error).__name__)
-            if what not in self._failed:
-                self._failed.add(what)
-                why = getattr(error, "strerror", None) or error
-                self._board.note(f"{what}: cannot be written ({why}); the run goes on without")
+        except Exception as error:  # On a full disk, libraries raise exceptions of their own types.
+            log.warning("output not written", output=output, error=str(error), kind=type(error).__name__)
+            if output not in self._failed:
+                self._failed.add(output)
+                reason = getattr(error, "strerror", None) or error
+                self._board.note(f"{output}: cannot be written ({reason}); the run continues without it")

@@ -1,4 +1,4 @@
-"""What each process did during a step, and when: what a reader needs to see what waited for what."""
+"""Timeline of a step: what each service did and when, which shows what waited for what."""
 
 from __future__ import annotations
 
@@ -12,22 +12,15 @@ from typing import Any
 
 from quartet.rpc.clients import PendingResult
 
-MOST = 200
-"""Spans that are kept of a step. Neighbours of one kind are joined where there are more."""
+MAX_SPANS = 200
+"""Largest number of spans kept per step. Beyond it, neighbouring spans of one kind are merged."""
 DIGITS = 6
-"""Of seconds."""
-
-Watch = Callable[[str, str, PendingResult[Any]], None]
-"""Is told of a call that has been begun: at which service, and in which phase."""
-
-
-def unwatched(service: str, phase: str, call: PendingResult[Any]) -> None:
-    """A ``Watch`` that does not care."""
+"""Decimal places of seconds in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``count`` calls of one phase at one service; ``start`` and ``end`` are seconds after the step's start."""
+    """``count`` calls of one phase at one service. ``start`` and ``end`` are seconds after the start of the step."""
 
     service: str
     phase: str
@@ -36,14 +29,14 @@ class Span:
     count: int = 1
 
     def row(self) -> dict[str, Any]:
-        """As a line of ``timeline.jsonl`` has it."""
+        """Return the span as an object of ``timeline.jsonl``."""
         start, end = round(self.start, DIGITS), round(self.end, DIGITS)
         return {"service": self.service, "phase": self.phase, "start": start, "end": end, "count": self.count}
 
 
 @dataclass(slots=True)
-class _Work:
-    """Something that is done, by the timeline's clock; ``end`` is None while it goes on."""
+class _Activity:
+    """A block or call on the timeline's clock. ``end`` is None while it is in progress."""
 
     service: str
     phase: str
@@ -51,69 +44,66 @@ class _Work:
     call: PendingResult[Any] | None
     end: float | None = None
 
-    @property
-    def ended(self) -> bool:
-        return self.end is not None
-
 
 class Timeline:
-    """The work of the step in hand. Thread-safe: a call's end is noted by the thread that takes its answer in."""
+    """Activities of the current step. Thread-safe, because the thread that receives a response records the end of its call."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``clock`` gives seconds, by which the steps' starts are told, too."""
+        """``clock`` returns seconds. The start of each step must come from the same clock."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._works: list[_Work] = []
+        self._activities: list[_Activity] = []
 
-    def watch(self, service: str, phase: str, call: PendingResult[Any]) -> None:
-        """Notes a call that has been begun just now, and when its answer, or its failure, is there."""
-        work = self._begin(service, phase, call)
-        call.when_done(lambda: self._end(work))
+    def observe(self, service: str, phase: str, call: PendingResult[Any]) -> None:
+        """Record a call that has just started, until its response arrives or it fails."""
+        activity = self._start(service, phase, call)
+        call.when_done(lambda: self._end(activity))
 
     @contextmanager
-    def part(self, service: str, phase: str) -> Iterator[None]:
-        """Notes what is done inside, also where that fails."""
-        work = self._begin(service, phase, None)
+    def span(self, service: str, phase: str) -> Iterator[None]:
+        """Record the block inside, also if it fails."""
+        activity = self._start(service, phase, None)
         try:
             yield
         finally:
-            self._end(work)
+            self._end(activity)
 
-    def lap(self, started: float) -> list[Span]:
-        """What was done since ``started``, at most MOST spans, by service and start; what goes on counts up to now.
+    def end_step(self, started: float) -> list[Span]:
+        """Return the spans since ``started``, sorted by service and start, at most MAX_SPANS.
 
-        The next lap has what is done after this one, and the rest of what goes on.
+        An activity in progress is cut at the current time, and continues in the next step.
         """
         with self._lock:
             now = self._clock()
-            for work in self._works:
-                # Whoever waited for the call may be here before the thread that notes its end.
-                if work.end is None and work.call is not None and work.call.done():
-                    work.end = now
-            works, self._works = self._works, [work for work in self._works if not work.ended]
+            for activity in self._activities:
+                # The training thread may see the response before the callback records its end.
+                if activity.end is None and activity.call is not None and activity.call.done():
+                    activity.end = now
+            activities = self._activities
+            self._activities = [activity for activity in activities if activity.end is None]
             spans = [
-                Span(work.service, work.phase, max(0.0, work.start - started), (work.end or now) - started)
-                for work in works
-                if (work.end or now) > started
+                Span(item.service, item.phase, max(0.0, item.start - started), (item.end or now) - started)
+                for item in activities
+                if (item.end or now) > started
             ]
-        return joined(spans, MOST)
+        return merge_neighbours(spans, MAX_SPANS)
 
-    def _begin(self, service: str, phase: str, call: PendingResult[Any] | None) -> _Work:
+    def _start(self, service: str, phase: str, call: PendingResult[Any] | None) -> _Activity:
         with self._lock:
-            work = _Work(service, phase, self._clock(), call)
-            self._works.append(work)
-        return work
+            activity = _Activity(service, phase, self._clock(), call)
+            self._activities.append(activity)
+        return activity
 
-    def _end(self, work: _Work) -> None:
+    def _end(self, activity: _Activity) -> None:
         with self._lock:
-            if work.end is None:
-                work.end = self._clock()
+            if activity.end is None:
+                activity.end = self._clock()
 
 
-def joined(spans: Sequence[Span], most: int) -> list[Span]:
-    """The spans by service and start, neighbours of one service and phase joined over the smallest gaps until few enough.
+def merge_neighbours(spans: Sequence[Span], max_spans: int) -> list[Span]:
+    """Merge neighbouring spans of one service and phase over the smallest gaps, until at most ``max_spans`` are left.
 
-    There are at least as many as there are kinds.
+    At least one span of each service and phase remains. The result is sorted by service and start.
     """
     kinds: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.start):
@@ -121,22 +111,21 @@ def joined(spans: Sequence[Span], most: int) -> list[Span]:
     gaps = []
     for kind, neighbours in kinds.items():
         end = neighbours[0].end
-        for place, span in enumerate(neighbours[1:], 1):
-            gaps.append((span.start - end, kind, place))
+        for index, span in enumerate(neighbours[1:], 1):
+            gaps.append((span.start - end, kind, index))
             end = max(end, span.end)
-    closed = {(kind, place) for _, kind, place in sorted(gaps)[: max(0, len(spans) - most)]}
+    closed = {(kind, index) for _, kind, index in sorted(gaps)[: max(0, len(spans) - max_spans)]}
     groups: list[list[Span]] = []
     for kind, neighbours in kinds.items():
-        for place, span in enumerate(neighbours):
-            if (kind, place) in closed:
+        for index, span in enumerate(neighbours):
+            if (kind, index) in closed:
                 groups[-1].append(span)
             else:
                 groups.append([span])
-    return sorted(map(_whole, groups), key=lambda span: (span.service, span.start, span.phase))
+    return sorted(map(_merged, groups), key=lambda span: (span.service, span.start, span.phase))
 
 
-def _whole(group: Sequence[Span]) -> Span:
-    """Neighbours as one span."""
+def _merged(group: Sequence[Span]) -> Span:
     first = group[0]
     end, count = max(span.end for span in group), sum(span.count for span in group)
     return Span(first.service, first.phase, first.start, end, count)

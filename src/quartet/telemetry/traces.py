@@ -36,24 +36,24 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class StepTraces(Protocol):
-    """What takes notice of a step and its parts."""
+    """Exporter of steps and their spans."""
 
     def step(self, step: int) -> AbstractContextManager[None]:
-        """Around a whole step."""
+        """Return a context around a whole step."""
 
-    def part(self, name: str) -> AbstractContextManager[None]:
-        """Around a part of a step, on the thread that takes it; outside of a step it is nothing."""
+    def span(self, service: str, phase: str) -> AbstractContextManager[None]:
+        """Return a context around a block of a step, on the thread that takes the step. Has no effect outside a step."""
 
 
-class Untraced:
-    """Traces are off."""
+class NoTraces:
+    """``StepTraces`` when traces are off."""
 
     def step(self, step: int) -> AbstractContextManager[None]:
-        """Nothing."""
+        """Do nothing."""
         return nullcontext()
 
-    def part(self, name: str) -> AbstractContextManager[None]:
-        """Nothing."""
+    def span(self, service: str, phase: str) -> AbstractContextManager[None]:
+        """Do nothing."""
         return nullcontext()
 
 
@@ -99,12 +99,12 @@ class Traces:
             yield
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Around a part of a step; outside of a step it is nothing."""
+    def span(self, service: str, phase: str) -> Iterator[None]:
+        """Trace a block of a step as a span named ``phase``. Has no effect outside a step."""
         if not self._api.get_current_span().get_span_context().is_valid:
             yield
             return
-        with self._span(name, self._api.SpanKind.INTERNAL, {}, None):
+        with self._span(phase, self._api.SpanKind.INTERNAL, {"peer.service": str(service)}, None):
             yield
 
     def outgoing(self, peer: str, method: str) -> _Outgoing | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from quartet.telemetry.traces import Traces, Untraced
+from quartet.telemetry.traces import NoTraces, Traces
 from tests.training.observed import Collector
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +34,7 @@ def test_nothing_of_opentelemetry_is_imported_while_traces_are_off() -> None:
 
 
 def test_off_is_nothing() -> None:
-    with Untraced().step(1), Untraced().part("update"):
+    with NoTraces().step(1), NoTraces().span("actor", "update"):
         pass
 
 
@@ -43,7 +43,7 @@ def test_a_call_carries_what_it_belongs_to_and_what_is_outside_of_a_step_is_no_t
     with Collector().listening() as collector:
         client, server = Traces(collector.url + path, "orchestrator", "run"), Traces(collector.url, "actor", "run")
         assert client.outgoing("actor", "GetStatus") is None
-        with client.part("checkpoint"):
+        with client.span("actor", "checkpoint"):
             pass
         with client.step(7):
             call = client.outgoing("actor", "Update")
@@ -84,7 +84,7 @@ def test_a_step_is_not_held_up_by_a_collector_that_is_gone() -> None:
     traces = Traces("http://127.0.0.1:9", "orchestrator", "run")
     start = time.monotonic()
     for step in range(100):
-        with traces.step(step), traces.part("update"):
+        with traces.step(step), traces.span("actor", "update"):
             pass
     assert time.monotonic() - start < 1.0
     traces.close()

@@ -207,7 +207,7 @@ def _time(files: RunFiles, steps: Sequence[Mapping[str, float]]) -> str:
     else:
         whole = math.fsum(step.get("seconds", 0.0) for step in steps)
         for phase in ("generate", "score", "update"):
-            if (seconds := math.fsum(step.get(f"seconds_{phase}", 0.0) for step in steps)) > 0:
+            if (seconds := math.fsum(step.get(f"{phase}_seconds", 0.0) for step in steps)) > 0:
                 spent["the step", phase] = seconds
     if not spent or not whole:
         return paragraph("It was not kept.")
