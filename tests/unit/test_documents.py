@@ -100,6 +100,16 @@ def test_every_page_is_in_the_site_navigation() -> None:
     assert {page for page in pages if not page.startswith("adr/")} - {"index"} - listed == set()
 
 
+def test_tests_named_in_the_threat_model_exist() -> None:
+    named = {
+        name
+        for row in table(TEXTS["docs/threat-model.md"], "threat", "defence", "test")
+        for name in re.findall(r"\b(\w+(?:/\w+)*/test_\w+)", row["test"])
+    }
+    assert len(named) > 15
+    assert [name for name in sorted(named) if not (ROOT / "tests" / f"{name}.py").is_file()] == []
+
+
 def test_make_targets_named_in_pages_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     missing = {
