@@ -17,7 +17,7 @@ GATEWAY_ARGS ?=
 BENCHMARK_ARGS ?=
 FUZZ_ARGS ?=
 REVIEW_RUNS := $(addprefix runs/reviews-,ppo reinforce rloo grpo dr-grpo reinforce-plus-plus lora)
-PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo test test-fast test-all chaos faults soak durability-cost end-to-end generation precision gpu update growth \
@@ -46,7 +46,7 @@ demo: $(VENV)/.installed ## Train a tiny model from scratch and show what change
 	$(BIN)/quartet demo
 
 test-fast: $(VENV)/.installed-dev ## Run the unit, contract and buffer tests; under a minute
-	$(PYTEST) tests/unit tests/contract tests/buffer -m 'not slow and not processes' $(PYTEST_ARGS)
+	$(PYTEST) tests/unit tests/contract tests/buffer $(PYTEST_ARGS)
 
 test: $(VENV)/.installed-dev ## Run all tests except the slow suites; under seven minutes on two cores
 	$(PYTEST) $(PYTEST_ARGS)

@@ -1,8 +1,9 @@
-"""What several folders of tests share: a real embedded Redis."""
+"""Fixtures of several folders of tests, sampled cases, and the list of the slowest test files."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -11,20 +12,49 @@ from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.telemetry.logs import configure_logs
 
-# Tests fork from a process that speaks gRPC, to run something else: gRPC, which looks here when it is first used, is not to be
-# mended in the fork, where that may end it.
+# Tests fork from a process that uses gRPC, to run something else. gRPC reads this variable at first use: its fork handlers could
+# abort the forked process.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+
+SLOWEST_FILES = 10
+
+
+@pytest.hookimpl(tryfirst=True)  # Before pytest deselects by marker.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all cases of a ``sampled`` test that are not in its sample."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the slowest files of this run, each with the seconds of its tests and their fixtures."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("slowest test files")
+        for name, duration in seconds.most_common(SLOWEST_FILES):
+            terminalreporter.write_line(f"{duration:7.1f} s  {name}")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _logs() -> None:
-    """Logs go where the product's do: what a command prints, and a test reads, is on standard output."""
+    """Send logs where the product sends them: standard output holds only what a command prints."""
     configure_logs("tests")
 
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Redis of this test session's own. Tests keep apart by the names of their runs."""
+    """The address of a Redis for this test session. Tests use different run names, so that they do not share data."""
     folder = tmp_path_factory.mktemp("redis")
     with EmbeddedRedis(folder / "data", folder / "redis.log") as server:
         yield server.url
@@ -32,7 +62,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def redis_client(redis_url: str) -> Iterator[Redis]:
-    """A client of that Redis."""
+    """A client of the session's Redis."""
     client = connect(redis_url)
     yield client
     client.close()

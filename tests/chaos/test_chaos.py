@@ -39,6 +39,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=f"CHAOS_SEED={CHAOS_SEED}-{case.name}") for case in part_of_the_suite(CHAOS_SEED)]
 )
+@pytest.mark.sampled(4)
 def test_a_disturbed_run_comes_to_the_bits_of_the_undisturbed_one(case: Case, ground: Ground) -> None:
     result = disturb(case, ground)
     assert result.problems == (), f"python -m tests.chaos --only {case.name}"

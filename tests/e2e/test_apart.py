@@ -112,6 +112,7 @@ def begin(config: Path, deployment: Path, tmp_path: Path) -> Iterator[Callable[.
         command.clean_up()
 
 
+@pytest.mark.slow  # test_training.py has the same with some of the services.
 def test_processes_that_were_started_one_by_one_train_as_one_machine_does(
     begin: Callable[..., Command], deployment: Path, tmp_path: Path, first_run: Run
 ) -> None:

@@ -37,6 +37,7 @@ def wait_for_steps(command: Command, folder: Path, steps: int = 1) -> None:
         ("redis", "redis: killed by SIGKILL; the last lines of"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_without_restarts_a_process_that_dies_ends_the_run_with_its_name_and_last_words(
     victim: str, said: str, start: Start, config: Path, frozen: Service, tmp_path: Path
 ) -> None:

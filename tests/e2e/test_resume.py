@@ -13,7 +13,8 @@ from tests.e2e.commands import QUARTET, Command, committed_steps, settings
 from tests.e2e.conftest import LONGER, Run, Start, figures, weights
 
 
-@pytest.mark.parametrize("redis", ["kept", "lost"])
+@pytest.mark.parametrize("redis", ["lost", "kept"])
+@pytest.mark.sampled(2)
 def test_a_run_of_which_everything_was_killed_goes_on_to_the_same_bits(
     redis: str, start: Start, config: Path, undisturbed: Run, tmp_path: Path
 ) -> None:

@@ -8,6 +8,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.commands import Command, committed_steps, settings
 from tests.e2e.conftest import LONGER, Run, Service, Start, figures, weights
 
@@ -20,6 +22,7 @@ def wait_for_steps(command: Command, folder: Path, steps: int = 1) -> None:
     command.wait_for(lambda: committed_steps(folder / "runs" / "tiny") >= steps)
 
 
+@pytest.mark.slow  # tests/chaos kills each process, at every moment of a step.
 def test_a_run_whose_processes_are_killed_one_after_the_other_ends_with_the_same_bits(
     start: Start, config: Path, undisturbed: Run, tmp_path: Path
 ) -> None:
@@ -47,7 +50,7 @@ def test_a_run_whose_processes_are_killed_one_after_the_other_ends_with_the_same
 
 def begun(command: Command, name: str) -> int:
     """The process id of a service that has just begun."""
-    command.wait_for(lambda: any(line[3:5] == ["services", name] for line in command.processes().values()))
+    command.wait_for(lambda: any(line[3:5] == ["quartet.services", name] for line in command.processes().values()))
     return command.child(name)
 
 
@@ -109,6 +112,7 @@ def test_a_process_that_stalls_is_named_and_restarted_and_one_that_pauses_is_lef
     assert weights(tmp_path / "runs" / "tiny") == weights(undisturbed.directory)
 
 
+@pytest.mark.slow  # The test above has the same for a process that is killed at every start.
 def test_a_process_that_dies_again_and_again_is_given_up_with_its_last_words(
     start: Start, config: Path, frozen: Service, tmp_path: Path
 ) -> None:

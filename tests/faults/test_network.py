@@ -61,6 +61,7 @@ def cut_and_run(
 
 
 @pytest.mark.parametrize(("link", "moment"), CUTS)
+@pytest.mark.sampled(3)
 def test_a_network_that_is_silent_for_a_second_delays_the_run_and_changes_nothing(
     link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_network_that_is_silent_for_a_second_delays_the_run_and_changes_nothin
 
 
 @pytest.mark.parametrize(("link", "moment"), CUTS)
+@pytest.mark.sampled(3)
 def test_connections_that_break_and_are_refused_for_a_moment_are_made_anew_and_the_step_is_taken_again(
     link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ class SlowCompute(ComputeThread):
 
 
 @pytest.mark.parametrize("role", MODEL_ROLES)
+@pytest.mark.sampled(2)
 def test_a_service_that_is_ten_times_slower_delays_the_run_and_changes_nothing(
     role: Role, make: MakeConfig, undisturbed: Run
 ) -> None:

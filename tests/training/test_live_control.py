@@ -91,6 +91,7 @@ def test_a_change_is_for_the_first_step_that_has_not_begun(make: MakeConfig, mon
 @pytest.mark.parametrize("kind", ["ppo", "lora"])
 @pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
 @pytest.mark.parametrize("step", [4, 5])
+@pytest.mark.sampled(3)
 def test_a_run_with_changes_that_crashed_goes_on_to_the_same_bits(
     step: int, where: str, kind: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,7 @@ def test_a_fault_that_passes_changes_nothing(runs: Runs) -> None:
 @pytest.mark.parametrize("kind", ["ppo", "rloo"])
 @pytest.mark.parametrize("lost", [False, True], ids=["replayed", "taken-again"])
 @pytest.mark.parametrize("where", ["sealed", "updated", "committed"])
+@pytest.mark.sampled(5)
 def test_a_run_that_broke_off_sets_the_same_aside_once(
     where: str,
     lost: bool,

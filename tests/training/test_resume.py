@@ -92,6 +92,7 @@ def break_off(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed", "checkpoint"])
+@pytest.mark.sampled(3)
 def test_a_run_that_crashed_goes_on_to_the_same_bits(
     kind: str,
     where: str,

@@ -41,6 +41,7 @@ def example(name: str, steps: int, toy_task: ToyTask, redis_url: str, folder: Pa
     return parsed(merged(shipped, ties))
 
 
+@pytest.mark.slow
 def test_a_reward_for_length_pauses_the_run_with_its_explanation(
     demo_toy_task: ToyTask, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +58,7 @@ def test_a_reward_for_length_pauses_the_run_with_its_explanation(
     assert run.metrics[-1]["response_tokens_mean"] > 1.5 * run.metrics[0]["response_tokens_mean"]
 
 
+@pytest.mark.slow
 def test_with_a_price_on_length_the_same_run_stays_healthy(
     demo_toy_task: ToyTask, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_service_that_went_away_is_brought_back_and_the_same_policies_generate
 @pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
 @pytest.mark.parametrize("step", [4, 6])
+@pytest.mark.sampled(3)
 def test_a_run_that_broke_off_goes_on_to_the_same_bits(
     step: int, where: str, stays: bool, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

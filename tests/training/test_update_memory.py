@@ -121,6 +121,7 @@ def test_a_number_in_the_config_is_what_every_update_asks_for(make: MakeConfig, 
 
 
 @pytest.mark.parametrize(("before", "now"), [(48, None), (None, 48), (4096, 48)])
+@pytest.mark.sampled(2)
 def test_another_number_is_another_run(
     before: int | None, now: int | None, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_step_is_that_of_float32_copies_clipped_there_and_then_rounded(dtype: 
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.sampled(4)
 def test_at_a_small_rate_the_masters_move_as_float32_does_and_the_weights_follow_in_time(kind: str) -> None:
     half = narrow(kind)
     moves = []

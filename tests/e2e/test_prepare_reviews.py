@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-SCRIPT = Path(__file__).parents[3] / "examples" / "reviews" / "prepare.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "reviews" / "prepare.py"
 FAST = [
     "--vocabulary=300",
     "--hidden=16",
