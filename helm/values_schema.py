@@ -1,6 +1,7 @@
-"""`python helm/values_schema.py`: holds `config` in the chart's values.schema.json against the config tree; --write: writes it.
+"""`python helm/values_schema.py`: compare the chart's generated files with the code; with --write, write them.
 
-The rest of that file is written by hand.
+Generated are `config` in values.schema.json, from the config tree, and files/estimators.json, from the table of estimators. The rest
+of values.schema.json is written by hand.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import json_schema
+from quartet.config.estimators import BUILT_IN_ESTIMATORS
 
 SCHEMA = Path(__file__).parent / "quartet/values.schema.json"
+ESTIMATORS = Path(__file__).parent / "quartet/files/estimators.json"
 WIDTH = 115
 """Of what stands in one line, without its key."""
 
@@ -23,18 +26,23 @@ def main(arguments: list[str]) -> int:
     if arguments not in ([], ["--write"]):
         print("usage: python helm/values_schema.py [--write]", file=sys.stderr)
         return 2
-    kept = SCHEMA.read_text(encoding="utf-8")
-    now = generated(kept)
-    if arguments:
-        SCHEMA.write_text(now, encoding="utf-8")
-    elif kept != now:
-        lines = difflib.unified_diff(kept.splitlines(True), now.splitlines(True), f"{SCHEMA.name}, kept", "now")
-        sys.stdout.writelines(lines)
-        print(
-            "error: helm/quartet/values.schema.json differs, see above; run make helm-schema, commit", file=sys.stderr
-        )
-        return 1
-    return 0
+    differs = False
+    for path, now in ((SCHEMA, generated(SCHEMA.read_text(encoding="utf-8"))), (ESTIMATORS, estimators())):
+        kept = path.read_text(encoding="utf-8") if path.exists() else ""
+        if arguments:
+            path.write_text(now, encoding="utf-8")
+        elif kept != now:
+            differs = True
+            lines = difflib.unified_diff(kept.splitlines(True), now.splitlines(True), f"{path.name}, kept", "now")
+            sys.stdout.writelines(lines)
+            print(f"error: {path.name} of the chart differs, see above; run make helm-schema, commit", file=sys.stderr)
+    return int(differs)
+
+
+def estimators() -> str:
+    """The names of the built-in estimators that need a critic, for the chart's templates."""
+    with_critic = [spec.name for spec in BUILT_IN_ESTIMATORS.values() if spec.needs_critic]
+    return json.dumps({"with_critic": with_critic}) + "\n"
 
 
 def generated(kept: str) -> str:

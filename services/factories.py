@@ -66,6 +66,7 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
         engine,
         update_threads_of(config, Role.ACTOR),
         limits_of(config, Role.ACTOR),
+        config.algorithm.policy_loss,
     )
     return ActorServicer(actor, compute, threads, link.is_lost, ComputeThread() if stale else None)
 

@@ -11,7 +11,8 @@ from typing import Any
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import ActorConfig
-from quartet.errors import FailedPrecondition, InvalidRequest
+from quartet.config.estimators import BUILT_IN_POLICY_LOSSES
+from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, MismatchError
 from quartet.failpoints import failpoint
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.engine import EngineFactory, Policy
@@ -21,6 +22,7 @@ from quartet.models.snapshot import Writer
 from quartet.models.training.activation_checkpointing import recomputing
 from quartet.models.training.update_memory import UpdateMemory, measure_policy
 from quartet.models.training.updates import update_policy
+from quartet.ppo.losses import PolicyLossFunction, checked_policy_loss
 from quartet.services.actor.engines import torch_engine
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.trainable_model import TrainedModel
@@ -35,6 +37,7 @@ from quartet.types import (
     TokenBatch,
     UpdateResult,
 )
+from quartet.user_code import NotImportable, import_callable
 
 FLUSH = 8
 """Finished trajectories that may wait for one another before they go to the stream; scoring starts that much later."""
@@ -65,13 +68,16 @@ class Actor(TrainedModel):
         create_engine: EngineFactory | None = None,
         update_threads: int | None = None,
         limits: UpdateLimits | None = None,
+        policy_loss: str = "clipped",
     ) -> None:
         """Loads the model. ``buffer`` gives access to the buffer of a run, by its name; ``seed`` is where an adapter starts.
 
         ``create_engine`` makes what generates, None the engine in torch; ``update_threads`` and ``limits`` as of
-        TrainedModel. Raises ModelError, ConfigError.
+        TrainedModel. ``policy_loss`` is the name or import path of the only policy loss that updates may ask for.
+        Raises ModelError, ConfigError.
         """
         self._config, self._buffer = config, buffer
+        self._policy_loss, self._loss_function = policy_loss, _import_policy_loss(policy_loss)
         self._create_engine = create_engine or torch_engine(max_concurrent_sequences)
         self._generating = Lock()
         self._generates = 0
@@ -171,12 +177,20 @@ class Actor(TrainedModel):
     ) -> UpdateResult:
         """Takes one step's PPO update from the sealed experience. Idempotent by (run, step)."""
 
+        if loss.policy_loss != self._policy_loss:
+            raise MismatchError(
+                f"algorithm.policy_loss {loss.policy_loss}: this actor was started with {self._policy_loss}; start actor and "
+                "orchestrator with the same config"
+            )
+
         def apply() -> dict[str, float]:
             experience = self._buffer(run).experience.load(step)
             self._engine.release()
             tokens, again = self._budget.settle(settings.micro_batch_tokens)
             with recomputing(self._model, again):
-                metrics = update_policy(self._model, self._optimizer, experience, settings, loss, tokens)
+                metrics = update_policy(
+                    self._model, self._optimizer, experience, settings, loss, tokens, self._loss_function
+                )
             # What is generated with the former weights comes to its end first.
             with self._generating:
                 self._engine.weights_changed()
@@ -190,3 +204,14 @@ class Actor(TrainedModel):
     def status(self) -> ServiceStatus:
         """What the actor says of itself."""
         return replace(super().status(), answers_as_reference=self._config.lora is not None)
+
+
+def _import_policy_loss(name: str) -> PolicyLossFunction:
+    """The policy loss of this name or import path; a user's own is tried on a few tokens first. Raises ConfigError."""
+    try:
+        function = import_callable(BUILT_IN_POLICY_LOSSES.get(name, name))
+    except NotImportable as error:
+        raise ConfigError(f"algorithm.policy_loss {name}: {error}") from None
+    return (
+        function if name in BUILT_IN_POLICY_LOSSES else checked_policy_loss(function, f"algorithm.policy_loss {name}")
+    )

@@ -23,6 +23,7 @@ from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.checkpoints import DamagedCheckpoint, roll_back, whole_checkpoint
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.algorithm.advantages import import_estimator
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
@@ -128,6 +129,8 @@ class TrainingRun:
         self._telemetry.close()
 
     def _run_to_end(self) -> None:
+        # Before waiting for the services: a custom estimator that cannot be used ends the run at once.
+        import_estimator(self._config.algorithm.estimator_spec)
         statuses = self._handshake.start()
         loaded = self._load(statuses)
         self._on_ready()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import Config, Section, ServiceConfig
+from quartet.config.estimators import BUILT_IN_POLICY_LOSSES
 from quartet.data import iterate_prompt_lines
 from quartet.errors import ConfigError, DataError, ModelError
 from quartet.run_directory.identity import Identity
@@ -180,6 +181,10 @@ def _check_model(key: str, role: Role, model: str, max_response_tokens: int) -> 
 def _functions(config: Config) -> dict[str, str]:
     """The functions that processes of this machine call, by their keys."""
     found = {"evaluation.judge": config.evaluation.judge}
+    if config.algorithm.custom_estimator is not None:
+        found["algorithm.estimator"] = config.algorithm.estimator
+    if config.services.actor.address is None and config.algorithm.policy_loss not in BUILT_IN_POLICY_LOSSES:
+        found["algorithm.policy_loss"] = config.algorithm.policy_loss
     if config.services.reward.address is None:
         found["reward.function"] = config.reward.function
         found |= {f"reward.parts.{part.name}.function": part.function for part in config.reward.parts}
@@ -253,7 +258,7 @@ def _idle(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
         yield "algorithm", ("gae_lambda", "value_clip", "critic_warmup_steps"), reason
         yield "services.critic", (), reason
         yield "guards.critic_lost", (), reason
-    if algorithm.estimator != "grpo":
+    if algorithm.estimator != "grpo" and algorithm.custom_estimator is None:
         yield "algorithm", ("grpo_normalize_std",), f"algorithm.estimator is {algorithm.estimator}"
     if not config.has_reference:
         reason = "the actor answers as reference with its adapter off"

@@ -224,7 +224,7 @@ class PolicyLossSettings:
     """The PPO policy loss. ``dual_clip`` 0 is off; ``kl_loss`` is added with ``kl_loss_coefficient``.
 
     ``importance_sampling_cap`` truncates the weight of engine/trainer mismatch, 0 is off; ``target_kl``, nats per token, ends the
-    update early, 0 is off.
+    update early, 0 is off. ``policy_loss`` is the name of a built-in loss, or the import path that the actor was started with.
     """
 
     temperature: float = 1.0
@@ -238,6 +238,7 @@ class PolicyLossSettings:
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     importance_sampling_cap: float = 0.0
     target_kl: float = 0.0
+    policy_loss: str = "clipped"
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,7 @@ policy_losses = st.builds(
     aggregation=st.sampled_from(["token_mean", "sequence_mean"]),
     importance_sampling_cap=non_negative32,
     target_kl=non_negative32,
+    policy_loss=st.sampled_from(["clipped", "package.module:loss"]),
 )
 value_losses = st.builds(ValueLossSettings, non_negative32)
 

@@ -357,7 +357,8 @@ def test_optimization_settings_out_of_range_are_refused(wrong: dict[str, float])
             "target_kl",
         )
         for value in (-0.1, NAN, INFINITY)
-    ],
+    ]
+    + [{"policy_loss": ""}],
 )
 def test_policy_loss_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     good: dict[str, Any] = {
@@ -365,6 +366,7 @@ def test_policy_loss_settings_out_of_range_are_refused(wrong: dict[str, float]) 
         "kl_loss": actor_pb2.KL_LOSS_NONE,
         "ratio_level": actor_pb2.RATIO_LEVEL_TOKEN,
         "aggregation": actor_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
+        "policy_loss": "clipped",
     }
     codec.policy_loss_from_proto(actor_pb2.PolicyLossSettings(**good))
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):

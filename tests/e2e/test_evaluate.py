@@ -18,7 +18,9 @@ EVALUATED = 6
 def evaluated_run(config: Path, toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that evaluates after its second step, and before the first and after the last as always."""
     folder = tmp_path_factory.mktemp("evaluated")
-    options = settings(f"data.validation={toy_task.prompts}", "evaluation.every_steps=2", f"evaluation.max_prompts={EVALUATED}")
+    options = settings(
+        f"data.validation={toy_task.prompts}", "evaluation.every_steps=2", f"evaluation.max_prompts={EVALUATED}"
+    )
     command = Command(QUARTET, "train", config, *options, cwd=folder)
     try:
         return Run(command.ended(), folder / "runs" / "tiny")

@@ -89,7 +89,11 @@ def test_a_process_that_stalls_is_named_and_restarted_and_one_that_pauses_is_lef
 ) -> None:
     stall = 4.0
     command = start(
-        "train", config, *frozen.serving("reward", "reference"), *LONGER, *settings(f"recovery.hang_timeout_seconds={stall}")
+        "train",
+        config,
+        *frozen.serving("reward", "reference"),
+        *LONGER,
+        *settings(f"recovery.hang_timeout_seconds={stall}"),
     )
     wait_for_steps(command, tmp_path)
     actor = command.child("actor")
@@ -141,7 +145,9 @@ def test_a_process_that_dies_again_and_again_is_given_up_with_its_last_words(
 def test_ctrl_c_during_a_backoff_stops_everything_at_once(
     start: Start, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
-    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, *settings("recovery.backoff_seconds=30"))
+    command = start(
+        "train", config, *frozen.serving("reward", "reference"), *ENDLESS, *settings("recovery.backoff_seconds=30")
+    )
     wait_for_steps(command, tmp_path)
     os.kill(command.child("actor"), signal.SIGKILL)
     command.wait_for(lambda: "actor: killed by SIGKILL; restarted (1 of 5 in a row)" in command.out)

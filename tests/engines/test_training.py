@@ -61,7 +61,9 @@ def test_a_run_with_static_weights_reports_how_far_its_policy_has_gone(make: Mak
 
 
 def test_a_run_waits_for_a_server_that_went_away(make: MakeConfig, triton: TritonServer) -> None:
-    config = make(actor={"lora": {"rank": 4}}, rollout=rollout(triton), recovery={"max_recoveries": 100, "backoff_seconds": 0.1})
+    config = make(
+        actor={"lora": {"rank": 4}}, rollout=rollout(triton), recovery={"max_recoveries": 100, "backoff_seconds": 0.1}
+    )
     triton.stop()
     with fleet(config) as started, orchestrator(started.config) as going:
         while not going.board.current().recoveries:

@@ -24,6 +24,14 @@ RUNS: dict[str, Values] = {
         )
         for estimator in ("gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus")
     },
+    "custom estimator": changed(
+        "single-node-4-gpus",
+        config__algorithm={"estimator": "my_package.advantages:mine", "custom_estimator": {}},
+    ),
+    "custom estimator with critic": changed(
+        "single-node-4-gpus",
+        config__algorithm={"estimator": "my_package.advantages:mine", "custom_estimator": {"needs_critic": True}},
+    ),
     "adapter": changed("single-node-4-gpus", config__actor=LORA),
     "adapter and reference": changed(
         "single-node-4-gpus", config__actor=LORA, config__reference={"model": "models/reference"}

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from helm import values_schema
-from quartet.config import Config, load_config, invalid_keys
+from quartet.config import Config, invalid_keys, load_config
 from tests.helm.rendering import CHART, ROOT, changed, chart, manifests
 from tests.helm.test_components import files
 from tests.helm.test_values import refusal
@@ -20,7 +20,7 @@ SHIPPED = [*sorted((ROOT / "configs").rglob("*.yaml")), ROOT / "src/quartet/demo
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt": ({"algorithm": {"kl_coeficient": 0.1}}, "'/config/algorithm': additional properties 'kl_coeficient'"),
     "deep": ({"guards": {"kl_runaway": {"abov": 1}}}, "'/config/guards/kl_runaway': additional properties 'abov'"),
-    "choice": ({"algorithm": {"estimator": "ppo"}}, "'/config/algorithm/estimator': value must be one of 'gae'"),
+    "choice": ({"algorithm": {"estimator": "ppo"}}, "does not match pattern '^(gae|reinforce|"),
     "too much": ({"algorithm": {"gamma": 1.5}}, "'/config/algorithm/gamma': maximum: got 1.5, want 1"),
     "too little": ({"run": {"steps": 0}}, "'/config/run/steps': minimum: got 0, want 1"),
     "not above": ({"algorithm": {"dual_clip": 1}}, "'/config/algorithm/dual_clip': exclusiveMinimum: got 1, want 1"),
@@ -77,7 +77,7 @@ def test_a_schema_of_another_tree_is_found(
     monkeypatch.setattr(values_schema, "SCHEMA", other)
     assert values_schema.main([]) == 1
     said = capsys.readouterr()
-    assert '+              "enum": ["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"],' in said.out
+    assert '+              "examples": ["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"]' in said.out
     assert "make helm-schema" in said.err
     assert values_schema.main(["--write"]) == 0
     assert values_schema.main([]) == 0
@@ -99,7 +99,13 @@ FREE |= {f"config__services__{role}__num_threads" for role in ("actor", "critic"
 OWNED = keys_of({section: EVERYTHING[section] for section in SECTIONS}) - FREE
 OWNED |= {"config__run__directory", "config__timeouts__drain_seconds"}
 # What is right as a value of a key, by the word that its name ends with; of others, a path.
-VALUES: dict[str, Any] = {"listen": "h:1", "metrics_listen": "h:1", "health_listen": "h:1", "address": "h:1", "devices": [0]}
+VALUES: dict[str, Any] = {
+    "listen": "h:1",
+    "metrics_listen": "h:1",
+    "health_listen": "h:1",
+    "address": "h:1",
+    "devices": [0],
+}
 VALUES |= {"enabled": True, "start_runs": False, "allow_plaintext": False, "allowed_hosts": ["h"], "drain_seconds": 10}
 # With all of these the chart sets the fewest keys.
 FEWEST = {
@@ -126,7 +132,9 @@ def test_null_and_an_empty_list_say_nothing(setting: dict[str, Any]) -> None:
 
 
 def test_the_rate_of_the_gateway_is_given_in_one_place() -> None:
-    said = refusal(changed("cpu-kind", gateway__maxRequestsPerSecond=50, config__gateway={"max_requests_per_second": 5}))
+    said = refusal(
+        changed("cpu-kind", gateway__maxRequestsPerSecond=50, config__gateway={"max_requests_per_second": 5})
+    )
     assert "config.gateway.max_requests_per_second: the chart sets it; leave it out, and see gateway" in said
 
 
@@ -170,7 +178,10 @@ def test_a_telemetry_address_with_a_password_is_refused_as_the_tree_does_and_not
 @pytest.mark.parametrize(
     "telemetry",
     [
-        {"otlp_endpoint": "http://collector:4318/v1/traces?a=b", "mlflow": {"tracking_uri": "http://tracking:5000/a@b"}},
+        {
+            "otlp_endpoint": "http://collector:4318/v1/traces?a=b",
+            "mlflow": {"tracking_uri": "http://tracking:5000/a@b"},
+        },
         {"otlp_endpoint": None, "mlflow": {"tracking_uri": "file:///home/a@b/mlruns"}},
         {"mlflow": None},
     ],
@@ -180,7 +191,9 @@ def test_telemetry_addresses_without_a_password_are_taken(telemetry: dict[str, A
 
 
 def test_what_the_chart_leaves_alone_is_taken() -> None:
-    values = changed("cpu-kind", config__services={"actor": {"num_threads": 3}}, config__gateway={"max_requests_per_second": 5})
+    values = changed(
+        "cpu-kind", config__services={"actor": {"num_threads": 3}}, config__gateway={"max_requests_per_second": 5}
+    )
     config = yaml.safe_load(files(values)["config.yaml"])
     assert config["services"] == {"actor": {"num_threads": 3}}
     assert config["gateway"] == {"max_requests_per_second": 5}

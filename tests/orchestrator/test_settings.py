@@ -102,9 +102,10 @@ def test_every_setting_of_the_policy_loss_is_passed_on() -> None:
         "loss_aggregation": "sequence_mean",
         "importance_sampling_cap": 3.0,
         "target_kl": 0.5,
+        "policy_loss": "package.module:loss",
     }
     assert policy_loss_of(config(algorithm=changed).algorithm, 0.7) == PolicyLossSettings(
-        0.7, 0.1, 0.3, 4.0, 0.01, "k3", 0.2, "sequence", "sequence_mean", 3.0, 0.5
+        0.7, 0.1, 0.3, 4.0, 0.01, "k3", 0.2, "sequence", "sequence_mean", 3.0, 0.5, "package.module:loss"
     )
     off = {"importance_sampling_cap": None, "clip_ratio": 0.1}
     assert policy_loss_of(config(algorithm=off).algorithm, 1.0) == PolicyLossSettings(clip_low=0.1, clip_high=0.1)

@@ -292,7 +292,9 @@ def test_what_fails_is_raised_and_leaves_no_evaluation(
     build(config).evaluate(0, 0, 1)
     with pytest.raises(ComputationFailed, match=r"evaluation\.judge mine:failing, prompt 1: raised KeyError"):
         build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0, 1)
-    slow = configure(evaluation={"every_steps": 1, "max_prompts": ASKED, "judge": "mine:hanging", "timeout_seconds": 0.25})
+    slow = configure(
+        evaluation={"every_steps": 1, "max_prompts": ASKED, "judge": "mine:hanging", "timeout_seconds": 0.25}
+    )
     with pytest.raises(ComputationFailed, match=r"mine:hanging, prompt 1: took longer than 0\.25 s"):
         build(slow, actor=actor_of(services, trained, slow)).evaluate(STEP, 0, 1)
     assert len(read_metrics(config.run_directory / "evaluations.jsonl")) == 1

@@ -115,7 +115,9 @@ def test_the_status_says_where_the_figures_are(reference: ReferenceClient, obser
 
 def test_figures_are_served_in_plaintext_on_loopback_only_unless_told_so(make_config: Callable[..., Config]) -> None:
     section = {"reference": {"metrics_listen": "0.0.0.0:0"}}
-    with pytest.raises(ConfigError, match=r"services\.reference\.metrics_listen: listen 0\.0\.0\.0:0: not a loopback address"):
+    with pytest.raises(
+        ConfigError, match=r"services\.reference\.metrics_listen: listen 0\.0\.0\.0:0: not a loopback address"
+    ):
         Observation([Role.REFERENCE], make_config(services=section))
     told = Observation([Role.REFERENCE], make_config(services=section, security={"allow_plaintext": True}))
     told.begin()

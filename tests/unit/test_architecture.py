@@ -30,6 +30,7 @@ FILES = {
     "quartet.secret_files",
     "quartet.tokenizer_files",
     "quartet.import_path",
+    "quartet.user_code",
 }
 LIBRARY = {
     "quartet.rpc",
@@ -48,6 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.errors": set(),
     "quartet.failpoints": {"quartet.errors"},
     "quartet.import_path": set(),
+    "quartet.user_code": set(),
     "quartet.processes": set(),
     "quartet.train_extra": {"quartet.errors"},
     "quartet.types": {"quartet.errors"},
@@ -68,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.tokenizer_files",
         "quartet.topology",
     },
-    "quartet.ppo": {"quartet.errors", "quartet.types"},
+    "quartet.ppo": {"quartet.errors", "quartet.types", "quartet.user_code"},
     "quartet.codec": {"quartet.errors", "quartet.types", "quartet.v1"},
     "quartet.v1": set(),
     "quartet.models": {
@@ -80,7 +82,7 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.random_streams",
         "quartet.tokenizer_files",
     },
-    "quartet.rewards": FOUNDATION | {"quartet.models", "quartet.processes"},
+    "quartet.rewards": FOUNDATION | {"quartet.models", "quartet.processes", "quartet.user_code"},
     "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.processes", "quartet.secret_files"},
     "quartet.rpc": FOUNDATION | {"quartet.codec", "quartet.secret_files", "quartet.topology", "quartet.v1"},
     "quartet.telemetry": FOUNDATION

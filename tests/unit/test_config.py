@@ -83,6 +83,10 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ({"algorithm": {"kl_controller": {"kind": "adaptive", "horizon": 12.8}}}, "expected more than 12.8"),
         ({"algorithm": {"kl_controller": {"kind": "simple", "horizon": 1}}}, "expected more than 1 step"),
         ({"services": {"orchestrator": {"devices": [0]}}}, "unknown key; known keys: address"),
+        ({"algorithm": {"estimator": "ppo"}}, "expected gae, reinforce, .*, or the import path of your own"),
+        ({"algorithm": {"estimator": "my.module:f"}}, "declare what it needs under custom_estimator"),
+        ({"algorithm": {"custom_estimator": {}}}, "estimator gae is built in; leave it out"),
+        ({"algorithm": {"policy_loss": "my.module"}}, "expected clipped, or the import path of your own"),
         ({"algorithm": {"estimator": "rloo"}}, "compares the samples of a prompt; set rollout.samples_per_prompt to 2"),
         ({"algorithm": {"estimator": "grpo"}}, "compares the samples of a prompt"),
         ({"algorithm": {"estimator": "reinforce"}, "rollout": {"prompts_per_step": 1}}, "needs at least 2 responses"),
@@ -98,7 +102,10 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
             },
             "services.critic.address: .* has no critic",
         ),
-        ({"algorithm": {"critic_warmup_steps": 100}}, "the policy would never be trained; expected less than run.steps 100"),
+        (
+            {"algorithm": {"critic_warmup_steps": 100}},
+            "the policy would never be trained; expected less than run.steps 100",
+        ),
         (
             {"reward": {"source": "ensemble", "timeout_seconds": 1, "parts": [{"name": "a", "model": "m"}]}},
             "timeout_seconds: not used with source ensemble; set it in the parts",

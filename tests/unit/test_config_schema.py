@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,7 +61,9 @@ def test_every_whole_number_has_a_bound_that_messages_can_hold() -> None:
 
 
 def test_ranges_choices_and_null_are_those_of_the_tree() -> None:
-    assert ALGORITHM["estimator"]["enum"] == ["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"]
+    assert ALGORITHM["estimator"]["examples"] == ["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"]
+    for name, known in (("gae", True), ("package.module:function", True), ("ppo", False), ("package:a b", False)):
+        assert bool(re.search(ALGORITHM["estimator"]["pattern"], name)) is known
     assert ALGORITHM["dual_clip"]["type"] == ["number", "null"]
     assert ALGORITHM["dual_clip"]["exclusiveMinimum"] == 1
     dtype = SCHEMA["properties"]["reference"]["properties"]["dtype"]

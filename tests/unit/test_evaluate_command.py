@@ -100,7 +100,12 @@ def test_a_policy_of_a_run_is_held_against_its_initial_policy_by_the_runs_config
 def test_settings_can_be_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     usual = means(folder, capsys)
     assert means(folder, capsys) == usual
-    for change in ("run.seed=4", "rollout.temperature=0.4", "rollout.max_response_tokens=3", "evaluation.max_prompts=2"):
+    for change in (
+        "run.seed=4",
+        "rollout.temperature=0.4",
+        "rollout.max_response_tokens=3",
+        "evaluation.max_prompts=2",
+    ):
         assert means(folder, capsys, change) != usual, change
 
 

@@ -42,7 +42,9 @@ Everything else loops over this map.
 {{/* Roles that this run has no need of; as has_critic and has_reference of the config tree. */}}
 {{- define "quartet.absentRoles" -}}
 {{- $absent := list -}}
-{{- if ne (dig "algorithm" "estimator" "gae" .Values.config) "gae" }}{{ $absent = append $absent "critic" }}{{ end -}}
+{{- $withCritic := (.Files.Get "files/estimators.json" | fromJson).with_critic -}}
+{{- $custom := default dict (dig "algorithm" "custom_estimator" dict .Values.config) -}}
+{{- if not (or (has (dig "algorithm" "estimator" "gae" .Values.config) $withCritic) $custom.needs_critic) }}{{ $absent = append $absent "critic" }}{{ end -}}
 {{- $lora := dig "actor" "lora" nil .Values.config -}}
 {{- if and (not (kindIs "invalid" $lora)) (empty (dig "reference" "model" "" .Values.config)) }}{{ $absent = append $absent "reference" }}{{ end -}}
 {{- $absent | toJson -}}

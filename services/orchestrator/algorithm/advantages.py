@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from functools import cache
+
 from torch import Tensor
 
 from quartet.config import AlgorithmConfig
-from quartet.ppo import estimators, gae, rewards, statistics
+from quartet.config.estimators import EstimatorSpec
+from quartet.errors import ConfigError
+from quartet.ppo import estimators, rewards, statistics
+from quartet.ppo.advantages import Estimator, EstimatorInput, check_estimator, estimate
 from quartet.ppo.gae import Advantages
 from quartet.ppo.rewards import RunningMoments
+from quartet.user_code import NotImportable, import_callable
 
 
 def treat_scores(
@@ -53,25 +58,31 @@ def estimate_advantages(
     algorithm: AlgorithmConfig,
     kl_coefficient: float,
 ) -> Advantages:
-    """Advantages [tokens] by the configured estimator, and the value targets [tokens]: 0 where there is no critic.
+    """Advantages and value targets [tokens] by the configured estimator. Value targets are 0 without a critic.
 
     ``scores`` [sequences]; ``kl`` and ``values`` [tokens]; ``groups`` [sequences], the prompt of each response.
     """
-    if algorithm.estimator in ("gae", "reinforce_plus_plus"):
-        token_rewards = rewards.token_rewards(scores, kl, lengths, kl_coefficient)
+    spec = algorithm.estimator_spec
+    if spec.granularity == "token":
+        step_rewards = rewards.token_rewards(scores, kl, lengths, kl_coefficient)
         if algorithm.whiten_rewards:
-            token_rewards = statistics.whiten(token_rewards, shift_mean=False)
-        if algorithm.estimator == "gae":
-            return gae.generalized_advantages(token_rewards, values, lengths, algorithm.gamma, algorithm.gae_lambda)
-        by_token = estimators.discounted_returns(token_rewards, lengths, algorithm.gamma)
-        return Advantages(by_token, torch.zeros_like(by_token))
-    paid = estimators.sequence_rewards(scores, kl, lengths, kl_coefficient)
-    match algorithm.estimator:
-        case "reinforce":
-            by_response = estimators.reinforce_advantages(paid)
-        case "rloo":
-            by_response = estimators.rloo_advantages(paid, groups)
-        case "grpo":
-            by_response = estimators.grpo_advantages(paid, groups, algorithm.grpo_normalize_std)
-    by_token = estimators.spread(by_response, lengths)
-    return Advantages(by_token, torch.zeros_like(by_token))
+            step_rewards = statistics.whiten(step_rewards, shift_mean=False)
+    else:
+        step_rewards = estimators.sequence_rewards(scores, kl, lengths, kl_coefficient)
+    inputs = EstimatorInput(
+        step_rewards, values, lengths, groups, algorithm.gamma, algorithm.gae_lambda, algorithm.grpo_normalize_std
+    )
+    name = f"algorithm.estimator {spec.name}"
+    return estimate(import_estimator(spec), inputs, spec.needs_critic, spec.granularity, name)
+
+
+@cache
+def import_estimator(spec: EstimatorSpec) -> Estimator:
+    """Import an estimator's function and try it on a few responses. Raises ConfigError."""
+    name = f"algorithm.estimator {spec.name}"
+    try:
+        function = import_callable(spec.function)
+    except NotImportable as error:
+        raise ConfigError(f"{name}: {error}") from None
+    check_estimator(function, spec.needs_critic, spec.granularity, spec.min_samples, name)
+    return function

@@ -62,6 +62,7 @@ def policy_loss_of(algorithm: AlgorithmConfig, temperature: float) -> PolicyLoss
         aggregation=algorithm.loss_aggregation,
         importance_sampling_cap=algorithm.importance_sampling_cap or 0.0,
         target_kl=algorithm.target_kl or 0.0,
+        policy_loss=algorithm.policy_loss,
     )
 
 

@@ -87,8 +87,8 @@ def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> 
 @app.command()
 def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Let a run wait after the step in hand."""
-    from quartet.cli.remote.gateway_client import find
     from quartet.cli.remote.control import pause as ask
+    from quartet.cli.remote.gateway_client import find
 
     ask(find(run, name, token_file))
 
@@ -96,8 +96,8 @@ def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> 
 @app.command()
 def resume(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Let a paused run go on."""
-    from quartet.cli.remote.gateway_client import find
     from quartet.cli.remote.control import resume as ask
+    from quartet.cli.remote.gateway_client import find
 
     ask(find(run, name, token_file))
 
@@ -105,8 +105,8 @@ def resume(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) ->
 @app.command()
 def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """End a run after the step in hand; its policy is saved."""
-    from quartet.cli.remote.gateway_client import find
     from quartet.cli.remote.control import stop as ask
+    from quartet.cli.remote.gateway_client import find
 
     ask(find(run, name, token_file))
 
@@ -114,8 +114,8 @@ def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> N
 @app.command()
 def checkpoint(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
     """Let a run write a checkpoint after the step in hand."""
-    from quartet.cli.remote.gateway_client import find
     from quartet.cli.remote.control import checkpoint as ask
+    from quartet.cli.remote.gateway_client import find
 
     ask(find(run, name, token_file))
 
@@ -131,8 +131,8 @@ def change(
     token_file: TokenFile = None,
 ) -> None:
     """Change settings of a run while it goes on."""
-    from quartet.cli.remote.gateway_client import find
     from quartet.cli.remote.control import change as ask
+    from quartet.cli.remote.gateway_client import find
 
     ask(find(run, name, token_file), settings or [])
 

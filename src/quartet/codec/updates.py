@@ -66,6 +66,7 @@ def policy_loss_to_proto(loss: PolicyLossSettings) -> actor_pb2.PolicyLossSettin
         aggregation=_AGGREGATIONS[loss.aggregation],
         importance_sampling_cap=loss.importance_sampling_cap,
         target_kl=loss.target_kl,
+        policy_loss=loss.policy_loss,
     )
 
 
@@ -83,6 +84,8 @@ def policy_loss_from_proto(message: actor_pb2.PolicyLossSettings) -> PolicyLossS
     )
     if 0 < message.dual_clip <= 1:
         raise InvalidRequest(f"loss.dual_clip {message.dual_clip}: expected 0 (off) or more than 1")
+    if not message.policy_loss:
+        raise InvalidRequest("loss.policy_loss: empty, expected the name or import path of a policy loss")
     kl_loss = _KL_LOSS_NAMES.get(message.kl_loss)
     if kl_loss is None:
         raise InvalidRequest(f"loss.kl_loss {message.kl_loss}: unknown")
@@ -104,6 +107,7 @@ def policy_loss_from_proto(message: actor_pb2.PolicyLossSettings) -> PolicyLossS
         aggregation=aggregation,  # type: ignore[arg-type]
         importance_sampling_cap=message.importance_sampling_cap,
         target_kl=message.target_kl,
+        policy_loss=message.policy_loss,
     )
 
 

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from quartet.config.section import Count, Fraction, NonNegative, Positive, Section, WholeNumber
+from quartet.config.estimators import BUILT_IN_ESTIMATORS, BUILT_IN_POLICY_LOSSES, EstimatorSpec
+from quartet.config.section import IMPORT_PATH, Count, Fraction, NonNegative, Positive, Section, WholeNumber
 
-Estimator = Literal["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"]
-WITH_CRITIC: frozenset[str] = frozenset({"gae"})
-"""Estimators that need values."""
-BY_TOKEN: frozenset[str] = frozenset({"gae", "reinforce_plus_plus"})
-"""Estimators that use one reward per token. The others use one reward per response."""
-BY_GROUP: frozenset[str] = frozenset({"rloo", "grpo"})
-"""Estimators that compare the samples of one prompt."""
-NORMALIZED: frozenset[str] = frozenset({"gae", "reinforce_plus_plus"})
-"""Estimators whose advantages are normalized by default."""
+
+def _built_in_or_path(known: Iterable[str]) -> Callable[[str], str]:
+    names = tuple(known)
+
+    def check(value: str) -> str:
+        if value not in names and not IMPORT_PATH.fullmatch(value):
+            raise ValueError(f"expected {', '.join(names)}, or the import path of your own: package.module:callable")
+        return value
+
+    return check
+
+
+def _name_schema(known: Iterable[str]) -> WithJsonSchema:
+    names = list(known)
+    return WithJsonSchema(
+        {"type": "string", "pattern": f"^({'|'.join(names)}|{IMPORT_PATH.pattern})$", "examples": names}
+    )
+
+
+EstimatorName = Annotated[
+    str, AfterValidator(_built_in_or_path(BUILT_IN_ESTIMATORS)), _name_schema(BUILT_IN_ESTIMATORS)
+]
+PolicyLossName = Annotated[
+    str, AfterValidator(_built_in_or_path(BUILT_IN_POLICY_LOSSES)), _name_schema(BUILT_IN_POLICY_LOSSES)
+]
+
+
+class CustomEstimatorConfig(Section):
+    """What a custom estimator needs. It is declared here so that reading a config never runs the estimator's code."""
+
+    needs_critic: bool = False
+    """Whether it reads values. If true, the run has a critic, and the function returns advantages and value targets."""
+    granularity: Literal["token", "sequence"] = "sequence"
+    """token: one reward and one advantage per token. sequence: one reward and one advantage per response."""
+    uses_groups: bool = False
+    """Whether it compares the samples of one prompt."""
+    normalizes_advantages: bool = False
+    """Default of algorithm.normalize_advantages."""
+    min_samples: Count = 1
+    """Minimum number of responses: per prompt if `uses_groups` is true, else per step."""
 
 
 class ScoreConfig(Section):
@@ -76,8 +109,11 @@ class KLControllerConfig(Section):
 class AlgorithmConfig(Section):
     """Advantages, KL and losses."""
 
-    estimator: Estimator = "gae"
-    """Advantage estimator. Only gae uses a critic."""
+    estimator: EstimatorName = "gae"
+    """Advantage estimator: gae (the only one with a critic), reinforce, rloo, grpo, reinforce_plus_plus, or the import path of a
+    custom one (package.module:callable)."""
+    custom_estimator: CustomEstimatorConfig | None = None
+    """What the custom estimator needs. Required if `estimator` is an import path, else null."""
     grpo_normalize_std: bool = True
     """For grpo: divide by the standard deviation of the scores of the same prompt. False is Dr. GRPO."""
     gamma: Fraction = 1.0
@@ -107,6 +143,8 @@ class AlgorithmConfig(Section):
     """Penalty per response token."""
     overlong_penalty: OverlongPenaltyConfig = OverlongPenaltyConfig()
     """Penalty close to the token limit."""
+    policy_loss: PolicyLossName = "clipped"
+    """Policy loss. clipped: the clipped surrogate loss of PPO. Or the import path of a custom one (package.module:callable)."""
     clip_ratio: Positive = 0.2
     """ε: the policy loss clips ratios to [1 − ε, 1 + clip_ratio_high]."""
     clip_ratio_high: Positive | None = None
@@ -136,13 +174,32 @@ class AlgorithmConfig(Section):
     """Reaction to a NaN or infinite loss or gradient, which never reaches the weights. stop: end the run. skip: skip the
     optimizer step."""
 
+    @model_validator(mode="after")
+    def _check_custom_estimator(self) -> AlgorithmConfig:
+        is_custom = self.estimator not in BUILT_IN_ESTIMATORS
+        if is_custom and self.custom_estimator is None:
+            raise ValueError(
+                f"estimator {self.estimator}: declare what it needs under custom_estimator (needs_critic, granularity, uses_groups, "
+                "normalizes_advantages, min_samples; {} for the defaults)"
+            )
+        if not is_custom and self.custom_estimator is not None:
+            raise ValueError(f"custom_estimator: estimator {self.estimator} is built in; leave it out")
+        return self
+
+    @property
+    def estimator_spec(self) -> EstimatorSpec:
+        """What the estimator needs, and the import path of its function."""
+        if self.custom_estimator is None:
+            return BUILT_IN_ESTIMATORS[self.estimator]
+        return EstimatorSpec(self.estimator, self.estimator, **self.custom_estimator.model_dump())
+
     @property
     def has_critic(self) -> bool:
         """Whether the estimator needs values."""
-        return self.estimator in WITH_CRITIC
+        return self.estimator_spec.needs_critic
 
     @property
     def normalizes_advantages(self) -> bool:
         """Whether advantages are normalized, by normalize_advantages or else by the default of the estimator."""
         chosen = self.normalize_advantages
-        return self.estimator in NORMALIZED if chosen is None else chosen
+        return self.estimator_spec.normalizes_advantages if chosen is None else chosen

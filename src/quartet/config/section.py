@@ -21,8 +21,12 @@ WholeNumber = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""package.module:callable."""
+
+
 def _function_name(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", value):
+    if not IMPORT_PATH.fullmatch(value):
         raise ValueError("expected package.module:callable, such as examples.rewards.functions:keywords")
     return value
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 from pydantic import model_validator
 
-from quartet.config.algorithm import BY_GROUP, BY_TOKEN, AlgorithmConfig
+from quartet.config.algorithm import AlgorithmConfig
 from quartet.config.deployment import (
     BufferConfig,
     GatewayConfig,
@@ -80,14 +80,17 @@ class Config(Section):
 
     def _check_estimator(self) -> None:
         algorithm, setting = self.algorithm, f"algorithm.estimator {self.algorithm.estimator}"
-        if algorithm.estimator in BY_GROUP and self.rollout.samples_per_prompt < 2:
+        spec = algorithm.estimator_spec
+        samples = self.rollout.samples_per_prompt
+        if spec.uses_groups and samples < spec.min_samples:
             raise ValueError(
-                f"{setting}: compares the samples of a prompt; set rollout.samples_per_prompt to 2 or more, "
-                f"not {self.rollout.samples_per_prompt}"
+                f"{setting}: compares the samples of a prompt; set rollout.samples_per_prompt to {spec.min_samples} or more, "
+                f"not {samples}"
             )
-        if algorithm.estimator == "reinforce" and self.rollout.prompts_per_step * self.rollout.samples_per_prompt < 2:
-            raise ValueError(f"{setting}: its baseline is the mean of the step; a step needs at least 2 responses")
-        if algorithm.estimator not in BY_TOKEN:
+        responses = self.rollout.prompts_per_step * samples
+        if not spec.uses_groups and responses < spec.min_samples:
+            raise ValueError(f"{setting}: a step needs at least {spec.min_samples} responses, not {responses}")
+        if spec.granularity == "sequence":
             if algorithm.gamma != 1:
                 raise ValueError(
                     f"algorithm.gamma {algorithm.gamma}: {setting} has one reward per response; leave gamma at 1"
@@ -97,7 +100,7 @@ class Config(Section):
         elif algorithm.ratio_level == "sequence":
             raise ValueError(
                 f"algorithm.ratio_level sequence: {setting} gives each token its own advantage; "
-                "use reinforce, rloo or grpo, or ratio_level token"
+                "use one with an advantage per response, such as reinforce, rloo or grpo, or ratio_level token"
             )
         if algorithm.critic_warmup_steps >= self.run.steps:
             raise ValueError(

@@ -75,7 +75,7 @@ def discounted_returns(token_rewards: Tensor, lengths: Tensor, gamma: float) -> 
     return discounted_sum(token_rewards.double(), lengths, gamma).to(token_rewards.dtype)
 
 
-def spread(per_sequence: Tensor, lengths: Tensor) -> Tensor:
+def broadcast_to_tokens(per_sequence: Tensor, lengths: Tensor) -> Tensor:
     """Each response's number at each of its tokens: [sequences] -> [tokens]. Differentiable. Raises InvalidRequest."""
     check_flat(per_sequence=per_sequence, lengths=lengths)
     check_lengths(int(lengths.sum()), lengths)

@@ -7,16 +7,18 @@ micro-batches' losses, and their gradients, add up to the mini-batch's, however 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
 
-from quartet.errors import InvalidRequest
-from quartet.ppo.estimators import spread
+from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, QuartetError
+from quartet.ppo.estimators import broadcast_to_tokens
 from quartet.ppo.kl import LOG_RATIO_LIMIT, kl_estimate
 from quartet.ppo.ragged import check_flat, sequence_sum
+from quartet.user_code import describe
 
 Aggregation = Literal["token_mean", "sequence_mean"]
 RatioLevel = Literal["token", "sequence"]
@@ -29,6 +31,10 @@ class PolicyLoss:
     loss: Tensor
     clipped_tokens: Tensor
     approx_kl_sum: Tensor
+
+
+PolicyLossFunction = Callable[..., PolicyLoss]
+"""A policy loss with the parameters of ``policy_loss``, which are given by position up to ``lengths`` and by name after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ def loss_weights(mask: Tensor, lengths: Tensor, aggregation: Aggregation) -> Ten
             shares = 1 / (kept.clamp(min=1) * (kept > 0).sum().clamp(min=1))
         case _:
             assert_never(aggregation)
-    return (keep * spread(shares, lengths)).to(mask.dtype)
+    return (keep * broadcast_to_tokens(shares, lengths)).to(mask.dtype)
 
 
 @torch.no_grad()
@@ -118,7 +124,9 @@ def policy_loss(
     log_ratio = torch.where(keep, log_probs - old_log_probs, 0.0)
     advantages = torch.where(keep, advantages, 0.0)
 
-    exponent = spread(sequence_sum(log_ratio, lengths), lengths) if ratio_level == "sequence" else log_ratio
+    exponent = (
+        broadcast_to_tokens(sequence_sum(log_ratio, lengths), lengths) if ratio_level == "sequence" else log_ratio
+    )
     ratio = exponent.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -132,6 +140,40 @@ def policy_loss(
     with torch.no_grad():
         approx_kl = kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3")
     return PolicyLoss((per_token * weights).sum(), was_clipped.sum(), approx_kl.sum())
+
+
+def checked_policy_loss(function: PolicyLossFunction, name: str) -> PolicyLossFunction:
+    """A user's policy loss, each result of which is checked.
+
+    Tries it on a few tokens first and raises ConfigError, which names it by ``name``, if that fails. Later calls raise
+    ComputationFailed if the function raises or returns anything but a ``PolicyLoss`` of scalars whose ``loss`` has a gradient.
+    """
+
+    def checked(*tensors: Tensor, **settings: object) -> PolicyLoss:
+        try:
+            result = function(*tensors, **settings)
+        except (QuartetError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # A user's function may raise anything.
+            raise ComputationFailed(f"{name}: {describe(error)}") from error
+        if not isinstance(result, PolicyLoss):
+            raise ComputationFailed(f"{name}: returned {type(result).__name__}, expected quartet.ppo.losses.PolicyLoss")
+        for part in ("loss", "clipped_tokens", "approx_kl_sum"):
+            value = getattr(result, part)
+            if not isinstance(value, Tensor) or value.ndim != 0:
+                raise ComputationFailed(f"{name}: {part} of the result is not a scalar tensor")
+        if not result.loss.requires_grad:
+            raise ComputationFailed(f"{name}: loss has no gradient; compute it from log_probs without detach or item")
+        return result
+
+    lengths = torch.tensor([2, 1])
+    log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    flat = (torch.tensor([-1.1, -2.0, -2.9]), torch.tensor([0.5, -1.0, 2.0]), torch.full((3,), 1 / 3))
+    try:
+        checked(log_probs, *flat, lengths, clip_low=0.2, clip_high=0.2, dual_clip=0.0, ratio_level="token")
+    except (QuartetError, torch.OutOfMemoryError) as error:
+        raise ConfigError(f"{error} (in a trial with 3 tokens)") from None
+    return checked
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float, denominator: float) -> ValueLoss:

@@ -32,7 +32,11 @@ class FunctionReward:
             raise ConfigError(f"{key}.function: missing; source function needs it")
         self._tokenizer = load_tokenizer(tokenizer)
         self._has_text = _known_ids(self._tokenizer)
-        self._name, self._batched, self._timeout = f"{key}.function {config.function}", config.batched, config.timeout_seconds
+        self._name, self._batched, self._timeout = (
+            f"{key}.function {config.function}",
+            config.batched,
+            config.timeout_seconds,
+        )
         self._status = ServiceStatus(
             role=Role.REWARD,
             model=config.function,

@@ -9,24 +9,15 @@ is its own affair. The other end is ``quartet.rewards.function_worker``.
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO
 
-MAX_REASON = 300
-"""Characters of an exception's text that are passed on."""
-
-
-class UnusableFunction(Exception):
-    """There is no such function; the text says why."""
+from quartet.user_code import NotImportable, describe, import_callable
 
 
 def main(function_name: str, descriptor: str, quotes: str = "") -> None:
@@ -35,49 +26,15 @@ def main(function_name: str, descriptor: str, quotes: str = "") -> None:
     ``quotes``: not empty where what an exception says is told, though it may quote prompts and responses: it is for logs.
     """
     requests, answers = _take_pipes(int(descriptor))
-    # Last: a file that is called as a library is not to take its place.
-    sys.path.append(os.getcwd())
     try:
-        function = load_function(function_name)
-    except UnusableFunction as error:
+        function = import_callable(function_name)
+    except NotImportable as error:
         _say(answers, json.dumps({"number": 0, "unusable": str(error)}))
         return
     _say(answers, json.dumps({"number": 0, "ready": True}))
     for line in requests:
         request = json.loads(line)
         _say(answers, answer(function, request["number"], request["arguments"], bool(quotes)))
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """Imports package.module:callable. Raises UnusableFunction."""
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except BaseException as error:  # a module may do anything, sys.exit() included
-        top = sys.modules.get(module_name.partition(".")[0])
-        elsewhere = _elsewhere(top) if top is not None and isinstance(error, ModuleNotFoundError) else ""
-        raise UnusableFunction(f"cannot be imported from {Path.cwd()}: {describe(error)}{elsewhere}") from None
-    function = getattr(module, attribute, None)
-    if function is None:
-        close = difflib.get_close_matches(attribute, vars(module), n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise UnusableFunction(f"module {module_name} has no {attribute}{hint}{_elsewhere(module)}")
-    if not callable(function):
-        raise UnusableFunction(f"is a value of type {type(function).__name__}, expected a function")
-    return function  # type: ignore[no-any-return]
-
-
-def _elsewhere(module: ModuleType) -> str:
-    """Which module it is, where one of the working directory is called alike and was not taken."""
-    top, file = module.__name__.partition(".")[0], getattr(module, "__file__", None) or _folder(module)
-    alike = [path for path in (Path.cwd() / top, Path.cwd() / f"{top}.py") if path.exists()]
-    if not alike or Path(file).is_relative_to(Path.cwd()):
-        return ""
-    return f"; it is {file}, which comes before {alike[0]}: call that otherwise"
-
-
-def _folder(module: ModuleType) -> str:
-    return next(iter(getattr(module, "__path__", ())), "Python's own")
 
 
 def answer(function: Callable[..., Any], number: int, arguments: list[Any], quotes: bool = False) -> str:
@@ -114,31 +71,6 @@ def _check_call(function: Callable[..., Any], arguments: list[Any]) -> None:
         signature.bind(*arguments)
     except TypeError as error:
         raise WrongArguments(f"TypeError: {error}, called with {len(arguments)} arguments") from None
-
-
-def describe(error: BaseException, quotes: bool = True) -> str:
-    """An exception's type and text, and the file and line that raised it, in one line.
-
-    Unless it ``quotes``, the text is left out: it may repeat prompts and responses.
-    """
-    place = _place(error)
-    if not quotes:
-        return f"{type(error).__name__} ({place or 'no line'}; what it says is left out, it may quote a text)"
-    try:
-        text = " ".join(str(error).split())
-    except Exception:
-        text = ""
-    if len(text) > MAX_REASON:
-        text = text[:MAX_REASON] + "..."
-    return f"{type(error).__name__}{': ' if text else ''}{text}{f' ({place})' if place else ''}"
-
-
-def _place(error: BaseException) -> str:
-    """Nothing where no line but of this file and of Python's import is to blame."""
-    mine = (__file__, importlib.__file__)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in mine]
-    frames = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 def _plain(value: Any) -> Any:

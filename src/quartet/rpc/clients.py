@@ -154,7 +154,9 @@ class ActorClient(ServiceClient):
 
     def reference_log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
         """Begins to compute log-probs with the adapter off, float32 [response tokens]; after the generation in hand."""
-        return self._begin_log_probs(batch, temperature, True, self.timeouts.generate_seconds + self.timeouts.score_seconds)
+        return self._begin_log_probs(
+            batch, temperature, True, self.timeouts.generate_seconds + self.timeouts.score_seconds
+        )
 
     def _begin_log_probs(
         self, batch: TokenBatch, temperature: float, reference: bool, timeout: float
@@ -252,7 +254,9 @@ class CriticClient(ServiceClient):
         request = critic_pb2.CriticServiceSaveRequest(
             run=run, directory=directory, kind=codec.save_kind_to_proto(kind), leader_epoch=leader_epoch, step=step
         )
-        return PendingResult(self.peer.start(self._stub.Save, request, self.timeouts.save_seconds, "Save"), _saved_files)
+        return PendingResult(
+            self.peer.start(self._stub.Save, request, self.timeouts.save_seconds, "Save"), _saved_files
+        )
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> PendingResult[int]:
         """Begins to go back to a checkpoint below the run's directory, or to step 0; the result is the updates taken there."""

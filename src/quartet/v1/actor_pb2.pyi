@@ -275,6 +275,7 @@ class PolicyLossSettings(_message.Message):
     AGGREGATION_FIELD_NUMBER: _builtins.int
     IMPORTANCE_SAMPLING_CAP_FIELD_NUMBER: _builtins.int
     TARGET_KL_FIELD_NUMBER: _builtins.int
+    POLICY_LOSS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Sampling temperature of the rollouts. More than 0."""
     clip_low: _builtins.float
@@ -297,6 +298,10 @@ class PolicyLossSettings(_message.Message):
     """Tokens weigh min(exp(log-prob of the trainer - log-prob of the engine), importance_sampling_cap). 0 is off."""
     target_kl: _builtins.float
     """Nats per token: the update ends before an optimizer step whose mini-batch has a larger KL(old || new). 0 is off."""
+    policy_loss: _builtins.str
+    """Name of a built-in policy loss, or an import path (package.module:callable). The actor refuses any other than the one that its
+    own config names.
+    """
     def __init__(
         self,
         *,
@@ -311,10 +316,11 @@ class PolicyLossSettings(_message.Message):
         aggregation: Global___LossAggregation.ValueType = ...,
         importance_sampling_cap: _builtins.float = ...,
         target_kl: _builtins.float = ...,
+        policy_loss: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "importance_sampling_cap", b"importance_sampling_cap", "kl_loss", b"kl_loss", "kl_loss_coefficient", b"kl_loss_coefficient", "ratio_level", b"ratio_level", "target_kl", b"target_kl", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "importance_sampling_cap", b"importance_sampling_cap", "kl_loss", b"kl_loss", "kl_loss_coefficient", b"kl_loss_coefficient", "policy_loss", b"policy_loss", "ratio_level", b"ratio_level", "target_kl", b"target_kl", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from quartet.cli.remote.gateway_client import TOKEN, Api, Target, find
 from quartet.cli.remote.control import change, pause
+from quartet.cli.remote.gateway_client import TOKEN, Api, Target, find
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 
 SECRET = "a-token-of-twenty-signs"  # pragma: allowlist secret - of this test alone

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from quartet.cli.progress_view import LineView
 from quartet.cli.remote import watch as module
 from quartet.cli.remote.gateway_client import Event, Target
-from quartet.cli.progress_view import LineView
 from quartet.cli.remote.watch import Shown, watch
 from quartet.errors import ConfigError, ServiceFailed
 

@@ -15,6 +15,7 @@ from quartet.models.training import updates as training
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
+from quartet.ppo.losses import PolicyLoss, policy_loss
 from quartet.random_streams import permutation
 from quartet.types import PolicyLossSettings, ValueLossSettings
 from tests.unit.models import tiny
@@ -121,18 +122,16 @@ def test_the_size_of_micro_batches_changes_no_weights(num_mini_batches: int, los
 
 
 @pytest.mark.parametrize("num_mini_batches", [1, 3])
-def test_the_ratio_starts_at_exactly_one(num_mini_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ratio_starts_at_exactly_one(num_mini_batches: int) -> None:
     deviations: list[float] = []
-    original = training.policy_loss
 
-    def watching(log_probs: torch.Tensor, old: torch.Tensor, *rest: Any) -> Any:
+    def watching(log_probs: torch.Tensor, old: torch.Tensor, *tensors: Any, **settings: Any) -> PolicyLoss:
         deviations.append(float((log_probs.detach() - old).exp().sub(1).abs().max()))
-        return original(log_probs, old, *rest)
+        return policy_loss(log_probs, old, *tensors, **settings)
 
-    monkeypatch.setattr(training, "policy_loss", watching)
     model = tiny.causal("llama")
     data = experience(model)
-    update_policy(model, sgd(model), data, settings(num_mini_batches=num_mini_batches), LOSS, 1000)
+    update_policy(model, sgd(model), data, settings(num_mini_batches=num_mini_batches), LOSS, 1000, watching)
     assert deviations[0] == 0.0
     assert min(deviations[1:]) > 1e-3
 
@@ -251,7 +250,11 @@ def test_gradients_that_someone_left_behind_do_not_count() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"num_mini_batches": 8}, "num_mini_batches 8"), ({"num_mini_batches": 0}, "num_mini_batches 0"), ({"num_epochs": -1}, "num_epochs -1")],
+    [
+        ({"num_mini_batches": 8}, "num_mini_batches 8"),
+        ({"num_mini_batches": 0}, "num_mini_batches 0"),
+        ({"num_epochs": -1}, "num_epochs -1"),
+    ],
 )
 def test_settings_that_do_not_fit_the_experience_are_refused(changes: dict[str, int], words: str) -> None:
     model = tiny.causal("llama")

@@ -103,7 +103,11 @@ class Straightforward:
 
     def groups(self, epoch: int) -> list[Any]:
         order = permutation(self.chosen.seed, self.data.step, epoch, len(self.sequences))
-        return np.array_split(order, self.chosen.num_mini_batches) if self.chosen.num_mini_batches > 1 else [np.sort(order)]
+        return (
+            np.array_split(order, self.chosen.num_mini_batches)
+            if self.chosen.num_mini_batches > 1
+            else [np.sort(order)]
+        )
 
     def distribution(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.from_numpy(self.sequences[row].astype(np.int64))

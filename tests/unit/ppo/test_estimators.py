@@ -14,12 +14,12 @@ from torch import Tensor
 
 from quartet.errors import InvalidRequest
 from quartet.ppo.estimators import (
+    broadcast_to_tokens,
     discounted_returns,
     grpo_advantages,
     reinforce_advantages,
     rloo_advantages,
     sequence_rewards,
-    spread,
 )
 from quartet.ppo.rewards import token_rewards
 from tests.unit.ppo.batches import check, draw, gradient, ragged_lengths, seeds, split
@@ -148,8 +148,8 @@ def test_undiscounted_the_first_return_is_the_sequence_reward() -> None:
 
 def test_a_number_per_response_is_spread_over_its_tokens() -> None:
     lengths = torch.tensor([2, 1, 3], dtype=torch.int32)
-    assert spread(torch.tensor([1.0, 2.0, 3.0]), lengths).tolist() == [1.0, 1.0, 2.0, 3.0, 3.0, 3.0]
-    assert gradient(lambda x: spread(x, lengths).sum(), torch.zeros(3)) == [2.0, 1.0, 3.0]
+    assert broadcast_to_tokens(torch.tensor([1.0, 2.0, 3.0]), lengths).tolist() == [1.0, 1.0, 2.0, 3.0, 3.0, 3.0]
+    assert gradient(lambda x: broadcast_to_tokens(x, lengths).sum(), torch.zeros(3)) == [2.0, 1.0, 3.0]
 
 
 def test_no_gradient_flows_into_advantages() -> None:
@@ -188,4 +188,4 @@ def test_mismatched_tensors_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="one-dimensional"):
         reinforce_advantages(torch.zeros(2, 2))
     with pytest.raises(InvalidRequest, match="at least one token"):
-        spread(two, torch.tensor([2, 0]))
+        broadcast_to_tokens(two, torch.tensor([2, 0]))

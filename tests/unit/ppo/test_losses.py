@@ -13,7 +13,7 @@ from hypothesis import given
 from torch import Tensor
 
 from quartet.errors import InvalidRequest
-from quartet.ppo.estimators import spread
+from quartet.ppo.estimators import broadcast_to_tokens
 from quartet.ppo.losses import (
     Aggregation,
     RatioLevel,
@@ -104,7 +104,9 @@ def test_the_policy_loss_follows_its_definition(
     tokens, sizes = sum(lengths), torch.tensor(lengths)
     new, old, mask = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw_mask(seed + 3, tokens)
     # Outcome advantages are one number a response; at level "token" each token may have its own.
-    advantages = draw(seed + 2, tokens) if level == "token" else spread(draw(seed + 2, len(lengths)), sizes)
+    advantages = (
+        draw(seed + 2, tokens) if level == "token" else broadcast_to_tokens(draw(seed + 2, len(lengths)), sizes)
+    )
     result = policy_loss(
         new, old, advantages, loss_weights(mask, sizes, aggregation), sizes, 0.2, 0.28, dual_clip, level
     )
@@ -258,7 +260,7 @@ def test_policy_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
         penalty = kl_loss(leaf[places], old[places], weights[places], "k3")
         return result.loss + penalty + weighted_sum(leaf[places].square(), weights[places])
 
-    response_of = spread(torch.arange(len(lengths)), sizes)
+    response_of = broadcast_to_tokens(torch.arange(len(lengths)), sizes)
     chosen = [torch.cat([of_response[row] for row in part.tolist()]) for part in parts(seed, len(lengths))]
     same_whole_as_parts(loss, new, chosen)
 

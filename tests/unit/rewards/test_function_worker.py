@@ -49,7 +49,8 @@ def test_a_file_called_as_a_library_does_not_take_its_place(functions: Path, sta
 def test_a_function_in_a_file_called_as_a_library_is_told_so(functions: Path) -> None:
     (functions / "json.py").write_text("def score(*_): return 1.0")
     with pytest.raises(
-        ConfigError, match=rf"module json has no score; it is .*which comes before {functions}/json\.py"
+        ConfigError,
+        match=rf"module json has no score; .*json/__init__\.py was imported instead of {functions}/json\.py",
     ):
         FunctionWorker("json:score", "reward.function")
 
@@ -252,9 +253,7 @@ MODULES = {
 def test_a_package_that_hides_the_users_own_is_named(functions: Path) -> None:
     (functions / "json").mkdir()
     (functions / "json" / "mine.py").write_text("def f(): pass")
-    with pytest.raises(
-        ConfigError, match=r"No module named 'json\.mine'; it is .*json/__init__\.py, which comes before"
-    ):
+    with pytest.raises(ConfigError, match=r"No module named 'json\.mine'; .*json/__init__\.py was imported instead of"):
         FunctionWorker("json.mine:f", "reward.function")
 
 
@@ -290,7 +289,7 @@ def test_the_process_knows_little_of_quartet_and_nothing_of_its_secrets(
 ) -> None:
     monkeypatch.setenv("QUARTET_BUFFER_URL", "redis://:password@host")
     monkeypatch.setenv("OTHER", "value")
-    assert start("loaded").call([], 20) == ["quartet", "quartet.rewards"]
+    assert start("loaded").call([], 20) == ["quartet", "quartet.rewards", "quartet.user_code"]
     assert start("inherited").call([], 20) == []
     worker = start("variable")
     assert (worker.call(["QUARTET_BUFFER_URL"], 20), worker.call(["OTHER"], 20)) == (None, "value")

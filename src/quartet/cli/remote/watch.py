@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from quartet.cli.remote.gateway_client import Api, Event, Target, asking
 from quartet.cli.progress_view import HISTORY, View, make_view
+from quartet.cli.remote.gateway_client import Api, Event, Target, asking
 from quartet.errors import ServiceFailed, ServiceUnavailable
 from quartet.v1 import orchestrator_pb2
 

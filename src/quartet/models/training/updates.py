@@ -17,7 +17,15 @@ from quartet.models.forward.scoring import forward_values
 from quartet.models.training.mini_batches import MetricSums, MiniBatch, MiniBatchIterator, UpdateStats
 from quartet.models.training.optimizer import set_learning_rate
 from quartet.models.value_head import ValueModel
-from quartet.ppo.losses import importance_weights, kl_loss, loss_weights, policy_loss, value_loss, weighted_sum
+from quartet.ppo.losses import (
+    PolicyLossFunction,
+    importance_weights,
+    kl_loss,
+    loss_weights,
+    policy_loss,
+    value_loss,
+    weighted_sum,
+)
 from quartet.types import (
     Experience,
     FloatArray,
@@ -36,9 +44,11 @@ def update_policy(
     settings: OptimizationSettings,
     loss: PolicyLossSettings,
     max_tokens: int,
+    loss_function: PolicyLossFunction = policy_loss,
 ) -> dict[str, float]:
-    """Takes the policy's optimizer steps on one step's experience and reports on them.
+    """Take the policy's optimizer steps on one step's experience and return their metrics.
 
+    ``loss_function`` is what ``loss.policy_loss`` names.
     Old log-probs are the trainer's own, in the micro-batches of epoch one, before the first optimizer step: the ratio starts at 1
     exactly. A mini-batch without a token under ``actor_mask`` takes no step. The result does not depend on ``max_tokens``, which
     bounds a micro-batch, pads included. Before any step but the first, a mini-batch whose mean KL(old || new) over its masked
@@ -56,7 +66,7 @@ def update_policy(
     out instead.
     """
     walk = MiniBatchIterator(model, experience, settings, max_tokens)
-    policy = _PolicyExperience(model, walk, experience, loss)
+    policy = _PolicyExperience(model, walk, experience, loss, loss_function)
     totals = UpdateStats()
     if settings.num_epochs == 0:
         policy.recompute(walk.mini_batches(0), settings.skip_non_finite)
@@ -141,8 +151,16 @@ def _take_policy_steps(
 class _PolicyExperience:
     """A step's experience on the policy's device, the old log-probs [response tokens] as they become known, and the loss."""
 
-    def __init__(self, model: Any, walk: MiniBatchIterator, experience: Experience, loss: PolicyLossSettings) -> None:
+    def __init__(
+        self,
+        model: Any,
+        walk: MiniBatchIterator,
+        experience: Experience,
+        loss: PolicyLossSettings,
+        loss_function: PolicyLossFunction,
+    ) -> None:
         self._model, self._loss, self._actor_mask = model, loss, experience.actor_mask
+        self._loss_function = loss_function
         self._mask, self._advantages = walk.tensor(experience.actor_mask), walk.tensor(experience.advantages)
         self._reference, self._rollout = walk.tensor(experience.reference_log_probs), walk.tensor(experience.log_probs)
         self._weights = torch.zeros_like(self._mask)
@@ -188,16 +206,16 @@ class _PolicyExperience:
             if is_first:
                 self.old[places] = log_probs.detach()
             weights = self._weights[places]
-            result = policy_loss(
+            result = self._loss_function(
                 log_probs,
                 self.old[places],
                 self._advantages[places],
                 self._trusted(weights, places),
                 micro_batch.lengths,
-                loss.clip_low,
-                loss.clip_high,
-                loss.dual_clip,
-                loss.ratio_level,
+                clip_low=loss.clip_low,
+                clip_high=loss.clip_high,
+                dual_clip=loss.dual_clip,
+                ratio_level=loss.ratio_level,
             )
             total = result.loss
             if loss.entropy_coefficient and entropies is not None:

@@ -1,0 +1,55 @@
+"""The table of advantage estimators: what each one needs and where its function is. Does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Granularity = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorSpec:
+    """What the rest of Quartet must know about an advantage estimator.
+
+    ``function`` is the import path of the function, see ``quartet.ppo.advantages`` for its signature.
+    ``needs_critic``: it reads values, so the run has a critic. ``granularity``: it gets one reward per token or one per response,
+    and returns as many advantages. ``uses_groups``: it compares the samples of one prompt. ``normalizes_advantages``: the default
+    of algorithm.normalize_advantages. ``min_samples``: the fewest responses that it can work with, per prompt if it uses groups,
+    else per step.
+    """
+
+    name: str
+    function: str
+    needs_critic: bool = False
+    granularity: Granularity = "sequence"
+    uses_groups: bool = False
+    normalizes_advantages: bool = False
+    min_samples: int = 1
+
+
+BUILT_IN_ESTIMATORS: dict[str, EstimatorSpec] = {
+    spec.name: spec
+    for spec in (
+        EstimatorSpec(
+            "gae",
+            "quartet.ppo.advantages:gae",
+            needs_critic=True,
+            granularity="token",
+            normalizes_advantages=True,
+        ),
+        EstimatorSpec("reinforce", "quartet.ppo.advantages:reinforce", min_samples=2),
+        EstimatorSpec("rloo", "quartet.ppo.advantages:rloo", uses_groups=True, min_samples=2),
+        EstimatorSpec("grpo", "quartet.ppo.advantages:grpo", uses_groups=True, min_samples=2),
+        EstimatorSpec(
+            "reinforce_plus_plus",
+            "quartet.ppo.advantages:reinforce_plus_plus",
+            granularity="token",
+            normalizes_advantages=True,
+        ),
+    )
+}
+"""The estimators that a config can name without an import path."""
+
+BUILT_IN_POLICY_LOSSES: dict[str, str] = {"clipped": "quartet.ppo.losses:policy_loss"}
+"""The policy losses that a config can name without an import path, with the import path of each."""

@@ -1,0 +1,129 @@
+"""The contract between the orchestrator and an advantage estimator, and the built-in estimators in that form.
+
+A user's own estimator is any function ``f(inputs: EstimatorInput) -> Tensor``, or ``-> Advantages`` if it needs a critic. The run
+names it with ``algorithm.estimator: my_package.my_module:my_estimator`` and declares what it needs under
+``algorithm.custom_estimator``. The table of the built-in ones is ``quartet.config.estimators``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quartet.errors import ComputationFailed, ConfigError
+from quartet.ppo import estimators
+from quartet.ppo.gae import Advantages, generalized_advantages
+from quartet.user_code import describe
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorInput:
+    """One step's batch, as an estimator gets it. All tensors are on the CPU, without gradients.
+
+    ``rewards``: float32 [tokens] if the estimator's granularity is "token" (-beta KL at each token, plus the score at the last
+    token of each response); float32 [sequences] if it is "sequence" (the score less beta times the response's KL).
+    ``values``: float32 [tokens], the critic's at generation, 0 without a critic. ``lengths``: int64 [sequences], response tokens.
+    ``groups``: int64 [sequences], the prompt of each response. ``gamma``, ``gae_lambda`` and ``divide_by_std`` are
+    algorithm.gamma, algorithm.gae_lambda and algorithm.grpo_normalize_std.
+    """
+
+    rewards: Tensor
+    values: Tensor
+    lengths: Tensor
+    groups: Tensor
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    divide_by_std: bool = True
+
+
+Estimator = Callable[[EstimatorInput], Tensor | Advantages]
+"""Returns advantages, as many as ``rewards``. An estimator with a critic returns ``Advantages``: those and the value targets."""
+
+
+def gae(inputs: EstimatorInput) -> Advantages:
+    """Generalized advantage estimation, see ``quartet.ppo.gae``."""
+    return generalized_advantages(inputs.rewards, inputs.values, inputs.lengths, inputs.gamma, inputs.gae_lambda)
+
+
+def reinforce(inputs: EstimatorInput) -> Tensor:
+    """REINFORCE with the step's mean reward as the baseline."""
+    return estimators.reinforce_advantages(inputs.rewards)
+
+
+def rloo(inputs: EstimatorInput) -> Tensor:
+    """RLOO: the baseline is the mean of the prompt's other samples."""
+    return estimators.rloo_advantages(inputs.rewards, inputs.groups)
+
+
+def grpo(inputs: EstimatorInput) -> Tensor:
+    """GRPO, or Dr. GRPO without ``divide_by_std``."""
+    return estimators.grpo_advantages(inputs.rewards, inputs.groups, inputs.divide_by_std)
+
+
+def reinforce_plus_plus(inputs: EstimatorInput) -> Tensor:
+    """REINFORCE++: the discounted return to go at each token."""
+    return estimators.discounted_returns(inputs.rewards, inputs.lengths, inputs.gamma)
+
+
+@torch.no_grad()
+def estimate(
+    estimator: Estimator,
+    inputs: EstimatorInput,
+    needs_critic: bool,
+    granularity: Literal["token", "sequence"],
+    name: str,
+) -> Advantages:
+    """Advantages and value targets by ``estimator``, both float32 [tokens]. Value targets are 0 without a critic.
+
+    An advantage per response counts for each of its tokens. Raises ComputationFailed, which names the estimator by ``name``, if
+    the result has another type, shape or dtype than the contract says, or is not finite.
+    """
+    result = estimator(inputs)
+    if not isinstance(result, Advantages if needs_critic else Tensor):
+        expected = "quartet.ppo.gae.Advantages, as needs_critic is true" if needs_critic else "a tensor of advantages"
+        raise ComputationFailed(f"{name}: returned {type(result).__name__}, expected {expected}")
+    if isinstance(result, Advantages):
+        advantages, returns = result.advantages, result.returns
+    else:
+        advantages, returns = result, torch.zeros_like(inputs.values)
+    _check(advantages, inputs.rewards, f"{name}: advantages")
+    _check(returns, inputs.values, f"{name}: returns")
+    if granularity == "sequence":
+        advantages = estimators.broadcast_to_tokens(advantages, inputs.lengths)
+    return Advantages(advantages, returns)
+
+
+def check_estimator(
+    estimator: Estimator, needs_critic: bool, granularity: Literal["token", "sequence"], min_samples: int, name: str
+) -> None:
+    """Try an estimator on a few responses, so that a wrong signature or result ends a run at its start.
+
+    Raises ConfigError, which names the estimator by ``name``.
+    """
+    samples = max(2, min_samples)
+    lengths = torch.arange(1, samples + 1)
+    tokens = int(lengths.sum())
+    rewards = torch.linspace(-1, 1, tokens if granularity == "token" else samples)
+    groups = torch.zeros(samples, dtype=torch.int64)
+    try:
+        estimate(
+            estimator, EstimatorInput(rewards, torch.zeros(tokens), lengths, groups), needs_critic, granularity, name
+        )
+    except ComputationFailed as error:
+        raise ConfigError(f"{error} (in a trial with {samples} responses)") from None
+    except Exception as error:  # A user's function may raise anything.
+        raise ConfigError(f"{name}: a trial with {samples} responses failed: {describe(error)}") from error
+
+
+def _check(tensor: Tensor, like: Tensor, name: str) -> None:
+    if tensor.shape != like.shape or tensor.dtype != like.dtype:
+        raise ComputationFailed(
+            f"{name}: {list(tensor.shape)} {tensor.dtype}, expected {list(like.shape)} {like.dtype}"
+        )
+    infinite = int((~tensor.isfinite()).sum())
+    if infinite:
+        raise ComputationFailed(f"{name}: {infinite} of {tensor.numel()} are not finite, expected finite numbers")

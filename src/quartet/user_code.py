@@ -1,0 +1,81 @@
+"""Import of a callable that a config names as package.module:callable. Standard library only: a worker process starts fast."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+MAX_REASON = 300
+"""Characters of an exception's text that a message repeats."""
+
+
+class NotImportable(Exception):
+    """The callable cannot be imported; the text says why."""
+
+
+def import_callable(name: str) -> Callable[..., Any]:
+    """Import package.module:callable. The working directory is the last place to look in. Raises NotImportable."""
+    here = os.getcwd()
+    # Last, so that a user's file never takes the place of a library with the same name.
+    if here not in sys.path:
+        sys.path.append(here)
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:  # A module may do anything on import, including sys.exit().
+        top = sys.modules.get(module_name.partition(".")[0])
+        shadow = _shadowed_by(top) if top is not None and isinstance(error, ModuleNotFoundError) else ""
+        raise NotImportable(f"cannot be imported from {Path.cwd()}: {describe(error)}{shadow}") from None
+    function = getattr(module, attribute, None)
+    if function is None:
+        close = difflib.get_close_matches(attribute, vars(module), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise NotImportable(f"module {module_name} has no {attribute}{hint}{_shadowed_by(module)}")
+    if not callable(function):
+        raise NotImportable(f"is a value of type {type(function).__name__}, expected a function")
+    return function  # type: ignore[no-any-return]
+
+
+def describe(error: BaseException, with_text: bool = True) -> str:
+    """Return an exception's type, text, and the file and line that raised it, in one line.
+
+    Without ``with_text`` the text is left out: it may repeat prompts and responses.
+    """
+    location = _location(error)
+    if not with_text:
+        return f"{type(error).__name__} ({location or 'no line'}; the message is left out because it may quote a text)"
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = ""
+    if len(text) > MAX_REASON:
+        text = text[:MAX_REASON] + "..."
+    return f"{type(error).__name__}{': ' if text else ''}{text}{f' ({location})' if location else ''}"
+
+
+def _location(error: BaseException) -> str:
+    """The last file and line outside this module, the worker's and Python's import system, or nothing."""
+    own = (__file__, importlib.__file__, str(Path(__file__).parent / "rewards/function_worker_main.py"))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in own]
+    frames = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def _shadowed_by(module: ModuleType) -> str:
+    """Which installed module was imported in place of a file of the same name in the working directory."""
+    top, file = module.__name__.partition(".")[0], getattr(module, "__file__", None) or _folder(module)
+    alike = [path for path in (Path.cwd() / top, Path.cwd() / f"{top}.py") if path.exists()]
+    if not alike or Path(file).is_relative_to(Path.cwd()):
+        return ""
+    return f"; {file} was imported instead of {alike[0]}, which has the same name: rename yours"
+
+
+def _folder(module: ModuleType) -> str:
+    return next(iter(getattr(module, "__path__", ())), "Python's own")

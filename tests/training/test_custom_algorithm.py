@@ -1,0 +1,156 @@
+"""A user's own advantage estimator and policy loss in whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import Config
+from tests.training.conftest import MakeConfig
+from tests.training.runs import Run, figures, orchestrator, run_to_the_end, services, underway, weights
+from tests.training.test_resume import break_off
+
+MODULE = '''
+import torch
+from quartet.ppo.gae import Advantages, generalized_advantages
+from quartet.ppo.losses import PolicyLoss, policy_loss
+
+
+def leave_one_out(inputs):
+    """RLOO written anew: the reward less the mean of the other samples of the prompt."""
+    rewards = inputs.rewards.double()
+    others = [
+        rewards[(inputs.groups == group) & (torch.arange(len(rewards)) != index)].mean()
+        for index, group in enumerate(inputs.groups)
+    ]
+    return (rewards - torch.stack(others)).float()
+
+
+def with_critic(inputs):
+    return generalized_advantages(inputs.rewards, inputs.values, inputs.lengths, inputs.gamma, inputs.gae_lambda)
+
+
+def same_loss(*tensors, **settings):
+    return policy_loss(*tensors, **settings)
+
+
+def unclipped(log_probs, old_log_probs, advantages, weights, lengths, *, clip_low, clip_high, dual_clip, ratio_level):
+    ratio = (log_probs - old_log_probs).exp()
+    return PolicyLoss((-advantages * ratio * weights).sum(), torch.zeros(()), (old_log_probs - log_probs).detach().sum())
+
+
+def per_token(inputs):
+    return torch.zeros_like(inputs.values)
+
+
+def number(*tensors, **settings):
+    return 1.0
+
+
+value = 3
+'''
+GROUPS: dict[str, Any] = {"rollout": {"prompts_per_step": 2, "samples_per_prompt": 2}}
+LEAVE_ONE_OUT: dict[str, Any] = {
+    "estimator": "my_algorithm:leave_one_out",
+    "custom_estimator": {"uses_groups": True, "min_samples": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of the user's that Python can import."""
+    (tmp_path / "my_algorithm.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_custom_estimator_and_loss_train_like_the_built_in_ones_that_compute_the_same(make: MakeConfig) -> None:
+    built_in = run_to_the_end(make(algorithm={"estimator": "gae"}))
+    custom = run_to_the_end(
+        make(
+            algorithm={
+                "estimator": "my_algorithm:with_critic",
+                "custom_estimator": {"needs_critic": True, "granularity": "token", "normalizes_advantages": True},
+                "policy_loss": "my_algorithm:same_loss",
+            }
+        )
+    )
+    assert figures(custom) == figures(built_in)
+    assert weights(custom) == weights(built_in)
+    assert "value_loss" in custom.metrics[0]
+
+
+def test_a_custom_estimator_can_compare_the_samples_of_a_prompt_and_needs_no_critic(make: MakeConfig) -> None:
+    built_in = run_to_the_end(make(algorithm={"estimator": "rloo"}, **GROUPS))
+    custom = run_to_the_end(make(algorithm=LEAVE_ONE_OUT, **GROUPS))
+    assert weights(custom) == weights(built_in)
+    assert "value_loss" not in custom.metrics[0]
+
+
+def test_another_loss_trains_other_weights(make: MakeConfig) -> None:
+    clipped = {"clip_ratio": 1e-6}
+    assert weights(run_to_the_end(make(algorithm={**clipped, "policy_loss": "my_algorithm:unclipped"}))) != weights(
+        run_to_the_end(make(algorithm=clipped))
+    )
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        ("my_algorithm:leave_two_out", "has no leave_two_out; did you mean leave_one_out"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("my_algorithm:value", "expected a function"),
+        ("my_algorithm:per_token", r"advantages: \[3\] torch.float32, expected \[2\]"),
+        ("my_algorithm:same_loss", "a trial with 2 responses failed: TypeError"),
+    ],
+)
+def test_an_unusable_estimator_ends_the_run_at_its_start(estimator: str, message: str, make: MakeConfig) -> None:
+    run = ended(make(algorithm={"estimator": estimator, "custom_estimator": {}}))
+    assert run.code == 2
+    assert f"algorithm.estimator {estimator}" in run.progress.error
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(run.progress.error)
+
+
+@pytest.mark.parametrize("loss", ["my_algorithm:nothing", "my_algorithm:number", "my_algorithm:per_token"])
+def test_an_unusable_loss_keeps_the_actor_from_starting(loss: str, make: MakeConfig) -> None:
+    from quartet.errors import ConfigError
+
+    with (
+        pytest.raises(ConfigError, match=f"algorithm.policy_loss {loss}"),
+        services(make(algorithm={"policy_loss": loss})),
+    ):
+        pass
+
+
+def test_an_actor_refuses_another_loss_than_its_config_names(make: MakeConfig) -> None:
+    config = make()
+    with services(config) as addressed:
+        other = addressed.model_copy(
+            update={"algorithm": addressed.algorithm.model_copy(update={"policy_loss": "my_algorithm:same_loss"})}
+        )
+        with orchestrator(other) as going:
+            run = going.finish()
+    assert run.code != 0
+    assert "this actor was started with clipped" in run.progress.error
+
+
+@pytest.mark.parametrize("key", ["estimator", "policy_loss"])
+def test_a_run_resumes_with_the_same_import_path_only(
+    key: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = {**LEAVE_ONE_OUT, "policy_loss": "my_algorithm:same_loss"}
+    undisturbed = run_to_the_end(make(run={"steps": 3}, algorithm=algorithm, checkpoint={"every_steps": 1}, **GROUPS))
+    config = make(run={"steps": 3}, algorithm=algorithm, checkpoint={"every_steps": 1}, **GROUPS)
+    break_off(config, "generate", 3, monkeypatch)
+    changed = {**algorithm, key: "my_algorithm:unclipped" if key == "policy_loss" else "my_algorithm:other"}
+    refused = ended(config.model_copy(update={"algorithm": config.algorithm.model_copy(update={key: changed[key]})}))
+    assert refused.code == 2
+    assert f"algorithm.{key}" in refused.progress.error
+    assert weights(run_to_the_end(config)) == weights(undisturbed)
+
+
+def ended(config: Config) -> Run:
+    with underway(config) as going:
+        return going.finish()
