@@ -134,7 +134,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	@touch $@
 
 docs: $(VENV)/.installed-docs ## Build the documentation site into build/docs; fail on a broken link
-	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs build/docs
+	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going --builder html docs build/docs
 	@echo "docs: build/docs/index.html"
 
 docs-reference: $(VENV)/.installed-dev ## Write docs/reference again from the code
