@@ -110,6 +110,23 @@ def test_tests_named_in_the_threat_model_exist() -> None:
     assert [name for name in sorted(named) if not (ROOT / "tests" / f"{name}.py").is_file()] == []
 
 
+def test_source_files_and_modules_named_in_pages_exist() -> None:
+    missing = set()
+    folders = "src|services|gateway|tests|docs|docker|examples|helm|configs|benchmarks|proto|\\.ci|\\.github"
+    for name, text in HAND_WRITTEN.items():
+        for path in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
+            if not (ROOT / path).exists():
+                missing.add(f"{name}: {path}")
+        for module in re.findall(r"`(quartet(?:\.[a-z_0-9]+)+)", text):
+            # The last part may be a name in the module.
+            file = ROOT / "src" / module.replace(".", "/")
+            if not any(
+                path.exists() for path in (file, file.with_suffix(".py"), file.parent, file.parent.with_suffix(".py"))
+            ):
+                missing.add(f"{name}: {module}")
+    assert not missing
+
+
 def test_make_targets_named_in_pages_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     missing = {
@@ -209,6 +226,23 @@ def _completed(given: dict[str, Any]) -> dict[str, Any]:
 def _needs_more_than_the_example(error: str) -> bool:
     """Return whether an error names a file of the example that is not on this machine."""
     return "no such" in error
+
+
+def test_python_examples_of_the_extension_pages_run() -> None:
+    import torch
+
+    from quartet.ppo.advantages import EstimatorInput
+
+    [reward] = code_blocks(TEXTS["docs/rewards.md"], "python")
+    [estimator] = code_blocks(TEXTS["docs/extend.md"], "python")
+    names: dict[str, Any] = {}
+    exec(reward + estimator, names)  # noqa: S102 - the pages are part of the repository
+    assert names["final_number"]("What is 6 times 7?", "It is 42", {"answer": 42}) == 1.0
+    assert names["final_number"]("What is 6 times 7?", "It is 41", {"answer": 42}) == 0.0
+    inputs = EstimatorInput(
+        torch.tensor([1.0, 2.0, 6.0]), torch.zeros(6), torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2])
+    )
+    assert names["batch_median"](inputs).tolist() == [-1.0, 0.0, 4.0]
 
 
 def recipes() -> Iterable[tuple[str, str]]:
