@@ -140,7 +140,7 @@ def _is_list(field: FieldInfo) -> bool:
 
 
 def _is_optional(field: FieldInfo) -> bool:
-    """Whether the section may be left out as a whole, as actor.lora may."""
+    """Return whether the section may be null, like actor.lora."""
     return not isinstance(field.annotation, type)
 
 

@@ -18,9 +18,9 @@ class MetricDefinition:
     """Unit, or an empty string."""
     meaning: str
     healthy: str
-    """What the curve does in a run that learns."""
+    """Shape of the curve in a run that learns."""
     warning: str
-    """What the curve does when something is wrong, or an empty string."""
+    """Shape of the curve when something is wrong, or an empty string."""
 
 
 def _metric(name: str, unit: str, meaning: str, healthy: str, warning: str = "") -> MetricDefinition:
