@@ -1,12 +1,12 @@
 // Addresses within the dashboard: `#/runs/NAME/steps?step=12`.
 
-/** The parts of the current address: {parts: ["runs", NAME, "steps"], query: URLSearchParams}. */
+/** Returns the current address: {parts: ["runs", NAME, "steps"], query: URLSearchParams}. */
 export function current() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
   return { parts: path.split("/").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query) };
 }
 
-/** An address; empty values of the query are left out. */
+/** Returns an address without empty query values. */
 export function to(parts, query = {}) {
   const parameters = new URLSearchParams();
   for (const [name, value] of Object.entries(query)) {
@@ -16,8 +16,8 @@ export function to(parts, query = {}) {
   return `#/${parts.map(encodeURIComponent).join("/")}${text ? `?${text}` : ""}`;
 }
 
-/** Writes other query values into the address without leaving the page. */
-export function note(query) {
+/** Changes query values in the address without leaving the page. */
+export function updateQuery(query) {
   const { parts, query: before } = current();
   const merged = { ...Object.fromEntries(before), ...query };
   history.replaceState(null, "", to(parts, merged));

@@ -1,9 +1,9 @@
-// Asks the REST API: one function for each thing that a page needs. Nothing else in the dashboard knows its paths.
+// Client of the REST API, with one function per request. No other file of the dashboard contains its paths.
 
 const BASE = "/api/v1";
 const KEY = "quartet.token";
 
-/** An answer that is an error, as problem+json has it. `status` is 0 where there was no answer at all. */
+/** An error response of the API (problem+json). `status` is 0 if there was no response. */
 export class Problem extends Error {
   constructor(status, detail, fields = []) {
     super(detail);
@@ -12,7 +12,7 @@ export class Problem extends Error {
   }
 }
 
-/** Takes the token out of the link, so that it does not stay in the address bar or the history. */
+/** Moves the token from the link to the session storage, so that it does not stay in the address bar or the history. */
 export function takeTokenFromLink() {
   const match = /[#&]token=([^&]*)/.exec(location.hash);
   if (!match) return;
@@ -25,7 +25,7 @@ export const token = () => sessionStorage.getItem(KEY);
 export const setToken = (value) => sessionStorage.setItem(KEY, value);
 export const forgetToken = () => sessionStorage.removeItem(KEY);
 
-/** Opens a path of the API. Raises Problem; a refused token also tells the app, which asks for another. */
+/** Sends a request and returns the response. Raises Problem. A refused token also triggers the sign-in page. */
 export async function open(path, { method = "GET", query = {}, body, signal, headers = {} } = {}) {
   const parameters = new URLSearchParams();
   for (const [name, value] of Object.entries(query)) {
@@ -47,7 +47,7 @@ export async function open(path, { method = "GET", query = {}, body, signal, hea
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Problem(0, "The gateway does not answer. Is it running, and can this machine reach it?");
+    throw new Problem(0, "The gateway does not respond. Check that it is running and reachable from this machine.");
   }
   if (response.ok) return response;
   const problem = await problemOf(response);
@@ -57,21 +57,21 @@ export async function open(path, { method = "GET", query = {}, body, signal, hea
 
 async function problemOf(response) {
   try {
-    const found = await response.json();
-    return new Problem(response.status, found.detail || found.title || `status ${response.status}`, found.fields || []);
+    const problem = await response.json();
+    return new Problem(response.status, problem.detail || problem.title || `status ${response.status}`, problem.fields || []);
   } catch {
-    return new Problem(response.status, `The gateway answered with status ${response.status}.`);
+    return new Problem(response.status, `The gateway responded with status ${response.status}.`);
   }
 }
 
-async function ask(path, options) {
+async function request(path, options) {
   return (await open(path, options)).json();
 }
 
 const enc = encodeURIComponent;
 const of = (run) => `/runs/${enc(run)}`;
-const get = (path, query, signal) => ask(path, { query, signal });
-const post = (path, body) => ask(path, { method: "POST", body });
+const get = (path, query, signal) => request(path, { query, signal });
+const post = (path, body) => request(path, { method: "POST", body });
 
 export const session = (signal) => get("/session", {}, signal);
 export const runs = (query, signal) => get("/runs", query, signal);
@@ -81,9 +81,9 @@ export const config = (name, signal) => get(`${of(name)}/config`, {}, signal);
 export const steps = (name, query, signal) => get(`${of(name)}/steps`, query, signal);
 export const step = (name, number, signal) => get(`${of(name)}/steps/${number}`, {}, signal);
 export const trajectories = (name, query, signal) => get(`${of(name)}/trajectories`, query, signal);
-export const evaluations = (name, signal) => everything(`${of(name)}/evaluations`, signal);
-export const evaluationRows = (name, number, signal) => everything(`${of(name)}/evaluations/${number}`, signal);
-export const checkpoints = (name, signal) => everything(`${of(name)}/checkpoints`, signal);
+export const evaluations = (name, signal) => allItems(`${of(name)}/evaluations`, signal);
+export const evaluationRows = (name, number, signal) => allItems(`${of(name)}/evaluations/${number}`, signal);
+export const checkpoints = (name, signal) => allItems(`${of(name)}/checkpoints`, signal);
 export const services = (name, signal) => get(`${of(name)}/services`, {}, signal);
 export const buffer = (name, signal) => get(`${of(name)}/buffer`, {}, signal);
 export const guards = (name, signal) => get(`${of(name)}/guards`, {}, signal);
@@ -92,38 +92,38 @@ export const logs = (name, signal) => get(`${of(name)}/logs`, {}, signal);
 export const logTail = (name, log, lines, signal) => get(`${of(name)}/logs/${enc(log)}`, { lines }, signal);
 export const audit = (name, query, signal) => get(`${of(name)}/audit`, query, signal);
 export const settings = (name, signal) => get(`${of(name)}/settings`, {}, signal);
-export const changeSettings = (name, values) => ask(`${of(name)}/settings`, { method: "PATCH", body: values });
+export const changeSettings = (name, values) => request(`${of(name)}/settings`, { method: "PATCH", body: values });
 /** `pause`, `resume`, `stop` or `checkpoint`. */
 export const command = (name, verb) => post(`${of(name)}/${verb}`);
 export const rollBack = (name, number) => post(`${of(name)}/rollback`, { step: number });
 
-/** One response with its tokens, by its id RUN/STEP/PROMPT/SAMPLE or the last three parts of it. */
+/** Returns one trajectory by its id RUN/STEP/PROMPT/SAMPLE, or by the last three parts of it. */
 export function trajectory(name, id, signal) {
   return get(`${of(name)}/trajectories/${id.split("/").slice(-3).map(enc).join("/")}`, {}, signal);
 }
 
-/** Curves of one run; `range` is {first, last}, where either may be missing. At most `points` points each. */
+/** Returns the curves of one run with at most `points` points; `range` is {first, last}, both optional. */
 export function metrics(name, names, range, points, signal) {
   return get(`${of(name)}/metrics`, { names: names.join(","), ...range, points }, signal);
 }
 
-/** Curves of several runs. */
+/** Returns the curves of several runs. */
 export function metricsOfRuns(runNames, names, range, points, signal) {
   return get("/metrics", { runs: runNames.join(","), names: names.join(","), ...range, points }, signal);
 }
 
-/** The items of a list that may be an array or pages; all pages are read, up to 5,000 items. */
-async function everything(path, signal) {
-  const found = [];
+/** Returns the items of all pages of a list, up to 5,000 items. */
+async function allItems(path, signal) {
+  const items = [];
   let cursor = null;
   do {
     const answer = await get(path, { limit: 500, cursor }, signal);
     if (Array.isArray(answer)) return answer;
-    found.push(...answer.items);
+    items.push(...answer.items);
     cursor = answer.next;
-  } while (cursor && found.length < 5000);
-  return found;
+  } while (cursor && items.length < 5000);
+  return items;
 }
 
-/** The items of an answer that is a page, or a plain list. */
+/** Returns the items of a page or a plain list. */
 export const itemsOf = (answer) => (Array.isArray(answer) ? answer : answer.items);

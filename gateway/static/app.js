@@ -1,16 +1,16 @@
-// The dashboard's frame: who is asking, which page the address names, and what every page shares.
+// The dashboard's entry point: session, sign-in, and the page that the address names.
 
 import { current, to } from "./address.js";
 import * as api from "./api.js";
 import * as charts from "./charts.js";
-import { failure, loading } from "./components/states.js";
+import { failure, loading } from "./components/placeholders.js";
 import { h, replace } from "./dom.js";
 import { comparePage } from "./pages/compare.js";
 import { RunFrame } from "./pages/run.js";
 import { runsPage } from "./pages/runs.js";
-import { signInPage } from "./pages/signin.js";
+import { signInPage } from "./pages/sign_in.js";
 import { installShortcuts } from "./shortcuts.js";
-import { drawTools } from "./tools.js";
+import { drawToolbar } from "./toolbar.js";
 
 const main = document.getElementById("main");
 const sections = document.getElementById("sections");
@@ -33,7 +33,7 @@ async function show() {
   if (!api.token()) return signIn();
   const { parts, query } = current();
   if (!session) {
-    // Most often the answer comes at once, and a sign of waiting would only flicker.
+    // The response usually arrives at once; an immediate loading indicator would flicker.
     const waiting = setTimeout(() => replace(main, loading("60vh")), 400);
     try {
       session = await api.session(signal).finally(() => clearTimeout(waiting));
@@ -42,7 +42,7 @@ async function show() {
       return;
     }
     if (signal.aborted) return;
-    drawTools(session, leave);
+    drawToolbar(session, leave);
     if (!parts.length && session.run) return go(to(["runs", session.run, "overview"]));
   }
   const path = parts.join("/");
@@ -54,10 +54,10 @@ async function show() {
     if (parts[0] === "compare") await comparePage({ main, where, query, signal, session });
     else await runsPage({ main, where, query, signal, session });
   }
-  charts.ready().catch(() => null); // Ahead of the first chart, behind the first page.
+  charts.ready().catch(() => null); // Preload after the first page is drawn.
   if (moved && !signal.aborted) {
     scrollTo(0, 0);
-    // A screen reader goes on at the new page; the first page of all leaves the focus at its start.
+    // Screen readers continue at the new page. The very first page keeps the initial focus.
     if (show.before) main.focus({ preventScroll: true });
     show.before = true;
   }
@@ -94,7 +94,7 @@ function signIn(reason) {
   leaveRun();
   shown = "";
   session = null;
-  drawTools(null);
+  drawToolbar(null);
   document.title = "Sign in · Quartet";
   replace(where);
   signInPage(main, reason, show);
@@ -109,7 +109,7 @@ window.addEventListener("quartet:signin", (event) => {
   const had = session !== null;
   page.abort();
   api.forgetToken();
-  signIn(had ? "The gateway no longer takes this token. It may have been restarted: use its new link." : event.detail);
+  signIn(had ? "The gateway no longer accepts this token. It may have been restarted: use its new link." : event.detail);
 });
 window.addEventListener("hashchange", show);
 document.getElementById("skip").addEventListener("click", (event) => {

@@ -1,4 +1,4 @@
-// Everything that knows plotly: the layout of a chart, its colours in both themes, drawing.
+// The interface to plotly: layout, colours of both themes, and drawing.
 
 const COLOURS = ["blue", "orange", "green", "pink", "yellow", "grey"];
 const CONFIG = { displayModeBar: false, responsive: false, doubleClick: false, showTips: false };
@@ -9,7 +9,7 @@ window.addEventListener("quartet:theme", () => {
   cached = null;
 });
 
-/** The colours of the theme in use, by the names in base.css. */
+/** Returns the colours of the current theme, by their names in base.css. */
 export function colours() {
   if (!cached) {
     const style = getComputedStyle(document.documentElement);
@@ -19,16 +19,16 @@ export function colours() {
   return cached;
 }
 
-/** The name of the colour of the series with this number. */
+/** Returns the colour name of the series with this index. */
 export const colourName = (index) => COLOURS[index % COLOURS.length];
 
-/** A colour made transparent: #rrggbb and a share of one. */
+/** Returns a colour, given as #rrggbb, with an opacity from 0 to 1. */
 export function faded(colour, opacity) {
   const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
   return `rgba(${red}, ${green}, ${blue}, ${opacity})`;
 }
 
-/** The layout that all line charts share; `range` is [first step, last step]. */
+/** Returns the layout of a line chart; `range` is [first step, last step]. */
 export function lineLayout({ range, marks = [], zero = false, ticks = "", zoom = true }) {
   const colour = colours();
   const axis = { gridcolor: colour.line, linecolor: colour.line, zeroline: false, tickfont: { color: colour.muted, size: 11 }, automargin: false };
@@ -63,7 +63,7 @@ export function lineLayout({ range, marks = [], zero = false, ticks = "", zoom =
   };
 }
 
-/** The traces of one line, its band first where it has one: {x, y, low, high, colour, dashed}. */
+/** Returns the traces of one line, preceded by its band if it has one. */
 export function lineTraces({ x, y, low, high, colour, dashed, label }) {
   const shade = colours()[colour];
   const traces = [];
@@ -83,7 +83,7 @@ export function lineTraces({ x, y, low, high, colour, dashed, label }) {
   return traces;
 }
 
-/** Draws, or redraws, a chart. Raises Error where plotly does not load. */
+/** Draws or redraws a chart. Raises Error if plotly cannot be loaded. */
 export async function draw(element, traces, layout) {
   await ready();
   if (!element.isConnected || !element.clientWidth) return;
@@ -91,29 +91,29 @@ export async function draw(element, traces, layout) {
   await window.Plotly.react(element, traces, { ...layout, ...size }, CONFIG);
 }
 
-/** The step under a horizontal place in a chart, in pixels from its left edge; null outside the axes. */
+/** Returns the step at a horizontal position in pixels from the chart's left edge; null outside the axes. */
 export function stepAt(element, pixels) {
   const axis = element._fullLayout?.xaxis;
   if (!axis || pixels < axis._offset - 4 || pixels > axis._offset + axis._length + 4) return null;
   return axis.p2d(pixels - axis._offset);
 }
 
-/** Where a step lies in a chart, in pixels from its left edge; null outside the axes. */
+/** Returns the horizontal position of a step in pixels from the chart's left edge; null outside the axes. */
 export function pixelOf(element, step) {
   const axis = element._fullLayout?.xaxis;
   if (!axis) return null;
-  const place = axis.d2p(step);
-  return place < -1 || place > axis._length + 1 ? null : place + axis._offset;
+  const position = axis.d2p(step);
+  return position < -1 || position > axis._length + 1 ? null : position + axis._offset;
 }
 
-/** Frees what plotly holds of a chart. */
-export function forget(element) {
+/** Releases plotly's resources of a chart. */
+export function release(element) {
   window.Plotly?.purge(element);
 }
 
 let loading = null;
 
-/** Loads plotly, once. It is large: pages without charts do not wait for it. Raises Error where it does not come. */
+/** Loads plotly once, on demand because it is large. Rejects if it cannot be loaded. */
 export function ready() {
   loading ??= new Promise((resolve, reject) => {
     const script = document.createElement("script");
@@ -122,7 +122,7 @@ export function ready() {
     script.onerror = () => {
       loading = null;
       script.remove();
-      reject(new Error("The script that draws charts did not load."));
+      reject(new Error("The chart library could not be loaded."));
     };
     document.head.append(script);
   });

@@ -1,13 +1,13 @@
-// Makes elements. Text only ever becomes text: nothing here, nor anywhere else, parses data as HTML.
+// Creates and fills elements. Data always becomes text nodes: the dashboard never parses data as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An HTML element. `on...` attributes are listeners, `style` is an object; null, undefined and false are left out. */
+/** Creates an HTML element. `on...` attributes are listeners, `style` is an object; null, undefined and false are left out. */
 export function h(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** An SVG element, by the same rules. */
+/** Creates an SVG element by the same rules. */
 export function s(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -24,7 +24,7 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Appends nodes, texts and lists of them; null, undefined and false are left out. */
+/** Appends nodes, texts and nested lists of them; null, undefined and false are left out. */
 export function add(element, ...children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
@@ -33,26 +33,26 @@ export function add(element, ...children) {
   return element;
 }
 
-/** Puts these children in the place of whatever is there. */
+/** Replaces all children of an element. */
 export function replace(element, ...children) {
   element.replaceChildren();
   return add(element, ...children);
 }
 
-/** Writes a text only where it differs, so that a screen reader or the layout is not bothered for nothing. */
+/** Sets the text of an element only if it differs, which avoids needless layout and announcements. */
 export function write(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
 let counted = 0;
 
-/** An id that no other element has. */
+/** Returns a unique element id. */
 export function freshId(prefix) {
   counted += 1;
   return `${prefix}-${counted}`;
 }
 
-/** Says something to screen readers alone. */
-export function speak(text) {
-  document.getElementById("spoken").textContent = text;
+/** Announces a text to screen readers. */
+export function announce(text) {
+  document.getElementById("announcements").textContent = text;
 }

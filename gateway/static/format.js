@@ -1,8 +1,8 @@
-// How numbers, times and sizes are written: one way each, everywhere.
+// Formatting of numbers, times and sizes.
 
 const GROUPED = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
-/** A measured value with about four figures; a dash for one that is missing. */
+/** Formats a measured value with about four significant digits; a dash if it is missing. */
 export function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
@@ -13,31 +13,31 @@ export function number(value) {
   return minus(value.toFixed(digits));
 }
 
-/** A count, in groups of three digits. */
+/** Formats a count with digit grouping. */
 export function whole(value) {
   return value === null || value === undefined ? "–" : minus(GROUPED.format(value));
 }
 
-/** A number as one would type it, a setting's value, to six figures; anything else as it is. */
+/** Formats a setting as one would type it, with up to six significant digits. */
 export function exact(value) {
   if (value === null || value === undefined) return "–";
   return typeof value === "number" ? String(Number(value.toPrecision(6))) : String(value);
 }
 
-/** With its sign, for a difference. */
+/** Formats a difference with its sign. */
 export function signed(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   return value > 0 ? `+${number(value)}` : number(value);
 }
 
-/** A share of one as a percentage. */
+/** Formats a fraction as a percentage. */
 export function percent(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const shown = value * 100;
   return `${shown >= 10 || shown === 0 ? shown.toFixed(0) : shown.toFixed(1)} %`;
 }
 
-/** Seconds of work. */
+/** Formats a duration of work, given in seconds. */
 export function seconds(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
@@ -46,7 +46,7 @@ export function seconds(value) {
   return duration(value);
 }
 
-/** A longer time, in its two largest units. */
+/** Formats a longer duration in its two largest units, given in seconds. */
 export function duration(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const all = Math.max(0, Math.round(value));
@@ -56,18 +56,18 @@ export function duration(value) {
   return `${Math.floor(all / 86400)} d ${Math.floor((all % 86400) / 3600)} h`;
 }
 
-/** How long ago a moment was, in its largest unit. */
+/** Formats the time since a moment in its largest unit. */
 export function ago(moment, now = Date.now() / 1000) {
-  const passed = now - moment;
-  if (!moment || !Number.isFinite(passed)) return "–";
-  if (passed < 5) return "now";
-  if (passed < 60) return `${Math.round(passed)} s ago`;
-  if (passed < 3600) return `${Math.round(passed / 60)} min ago`;
-  if (passed < 86400) return `${Math.round(passed / 3600)} h ago`;
-  return `${Math.round(passed / 86400)} d ago`;
+  const elapsed = now - moment;
+  if (!moment || !Number.isFinite(elapsed)) return "–";
+  if (elapsed < 5) return "now";
+  if (elapsed < 60) return `${Math.round(elapsed)} s ago`;
+  if (elapsed < 3600) return `${Math.round(elapsed / 60)} min ago`;
+  if (elapsed < 86400) return `${Math.round(elapsed / 3600)} h ago`;
+  return `${Math.round(elapsed / 86400)} d ago`;
 }
 
-/** A moment as date and time of the reader's own clock. */
+/** Formats a moment as local date and time. */
 export function moment(value) {
   if (!value) return "–";
   const at = new Date(value * 1000);
@@ -76,7 +76,7 @@ export function moment(value) {
   return `${day} ${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
 }
 
-/** A size in bytes. */
+/** Formats a size in bytes. */
 export function bytes(value) {
   if (value === null || value === undefined) return "–";
   const units = ["B", "kB", "MB", "GB", "TB"];
@@ -89,12 +89,12 @@ export function bytes(value) {
   return `${unit === 0 ? size : size.toFixed(size < 10 ? 1 : 0)} ${units[unit]}`;
 }
 
-/** A metric's or setting's name in words: `reward_mean` is "reward mean". */
+/** Returns the name of a metric or setting in words: `reward_mean` is "reward mean". */
 export function words(name) {
   return name.replaceAll("_", " ");
 }
 
-/** One or several: `plural(2, "alert")` is "2 alerts". */
+/** Formats a count with its noun: `plural(2, "alert")` is "2 alerts". */
 export function plural(count, word, many = `${word}s`) {
   return `${whole(count)} ${count === 1 ? word : many}`;
 }

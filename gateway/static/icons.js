@@ -1,4 +1,4 @@
-// The icons, drawn as strokes on a 24 by 24 grid. They always stand beside words, or on a button that has a label.
+// Icons, as strokes on a 24 by 24 grid. Each is shown beside text or on a labelled button.
 
 import { s } from "./dom.js";
 
@@ -32,7 +32,7 @@ const PATHS = {
   higher: "M12 18.5v-13M6.5 11L12 5.5l5.5 5.5",
 };
 
-/** One of them, hidden from screen readers. */
+/** Returns an icon, hidden from screen readers. */
 export function icon(name, size = 16) {
   return s(
     "svg",

@@ -1,4 +1,4 @@
-// Sets the theme before anything is drawn, so that a page never flashes in the other one.
+// Sets the theme before the page is drawn, so that it does not flash in the other theme.
 "use strict";
 (() => {
   const chosen = localStorage.getItem("quartet.theme");

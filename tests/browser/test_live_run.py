@@ -69,7 +69,7 @@ def test_the_pause_button_stops_the_step_counter_and_resume_lets_it_go_on(
     run.control.resume()
     window.wait_for_state("training")
     window.press("Pause")
-    assert "finishes the step in hand" in window.confirm("Pause")
+    assert "The current step completes" in window.confirm("Pause")
     window.wait_for_state("paused")
     stopped = run.board.current().step
     assert eventually(window.step, lambda step: step == stopped) == stopped
@@ -103,10 +103,10 @@ def test_a_value_out_of_bounds_is_refused_beside_its_field(window: Window, going
     changes = RunFiles(going[0].config.run_directory).changes
     before = changes.read_bytes() if changes.exists() else b""
     window.show("runs/watched/config")
-    field = window.page.get_by_label("Actor's learning rate")
+    field = window.page.get_by_label("Actor learning rate")
     field.fill("7")
     window.press("Change …")
-    window.page.get_by_text("Expected a number from 0 to").wait_for()
+    window.page.get_by_text("Enter a number from 0 to").wait_for()
     assert field.get_attribute("aria-invalid") == "true"
     assert (changes.read_bytes() if changes.exists() else b"") == before
 
@@ -160,9 +160,9 @@ def test_an_alert_that_comes_while_the_run_is_read_is_counted(
 def test_a_rewind_to_the_beginning_is_read_and_not_heard(window: Window) -> None:
     window.page.evaluate(
         """async () => {
-            const { Events } = await import("/static/events.js");
+            const { EventStream } = await import("/static/event_stream.js");
             window.heard = [];
-            window.stream = new Events("watched");
+            window.stream = new EventStream("watched");
             for (const kind of ["rewind", "step"]) window.stream.on(kind, ({ step }) => window.heard.push([kind, step]));
             window.stream.last = "g1.s1.a0.e0.c0.k0";
             window.stream.start();
@@ -176,9 +176,9 @@ def test_a_stream_that_broke_off_goes_on_without_a_gap(window: Window, going: tu
     run, _ = going
     window.page.evaluate(
         """async () => {
-            const { Events } = await import("/static/events.js");
+            const { EventStream } = await import("/static/event_stream.js");
             window.heard = [];
-            window.stream = new Events("watched");
+            window.stream = new EventStream("watched");
             window.stream.on("step", ({ step }) => window.heard.push(step));
             window.stream.start();
         }"""

@@ -117,7 +117,7 @@ def test_keys_reach_every_section_and_can_be_switched_off(shown: Gateway, open_d
         window.page.keyboard.press("7")
         window.heading("Guards")
         window.page.keyboard.press("?")
-        window.page.get_by_label("Keyboard shortcuts").uncheck()
+        window.page.get_by_label("Enable keyboard shortcuts").uncheck()
         window.page.keyboard.press("Escape")
         window.page.keyboard.press("2")
         assert window.page.url.endswith("/guards")
@@ -136,7 +136,7 @@ def test_events_are_split_wherever_the_network_cuts_them(shown: Gateway, open_da
         for size in (1, 2, 3, 7, len(text)):
             found = window.page.evaluate(
                 """async ([text, size]) => {
-                    const { Parser } = await import("/static/events.js");
+                    const { Parser } = await import("/static/event_stream.js");
                     const found = [];
                     const parser = new Parser((event) => found.push(event));
                     for (let at = 0; at < text.length; at += size) parser.feed(text.slice(at, at + size));

@@ -1,8 +1,8 @@
-// Dialogs: the browser's own, which keep the focus inside and close with Escape.
+// Dialogs, as native dialog elements: they keep the focus inside and close with Escape.
 
 import { freshId, h } from "../dom.js";
 
-/** Opens a dialog around `content`; `close(value)` ends it. Gives what it was closed with, null for Escape. */
+/** Opens a dialog. `content(close)` returns its elements. Resolves to the value given to `close`, or null after Escape. */
 export function openDialog(title, content, { wide = false } = {}) {
   return new Promise((resolve) => {
     const label = freshId("dialog");
@@ -27,7 +27,7 @@ export function openDialog(title, content, { wide = false } = {}) {
   });
 }
 
-/** Asks before something is done. `danger` is for what cannot be undone. */
+/** Asks for confirmation. Resolves to true if the user agrees. `danger` marks an action that cannot be undone. */
 export function confirm(title, explanation, { verb, danger = false }) {
   return openDialog(title, (close) => [
     h("div", { class: "stack" }, explanation),

@@ -1,8 +1,8 @@
-// The timeline of a step: a row for each service, its work in colour, its idle time hatched, the chain outlined.
+// The timeline of a step: one row per service with coloured work, hatched idle time and an outlined critical path.
 
 import { h, s, write } from "../dom.js";
 import { percent, seconds } from "../format.js";
-import { chain, gaps, isWork, lengthOf, servicesOf, union } from "../timeline.js";
+import { criticalPath, gaps, isWork, lengthOf, servicesOf, union } from "../timeline_analysis.js";
 
 const COLOURS = {
   generate: "blue",
@@ -16,27 +16,27 @@ const ROW = 34;
 const BAR = 20;
 const TOP = 6;
 
-/** The custom property that holds the colour of a phase. */
+/** Returns the CSS variable with the colour of a phase. */
 export const colourOf = (phase) => `var(--${COLOURS[phase] ?? "grey"})`;
 
-/** Draws into a width in pixels; gives an element that ends with a line of text about the span under the pointer. */
+/** Returns the timeline for a width in pixels, followed by a line of text about the span under the pointer. */
 export function gantt(spans, width) {
   const names = servicesOf(spans);
   const length = lengthOf(spans);
   const left = width < 500 ? 78 : 96;
   const height = TOP + names.length * ROW + 24;
   const x = (time) => left + (time / length) * (width - left - 12);
-  const linked = new Set(chain(spans).map((link) => link.span).filter(Boolean));
+  const linked = new Set(criticalPath(spans).map((link) => link.span).filter(Boolean));
   const readout = h("p", { class: "readout", "aria-live": "polite" });
-  const rest = "Point at a span, or reach it with Tab and the arrow keys, to read it here.";
+  const rest = "Point at a span, or select it with Tab and the arrow keys, to see its details.";
   write(readout, rest);
   const drawing = s(
     "svg",
-    { class: "gantt", viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `Timeline of the step: ${seconds(length)} in all` },
+    { class: "gantt", viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `Timeline of the step: ${seconds(length)} in total` },
     s("defs", {}, idlePattern()),
     axis(length, x, height),
   );
-  const places = [];
+  const bars = [];
   names.forEach((name, row) => {
     const y = TOP + row * ROW;
     const own = spans.filter((span) => span.service === name);
@@ -44,10 +44,10 @@ export function gantt(spans, width) {
     for (const [start, end] of gaps(union(own.filter(isWork)), length)) {
       drawing.append(s("rect", { class: "idle", x: x(start), y: y + 7, width: Math.max(0.5, x(end) - x(start)), height: BAR }));
     }
-    for (const span of own.filter(isWork)) places.push(bar(span, linked.has(span), x, y, length, readout, rest));
+    for (const span of own.filter(isWork)) bars.push(bar(span, linked.has(span), x, y, length, readout, rest));
   });
-  drawing.append(...places);
-  rove(places);
+  drawing.append(...bars);
+  enableArrowKeys(bars);
   return h("div", {}, h("div", { class: "scroll" }, drawing), readout);
 }
 
@@ -55,9 +55,9 @@ function bar(span, linked, x, y, length, readout, rest) {
   const calls = span.count > 1 ? `, ${span.count} calls` : "";
   const text =
     `${span.service}: ${span.phase}, ${seconds(span.end - span.start)} (${percent((span.end - span.start) / length)} of the step), ` +
-    `from ${seconds(span.start)} to ${seconds(span.end)}${calls}${linked ? ", on the chain" : ""}`;
-  const tell = () => write(readout, text);
-  const quiet = () => write(readout, rest);
+    `from ${seconds(span.start)} to ${seconds(span.end)}${calls}${linked ? ", on the critical path" : ""}`;
+  const showDetails = () => write(readout, text);
+  const hideDetails = () => write(readout, rest);
   const width = Math.max(1.2, x(span.end) - x(span.start));
   const rect = s("rect", {
     class: `span${linked ? " chain-span" : ""}`,
@@ -69,10 +69,10 @@ function bar(span, linked, x, y, length, readout, rest) {
     tabindex: -1,
     role: "img",
     "aria-label": text,
-    onpointerenter: tell,
-    onpointerleave: quiet,
-    onfocus: tell,
-    onblur: quiet,
+    onpointerenter: showDetails,
+    onpointerleave: hideDetails,
+    onfocus: showDetails,
+    onblur: hideDetails,
   });
   rect.style.fill = colourOf(span.phase);
   if (linked) {
@@ -82,17 +82,17 @@ function bar(span, linked, x, y, length, readout, rest) {
   return rect;
 }
 
-/** One span at a time can be reached with Tab; the arrow keys move among them. */
-function rove(places) {
-  if (!places.length) return;
-  places[0].setAttribute("tabindex", "0");
-  places.forEach((place, at) =>
-    place.addEventListener("keydown", (event) => {
+/** Makes one span reachable with Tab; the arrow keys move between spans. */
+function enableArrowKeys(bars) {
+  if (!bars.length) return;
+  bars[0].setAttribute("tabindex", "0");
+  bars.forEach((current, at) =>
+    current.addEventListener("keydown", (event) => {
       const move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-      const next = places[at + (move ?? 0)];
+      const next = bars[at + (move ?? 0)];
       if (!move || !next) return;
       event.preventDefault();
-      place.setAttribute("tabindex", "-1");
+      current.setAttribute("tabindex", "-1");
       next.setAttribute("tabindex", "0");
       next.focus();
     }),
@@ -123,7 +123,7 @@ function niceStep(rough) {
   return [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
 }
 
-/** What the colours mean, of the phases that there are. */
+/** Returns the legend of the phases that occur. */
 export function ganttKeys(spans) {
   const phases = [...new Set(spans.filter(isWork).map((span) => span.phase))];
   const own = phases.filter((phase) => COLOURS[phase]);
@@ -134,6 +134,6 @@ export function ganttKeys(spans) {
     own.map((phase) => h("span", {}, h("i", { style: { "--key": colourOf(phase) } }), phase.replaceAll("_", "-"))),
     rest.length ? h("span", {}, h("i", { style: { "--key": "var(--grey)" } }), rest.join(", ")) : null,
     h("span", {}, h("i", { class: "idle" }), "idle"),
-    h("span", {}, h("i", { class: "chain" }), "on the chain"),
+    h("span", {}, h("i", { class: "chain" }), "on the critical path"),
   );
 }

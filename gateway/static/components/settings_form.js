@@ -1,4 +1,4 @@
-// Settings that can be changed while a run goes on: bounds beside each, a question before, errors beside the field.
+// A form for the settings that can be changed during training, with bounds, confirmation and errors beside each field.
 
 import * as api from "../api.js";
 import { freshId, h, replace } from "../dom.js";
@@ -6,31 +6,31 @@ import { exact } from "../format.js";
 import { confirm } from "./dialog.js";
 import { toast, toastProblem } from "./toast.js";
 
-const MEANING = {
+const LABELS = {
   kl_coefficient: "KL coefficient β",
-  "actor.learning_rate": "Actor's learning rate",
-  "critic.learning_rate": "Critic's learning rate",
+  "actor.learning_rate": "Actor learning rate",
+  "critic.learning_rate": "Critic learning rate",
 };
 
-/** `settings`: SettingInfo each. Calls `done(answer)` with the settings after a change. */
+/** `settings` holds SettingInfo objects. Calls `done(answer)` with the settings after a change. */
 export function settingsForm(run, settings, mayCommand, done) {
   const rows = settings.map((setting) => row(setting, mayCommand));
   const send = async (event) => {
     event.preventDefault();
-    rows.forEach((item) => item.blame(""));
+    rows.forEach((item) => item.setProblem(""));
     const changed = rows.filter((item) => item.changed());
-    if (!changed.length) return toast("Nothing is changed yet: enter another value first.", "bad");
+    if (!changed.length) return toast("No value was changed. Enter a new value first.", "bad");
     const wrong = changed.filter((item) => !item.valid());
     if (wrong.length) return wrong[0].input.focus();
-    if (!(await ask(changed))) return;
+    if (!(await confirmChanges(changed))) return;
     try {
       const answer = await api.changeSettings(run, Object.fromEntries(changed.map((item) => [item.setting.name, item.value()])));
-      toast(`Changed: ${changed.map((item) => `${MEANING[item.setting.name]} is now ${exact(item.value())}`).join("; ")}.`);
+      toast(`Changed: ${changed.map((item) => `${LABELS[item.setting.name]} is now ${exact(item.value())}`).join("; ")}.`);
       done(answer);
     } catch (problem) {
       if (!(problem.status >= 0)) throw problem;
       const known = problem.fields.filter((field) => changed.some((item) => field.field.endsWith(item.setting.name)));
-      for (const field of known) changed.find((item) => field.field.endsWith(item.setting.name)).blame(field.problem);
+      for (const field of known) changed.find((item) => field.field.endsWith(item.setting.name)).setProblem(field.problem);
       if (!known.length) toastProblem(problem);
     }
   };
@@ -40,16 +40,16 @@ export function settingsForm(run, settings, mayCommand, done) {
     rows.map((item) => item.element),
     mayCommand
       ? h("div", { class: "dialog-end", style: { "margin-top": "12px" } }, h("button", { class: "button", type: "reset" }, "Reset"), h("button", { class: "button primary", type: "submit" }, "Change …"))
-      : h("p", { class: "muted small", style: { "margin-top": "10px" } }, "Your token may read, not change."),
+      : h("p", { class: "muted small", style: { "margin-top": "10px" } }, "This token is read-only."),
   );
 }
 
-function ask(changed) {
+function confirmChanges(changed) {
   return confirm(
     changed.length > 1 ? "Change these settings?" : "Change this setting?",
     [
-      h("dl", { class: "facts" }, changed.map(({ setting, value }) => [h("dt", {}, MEANING[setting.name]), h("dd", {}, `${exact(setting.value)} → `, h("b", {}, exact(value())))])),
-      h("p", { class: "muted small" }, "They hold from the first step that has not begun, and are written down with your access and address."),
+      h("dl", { class: "facts" }, changed.map(({ setting, value }) => [h("dt", {}, LABELS[setting.name]), h("dd", {}, `${exact(setting.value)} → `, h("b", {}, exact(value())))])),
+      h("p", { class: "muted small" }, "The new values apply from the next step that has not started. The audit log records your access and address."),
     ],
     { verb: "Change" },
   );
@@ -60,31 +60,31 @@ function row(setting, mayCommand) {
   const { name, value: now, low, high } = setting;
   const input = h("input", { id, name, type: "text", inputmode: "decimal", autocomplete: "off", value: exact(now), disabled: !mayCommand, "aria-describedby": `${bounds} ${problem}` });
   input.defaultValue = exact(now);
-  const said = h("span", { id: problem, class: "problem" });
+  const problemText = h("span", { id: problem, class: "problem" });
   const item = {
     setting,
     input,
     value: () => Number(input.value.trim()),
     changed: () => input.value.trim() !== exact(now) && !(input.value.trim() !== "" && Number(input.value) === now),
-    blame(text) {
-      replace(said, text);
+    setProblem(text) {
+      replace(problemText, text);
       if (text) input.setAttribute("aria-invalid", "true");
       else input.removeAttribute("aria-invalid");
     },
     valid() {
-      const found = item.value();
-      const fine = input.value.trim() !== "" && Number.isFinite(found) && found >= low && found <= high;
-      item.blame(fine ? "" : `Expected a number from ${exact(low)} to ${exact(high)}.`);
-      return fine;
+      const entered = item.value();
+      const valid = input.value.trim() !== "" && Number.isFinite(entered) && entered >= low && entered <= high;
+      item.setProblem(valid ? "" : `Enter a number from ${exact(low)} to ${exact(high)}.`);
+      return valid;
     },
   };
   item.element = h(
     "div",
     { class: "setting" },
-    h("label", { for: id }, MEANING[name] ?? name),
+    h("label", { for: id }, LABELS[name] ?? name),
     input,
     h("span", { id: bounds, class: "muted small" }, `${exact(low)} to ${exact(high)}`),
-    said,
+    problemText,
   );
   return item;
 }

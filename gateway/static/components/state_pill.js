@@ -1,4 +1,4 @@
-// States, health and guard actions: always a word with an icon, never colour alone.
+// Labels of run states, service health and guard actions. Each has text and an icon, so that colour is not needed.
 
 import { h } from "../dom.js";
 import { icon } from "../icons.js";
@@ -26,14 +26,14 @@ function pill(shape, tone, text) {
   return h("span", { class: "pill", "data-tone": tone }, icon(shape, 14), text);
 }
 
-/** Where a run stands. */
+/** Returns the label of a run state. */
 export const statePill = (state) => pill(...(STATES[state] ?? ["circle", null]), state);
 
-/** How a service is. */
+/** Returns the label of a service's health. */
 export const healthPill = (health) => pill(...(HEALTH[health] ?? ["circle", null, health]));
 
-/** What a guard does, or did. */
+/** Returns the label of a guard action. */
 export const actionPill = (action) => pill(...(ACTIONS[action] ?? ["circle", null]), action);
 
-/** good, warn or bad: the colour that goes with a health. */
+/** Returns the colour of a service's health: good, warn, bad, or null. */
 export const toneOf = (health) => HEALTH[health]?.[1] ?? null;

@@ -1,11 +1,11 @@
-// Tables: a caption for screen readers, a frame that scrolls sideways, rows that open something.
+// Tables with a caption for screen readers, horizontal scrolling, and optionally clickable rows.
 
 import { h } from "../dom.js";
 
 /**
- * `columns`: {label, cell(row) -> node or text, number, clip, head, sort}. `label` may be a node; `head` marks the column that
- * names the row; `sort` is {by: "ascending" | "descending" | null, onclick}. `href(row)` or `onrow(row)` is where a click anywhere
- * in a row leads: the row must hold a link of its own for the keyboard. `chosen(row)` marks rows; `short`: long ones scroll.
+ * `columns` holds {label, cell(row) -> node or text, number, clip, head, sort} objects. `label` may be a node; `head` marks the column
+ * that names the row; `sort` is {by: "ascending" | "descending" | null, onclick}. A click on a row opens `href(row)` or calls
+ * `onrow(row)`; the row must also contain a link for keyboard users. `chosen(row)` highlights rows; `short` limits the height.
  */
 export function table({ caption, columns, rows, href, onrow, chosen, short = false }) {
   const head = columns.map((column) =>
@@ -42,12 +42,12 @@ function arrow(by) {
 }
 
 function follow(event, open) {
-  // Links, boxes and selected text keep what they do by themselves.
+  // Clicks on controls and text selections must not open the row.
   if (event.target.closest("a, button, input, label") || String(getSelection())) return;
   open();
 }
 
-/** Label and value, one below the other. */
+/** Returns a list of labels and values. */
 export function facts(pairs) {
   return h(
     "dl",

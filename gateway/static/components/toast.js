@@ -1,11 +1,11 @@
-// Short news at the edge of the window, read aloud by screen readers.
+// Short notifications at the edge of the window, which screen readers announce.
 
 import { h } from "../dom.js";
 import { icon } from "../icons.js";
 
-const SHOWN_FOR = { good: 6000, bad: 15000 };
+const DURATION_MS = { good: 6000, bad: 15000 };
 
-/** Shows a text; `tone` is good or bad. Stays while the pointer is on it. */
+/** Shows a notification; `tone` is good or bad. It stays while the pointer is over it. */
 export function toast(text, tone = "good") {
   const close = h(
     "button",
@@ -13,7 +13,7 @@ export function toast(text, tone = "good") {
     icon("cross", 14),
   );
   const item = h("div", { class: "toast", "data-tone": tone }, h("div", {}, text), close);
-  let timer = setTimeout(() => item.remove(), SHOWN_FOR[tone]);
+  let timer = setTimeout(() => item.remove(), DURATION_MS[tone]);
   item.addEventListener("pointerenter", () => clearTimeout(timer));
   item.addEventListener("pointerleave", () => {
     timer = setTimeout(() => item.remove(), 3000);
@@ -21,7 +21,7 @@ export function toast(text, tone = "good") {
   document.getElementById("toasts").append(item);
 }
 
-/** Shows what went wrong with a request. */
+/** Shows the error of a request. */
 export function toastProblem(problem) {
   toast([problem.message, ...(problem.fields ?? []).map((field) => `${field.field}: ${field.problem}`)].join("\n"), "bad");
 }

@@ -1,8 +1,8 @@
-// A response token by token: the text in colour, the same as bars, and one token's numbers.
+// A response token by token: coloured text, a bar chart, and the values of the selected token.
 
 import { h, replace, s } from "../dom.js";
 import { number, whole } from "../format.js";
-import { MEASURES, scaleOf } from "../token_scale.js";
+import { MEASURES, scaleOf } from "../token_colours.js";
 
 const NUMBERS = [
   ["Log-prob", (token) => token.log_prob],
@@ -13,12 +13,12 @@ const NUMBERS = [
   ["Return", (token) => token.return],
 ];
 
-/** A token's text where white space must be seen. */
+/** Returns a token's text with visible white space. */
 export function visible(text) {
   return text === "" ? "∅" : text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 }
 
-/** `tokens` of the response; `measure` a name of MEASURES. */
+/** Shows the tokens of a response; `measure` is a key of MEASURES. */
 export class TokenView {
   constructor(tokens, measure) {
     this.tokens = tokens;
@@ -26,7 +26,7 @@ export class TokenView {
     this.facts = h("div", { class: "token-facts" });
     this.legend = h("div", { class: "legend" });
     this.strip = s("svg", { class: "strip", preserveAspectRatio: "none", "aria-hidden": "true" });
-    this.text = h("div", { class: "tokens", role: "group", "aria-label": "The response, token by token; the arrow keys move among tokens" });
+    this.text = h("div", { class: "tokens", role: "group", "aria-label": "The response, token by token; use the arrow keys to move between tokens" });
     this.spans = tokens.map((token, at) => this.span(token, at));
     replace(this.text, this.spans);
     this.spans[0]?.setAttribute("tabindex", "0");
@@ -40,7 +40,7 @@ export class TokenView {
   }
 
   span(token, at) {
-    // A line break is shown, and breaks the line.
+    // A line break gets a visible symbol and also breaks the line.
     const text = token.text === "" ? "∅" : token.text.replace(/\n/g, "↵\n");
     return h(
       "span",
@@ -89,11 +89,11 @@ export class TokenView {
   drawStrip(scale, of) {
     const count = this.tokens.length;
     const middle = scale.signed ? 40 : 4;
-    const reach = scale.signed ? 36 : 76;
+    const extent = scale.signed ? 36 : 76;
     this.strip.setAttribute("viewBox", `0 0 ${count} 80`);
     this.bars = this.tokens.map((token, at) => {
       const value = of(token);
-      const size = Number.isFinite(value) ? scale.place(value) * reach : 0;
+      const size = Number.isFinite(value) ? scale.position(value) * extent : 0;
       const height = Math.max(0.8, Math.abs(size));
       const bar = s("rect", { x: at + 0.1, width: 0.8, y: scale.signed ? (size > 0 ? middle - height : middle) : middle, height });
       bar.style.fill = scale.signed && value < 0 ? "var(--blue)" : "var(--orange)";
@@ -103,14 +103,14 @@ export class TokenView {
     replace(this.strip, this.bars, zero);
   }
 
-  /** Shows the numbers of a token; null for none. */
+  /** Shows the values of a token; null shows a hint. */
   pick(at) {
     for (const list of [this.spans, this.bars]) {
       list[this.at]?.classList.remove("picked");
       if (at !== null) list[at]?.classList.add("picked");
     }
     this.at = at;
-    if (at === null) return replace(this.facts, h("span", { class: "muted" }, "Point at a token to read its numbers; they are all in the table below, too."));
+    if (at === null) return replace(this.facts, h("span", { class: "muted" }, "Point at a token to see its values. The table below lists all tokens."));
     const token = this.tokens[at];
     replace(
       this.facts,
@@ -120,7 +120,7 @@ export class TokenView {
   }
 }
 
-/** Columns of the table of tokens. */
+/** Columns of the token table. */
 export const tokenColumns = [
   { label: "#", number: true, cell: ({ at }) => String(at + 1) },
   { label: "Token", head: true, cell: ({ token }) => h("code", {}, visible(token.text)) },

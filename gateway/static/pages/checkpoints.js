@@ -1,8 +1,8 @@
-// Checkpoints: what can be gone back to.
+// The checkpoints of a run, and rollback.
 
 import * as api from "../api.js";
 import { confirm } from "../components/dialog.js";
-import { empty, fillWith } from "../components/states.js";
+import { empty, fillWith } from "../components/placeholders.js";
 import { table } from "../components/table.js";
 import { toast, toastProblem } from "../components/toast.js";
 import { h, replace } from "../dom.js";
@@ -29,27 +29,27 @@ export async function checkpointsPage({ frame, run, element, signal }) {
       h(
         "div",
         { class: "end" },
-        command ? h("button", { class: "button", type: "button", onclick: () => frame.controls.give("checkpoint") }, icon("save"), "Checkpoint now") : null,
+        command ? h("button", { class: "button", type: "button", onclick: () => frame.controls.send("checkpoint") }, icon("save"), "Checkpoint now") : null,
       ),
     ),
     list,
-    command || !frame.mayCommand ? null : h("p", { class: "muted small", style: { "margin-top": "10px" } }, `Nothing runs this run. Go back with quartet rollback ${run} STEP, then quartet train --resume.`),
+    command || !frame.mayCommand ? null : h("p", { class: "muted small", style: { "margin-top": "10px" } }, `The run is not active. Roll it back with quartet rollback ${run} STEP, then continue with quartet train --resume.`),
   );
   frame.events.on("checkpoint", () => read(true), signal);
   await read(false);
 }
 
 function drawn(frame, rows) {
-  if (!rows.length) return empty("No checkpoints", "One is saved every ", h("code", {}, "checkpoint.every_steps"), " steps, and whenever you ask for one.");
+  if (!rows.length) return empty("No checkpoints", "A checkpoint is saved every ", h("code", {}, "checkpoint.every_steps"), " steps, and on request.");
   return table({
-    caption: "Checkpoints, the newest first",
+    caption: "Checkpoints, newest first",
     rows: [...rows].sort((a, b) => b.step - a.step),
     columns: [
       { label: "Step", head: true, cell: (row) => whole(row.step) },
       { label: "Name", cell: (row) => row.name ?? h("span", { class: "muted" }, "–") },
       { label: "Saved", cell: (row) => h("time", { title: moment(row.created) }, ago(row.created)) },
       { label: "Size", number: true, cell: (row) => bytes(row.bytes) },
-      { label: "State", cell: (row) => (row.problem ? h("span", { class: "bad" }, row.problem) : h("span", { class: "good" }, "whole")) },
+      { label: "State", cell: (row) => (row.problem ? h("span", { class: "bad" }, row.problem) : h("span", { class: "good" }, "complete")) },
       { label: h("span", { class: "unseen" }, "Actions"), number: true, cell: (row) => rollBackButton(frame, row) },
     ],
   });
@@ -60,10 +60,10 @@ function rollBackButton(frame, { step, problem }) {
   const later = () => Math.max(0, frame.detail.step - step);
   const onclick = async () => {
     const text = [
-      h("p", {}, `The run forgets its last ${plural(later(), "step")} and goes on from step ${whole(step)}.`),
-      h("p", { class: "muted" }, "Metrics, trajectories and later checkpoints of those steps are removed. This cannot be undone."),
+      h("p", {}, `The last ${plural(later(), "step")} of the run ${later() === 1 ? "is" : "are"} discarded, and training continues from step ${whole(step)}.`),
+      h("p", { class: "muted" }, "The metrics, trajectories and checkpoints of those steps are deleted. This cannot be undone."),
     ];
-    if (!(await confirm(`Go back to step ${whole(step)}?`, text, { verb: "Roll back", danger: true }))) return;
+    if (!(await confirm(`Roll back to step ${whole(step)}?`, text, { verb: "Roll back", danger: true }))) return;
     try {
       toast((await api.rollBack(frame.run, step)).detail);
     } catch (error) {

@@ -1,21 +1,21 @@
-// Several runs over one another, and where their configs differ.
+// Comparison of several runs: their curves, and the differences of their configs.
 
-import { note, to } from "../address.js";
+import { updateQuery, to } from "../address.js";
 import * as api from "../api.js";
 import { colourName } from "../charts.js";
-import { CurveData } from "../components/curve_data.js";
-import { Curves } from "../components/curves.js";
-import { chartsOf, namesOf } from "../components/metric_charts.js";
+import { MetricData } from "../components/metric_data.js";
+import { ChartGroup } from "../components/chart_group.js";
+import { chartsOf, namesOf } from "../components/chart_definitions.js";
 import { statePill } from "../components/state_pill.js";
-import { empty, failure, loading } from "../components/states.js";
+import { empty, failure, loading } from "../components/placeholders.js";
 import { table } from "../components/table.js";
-import { leaves, shown } from "../components/tree.js";
+import { leaves, shown } from "../components/config_tree.js";
 import { h, replace } from "../dom.js";
 import { number, whole } from "../format.js";
 
 const POINTS = 600;
-/** As many as have a colour of their own. */
-const MOST = 6;
+/** Number of distinct colours. */
+const MAX_RUNS = 6;
 
 /** Draws the page; `signal` ends it. */
 export async function comparePage({ main, where, query, signal }) {
@@ -23,9 +23,9 @@ export async function comparePage({ main, where, query, signal }) {
   replace(where, h("a", { href: "#/runs" }, "Runs"), h("span", { "aria-hidden": "true" }, "/"), h("span", {}, "compare"));
   const names = (query.get("runs") ?? "").split(",").filter(Boolean);
   if (names.length < 2) {
-    return replace(main, h("h1", {}, "Compare"), empty("Choose two runs or more", h("a", { href: "#/runs" }, "in the list of runs"), "."));
+    return replace(main, h("h1", {}, "Compare"), empty("Select at least two runs", h("a", { href: "#/runs" }, "in the list of runs"), "."));
   }
-  const page = new ComparePage(main, names.slice(0, MOST), signal, query);
+  const page = new ComparePage(main, names.slice(0, MAX_RUNS), signal, query);
   await page.read();
 }
 
@@ -59,8 +59,8 @@ class ComparePage {
     const range = this.first ? { first: this.first, last: this.last } : {};
     const answers = await api.metricsOfRuns(this.names, namesOf(this.base), range, POINTS, this.signal);
     this.data = answers.map((answer) => {
-      const data = new CurveData();
-      data.take(answer);
+      const data = new MetricData();
+      data.load(answer);
       return data;
     });
     const first = this.first ?? Math.max(1, Math.min(...answers.map((answer) => answer.first || 1)));
@@ -72,7 +72,7 @@ class ComparePage {
   }
 
   draw() {
-    this.curves = new Curves(this.signal, (start, end) => this.zoom(start, end));
+    this.curves = new ChartGroup(this.signal, (start, end) => this.zoom(start, end));
     this.cards = this.base.flatMap((chart) =>
       chart.series
         .map((series, at) => ({ series, at }))
@@ -99,7 +99,7 @@ class ComparePage {
   zoom(start, end) {
     if (start === null && !this.first) return;
     [this.first, this.last] = start === null || end - start < 2 ? [null, null] : [start, end];
-    note({ start: this.first, end: this.last });
+    updateQuery({ start: this.first, end: this.last });
     this.readCurves().catch((problem) => {
       if (problem.name !== "AbortError") replace(this.main, failure(problem, () => this.read()));
     });
@@ -133,22 +133,22 @@ class ComparePage {
     return h(
       "section",
       { class: "panel" },
-      h("h3", {}, "Where their configs differ"),
+      h("h3", {}, "Config differences"),
       rows.length
         ? table({
-            caption: "Settings that differ",
+            caption: "Different settings",
             rows,
             columns: [
               { label: "Setting", head: true, cell: (path) => h("code", {}, path) },
               ...this.names.map((name, at) => ({ label: name, cell: (path) => h("code", {}, shown(maps[at].get(path))) })),
             ],
           })
-        : empty("They do not", "These runs have the same settings but for their names."),
+        : empty("No differences", "These runs have the same settings except for their names."),
     );
   }
 }
 
-/** Bands of several runs would hide one another. */
+/** Removes the band: the bands of several runs would overlap. */
 function strip(line) {
   return line ? { ...line, low: null, high: null } : null;
 }

@@ -1,10 +1,10 @@
-// The settings of a run: what can be changed now, what was, who commanded what, and the whole tree.
+// The config of a run: settings that can be changed now, past changes, the audit log, and the resolved config.
 
 import * as api from "../api.js";
 import { settingsForm } from "../components/settings_form.js";
-import { empty, fillWith } from "../components/states.js";
+import { empty, fillWith } from "../components/placeholders.js";
 import { table } from "../components/table.js";
-import { shown, tree } from "../components/tree.js";
+import { shown, tree } from "../components/config_tree.js";
 import { h, replace } from "../dom.js";
 import { exact, moment, whole } from "../format.js";
 
@@ -26,7 +26,7 @@ export async function configPage({ frame, run, element, signal }) {
   frame.events.on(
     "change",
     () => {
-      // Somebody else's change must not take away what one is typing.
+      // A change by another user must not discard what this user is typing.
       if (!live.contains(document.activeElement)) readSettings(true);
       readAudit();
     },
@@ -44,10 +44,10 @@ function settings(frame, run, answer, done) {
     h(
       "section",
       { class: "panel padded" },
-      h("h3", { style: { padding: "0 0 6px" } }, "While it goes on"),
+      h("h3", { style: { padding: "0 0 6px" } }, "Live settings"),
       answer.settings.length
         ? settingsForm(run, answer.settings, frame.mayCommand, done)
-        : h("p", { class: "muted" }, "Nothing can be changed now: the run is not going on."),
+        : h("p", { class: "muted" }, "No setting can be changed: the run is not active."),
     ),
     answer.changes.length ? h("section", { class: "panel" }, h("h3", {}, "Changes of settings"), changes(answer.changes)) : null,
   ];
@@ -55,7 +55,7 @@ function settings(frame, run, answer, done) {
 
 function changes(rows) {
   return table({
-    caption: "Changes of settings, the newest first",
+    caption: "Changes of settings, newest first",
     rows: [...rows].reverse(),
     columns: [
       { label: "From step", number: true, cell: (row) => whole(row.step) },
@@ -74,14 +74,14 @@ function audits(answer) {
   return h(
     "section",
     { class: "panel" },
-    h("h3", {}, "Commands that were given"),
+    h("h3", {}, "Commands"),
     table({
-      caption: "Commands, the newest first",
+      caption: "Commands, newest first",
       rows,
       columns: [
         { label: "When", cell: (row) => moment(row.at) },
         { label: "Command", head: true, cell: (row) => row.command },
-        { label: "With", cell: (row) => Object.entries(row.details).map(([name, value]) => `${name} ${shown(value)}`).join(", ") || "–" },
+        { label: "Details", cell: (row) => Object.entries(row.details).map(([name, value]) => `${name} ${shown(value)}`).join(", ") || "–" },
         { label: "User", cell: (row) => row.user },
         { label: "Outcome", cell: (row) => h("span", { class: row.outcome === "accepted" ? "good" : "bad" }, row.outcome) },
       ],
@@ -95,11 +95,11 @@ function browser({ config, yaml }) {
   const draw = () => {
     const wanted = search.value.trim().toLowerCase();
     const drawn = tree(config, wanted ? (path, value) => `${path}: ${shown(value)}`.toLowerCase().includes(wanted) : null);
-    replace(body, drawn.hasChildNodes() ? drawn : empty("No setting has this"));
+    replace(body, drawn.hasChildNodes() ? drawn : empty("No matching setting"));
   };
   const copy = h("button", { class: "button", type: "button", onclick: () => copyText(yaml, copy) }, "Copy as YAML");
   draw();
-  return [h("div", { class: "page-head", style: { padding: "12px 16px 0", margin: "0" } }, h("h3", {}, "As resolved"), h("div", { class: "end" }, search, copy)), body];
+  return [h("div", { class: "page-head", style: { padding: "12px 16px 0", margin: "0" } }, h("h3", {}, "Resolved config"), h("div", { class: "end" }, search, copy)), body];
 }
 
 async function copyText(text, button) {
@@ -107,7 +107,7 @@ async function copyText(text, button) {
     await navigator.clipboard.writeText(text);
     button.textContent = "Copied";
   } catch {
-    button.textContent = "The browser does not allow it";
+    button.textContent = "Not permitted by the browser";
   }
   setTimeout(() => (button.textContent = "Copy as YAML"), 2000);
 }

@@ -1,10 +1,10 @@
-// Evaluations: how their means move, and two of them side by side, prompt by prompt.
+// Evaluations: their mean metrics over the steps, and two evaluations side by side, prompt by prompt.
 
-import { note } from "../address.js";
+import { updateQuery } from "../address.js";
 import * as api from "../api.js";
-import { choice } from "../components/choice.js";
-import { Curves } from "../components/curves.js";
-import { empty, failure, fillWith, loading } from "../components/states.js";
+import { buttonGroup } from "../components/button_group.js";
+import { ChartGroup } from "../components/chart_group.js";
+import { empty, failure, fillWith, loading } from "../components/placeholders.js";
 import { table } from "../components/table.js";
 import { freshId, h, replace } from "../dom.js";
 import { number, percent, signed, whole, words } from "../format.js";
@@ -54,7 +54,7 @@ class EvaluationsPage {
   }
 
   charts() {
-    const curves = new Curves(this.signal, null);
+    const curves = new ChartGroup(this.signal, null);
     curves.element.classList.add("small");
     const steps = this.evaluations.map((item) => item.step);
     const range = [Math.min(...steps), Math.max(...steps, Math.min(...steps) + 1)];
@@ -73,11 +73,11 @@ class EvaluationsPage {
       "section",
       { class: "panel" },
       table({
-        caption: "Evaluations over the steps, the newest first",
+        caption: "Evaluations, newest first",
         short: true,
         rows: [...this.evaluations].reverse(),
         columns: [
-          { label: "Step", head: true, cell: (row) => (row.step ? whole(row.step) : "0, the initial policy") },
+          { label: "Step", head: true, cell: (row) => (row.step ? whole(row.step) : "0 (initial policy)") },
           ...names.map((name) => ({ label: words(name.replace("eval_", "")), number: true, cell: (row) => shown(name, row.metrics[name]) })),
         ],
       }),
@@ -94,27 +94,27 @@ class EvaluationsPage {
       const list = h(
         "select",
         { id, onchange: () => this.choose(side, Number(list.value)) },
-        steps.map((step) => h("option", { value: step, selected: step === this[side] }, step ? `step ${whole(step)}` : "step 0, the initial policy")),
+        steps.map((step) => h("option", { value: step, selected: step === this[side] }, step ? `step ${whole(step)}` : "step 0 (initial policy)")),
       );
       return h("div", { class: "field" }, h("label", { for: id }, label), list);
     };
-    const kinds = choice("Which responses", [["greedy", "greedy"], ["sampled", "sampled"]], this.wanted.kind, (kind) => this.filter({ kind }));
+    const kinds = buttonGroup("Responses", [["greedy", "greedy"], ["sampled", "sampled"]], this.wanted.kind, (kind) => this.filter({ kind }));
     const filters = [["all", "all"], ["better", "right better"], ["worse", "right worse"], ["different", "texts differ"]];
-    const which = choice("Which prompts", filters, this.wanted.show, (show) => this.filter({ show }));
-    this.search = h("input", { type: "search", placeholder: "Text in prompt or answer", "aria-label": "Text in prompt or answer", "data-filter": true, oninput: () => this.drawPair() });
+    const which = buttonGroup("Prompts", filters, this.wanted.show, (show) => this.filter({ show }));
+    this.search = h("input", { type: "search", placeholder: "Text in prompt or response", "aria-label": "Text in prompt or response", "data-filter": true, oninput: () => this.drawPair() });
     return h("section", { class: "panel filters", "aria-label": "Two evaluations side by side" }, pick("Left", "left"), pick("Right", "right"), kinds, which, this.search);
   }
 
   choose(side, step) {
     this[side] = step;
     this.wanted[side] = String(step);
-    note({ [side]: step });
+    updateQuery({ [side]: step });
     this.readPair();
   }
 
   filter(changed) {
     Object.assign(this.wanted, changed);
-    note(changed);
+    updateQuery(changed);
     this.drawPair();
   }
 
@@ -143,8 +143,8 @@ class EvaluationsPage {
     const more = pairs.length > this.most;
     replace(
       this.pair,
-      h("h3", {}, `${whole(pairs.length)} of ${whole(this.rows.left.length)} prompts`, h("span", { class: "muted small" }, ` · the better answer is framed`)),
-      pairs.length ? pairs.slice(0, this.most).map(([left, right]) => this.pairRow(left, right, kind)) : empty("No prompt fits", "Choose other filters."),
+      h("h3", {}, `${whole(pairs.length)} of ${whole(this.rows.left.length)} prompts`, h("span", { class: "muted small" }, ` · the better response is framed`)),
+      pairs.length ? pairs.slice(0, this.most).map(([left, right]) => this.pairRow(left, right, kind)) : empty("No matching prompt", "Change the filters."),
       more
         ? h("p", { class: "state" }, h("button", { class: "button", type: "button", onclick: () => ((this.most += ROWS), this.drawPair()) }, "More"))
         : null,
@@ -182,11 +182,11 @@ function known(steps, wanted, otherwise) {
   return wanted !== null && steps.includes(Number(wanted)) ? Number(wanted) : otherwise;
 }
 
-/** Beside a chart's title it is enough to say which responses. */
+/** Returns the kind of response, which is enough beside a chart title. */
 const shortName = (name) => /greedy|sampled|judge/.exec(name)?.[0] ?? words(name.replace("eval_", ""));
 
 const shown = (name, value) => (SHARES.test(name) ? percent(value) : number(value));
 
 function nothing() {
-  return empty("No evaluations", "Set ", h("code", {}, "evaluation.every_steps"), " and ", h("code", {}, "data.validation"), " to have the policy evaluated as it learns.");
+  return empty("No evaluations", "Set ", h("code", {}, "evaluation.every_steps"), " and ", h("code", {}, "data.validation"), " to evaluate the policy during training.");
 }

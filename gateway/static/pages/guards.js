@@ -1,8 +1,8 @@
-// Guards: what they found, what usually helps, and how each is set.
+// Guards: their alerts with remedies, failed trajectories, and their settings.
 
 import * as api from "../api.js";
 import { actionPill } from "../components/state_pill.js";
-import { empty, fillWith } from "../components/states.js";
+import { empty, fillWith } from "../components/placeholders.js";
 import { table } from "../components/table.js";
 import { h, replace } from "../dom.js";
 import { exact, plural, whole, words } from "../format.js";
@@ -26,12 +26,12 @@ export async function guardsPage({ frame, run, element, signal }) {
   await read(false);
 }
 
-function alerts(frame, found) {
-  if (!found.length) {
-    return h("section", { class: "panel" }, h("h3", {}, "Alerts"), empty("No guard has spoken", "They look at every committed step."));
+function alerts(frame, items) {
+  if (!items.length) {
+    return h("section", { class: "panel" }, h("h3", {}, "Alerts"), empty("No alerts", "The guards check every committed step."));
   }
   const kinds = new Map();
-  for (const alert of found) kinds.set(alert.guard, [...(kinds.get(alert.guard) ?? []), alert]);
+  for (const alert of items) kinds.set(alert.guard, [...(kinds.get(alert.guard) ?? []), alert]);
   return h(
     "section",
     { class: "stack", "aria-label": "Alerts" },
@@ -41,8 +41,8 @@ function alerts(frame, found) {
         { class: "card", "data-tone": alert.action === "stop" ? "bad" : "warn" },
         h("div", { class: "card-head" }, h("h3", {}, words(alert.guard)), h("span", { class: "small" }, h("a", { href: frame.address("steps", { step: alert.step }) }, `step ${whole(alert.step)}`), " ", actionPill(alert.action))),
         h("p", {}, alert.evidence),
-        h("p", { class: "muted" }, h("b", {}, "What helps: "), alert.remedy),
-        h("p", { class: "small" }, h("a", { href: frame.address("trajectories", { step: alert.step, sort: "-score" }) }, "The step's responses, by reward")),
+        h("p", { class: "muted" }, h("b", {}, "Remedy: "), alert.remedy),
+        h("p", { class: "small" }, h("a", { href: frame.address("trajectories", { step: alert.step, sort: "-score" }) }, "Responses of this step, by reward")),
         before.length ? earlier(frame, before) : null,
       ),
     ),
@@ -53,7 +53,7 @@ function earlier(frame, before) {
   return h(
     "details",
     { class: "small" },
-    h("summary", {}, `${plural(before.length, "time")} before`),
+    h("summary", {}, `${plural(before.length, "earlier alert")}`),
     h("ul", { class: "stack", style: { gap: "4px", "padding-top": "6px" } }, before.map((alert) => h("li", {}, h("a", { href: frame.address("steps", { step: alert.step }) }, `step ${whole(alert.step)}`), `: ${alert.evidence}`))),
   );
 }
@@ -70,7 +70,7 @@ function failedTrajectories(frame, page) {
       rows,
       columns: [
         { label: "Step", head: true, cell: (row) => h("a", { href: frame.address("steps", { step: row.step }) }, whole(row.step)) },
-        { label: "Tried", number: true, cell: (row) => whole(row.attempts) },
+        { label: "Attempts", number: true, cell: (row) => whole(row.attempts) },
         { label: "Error", cell: (row) => row.error },
         { label: "Response", clip: true, kind: "wide-text", cell: (row) => row.response ?? "–" },
       ],
@@ -84,7 +84,7 @@ function settings(tree) {
   return h(
     "section",
     { class: "panel" },
-    h("h3", {}, "How they are set", h("span", { class: "muted small" }, others.map(([name, value]) => ` · ${words(name)} ${exact(value)}`))),
+    h("h3", {}, "Settings", h("span", { class: "muted small" }, others.map(([name, value]) => ` · ${words(name)} ${exact(value)}`))),
     table({
       caption: "Settings of the guards",
       rows: rules,
@@ -97,7 +97,7 @@ function settings(tree) {
             Object.entries(rule)
               .filter(([name]) => name !== "action")
               .map(([name, value]) => `${words(name)} ${exact(value)}`)
-              .join(", ") || h("span", { class: "muted" }, "none: it speaks whenever it happens"),
+              .join(", ") || h("span", { class: "muted" }, "none: every occurrence raises an alert"),
         },
       ],
     }),

@@ -1,12 +1,12 @@
-// The ends of the processes' logs.
+// The last lines of the processes' logs.
 
-import { note } from "../address.js";
+import { updateQuery } from "../address.js";
 import * as api from "../api.js";
-import { empty, failure, loading } from "../components/states.js";
+import { empty, failure, loading } from "../components/placeholders.js";
 import { freshId, h, replace } from "../dom.js";
 import { bytes, plural } from "../format.js";
 
-const LOOK_EVERY = 2000;
+const POLL_INTERVAL_MS = 2000;
 const LINES = [200, 500, 2000];
 const LEVELS = [
   [/level='?(error|critical)/, "line-bad"],
@@ -27,10 +27,10 @@ class LogsPage {
     const ids = { log: freshId("log"), lines: freshId("lines") };
     this.which = h("select", { id: ids.log, onchange: () => this.choose(this.which.value) });
     this.lines = h("select", { id: ids.lines, onchange: () => this.read() }, LINES.map((count) => h("option", { value: count }, `${count} lines`)));
-    this.search = h("input", { type: "search", placeholder: "Only lines with", "aria-label": "Only lines with", "data-filter": true, oninput: () => this.draw() });
+    this.search = h("input", { type: "search", placeholder: "Filter lines", "aria-label": "Filter lines", "data-filter": true, oninput: () => this.draw() });
     this.follow = h("input", { type: "checkbox", checked: true, onchange: () => this.draw() });
     this.wrap = h("input", { type: "checkbox", onchange: () => this.text.classList.toggle("wrapped", this.wrap.checked) });
-    this.said = h("span", { class: "muted small" });
+    this.summary = h("span", { class: "muted small" });
     this.text = h("pre", { class: "log", tabindex: 0, role: "region", "aria-label": "Log" });
     this.body = h("div", { class: "panel" }, loading("300px"));
     this.element = h(
@@ -44,23 +44,23 @@ class LogsPage {
         this.which,
         h("label", { class: "unseen", for: ids.lines }, "Lines"),
         this.lines,
-        this.said,
+        this.summary,
         h("div", { class: "end" }, this.search, h("label", { class: "check" }, this.wrap, "wrap"), h("label", { class: "check" }, this.follow, "follow")),
       ),
       this.body,
     );
-    // Scrolling up stops following; scrolling to the end takes it up.
+    // Scrolling up stops following the log; scrolling to the end resumes it.
     this.text.addEventListener("scroll", () => {
       if (!this.moving) this.follow.checked = this.text.scrollTop + this.text.clientHeight > this.text.scrollHeight - 24;
     });
-    const timer = setInterval(() => document.visibilityState === "visible" && this.follow.checked && this.log && this.read(), LOOK_EVERY);
+    const timer = setInterval(() => document.visibilityState === "visible" && this.follow.checked && this.log && this.read(), POLL_INTERVAL_MS);
     signal.addEventListener("abort", () => clearInterval(timer));
   }
 
   async start() {
     try {
       const logs = await api.logs(this.run, this.signal);
-      if (!logs.length) return replace(this.body, empty("No logs", "The processes' logs are in the run's folder, under logs/."));
+      if (!logs.length) return replace(this.body, empty("No logs", "The processes write their logs to logs/ in the run's folder."));
       const names = logs.map((log) => log.name);
       replace(this.which, logs.map((log) => h("option", { value: log.name }, `${log.name} (${bytes(log.bytes)})`)));
       this.log = names.includes(this.wanted) ? this.wanted : names.includes("orchestrator") ? "orchestrator" : names[0];
@@ -74,17 +74,17 @@ class LogsPage {
   choose(name) {
     this.log = name;
     this.follow.checked = true;
-    note({ log: name });
+    updateQuery({ log: name });
     return this.read();
   }
 
   async read() {
-    const asked = this.log;
+    const requested = this.log;
     try {
-      const tail = await api.logTail(this.run, asked, this.lines.value, this.signal);
-      if (asked !== this.log || this.signal.aborted) return;
-      if (this.tail && this.shown === asked && tail.lines.at(-1) === this.tail.lines.at(-1) && tail.lines.length === this.tail.lines.length) return;
-      this.shown = asked;
+      const tail = await api.logTail(this.run, requested, this.lines.value, this.signal);
+      if (requested !== this.log || this.signal.aborted) return;
+      if (this.tail && this.shown === requested && tail.lines.at(-1) === this.tail.lines.at(-1) && tail.lines.length === this.tail.lines.length) return;
+      this.shown = requested;
       this.tail = tail;
       if (!this.text.isConnected) replace(this.body, this.text);
       this.draw();
@@ -97,10 +97,10 @@ class LogsPage {
     if (!this.tail) return;
     const wanted = this.search.value.toLowerCase();
     const lines = this.tail.lines.filter((line) => line.toLowerCase().includes(wanted));
-    const said = `${plural(lines.length, "line")}${this.tail.truncated ? ", earlier ones are in the file" : ""}`;
-    if (this.said.textContent !== said) this.said.textContent = said;
+    const summary = `${plural(lines.length, "line")}${this.tail.truncated ? "; earlier lines are in the file" : ""}`;
+    if (this.summary.textContent !== summary) this.summary.textContent = summary;
     const items = lines.map((line) => h("span", { class: LEVELS.find(([pattern]) => pattern.test(line))?.[1] }, `${line}\n`));
-    replace(this.text, items.length ? items : h("span", { class: "muted" }, wanted ? "No line has this." : "Nothing is in it yet."));
+    replace(this.text, items.length ? items : h("span", { class: "muted" }, wanted ? "No matching line." : "The log is empty."));
     if (this.follow.checked) {
       this.moving = true;
       this.text.scrollTop = this.text.scrollHeight;

@@ -1,18 +1,18 @@
-// The overview: the curves of a run as it goes on, and its figures.
+// The overview of a run: its curves and main metrics, updated live.
 
-import { current, note } from "../address.js";
+import { current, updateQuery } from "../address.js";
 import * as api from "../api.js";
-import { choice } from "../components/choice.js";
-import { CurveData } from "../components/curve_data.js";
-import { Curves } from "../components/curves.js";
-import { chartsOf, namesOf } from "../components/metric_charts.js";
-import { empty, failure } from "../components/states.js";
+import { buttonGroup } from "../components/button_group.js";
+import { MetricData } from "../components/metric_data.js";
+import { ChartGroup } from "../components/chart_group.js";
+import { chartsOf, namesOf } from "../components/chart_definitions.js";
+import { empty, failure } from "../components/placeholders.js";
 import { h, replace, write } from "../dom.js";
 import { duration, exact, number, seconds, whole } from "../format.js";
 
 const POINTS = 600;
-/** Steps appended to a thinned-out curve before it is asked for anew. */
-const MOST_APPENDED = 100;
+/** Number of steps appended to a downsampled curve before it is requested again. */
+const MAX_APPENDED = 100;
 const RANGES = [
   ["200", "last 200"],
   ["1000", "last 1,000"],
@@ -32,13 +32,13 @@ class Overview {
     this.frame = frame;
     this.run = run;
     this.signal = signal;
-    this.data = new CurveData();
+    this.data = new MetricData();
     this.marks = [];
     this.charts = chartsOf(frame.detail);
-    this.curves = new Curves(signal, (start, end) => this.zoom(start, end));
+    this.curves = new ChartGroup(signal, (start, end) => this.zoom(start, end));
     this.cards = this.charts.map((chart) => this.curves.add(chart));
-    this.ranges = choice("Steps on show", RANGES, "all", (range) => this.pick(range));
-    this.said = h("span", { class: "muted small" });
+    this.ranges = buttonGroup("Range of steps", RANGES, "all", (range) => this.pick(range));
+    this.summary = h("span", { class: "muted small" });
     this.back = h("button", { class: "button", type: "button", hidden: true, onclick: () => this.zoom(null) }, "All steps");
     this.tiles = h("dl", { class: "tiles" });
     this.status = h("div", {});
@@ -47,7 +47,7 @@ class Overview {
       "div",
       {},
       this.tiles,
-      h("div", { class: "page-head" }, h("h2", {}, "Overview"), this.said, h("div", { class: "end" }, this.back, this.ranges)),
+      h("div", { class: "page-head" }, h("h2", {}, "Overview"), this.summary, h("div", { class: "end" }, this.back, this.ranges)),
       this.status,
       this.curves.element,
     );
@@ -62,10 +62,10 @@ class Overview {
     events.on("alert", (alert) => this.mark({ step: alert.step, tone: alert.action === "warn" ? "warn" : "bad" }), signal);
     events.on("change", (change) => this.mark({ step: change.step, tone: "accent", dash: "dash" }), signal);
     events.on("progress", () => this.drawTiles(), signal);
-    events.addEventListener("pace", () => this.drawTiles(), { signal });
+    events.addEventListener("recent-steps", () => this.drawTiles(), { signal });
   }
 
-  /** Takes the range from the address. */
+  /** Sets the range from the address. */
   choose(range, query = null) {
     this.range = RANGES.some(([name]) => name === range) ? range : "all";
     this.start = Number(query?.get("start")) || null;
@@ -76,14 +76,14 @@ class Overview {
 
   pick(range) {
     this.choose(range);
-    note({ range, start: null, end: null });
+    updateQuery({ range, start: null, end: null });
     this.read();
   }
 
   zoom(start, end) {
     if (start !== null && end - start < 2) return this.show();
     if (start === null && !this.start) return;
-    note({ start, end });
+    updateQuery({ start, end });
     this.choose(this.range, current().query);
     this.read();
   }
@@ -104,11 +104,11 @@ class Overview {
         api.metrics(this.run, this.frame.known(namesOf(this.charts)), this.bounds(), POINTS, reading.signal),
         this.readMarks(reading.signal),
       ]);
-      this.data.take(answer);
+      this.data.load(answer);
       this.drawTiles();
       this.status.hidden = this.data.last > 0;
-      const waits = "The curves begin with the first committed step. They appear here by themselves.";
-      if (!this.data.last) replace(this.status, h("div", { class: "panel", style: { "margin-bottom": "12px" } }, empty("No step yet", waits)));
+      const waits = "Curves appear here after the first committed step.";
+      if (!this.data.last) replace(this.status, h("div", { class: "panel", style: { "margin-bottom": "12px" } }, empty("No steps yet", waits)));
       this.show();
     } catch (problem) {
       if (problem.name === "AbortError") return;
@@ -140,7 +140,7 @@ class Overview {
     const wanted = Object.fromEntries(namesOf(this.charts).map((name) => [name, metrics[name] ?? null]));
     const known = Object.fromEntries(Object.entries(wanted).filter(([name]) => metrics[name] !== undefined || this.data.curves[name]));
     if (!this.data.append(step, known)) return;
-    if (this.data.bucket > 1 && this.data.appended >= MOST_APPENDED) return void this.read();
+    if (this.data.bucket > 1 && this.data.appended >= MAX_APPENDED) return void this.read();
     if (this.range !== "all") this.data.dropBefore(step - Number(this.range) + 1);
     else if (this.data.bucket === 1 && step - this.data.first >= 2 * POINTS) return void this.read();
     this.status.hidden = true;
@@ -152,10 +152,10 @@ class Overview {
     const last = this.start ? this.end : Math.max(this.data.last, first + 1);
     const marks = this.marks.filter(({ step }) => step >= first && step <= last);
     this.cards.forEach((card, at) => card.set({ series: this.charts[at].lines(this.data), range: [first, last], marks }));
-    const thinned = this.data.bucket > 1 ? `, a point stands for up to ${whole(this.data.bucket)} of them` : "";
-    const kinds = [marks.some(({ tone }) => tone !== "accent") ? "dotted lines: alerts" : "", marks.some(({ tone }) => tone === "accent") ? "dashed: changed settings" : ""];
+    const downsampled = this.data.bucket > 1 ? `, up to ${whole(this.data.bucket)} steps per point` : "";
+    const kinds = [marks.some(({ tone }) => tone !== "accent") ? "dotted lines: alerts" : "", marks.some(({ tone }) => tone === "accent") ? "dashed lines: changed settings" : ""];
     const legend = kinds.filter(Boolean).join("; ");
-    write(this.said, this.data.last ? `steps ${whole(first)} to ${whole(last)}${thinned}${legend ? ` · ${legend}` : ""}` : "");
+    write(this.summary, this.data.last ? `steps ${whole(first)} to ${whole(last)}${downsampled}${legend ? ` · ${legend}` : ""}` : "");
   }
 
   drawTiles(metrics) {
@@ -164,7 +164,7 @@ class Overview {
     const beta = this.newest?.kl_coefficient ?? this.data.curves.kl_coefficient?.mean.at(-1);
     const tiles = [
       ["Throughput", number(head.tokensPerSecond), " tokens/s"],
-      ["A step takes", seconds(head.secondsPerStep), ""],
+      ["Step time", seconds(head.secondsPerStep), ""],
       ["Time left", duration(head.secondsLeft), ""],
       ["KL coefficient", beta === undefined ? "–" : exact(beta), ""],
       ["Alerts", whole(detail.alerts), ""],

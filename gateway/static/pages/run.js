@@ -1,23 +1,23 @@
-// One run: its head with state, progress and controls, its sections, and its stream of events, which all its pages share.
+// One run: header, controls and sections, and the event stream that all its pages share.
 
 import { to } from "../address.js";
 import * as api from "../api.js";
-import { Controls } from "../components/controls.js";
-import { RunHead } from "../components/run_head.js";
-import { loading } from "../components/states.js";
+import { RunControls } from "../components/run_controls.js";
+import { RunHeader } from "../components/run_header.js";
+import { loading } from "../components/placeholders.js";
 import { add, h, replace } from "../dom.js";
-import { Events } from "../events.js";
+import { EventStream } from "../event_stream.js";
 import { icon } from "../icons.js";
-import { showConnection } from "../tools.js";
+import { showConnection } from "../toolbar.js";
 import { checkpointsPage } from "./checkpoints.js";
 import { configPage } from "./config.js";
 import { evaluationsPage } from "./evaluations.js";
 import { guardsPage } from "./guards.js";
-import { inspectorPage } from "./inspector.js";
 import { logsPage } from "./logs.js";
 import { overviewPage } from "./overview.js";
 import { servicesPage } from "./services.js";
 import { stepsPage } from "./steps.js";
+import { trajectoryPage } from "./trajectory.js";
 import { trajectoriesPage } from "./trajectories.js";
 
 const SECTIONS = [
@@ -32,14 +32,14 @@ const SECTIONS = [
   ["config", "Config", "sliders", configPage],
 ];
 
-/** Milliseconds after which it is counted what there is: more may come at once. */
-const COUNT_AFTER = 500;
-/** Milliseconds that a run's page waits for its stream to begin. */
-const PATIENCE = 1000;
-/** States in which nothing runs a run. */
-const OVER = ["finished", "stopped", "failed", "idle"];
+/** Delay before the numbers of alerts and checkpoints are read again: events often arrive together. */
+const RECOUNT_DELAY_MS = 500;
+/** Time that the page waits for the start of the event stream. */
+const STREAM_TIMEOUT_MS = 1000;
+/** States of a run without an active orchestrator. */
+const INACTIVE_STATES = ["finished", "stopped", "failed", "idle"];
 
-/** Holds what lasts while one moves between the pages of a run. */
+/** The state shared by all pages of a run. */
 export class RunFrame {
   constructor(run, { main, sections, where, session }) {
     this.run = run;
@@ -48,47 +48,47 @@ export class RunFrame {
     this.where = where;
     this.session = session;
     this.life = new AbortController();
-    this.events = new Events(run);
+    this.events = new EventStream(run);
     this.content = h("div", { class: "page" });
   }
 
-  /** Reads the run and opens its stream. Raises Problem. */
+  /** Reads the run and opens its event stream. Raises Problem. */
   async start() {
     const { signal } = this.life;
     replace(this.main, loading("60vh"));
     this.drawSections();
-    // The stream first: what happens while the run is read is then not missed, but taken in after that.
+    // Open the stream first: events that arrive while the run is read are queued and applied afterwards.
     this.events.on("state", showConnection, signal);
     showConnection("waiting");
-    this.early = [];
+    this.queued = [];
     this.listen(signal);
-    const begun = new Promise((resolve) => this.events.addEventListener("progress", resolve, { once: true, signal }));
+    const streamStarted = new Promise((resolve) => this.events.addEventListener("progress", resolve, { once: true, signal }));
     this.events.start();
-    await Promise.race([begun, new Promise((resolve) => setTimeout(resolve, PATIENCE))]);
-    const inTime = this.early.length > 0;
+    await Promise.race([streamStarted, new Promise((resolve) => setTimeout(resolve, STREAM_TIMEOUT_MS))]);
+    const inTime = this.queued.length > 0;
     this.detail = await api.run(this.run, signal);
-    this.controls = new Controls(this);
-    this.head = new RunHead(this);
+    this.controls = new RunControls(this);
+    this.head = new RunHeader(this);
     this.drawSections();
     this.drawWhere();
     replace(this.main, this.head.element, this.content);
-    this.head.readPace(signal);
-    for (const take of this.early) take();
-    // Where the run was read before the stream began, what came in between was in neither.
-    if (!inTime) begun.then(() => this.again());
+    this.head.readRecentSteps(signal);
+    for (const handle of this.queued) handle();
+    // If the run was read before the stream started, changes in between are in neither: read it again.
+    if (!inTime) streamStarted.then(() => this.reload());
   }
 
   listen(signal) {
-    const on = (type, take) =>
-      this.events.on(type, (news) => (this.head ? take(news) : this.early.push(() => take(news))), signal);
+    const on = (type, handle) =>
+      this.events.on(type, (data) => (this.head ? handle(data) : this.queued.push(() => handle(data))), signal);
     on("progress", (progress) => this.progressed(progress));
     on("step", ({ step, metrics }) => this.stepped(step, metrics));
-    on("rewind", () => this.again());
+    on("rewind", () => this.reload());
     on("checkpoint", () => this.recount());
     on("alert", () => this.recount());
   }
 
-  /** Reads how many there are of what is only counted: some of it may have been told before. */
+  /** Reads the numbers of alerts and checkpoints again: an event may have been counted before. */
   recount() {
     this.counting ??= setTimeout(async () => {
       this.counting = null;
@@ -100,7 +100,7 @@ export class RunFrame {
         throw problem;
       }
       this.drawSections();
-    }, COUNT_AFTER);
+    }, RECOUNT_DELAY_MS);
   }
 
   progressed(progress) {
@@ -108,18 +108,18 @@ export class RunFrame {
     const wasLive = detail.live;
     detail.progress = progress;
     detail.state = progress.state;
-    detail.live = !OVER.includes(progress.state);
+    detail.live = !INACTIVE_STATES.includes(progress.state);
     detail.step = progress.step;
     detail.total_steps = progress.total_steps;
     if (wasLive === detail.live) this.redraw();
-    else this.again();
+    else this.reload();
   }
 
   stepped(step, metrics) {
     if (step <= this.detail.step && step <= (this.detail.lastStepSeen ?? 0)) return;
     this.detail.lastStepSeen = step;
-    const news = Object.keys(metrics).filter((name) => !this.detail.metric_names.includes(name));
-    if (news.length) this.detail.metric_names.push(...news);
+    const newNames = Object.keys(metrics).filter((name) => !this.detail.metric_names.includes(name));
+    if (newNames.length) this.detail.metric_names.push(...newNames);
     this.detail.step = Math.max(step, this.detail.step);
     this.detail.changed = Date.now() / 1000;
     this.head.stepped(step, metrics);
@@ -131,8 +131,8 @@ export class RunFrame {
     this.controls.draw();
   }
 
-  /** Reads everything anew: the run went back, or its stream cannot say what was missed. */
-  async again() {
+  /** Reads everything again: the run was rolled back, or the stream may have missed events. */
+  async reload() {
     try {
       this.detail = await api.run(this.run, this.life.signal);
     } catch (problem) {
@@ -141,14 +141,14 @@ export class RunFrame {
     }
     this.redraw();
     this.drawSections();
-    this.head.readPace(this.life.signal);
+    this.head.readRecentSteps(this.life.signal);
     window.dispatchEvent(new HashChangeEvent("hashchange"));
   }
 
   /** Shows the section that the address names. */
   async show(parts, query, signal) {
-    const found = SECTIONS.find(([name]) => name === parts[0]) ?? SECTIONS[0];
-    const [name, title] = found;
+    const section = SECTIONS.find(([name]) => name === parts[0]) ?? SECTIONS[0];
+    const [name, title] = section;
     document.title = `${title} · ${this.run} · Quartet`;
     for (const link of this.sections.querySelectorAll("a")) {
       if (link.dataset.section === name) {
@@ -156,26 +156,26 @@ export class RunFrame {
         this.sections.scrollLeft = link.offsetLeft - (this.sections.clientWidth - link.offsetWidth) / 2;
       } else link.removeAttribute("aria-current");
     }
-    const page = name === "trajectories" && parts.length >= 4 ? inspectorPage : found[3];
+    const page = name === "trajectories" && parts.length >= 4 ? trajectoryPage : section[3];
     const content = h("div", { class: "page" });
     this.content.replaceWith(content);
     this.content = content;
     await page({ frame: this, run: this.run, element: content, parts: parts.slice(1), query, signal });
   }
 
-  /** Opens a section by its place in the list. */
+  /** Opens a section by its position in the list. */
   open(number) {
     if (SECTIONS[number]) location.hash = this.address(SECTIONS[number][0]);
   }
 
-  /** Those of `names` that the run has; all of them before its first step. */
+  /** Returns the names of metrics that the run has; all of `names` before its first step. */
   known(names) {
     const has = this.detail.metric_names;
-    const found = names.filter((name) => has.includes(name));
-    return found.length ? found : names;
+    const available = names.filter((name) => has.includes(name));
+    return available.length ? available : names;
   }
 
-  /** The address of a section of this run. */
+  /** Returns the address of a section of this run. */
   address(section, query = {}) {
     return to(["runs", this.run, ...section.split("/")], query);
   }
@@ -227,7 +227,7 @@ export class RunFrame {
     add(this.where, choose);
   }
 
-  /** Closes the stream and clears what belongs to the run alone. */
+  /** Closes the stream and removes the run's elements. */
   end() {
     this.life.abort();
     clearTimeout(this.counting);

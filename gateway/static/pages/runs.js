@@ -1,16 +1,16 @@
-// All runs of the folder: where each stands, and the way to start one or to compare several.
+// All runs of the folder with their states; start a run, or select several to compare.
 
 import { to } from "../address.js";
 import * as api from "../api.js";
 import { statePill } from "../components/state_pill.js";
-import { empty, failure, loading } from "../components/states.js";
+import { empty, failure, loading } from "../components/placeholders.js";
 import { table } from "../components/table.js";
 import { h, replace } from "../dom.js";
 import { ago, moment, number, whole } from "../format.js";
 import { icon } from "../icons.js";
 import { startRunDialog } from "./start_run.js";
 
-const LOOK_EVERY = 5000;
+const POLL_INTERVAL_MS = 5000;
 
 /** Draws the page; `signal` ends it. */
 export async function runsPage({ main, where, signal, session }) {
@@ -28,7 +28,7 @@ class RunsPage {
     this.search = h("input", { type: "search", placeholder: "Filter by name", "aria-label": "Filter by name", "data-filter": true, oninput: () => this.draw() });
     this.compare = h("a", { class: "button", role: "link", "aria-disabled": "true" }, icon("chart"), "Compare");
     this.list = h("div", { class: "panel" }, loading());
-    const maystart = session.may_start_runs && session.access === "operator";
+    const mayStart = session.may_start_runs && session.access === "operator";
     this.element = h(
       "div",
       {},
@@ -41,29 +41,29 @@ class RunsPage {
           { class: "end" },
           this.search,
           this.compare,
-          maystart ? h("button", { class: "button primary", type: "button", onclick: () => this.start() }, icon("plus"), "Start a run") : null,
+          mayStart ? h("button", { class: "button primary", type: "button", onclick: () => this.start() }, icon("plus"), "Start a run") : null,
         ),
       ),
       this.list,
     );
     this.drawCompare();
-    const timer = setInterval(() => document.visibilityState === "visible" && this.read(true), LOOK_EVERY);
+    const timer = setInterval(() => document.visibilityState === "visible" && this.read(true), POLL_INTERVAL_MS);
     signal.addEventListener("abort", () => clearInterval(timer));
   }
 
   async read(quietly = false) {
     try {
       let cursor = null;
-      const found = [];
+      const runs = [];
       do {
         const answer = await api.runs({ limit: 500, cursor }, this.signal);
-        found.push(...api.itemsOf(answer));
+        runs.push(...api.itemsOf(answer));
         cursor = answer.next ?? null;
       } while (cursor);
-      const text = JSON.stringify(found);
+      const text = JSON.stringify(runs);
       if (text === this.text) return;
       this.text = text;
-      this.runs = found;
+      this.runs = runs;
       this.draw();
     } catch (problem) {
       if (problem.name === "AbortError" || (quietly && problem.status >= 0)) return;
@@ -77,9 +77,9 @@ class RunsPage {
     const wanted = this.search.value.trim().toLowerCase();
     const runs = this.runs.filter((run) => run.name.toLowerCase().includes(wanted));
     if (!this.runs.length) {
-      return replace(this.list, empty("No runs yet", "A run appears here as soon as ", h("code", {}, "quartet train"), " has made its folder."));
+      return replace(this.list, empty("No runs yet", "A run appears here when ", h("code", {}, "quartet train"), " has created its folder."));
     }
-    if (!runs.length) return replace(this.list, empty("No run of that name", "Another filter may find it."));
+    if (!runs.length) return replace(this.list, empty("No matching run", "Change the filter."));
     const focused = document.activeElement?.id;
     replace(this.list, this.table(runs));
     if (focused) document.getElementById(focused)?.focus();
@@ -125,7 +125,7 @@ class RunsPage {
     if (ready) this.compare.href = to(["compare"], { runs: names.join(",") });
     else this.compare.removeAttribute("href");
     this.compare.setAttribute("aria-disabled", String(!ready));
-    this.compare.title = ready ? "" : "Choose two runs or more in the list";
+    this.compare.title = ready ? "" : "Select at least two runs in the list";
     replace(this.compare, icon("chart"), names.length ? `Compare ${names.length}` : "Compare");
     this.compare.classList.toggle("muted", !ready);
   }

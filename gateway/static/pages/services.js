@@ -1,14 +1,14 @@
-// The processes of a live run: whether each is well, what it does with its time, and what waits in the buffer.
+// The processes of an active run with their health and load, and the rollout buffer.
 
 import * as api from "../api.js";
 import { healthPill, toneOf } from "../components/state_pill.js";
-import { empty, fillWith } from "../components/states.js";
+import { empty, fillWith } from "../components/placeholders.js";
 import { facts } from "../components/table.js";
 import { h, replace } from "../dom.js";
 import { bytes, duration, percent, plural, whole, words } from "../format.js";
 import { icon } from "../icons.js";
 
-const LOOK_EVERY = 2500;
+const POLL_INTERVAL_MS = 2500;
 const ORDER = ["orchestrator", "actor", "critic", "reward", "reference", "redis"];
 const BUSY = ["blue", "orange", "green", "pink", "yellow", "grey"];
 
@@ -22,11 +22,11 @@ export async function servicesPage({ frame, run, element, signal }) {
 class ServicesPage {
   constructor(frame, run, signal) {
     Object.assign(this, { frame, run, signal });
-    this.said = h("span", { class: "muted small", role: "status" });
+    this.summary = h("span", { class: "muted small", role: "status" });
     this.body = h("div", {});
-    this.element = h("div", {}, h("div", { class: "page-head" }, h("h2", {}, "Services"), this.said), this.body);
-    frame.events.on("services", (news) => this.take(Array.isArray(news) ? news : news.services), signal);
-    const timer = setInterval(() => document.visibilityState === "visible" && frame.detail.live && this.look(), LOOK_EVERY);
+    this.element = h("div", {}, h("div", { class: "page-head" }, h("h2", {}, "Services"), this.summary), this.body);
+    frame.events.on("services", ({ services }) => this.update(services), signal);
+    const timer = setInterval(() => document.visibilityState === "visible" && frame.detail.live && this.poll(), POLL_INTERVAL_MS);
     signal.addEventListener("abort", () => clearInterval(timer));
   }
 
@@ -34,24 +34,24 @@ class ServicesPage {
     await fillWith(
       this.body,
       async () => {
-        await this.ask();
+        await this.fetch();
         return this.drawn();
       },
       this.signal,
     );
   }
 
-  async ask() {
+  async fetch() {
     [this.services, this.buffer] = await Promise.all([
       api.services(this.run, this.signal),
       this.frame.detail.live ? api.buffer(this.run, this.signal) : null,
     ]);
   }
 
-  /** Looks again; what cannot be had just now leaves what is on show. */
-  async look() {
+  /** Reads the processes again. If that fails, the current content stays. */
+  async poll() {
     try {
-      await this.ask();
+      await this.fetch();
     } catch (problem) {
       if (problem.status >= 0 || problem.name === "AbortError") return;
       throw problem;
@@ -59,7 +59,7 @@ class ServicesPage {
     this.redraw();
   }
 
-  take(services) {
+  update(services) {
     if (!services || !this.services) return;
     this.services = services;
     this.redraw();
@@ -71,10 +71,10 @@ class ServicesPage {
 
   drawn() {
     const { services } = this;
-    if (!services.length) return h("div", { class: "panel" }, empty("Nothing runs this run now", "While it trains, its processes are here, with their health and load."));
-    const ill = services.filter((service) => service.health !== "serving");
-    const said = ill.length ? `${ill.map((service) => service.role).join(", ")}: not well` : `all ${plural(services.length, "process", "processes")} serving`;
-    if (this.said.textContent !== said) this.said.textContent = said;
+    if (!services.length) return h("div", { class: "panel" }, empty("The run is not active", "During training, its processes appear here with their health and load."));
+    const unhealthy = services.filter((service) => service.health !== "serving");
+    const summary = unhealthy.length ? `not healthy: ${unhealthy.map((service) => service.role).join(", ")}` : `all ${plural(services.length, "process", "processes")} serving`;
+    if (this.summary.textContent !== summary) this.summary.textContent = summary;
     return h("div", { class: "cards" }, [...services].sort((a, b) => ORDER.indexOf(a.role) - ORDER.indexOf(b.role)).map(card), this.buffer ? bufferCard(this.buffer) : null);
   }
 }
@@ -99,10 +99,10 @@ function card(service) {
   );
 }
 
-/** How an update that does not say otherwise is split; null for a model that does not learn. */
-function microBatch({ micro_batch_tokens: tokens, gradient_checkpointing: again }) {
+/** Returns the micro-batch size of updates; null for a model that is not trained. */
+function microBatch({ micro_batch_tokens: tokens, gradient_checkpointing: checkpointing }) {
   if (tokens === null) return null;
-  return `at most ${plural(tokens, "token")}${again ? ", gradient checkpointing" : ""}`;
+  return `at most ${plural(tokens, "token")}${checkpointing ? ", gradient checkpointing" : ""}`;
 }
 
 function load({ load: share }) {
@@ -122,7 +122,7 @@ function busy(kinds) {
   return h(
     "div",
     {},
-    h("p", { class: "muted small" }, `Worked ${duration(sum)} since its start`),
+    h("p", { class: "muted small" }, `Busy for ${duration(sum)} since its start`),
     h(
       "div",
       { style: { display: "flex", gap: "2px", height: "8px", margin: "5px 0" }, "aria-hidden": "true" },
@@ -139,8 +139,8 @@ function bufferCard(buffer) {
     { class: "card", "data-tone": buffer.reachable ? "good" : "bad", "aria-label": "Buffer" },
     h("div", { class: "card-head" }, h("h3", {}, "Buffer"), healthPill(buffer.reachable ? "serving" : "unreachable")),
     facts([
-      ["Rollouts waiting", whole(buffer.rollouts)],
-      ["Sealed experience", steps.length ? `${plural(steps.length, "step")}: ${steps.length > 6 ? `${steps[0]} … ${steps.at(-1)}` : steps.join(", ")}` : "none"],
+      ["Pending rollouts", whole(buffer.rollouts)],
+      ["Stored experience", steps.length ? `${plural(steps.length, "step")}: ${steps.length > 6 ? `${steps[0]} … ${steps.at(-1)}` : steps.join(", ")}` : "none"],
       ["Memory", bytes(buffer.memory_bytes)],
     ]),
   );

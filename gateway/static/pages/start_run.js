@@ -11,7 +11,7 @@ const EXAMPLE = {
   reward: { model: "path-or-hub-id" },
 };
 
-/** Gives the started run's summary, null where none was started. */
+/** Resolves to the summary of the started run, or null if no run was started. */
 export function startRunDialog() {
   return openDialog("Start a run", (close) => content(close), { wide: true });
 }
@@ -21,38 +21,38 @@ function content(close) {
   const area = h("textarea", { id: field, class: "mono", rows: 18, spellcheck: "false", "aria-describedby": problems });
   area.value = JSON.stringify(EXAMPLE, null, 2);
   const resume = h("input", { type: "checkbox" });
-  const said = h("div", { id: problems, role: "alert", class: "stack", style: { gap: "4px" } });
+  const problemList = h("div", { id: problems, role: "alert", class: "stack", style: { gap: "4px" } });
   const start = h("button", { class: "button primary", type: "submit" }, "Start");
   const send = async (event) => {
     event.preventDefault();
-    replace(said);
+    replace(problemList);
     area.removeAttribute("aria-invalid");
     const config = parsed(area.value);
-    if (config instanceof Error) return refuse(config.message, []);
+    if (config instanceof Error) return showProblem(config.message, []);
     start.disabled = true;
     try {
       close(await api.startRun(config, resume.checked));
     } catch (problem) {
       if (!(problem.status >= 0)) throw problem;
-      refuse(problem.message, problem.fields);
+      showProblem(problem.message, problem.fields);
     } finally {
       start.disabled = false;
     }
   };
-  const refuse = (message, fields) => {
+  const showProblem = (message, fields) => {
     area.setAttribute("aria-invalid", "true");
     replace(
-      said,
-      h("p", { class: "bad" }, fields.length ? "The config is refused. Nothing was started." : message),
+      problemList,
+      h("p", { class: "bad" }, fields.length ? "The config is invalid. No run was started." : message),
       fields.map((item) => h("p", { class: "bad small" }, h("code", {}, item.field.replace(/^body\.(config\.)?/, "")), ` ${item.problem}`)),
     );
   };
   return h(
     "form",
     { class: "stack", onsubmit: send },
-    h("div", { class: "field" }, h("label", { for: field }, "The config, as JSON: the same tree as in a YAML file"), area),
-    h("label", { class: "check" }, resume, "Go on with the run of this name where it broke off"),
-    said,
+    h("div", { class: "field" }, h("label", { for: field }, "Config as JSON, with the same structure as a YAML file"), area),
+    h("label", { class: "check" }, resume, "Continue the existing run of this name"),
+    problemList,
     h("div", { class: "dialog-end" }, h("button", { class: "button", type: "button", onclick: () => close() }, "Cancel"), start),
   );
 }

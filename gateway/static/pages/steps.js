@@ -1,18 +1,18 @@
-// The steps of a run, and of one of them which service did what, when, and who waited.
+// The steps of a run, and the timeline and metrics of one step.
 
-import { note } from "../address.js";
+import { updateQuery } from "../address.js";
 import * as api from "../api.js";
 import { colourOf, gantt, ganttKeys } from "../components/gantt.js";
-import { empty, failure, fillWith } from "../components/states.js";
+import { empty, failure, fillWith } from "../components/placeholders.js";
 import { facts, table } from "../components/table.js";
 import { h, replace } from "../dom.js";
 import { moment, number, percent, seconds, whole, words } from "../format.js";
 import { icon } from "../icons.js";
-import { chain, lengthOf, shares } from "../timeline.js";
+import { criticalPath, lengthOf, shares } from "../timeline_analysis.js";
 
 const PAGE = 50;
-/** Part of a step below which a link of the chain is not named. */
-const SHORT = 0.005;
+/** Fraction of a step below which a part of the critical path is not listed. */
+const MIN_LISTED_FRACTION = 0.005;
 
 /** Draws the page; `signal` ends it. */
 export async function stepsPage({ frame, run, element, query, signal }) {
@@ -33,11 +33,11 @@ class StepsPage {
     this.list = h("div", { class: "panel" });
     this.more = h("button", { class: "button", type: "button", hidden: true, onclick: () => this.readMore() }, "Earlier steps");
     this.detail = h("div", { class: "stack" });
-    this.news = h("button", { class: "button", type: "button", hidden: true, onclick: () => this.toNewest() }, icon("higher"), "Newest step");
+    this.newestButton = h("button", { class: "button", type: "button", hidden: true, onclick: () => this.toNewest() }, icon("higher"), "Newest step");
     this.element = h(
       "div",
       {},
-      h("div", { class: "page-head" }, h("h2", {}, "Steps"), h("div", { class: "end" }, this.jump(), this.news)),
+      h("div", { class: "page-head" }, h("h2", {}, "Steps"), h("div", { class: "end" }, this.jump(), this.newestButton)),
       h("div", { class: "split" }, h("div", { class: "stack" }, this.list, this.more), this.detail),
     );
     frame.events.on("step", ({ step, metrics }) => this.stepped(step, metrics), signal);
@@ -81,9 +81,9 @@ class StepsPage {
   }
 
   drawn() {
-    if (!this.steps.length) return empty("No step yet", "The first one appears here once it is committed.");
+    if (!this.steps.length) return empty("No steps yet", "Steps appear here after they are committed.");
     return table({
-      caption: "Steps, the newest first",
+      caption: "Steps, newest first",
       rows: this.steps,
       chosen: (row) => row.step === this.chosen,
       onrow: (row) => this.choose(row.step),
@@ -108,30 +108,30 @@ class StepsPage {
 
   choose(step) {
     this.follows = false;
-    note({ step });
+    updateQuery({ step });
     return this.open(step);
   }
 
   toNewest() {
     this.follows = true;
-    note({ step: null });
+    updateQuery({ step: null });
     return this.open(this.frame.detail.step);
   }
 
   async open(step) {
     this.chosen = step;
-    this.news.hidden = this.follows || !this.frame.detail.live;
-    if (step === null) return replace(this.detail, h("div", { class: "panel" }, empty("Nothing to show", "A step's timeline appears here.")));
+    this.newestButton.hidden = this.follows || !this.frame.detail.live;
+    if (step === null) return replace(this.detail, h("div", { class: "panel" }, empty("Nothing to show", "The timeline of a step appears here.")));
     if (this.steps.length) this.draw();
     this.opening?.abort();
     const opening = new AbortController();
     this.opening = opening;
     this.signal.addEventListener("abort", () => opening.abort(), { once: true });
     try {
-      const found = await api.step(this.run, step, opening.signal);
+      const detail = await api.step(this.run, step, opening.signal);
       if (opening.signal.aborted) return;
-      this.shown = found;
-      replace(this.detail, this.stepHead(found), this.timeline(found), this.metrics(found));
+      this.shown = detail;
+      replace(this.detail, this.stepHead(detail), this.timeline(detail), this.metrics(detail));
       this.drawGantt();
     } catch (problem) {
       if (problem.name === "AbortError") return;
@@ -155,26 +155,26 @@ class StepsPage {
       h(
         "div",
         { class: "end" },
-        move(-1, "left", "Step before"),
-        move(1, "right", "Step after"),
-        h("a", { class: "button", href: this.frame.address("trajectories", { step }) }, icon("text"), tokens ? "Its trajectories" : "Its responses"),
+        move(-1, "left", "Previous step"),
+        move(1, "right", "Next step"),
+        h("a", { class: "button", href: this.frame.address("trajectories", { step }) }, icon("text"), tokens ? "Trajectories" : "Responses"),
       ),
     );
   }
 
   timeline({ spans }) {
     if (!spans.length) {
-      return h("div", { class: "panel" }, empty("No timeline of this step", "It is kept where telemetry.timeline is on."));
+      return h("div", { class: "panel" }, empty("No timeline for this step", "Timelines are recorded if telemetry.timeline is true."));
     }
     this.chart = h("div", { style: { "min-height": "220px" } });
     const length = lengthOf(spans);
-    const links = chain(spans).filter((link) => link.end - link.start >= SHORT * length);
+    const links = criticalPath(spans).filter((link) => link.end - link.start >= MIN_LISTED_FRACTION * length);
     return h(
       "section",
       { class: "panel padded stack" },
-      h("div", { class: "page-head", style: { margin: "0" } }, h("h3", {}, "Who did what, and who waited"), h("div", { class: "end" }, ganttKeys(spans))),
+      h("div", { class: "page-head", style: { margin: "0" } }, h("h3", {}, "Timeline"), h("div", { class: "end" }, ganttKeys(spans))),
       this.chart,
-      h("h3", {}, "The chain: the work that this step's length comes from"),
+      h("h3", {}, "Critical path: the work that determines the duration of the step"),
       h(
         "ol",
         { class: "chain-list" },
@@ -182,7 +182,7 @@ class StepsPage {
           h(
             "li",
             { style: { "--key": link.span ? colourOf(link.phase) : "transparent" } },
-            link.span ? `${link.service}: ${words(link.phase)}` : "between calls",
+            link.span ? `${link.service}: ${words(link.phase)}` : "no activity",
             h("b", {}, seconds(link.end - link.start)),
             h("span", { class: "muted" }, percent((link.end - link.start) / length)),
           ),
@@ -194,16 +194,16 @@ class StepsPage {
 
   shares(spans) {
     return table({
-      caption: "Each service's share of the step",
+      caption: "Time of each service in this step",
       rows: shares(spans),
       columns: [
         { label: "Service", head: true, cell: (row) => row.service },
         { label: "Busy", number: true, cell: (row) => percent(row.share) },
         { label: h("span", { class: "unseen" }, "Busy, as a bar"), cell: (row) => h("div", { class: "bar", "aria-hidden": "true" }, h("i", { style: { width: `${row.share * 100}%` } })) },
         { label: "Time", number: true, cell: (row) => seconds(row.busy) },
-        { label: "Alone", number: true, cell: (row) => seconds(row.alone) },
+        { label: "Busy alone", number: true, cell: (row) => seconds(row.alone) },
         { label: "Calls", number: true, cell: (row) => whole(row.calls) },
-        { label: "Of that", cell: (row) => row.phases.map(([phase, time]) => `${words(phase)} ${seconds(time)}`).join(", ") },
+        { label: "Phases", cell: (row) => row.phases.map(([phase, time]) => `${words(phase)} ${seconds(time)}`).join(", ") },
       ],
     });
   }
@@ -217,7 +217,7 @@ class StepsPage {
     const names = Object.keys(metrics).filter((name) => name !== "step");
     const half = Math.ceil(names.length / 2);
     const part = (some) => facts(some.map((name) => [words(name), number(metrics[name])]));
-    return h("section", { class: "panel padded stack" }, h("h3", {}, "Its metrics"), h("div", { class: "pair" }, part(names.slice(0, half)), part(names.slice(half))));
+    return h("section", { class: "panel padded stack" }, h("h3", {}, "Metrics"), h("div", { class: "pair" }, part(names.slice(0, half)), part(names.slice(half))));
   }
 
   stepped(step, metrics) {
@@ -225,7 +225,7 @@ class StepsPage {
     const names = ["seconds", "generate_seconds", "score_seconds", "update_seconds", "reward_mean", "kl_mean", "response_tokens"];
     this.steps.unshift({ step, failed_trajectories: metrics.failed_trajectories ?? 0, ...Object.fromEntries(names.map((name) => [name, metrics[name] ?? null])) });
     if (this.timer) return;
-    // At most once a second: a fast run would else redraw without end.
+    // Redraw at most once a second, also for runs with fast steps.
     this.timer = setTimeout(() => {
       this.timer = null;
       if (this.signal.aborted) return;

@@ -1,8 +1,8 @@
-// The responses of a run, filtered and sorted; each opens in the inspector.
+// The trajectories of a run, with filters and sorting. Each row opens one trajectory.
 
 import * as api from "../api.js";
-import { between, select, valuesOf } from "../components/filters.js";
-import { empty, fillWith } from "../components/states.js";
+import { between, select, valuesOf } from "../components/filter_fields.js";
+import { empty, fillWith } from "../components/placeholders.js";
 import { table } from "../components/table.js";
 import { toastProblem } from "../components/toast.js";
 import { h, replace } from "../dom.js";
@@ -28,22 +28,22 @@ export async function trajectoriesPage({ frame, run, element, query, signal }) {
   const wanted = Object.fromEntries(FILTERS.map((name) => [name, query.get(name)]).filter(([, value]) => value));
   const step = query.get("step");
   if (step) Object.assign(wanted, { first_step: step, last_step: step });
-  // Without any wish it is the newest step that one wants to see.
+  // Without filters, show the newest step.
   const newest = !Object.keys(wanted).some((name) => name !== "sort") && frame.detail.step;
-  const asked = newest ? { ...wanted, step: newest } : wanted;
+  const request = newest ? { ...wanted, step: newest } : wanted;
   const list = h("div", { class: "panel" });
   const more = h("button", { class: "button", type: "button", hidden: true }, "More");
-  const said = h("span", { class: "muted small" });
+  const summary = h("span", { class: "muted small" });
   const shown = [];
   let cursor = null;
 
   const read = async () => {
-    const page = await api.trajectories(run, { ...asked, limit: PAGE, cursor }, signal);
+    const page = await api.trajectories(run, { ...request, limit: PAGE, cursor }, signal);
     shown.push(...page.items);
     cursor = page.next;
     more.hidden = !cursor;
     const total = Math.max(page.total ?? 0, shown.length);
-    replace(said, `${shown.length < total ? `${whole(shown.length)} of ` : ""}${plural(total, "response")}${lookedAt(asked)}`);
+    replace(summary, `${shown.length < total ? `${whole(shown.length)} of ` : ""}${plural(total, "response")}${searchedSteps(request)}`);
     return drawn(frame, shown, wanted);
   };
   more.addEventListener("click", async () => {
@@ -58,7 +58,7 @@ export async function trajectoriesPage({ frame, run, element, query, signal }) {
   });
   replace(
     element,
-    h("div", { class: "page-head" }, h("h2", {}, "Trajectories"), said),
+    h("div", { class: "page-head" }, h("h2", {}, "Trajectories"), summary),
     filterForm(frame, wanted),
     list,
     h("p", { class: "state" }, more),
@@ -66,9 +66,9 @@ export async function trajectoriesPage({ frame, run, element, query, signal }) {
   await fillWith(list, read, signal);
 }
 
-function lookedAt(asked) {
-  if (asked.step) return ` of step ${whole(asked.step)}, the newest; any filter looks at the last 50 steps`;
-  return asked.first_step || asked.last_step ? "" : " of the last 50 steps; give steps to look further back";
+function searchedSteps(request) {
+  if (request.step) return ` of the newest step, ${whole(request.step)}; filters search the last 50 steps`;
+  return request.first_step || request.last_step ? "" : " of the last 50 steps; set steps to search earlier ones";
 }
 
 function filterForm(frame, wanted) {
@@ -83,7 +83,7 @@ function filterForm(frame, wanted) {
     between("Reward", ["min_score", "max_score"], wanted),
     between("KL, nats", ["min_kl", "max_kl"], wanted),
     between("Tokens", ["min_response_tokens", "max_response_tokens"], wanted, { min: 0, step: 1 }),
-    select("finished", "Ended", [["", "either"], ["true", "by itself"], ["false", "at the limit"]], wanted.finished),
+    select("finished", "Finish reason", [["", "any"], ["true", "end token"], ["false", "token limit"]], wanted.finished),
     h(
       "div",
       { class: "field" },
@@ -104,8 +104,8 @@ function filterForm(frame, wanted) {
 function drawn(frame, rows, wanted) {
   if (!rows.length) {
     return Object.keys(wanted).length
-      ? empty("No response fits", "Widen the filters, or give another range of steps.")
-      : empty("No responses yet", "They appear with the first committed step.");
+      ? empty("No matching response", "Change the filters or the range of steps.")
+      : empty("No responses yet", "Responses appear here after the first committed step.");
   }
   const address = (row) => frame.address(`trajectories/${row.id.split("/").slice(-3).join("/")}`);
   const sorted = (key) => ({
@@ -121,7 +121,7 @@ function drawn(frame, rows, wanted) {
       { label: "Reward", number: true, sort: sorted("score"), cell: (row) => number(row.score) },
       { label: "KL", number: true, sort: sorted("kl"), cell: (row) => number(row.kl) },
       { label: "Tokens", number: true, sort: sorted("response_tokens"), cell: (row) => whole(row.response_tokens) },
-      { label: "Ended", kind: "whole", cell: (row) => (row.finished ? "by itself" : h("span", { class: "warn" }, "at the limit")) },
+      { label: "Finish reason", kind: "whole", cell: (row) => (row.finished ? "end token" : h("span", { class: "warn" }, "token limit")) },
       { label: "Prompt", clip: true, kind: "wide-text", cell: (row) => h("span", { title: row.prompt.slice(0, 600) }, row.prompt.slice(-160)) },
       { label: "Response", clip: true, kind: "wide-text", cell: (row) => h("span", { title: row.response.slice(0, 600) }, row.response.slice(0, 240)) },
     ],

@@ -1,4 +1,4 @@
-// What an operator can tell a run: each asks first, and says what came of it.
+// Commands to a run. Each asks for confirmation and shows the result.
 
 import * as api from "../api.js";
 import { h, replace } from "../dom.js";
@@ -11,28 +11,28 @@ const COMMANDS = {
     label: "Pause",
     shape: "pause",
     title: "Pause the run?",
-    text: "It finishes the step in hand, commits it, and waits. Nothing is lost; the services stay up.",
+    text: "The current step completes and is committed; then the run pauses. Nothing is lost, and the services stay up.",
   },
-  resume: { label: "Resume", shape: "play", title: "Resume the run?", text: "It goes on with the next step." },
+  resume: { label: "Resume", shape: "play", title: "Resume the run?", text: "Training continues with the next step." },
   checkpoint: {
     label: "Checkpoint",
     shape: "save",
     title: "Save a checkpoint?",
-    text: "It is saved after the step in hand, beside those that are kept anyway.",
+    text: "It is saved after the current step, in addition to the scheduled checkpoints.",
   },
   stop: {
     label: "Stop",
     shape: "stop",
     title: "Stop the run?",
-    text: "It finishes the step in hand, saves its policy, and ends. It can be taken up again with quartet train --resume.",
+    text: "The current step completes and the policy is saved; then the run ends. Continue it with quartet train --resume.",
     danger: true,
   },
 };
 
-export class Controls {
+export class RunControls {
   constructor(frame) {
     this.frame = frame;
-    this.element = h("div", { class: "run-controls", role: "group", "aria-label": "Controls of the run" });
+    this.element = h("div", { class: "run-controls", role: "group", "aria-label": "Run controls" });
     this.draw();
   }
 
@@ -48,7 +48,7 @@ export class Controls {
       verbs.map((verb, at) =>
         h(
           "button",
-          { class: "button", type: "button", "data-verb": verb, "data-at": at, onclick: () => this.give(verb) },
+          { class: "button", type: "button", "data-verb": verb, "data-at": at, onclick: () => this.send(verb) },
           icon(COMMANDS[verb].shape),
           COMMANDS[verb].label,
         ),
@@ -57,8 +57,8 @@ export class Controls {
     if (focused !== null) this.element.querySelector(`[data-at="${focused}"]`)?.focus();
   }
 
-  /** Asks, then sends a command. */
-  async give(verb) {
+  /** Asks for confirmation, then sends a command. */
+  async send(verb) {
     const { label, title, text, danger } = COMMANDS[verb];
     if (!(await confirm(title, [h("p", {}, text)], { verb: label, danger }))) return;
     try {
@@ -69,9 +69,9 @@ export class Controls {
     }
   }
 
-  /** What the key `p` does. */
+  /** Handles the key `p`. */
   pauseOrResume() {
     const { detail, mayCommand } = this.frame;
-    if (mayCommand && detail.live) this.give(detail.state === "paused" ? "resume" : "pause");
+    if (mayCommand && detail.live) this.send(detail.state === "paused" ? "resume" : "pause");
   }
 }

@@ -1,48 +1,48 @@
-// What a step's spans tell: how busy each service was, where it idled, and the chain of work that the step's length comes from.
+// Analysis of a step's spans: busy and idle time of each service, and the critical path.
 
 const ORDER = ["orchestrator", "actor", "reward", "reference", "critic", "redis"];
-/** Spans closer than this many seconds touch. */
-const NEAR = 1e-4;
+/** Spans closer than this many seconds count as adjacent. */
+const TOLERANCE = 1e-4;
 
-/** The services that have spans, in the order in which a step goes through them. */
+/** Returns the services that have spans, in the order in which a step uses them. */
 export function servicesOf(spans) {
-  const found = [...new Set(spans.map((span) => span.service))];
-  const place = (name) => (ORDER.includes(name) ? ORDER.indexOf(name) : ORDER.length);
-  return found.sort((a, b) => place(a) - place(b) || a.localeCompare(b));
+  const services = [...new Set(spans.map((span) => span.service))];
+  const rank = (name) => (ORDER.includes(name) ? ORDER.indexOf(name) : ORDER.length);
+  return services.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
 }
 
-/** Seconds of the step: to the end of its last span. */
+/** Returns the duration of the step in seconds: the end of its last span. */
 export const lengthOf = (spans) => Math.max(0, ...spans.map((span) => span.end));
 
-/** The times in which any of `spans` goes on, as [start, end] pairs that do not touch. */
+/** Returns the union of spans as disjoint [start, end] pairs. */
 export function union(spans) {
   const joined = [];
   for (const { start, end } of [...spans].sort((a, b) => a.start - b.start)) {
     const last = joined.at(-1);
-    if (last && start <= last[1] + NEAR) last[1] = Math.max(last[1], end);
+    if (last && start <= last[1] + TOLERANCE) last[1] = Math.max(last[1], end);
     else joined.push([start, end]);
   }
   return joined;
 }
 
-/** What `times` leave free of 0 to `length`. */
+/** Returns the parts of 0 to `length` that `times` do not cover. */
 export function gaps(times, length) {
   const free = [];
   let at = 0;
   for (const [start, end] of times) {
-    if (start > at + NEAR) free.push([at, start]);
+    if (start > at + TOLERANCE) free.push([at, start]);
     at = Math.max(at, end);
   }
-  if (length > at + NEAR) free.push([at, length]);
+  if (length > at + TOLERANCE) free.push([at, length]);
   return free;
 }
 
 const total = (times) => times.reduce((sum, [start, end]) => sum + end - start, 0);
 
-/** Waiting is not work. */
+/** Returns whether a span is work rather than waiting. */
 export const isWork = (span) => span.phase !== "wait";
 
-/** Of each service: {service, busy, share, calls, phases: [[phase, seconds]], alone: seconds in which nobody else worked}. */
+/** Returns {service, busy, share, calls, phases: [[phase, seconds]], alone} per service; `alone` is time without other work. */
 export function shares(spans) {
   const length = lengthOf(spans);
   return servicesOf(spans).map((service) => {
@@ -64,23 +64,23 @@ export function shares(spans) {
 }
 
 /**
- * The fewest pieces of work that cover the step from its end to its start: at each moment the one that had gone on longest. Its
- * links are {service, phase, start, end, span}, earliest first; where nobody worked `span` is null and the phase "nothing".
+ * Returns the critical path of the step. It is followed from the end of the step to its start, at each moment along the span that
+ * started earliest. Its links are {service, phase, start, end, span}, earliest first; `span` is null in times without work.
  */
-export function chain(spans) {
-  const work = spans.filter((span) => isWork(span) && span.end - span.start > NEAR);
+export function criticalPath(spans) {
+  const work = spans.filter((span) => isWork(span) && span.end - span.start > TOLERANCE);
   const links = [];
   let now = lengthOf(spans);
-  while (now > NEAR) {
-    const under = work.filter((span) => span.start < now - NEAR && span.end >= now - NEAR);
-    if (under.length) {
-      const span = under.reduce((best, item) => (item.start < best.start ? item : best));
+  while (now > TOLERANCE) {
+    const active = work.filter((span) => span.start < now - TOLERANCE && span.end >= now - TOLERANCE);
+    if (active.length) {
+      const span = active.reduce((best, item) => (item.start < best.start ? item : best));
       links.push({ service: span.service, phase: span.phase, start: span.start, end: now, span });
       now = span.start;
       continue;
     }
     const before = Math.max(0, ...work.filter((span) => span.end < now).map((span) => span.end));
-    links.push({ service: "", phase: "nothing", start: before, end: now, span: null });
+    links.push({ service: "", phase: "idle", start: before, end: now, span: null });
     now = before;
   }
   return links.reverse();

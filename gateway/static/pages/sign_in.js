@@ -1,10 +1,10 @@
-// Asks for the token.
+// The sign-in page, which asks for the token.
 
 import * as api from "../api.js";
 import { h, replace } from "../dom.js";
 import { icon } from "../icons.js";
 
-/** `reason`: why one has to, if it is not simply the first time. Calls `done` once there is a token. */
+/** Draws the page. `reason` explains why a new token is needed, if known. Calls `done` when a token was entered. */
 export function signInPage(main, reason, done) {
   const field = h("input", { id: "token", type: "password", autocomplete: "off", required: true, spellcheck: "false", autofocus: true });
   const form = h(
@@ -23,7 +23,7 @@ export function signInPage(main, reason, done) {
     h("p", { class: "muted" }, "Open the link that Quartet printed when it started, or paste the token from it here."),
     h("div", { class: "field" }, h("label", { for: "token" }, "Token"), field),
     h("button", { class: "button primary", type: "submit" }, "Sign in"),
-    h("p", { class: "muted small" }, "It is kept for this browser tab alone and goes nowhere but to this gateway."),
+    h("p", { class: "muted small" }, "The token is stored in this browser tab only, and sent only to this gateway."),
   );
   replace(main, form);
   field.focus();

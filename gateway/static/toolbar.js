@@ -1,19 +1,12 @@
-// The right end of the top bar: theme, help, who one is, and leaving.
+// The toolbar at the right end of the top bar: connection, access, theme, help and sign-out.
 
 import { h, replace } from "./dom.js";
 import { icon } from "./icons.js";
-import { showHelp } from "./shortcuts.js";
+import { showShortcuts } from "./shortcuts.js";
+import { toggleTheme } from "./theme_toggle.js";
 
-/** Switches between dark and light and remembers it. Charts hear of it by `quartet:theme`. */
-export function toggleTheme() {
-  const root = document.documentElement;
-  root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
-  localStorage.setItem("quartet.theme", root.dataset.theme);
-  window.dispatchEvent(new CustomEvent("quartet:theme"));
-}
-
-/** `session` is null before one has signed in. */
-export function drawTools(session, leave) {
+/** Draws the toolbar. `session` is null before sign-in. */
+export function drawToolbar(session, leave) {
   const theme = h("button", { class: "button bare", type: "button", onclick: toggleTheme });
   const drawTheme = () => {
     const dark = document.documentElement.dataset.theme === "dark";
@@ -28,18 +21,18 @@ export function drawTools(session, leave) {
   replace(
     document.getElementById("tools"),
     h("span", { id: "connection", class: "connection", role: "img", hidden: true }, h("span", {})),
-    session?.access === "viewer" ? h("span", { class: "pill", title: "This token may read, not command" }, "read only") : null,
+    session?.access === "viewer" ? h("span", { class: "pill", title: "This token cannot send commands" }, "read only") : null,
     theme,
-    h("button", { class: "button bare", type: "button", "aria-label": "Help and shortcuts", title: "Help (?)", onclick: showHelp }, icon("help", 18)),
+    h("button", { class: "button bare", type: "button", "aria-label": "Help and shortcuts", title: "Help (?)", onclick: showShortcuts }, icon("help", 18)),
     session
       ? h("button", { class: "button bare", type: "button", "aria-label": "Sign out", title: "Sign out", onclick: leave }, icon("leave", 18))
       : null,
   );
 }
 
-const CONNECTION = { live: "live", waiting: "connecting", gone: "connection lost" };
+const CONNECTION = { live: "live", waiting: "connecting", lost: "connection lost" };
 
-/** Says how the stream of live events is; null hides it. */
+/** Shows the state of the event stream; null hides it. */
 export function showConnection(state) {
   const element = document.getElementById("connection");
   if (!element) return;

@@ -1,7 +1,7 @@
-// Metrics over steps as they are kept in the browser: what the gateway sent, with the newest steps appended as they come.
+// Metrics over steps in the browser: the response of the gateway, with new steps appended as they are committed.
 
-/** Columns of one run by metric name. */
-export class CurveData {
+/** The curves of one run by metric name. */
+export class MetricData {
   constructor() {
     this.curves = {};
     this.bucket = 1;
@@ -10,8 +10,8 @@ export class CurveData {
     this.last = 0;
   }
 
-  /** Takes what `/metrics` answered in the place of what was there. Steps that came meanwhile are kept. */
-  take(answer) {
+  /** Replaces the curves by a response of `/metrics`. Steps that were appended meanwhile are kept. */
+  load(answer) {
     const newer = this.newer?.filter(({ step }) => step > answer.last) ?? [];
     this.curves = answer.curves;
     this.bucket = answer.bucket;
@@ -22,7 +22,7 @@ export class CurveData {
     for (const { step, metrics } of newer) this.append(step, metrics);
   }
 
-  /** Appends a step. One that is known already is left out; gives whether it was new. */
+  /** Appends a step unless it is known. Returns whether it was new. */
   append(step, metrics) {
     this.newer = [...(this.newer ?? []), { step, metrics }].slice(-500);
     if (step <= this.last) return false;
@@ -39,7 +39,7 @@ export class CurveData {
     return true;
   }
 
-  /** Forgets steps before `first`, for a window that moves on. */
+  /** Drops the steps before `first`, for a sliding window. */
   dropBefore(first) {
     for (const curve of Object.values(this.curves)) {
       const at = curve.steps.findIndex((step) => step >= first);
@@ -48,27 +48,27 @@ export class CurveData {
     this.first = Math.max(this.first, first);
   }
 
-  /** A metric as {x, y, low, high}; the range within each point only where points stand for several steps. */
+  /** Returns a metric as {x, y, low, high}; low and high are null unless points cover several steps. */
   line(name) {
     const curve = this.curves[name];
     if (!curve || !curve.mean.some((value) => value !== null)) return null;
     const wide = this.bucket > 1;
-    // Copies: plotly takes an array that it has drawn for unchanged, whatever was appended to it.
+    // Copies: plotly does not redraw an array that it has drawn before, even if elements were appended.
     const copy = (column) => (wide ? [...column] : null);
     return { x: [...curve.steps], y: [...curve.mean], low: copy(curve.low), high: copy(curve.high) };
   }
 
-  /** Two metrics put together step by step by `join`; null where either is missing. */
-  joined(one, other, join) {
-    const [left, right] = [this.curves[one], this.curves[other]];
+  /** Combines two metrics step by step with `join`. Returns null if the run lacks either. */
+  combined(first, second, join) {
+    const [left, right] = [this.curves[first], this.curves[second]];
     if (!left || !right) return null;
-    const places = new Map(right.steps.map((step, at) => [step, at]));
+    const indexOfStep = new Map(right.steps.map((step, at) => [step, at]));
     const x = [];
     const y = [];
     left.steps.forEach((step, at) => {
-      const found = places.get(step);
-      if (found === undefined) return;
-      const [a, b] = [left.mean[at], right.mean[found]];
+      const other = indexOfStep.get(step);
+      if (other === undefined) return;
+      const [a, b] = [left.mean[at], right.mean[other]];
       x.push(step);
       y.push(a === null || b === null ? null : join(a, b));
     });

@@ -1,21 +1,21 @@
-// Charts of metrics over steps that belong together: one crosshair, one zoom, redrawn at most twice a second and only in view.
+// A group of charts over the same steps with a shared crosshair and zoom. Visible charts are redrawn at most twice a second.
 
 import * as charts from "../charts.js";
-import { h, replace, speak, write } from "../dom.js";
+import { h, replace, announce, write } from "../dom.js";
 import { number, whole } from "../format.js";
 
-const PAUSE = 500;
-/** Of the page's time, drawing takes one part in so many at most: the rest is the reader's. */
-const REST = 5;
+const MIN_REDRAW_INTERVAL = 500;
+/** The interval between redraws is at least this many times the duration of the last one, which keeps the page responsive. */
+const MIN_INTERVAL_FACTOR = 5;
 
-/** A set of charts over the same steps. `onzoom(start, end)` is asked for another range; null for all. */
-export class Curves {
+/** Charts over the same steps. Calls `onzoom(start, end)` for another range, and `onzoom(null)` for all steps. */
+export class ChartGroup {
   constructor(signal, onzoom) {
     this.onzoom = onzoom;
     this.cards = [];
     this.dirty = new Set();
     this.timer = null;
-    this.last = -PAUSE;
+    this.last = -MIN_REDRAW_INTERVAL;
     this.cost = 0;
     this.element = h("div", { class: "curves" });
     const options = { rootMargin: "120px" };
@@ -34,9 +34,9 @@ export class Curves {
     signal.addEventListener("abort", () => this.end());
   }
 
-  /** Adds a chart. See Curve for `spec`. */
+  /** Adds a chart. See Chart for `spec`. */
   add(spec) {
-    const card = new Curve(spec, this);
+    const card = new Chart(spec, this);
     this.cards.push(card);
     this.element.append(card.element);
     this.seen.observe(card.element);
@@ -52,7 +52,7 @@ export class Curves {
   schedule() {
     if (this.timer !== null || this.ended) return;
     if (document.hidden) return;
-    const wait = Math.max(0, this.last + Math.max(PAUSE, REST * this.cost) - performance.now());
+    const wait = Math.max(0, this.last + Math.max(MIN_REDRAW_INTERVAL, MIN_INTERVAL_FACTOR * this.cost) - performance.now());
     this.timer = setTimeout(() => this.redraw(), wait);
   }
 
@@ -62,10 +62,10 @@ export class Curves {
     for (const card of [...this.dirty]) {
       if (!card.inView || !card.data) continue;
       this.dirty.delete(card);
-      const begun = performance.now();
-      await card.draw().catch((error) => card.say(error.message));
-      this.cost += performance.now() - begun;
-      // Each chart in a task of its own: typing and scrolling come between them.
+      const started = performance.now();
+      await card.draw().catch((error) => card.showMessage(error.message));
+      this.cost += performance.now() - started;
+      // Yield after each chart, so that typing and scrolling are handled in between.
       await new Promise((resolve) => setTimeout(resolve));
       if (this.ended) return;
     }
@@ -73,7 +73,7 @@ export class Curves {
     if ([...this.dirty].some((card) => card.inView && card.data)) this.schedule();
   }
 
-  /** Shows one step in all charts; null for none. */
+  /** Moves the crosshair of all charts to a step; null hides it. */
   point(step) {
     this.pointed = step;
     if (this.pointing) return;
@@ -88,16 +88,16 @@ export class Curves {
     clearTimeout(this.timer);
     this.seen.disconnect();
     this.sized.disconnect();
-    for (const card of this.cards) charts.forget(card.plot);
+    for (const card of this.cards) charts.release(card.plot);
   }
 }
 
 /**
- * One chart. `spec`: {title, unit, series: [{label, colour, dashed, area, always}], main, zero, ticks, format}: `main` is the series whose
- * value stands in the head, `ticks` a format of the axis, `always` keeps a series in the legend without data. Its data:
- * {series: [{x, y, low, high}], range, marks}, the series in the spec's order; one without points is left out.
+ * One chart. `spec`: {title, unit, series: [{label, colour, dashed, area, always}], main, zero, ticks, format}. `main` is the index of
+ * the series whose value the title shows, `ticks` the format of the axis; `always` keeps a series without data in the legend.
+ * Data: {series: [{x, y, low, high}], range, marks}, with the series in the order of the spec; null for a series without points.
  */
-class Curve {
+class Chart {
   constructor(spec, group) {
     this.spec = spec;
     this.group = group;
@@ -123,17 +123,17 @@ class Curve {
     this.element.addEventListener("dblclick", () => group.onzoom?.(null));
   }
 
-  /** Takes data; it is drawn when there is time. */
+  /** Sets the data and schedules a redraw. */
   set(data) {
     this.data = data;
     this.steps = [...new Set(data.series.flatMap((series) => series?.x ?? []))].sort((a, b) => a - b);
-    this.say(this.steps.length ? "" : "not in this run");
+    this.showMessage(this.steps.length ? "" : "no data in this run");
     this.write(null);
     this.group.touch(this);
   }
 
-  /** Says something in the place of the curves; nothing lets them be seen. */
-  say(text) {
+  /** Shows a message instead of the curves; an empty text shows the curves. */
+  showMessage(text) {
     write(this.nothing, text);
     this.nothing.hidden = !text;
   }
@@ -172,7 +172,7 @@ class Curve {
     const at = this.steps.indexOf(this.group.pointed ?? this.steps.at(-1));
     const to = Math.min(this.steps.length - 1, Math.max(0, (at < 0 ? this.steps.length - 1 : at) + move));
     this.group.point(this.steps[to]);
-    speak(this.told(this.steps[to]));
+    announce(this.description(this.steps[to]));
   }
 
   point(step) {
@@ -182,7 +182,7 @@ class Curve {
     this.write(pixels === null ? null : step);
   }
 
-  /** The numbers at a step, or the last ones. */
+  /** Shows the values at a step, or the last values for null. */
   write(step) {
     const values = (this.data?.series ?? []).map((line) => valueAt(line, step));
     const single = this.spec.series.length === 1 || this.spec.main !== undefined;
@@ -202,16 +202,16 @@ class Curve {
       );
     });
     replace(this.key, entries);
-    this.element.setAttribute("aria-label", `${this.spec.title}: ${this.told(step)}`);
+    this.element.setAttribute("aria-label", `${this.spec.title}: ${this.description(step)}`);
   }
 
-  told(step) {
+  description(step) {
     const parts = (this.data?.series ?? []).map((line, index) => {
       const value = valueAt(line, step);
       return value === undefined ? null : `${this.spec.series[index].label} ${this.format(value)}`;
     });
-    const said = parts.filter(Boolean).join(", ");
-    return said ? `${step === null ? "now" : `step ${step}`}: ${said}` : "not in this run";
+    const text = parts.filter(Boolean).join(", ");
+    return text ? `${step === null ? "now" : `step ${step}`}: ${text}` : "no data in this run";
   }
 }
 

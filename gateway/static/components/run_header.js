@@ -1,4 +1,4 @@
-// The head of a run's pages: state, step of total, time left, and what the step in hand does.
+// The header of a run's pages: state, progress, time left, and the current phase.
 
 import * as api from "../api.js";
 import { h, replace, write } from "../dom.js";
@@ -6,21 +6,21 @@ import { ago, duration, number, plural, whole } from "../format.js";
 import { icon } from "../icons.js";
 import { statePill } from "./state_pill.js";
 
-/** Steps from which the pace is told. */
+/** Number of recent steps over which speed is averaged. */
 const WINDOW = 30;
 
-export class RunHead {
+export class RunHeader {
   constructor(frame) {
     this.frame = frame;
-    this.pace = [];
+    this.recentSteps = [];
     this.state = h("span", {});
     this.facts = h("span", { class: "muted small" });
     this.steps = h("span", {});
     this.left = h("span", { class: "muted" });
     this.phase = h("span", {});
     this.scored = h("span", { class: "muted" });
-    this.whole = meter("Steps of the run");
-    this.hand = meter("Responses of the step in hand that are scored", "good");
+    this.stepMeter = meter("Completed steps");
+    this.scoredMeter = meter("Scored responses of the current step", "good");
     this.note = h("p", { class: "run-note" });
     this.element = h(
       "header",
@@ -30,53 +30,53 @@ export class RunHead {
       h(
         "div",
         { class: "run-progress" },
-        h("div", {}, h("div", { class: "meter-line" }, this.steps, this.left), this.whole),
-        h("div", {}, h("div", { class: "meter-line" }, this.phase, this.scored), this.hand),
+        h("div", {}, h("div", { class: "meter-line" }, this.steps, this.left), this.stepMeter),
+        h("div", {}, h("div", { class: "meter-line" }, this.phase, this.scored), this.scoredMeter),
       ),
       this.note,
     );
     this.draw();
   }
 
-  /** Seconds and tokens of the newest steps, for the time left and the throughput. */
-  async readPace(signal) {
+  /** Reads duration and tokens of recent steps, for the time left and the throughput. */
+  async readRecentSteps(signal) {
     const last = this.frame.detail.step;
     if (!last) return;
     try {
       const names = ["seconds", "response_tokens"];
       const answer = await api.metrics(this.frame.run, names, { first: Math.max(1, last - WINDOW + 1) }, WINDOW, signal);
       const { seconds, response_tokens: tokens } = answer.curves;
-      this.pace = seconds ? seconds.steps.map((_, at) => [seconds.mean[at], tokens?.mean[at] ?? null]) : [];
+      this.recentSteps = seconds ? seconds.steps.map((_, at) => [seconds.mean[at], tokens?.mean[at] ?? null]) : [];
       this.draw();
-      this.frame.events.dispatchEvent(new CustomEvent("pace"));
+      this.frame.events.dispatchEvent(new CustomEvent("recent-steps"));
     } catch (problem) {
       if (!(problem.status >= 0) && problem.name !== "AbortError") throw problem;
     }
   }
 
   stepped(step, metrics) {
-    if (Number.isFinite(metrics.seconds)) this.pace.push([metrics.seconds, metrics.response_tokens ?? null]);
-    this.pace = this.pace.slice(-WINDOW);
+    if (Number.isFinite(metrics.seconds)) this.recentSteps.push([metrics.seconds, metrics.response_tokens ?? null]);
+    this.recentSteps = this.recentSteps.slice(-WINDOW);
   }
 
-  /** Seconds of a step, lately; null before the first. */
+  /** Mean duration of recent steps in seconds; null before the first step. */
   get secondsPerStep() {
-    const known = this.pace.map(([seconds]) => seconds).filter((value) => value > 0);
+    const known = this.recentSteps.map(([seconds]) => seconds).filter((value) => value > 0);
     return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
   }
 
-  /** Response tokens generated a second, lately; null before the first step. */
+  /** Response tokens per second over recent steps; null before the first step. */
   get tokensPerSecond() {
-    const known = this.pace.filter(([seconds, tokens]) => seconds > 0 && tokens !== null);
+    const known = this.recentSteps.filter(([seconds, tokens]) => seconds > 0 && tokens !== null);
     const spent = known.reduce((sum, [seconds]) => sum + seconds, 0);
     return spent ? known.reduce((sum, [, tokens]) => sum + tokens, 0) / spent : null;
   }
 
-  /** Seconds until the last step at the pace of late; null where there is nothing to wait for. */
+  /** Estimated time until the last step in seconds; null unless the run is training. */
   get secondsLeft() {
     const { detail } = this.frame;
-    const pace = this.secondsPerStep;
-    return detail.live && detail.state !== "paused" && pace !== null ? (detail.total_steps - detail.step) * pace : null;
+    const perStep = this.secondsPerStep;
+    return detail.live && detail.state !== "paused" && perStep !== null ? (detail.total_steps - detail.step) * perStep : null;
   }
 
   draw() {
@@ -91,19 +91,19 @@ export class RunHead {
     write(this.steps, `step ${whole(detail.step)} of ${whole(detail.total_steps)}`);
     const left = this.secondsLeft;
     const rate = this.tokensPerSecond;
-    const said = [rate === null ? "" : `${number(rate)} tokens/s`, left === null ? "" : `${duration(left)} left`];
-    write(this.left, said.filter(Boolean).join(" · "));
-    setMeter(this.whole, detail.step, detail.total_steps);
-    write(this.phase, progress && detail.live ? `now: ${progress.phase}` : "nothing runs it now");
+    const parts = [rate === null ? "" : `${number(rate)} tokens/s`, left === null ? "" : `${duration(left)} left`];
+    write(this.left, parts.filter(Boolean).join(" · "));
+    setMeter(this.stepMeter, detail.step, detail.total_steps);
+    write(this.phase, progress && detail.live ? `phase: ${progress.phase}` : "not active");
     write(this.scored, progress && detail.live && progress.wanted ? `${whole(progress.scored)} of ${whole(progress.wanted)} scored` : "");
-    setMeter(this.hand, detail.live ? progress?.scored ?? 0 : 0, progress?.wanted ?? 0);
+    setMeter(this.scoredMeter, detail.live ? progress?.scored ?? 0 : 0, progress?.wanted ?? 0);
     this.drawNote(progress);
   }
 
   drawNote(progress) {
     const text = progress?.error || progress?.notes?.at(-1) || `last step ${ago(this.frame.detail.changed)}`;
-    if (text === this.noted) return;
-    this.noted = text;
+    if (text === this.shownNote) return;
+    this.shownNote = text;
     this.note.className = progress?.error ? "run-note notice bad" : "run-note";
     this.note.title = text;
     replace(this.note, progress?.error ? icon("cross") : null, h("span", {}, text));
@@ -115,8 +115,8 @@ function meter(label, tone) {
   return h("div", { class: "meter", role: "progressbar", "aria-label": label, "aria-valuemin": 0, "data-tone": tone }, bar);
 }
 
-function setMeter(element, value, most) {
-  element.setAttribute("aria-valuemax", String(most || 1));
+function setMeter(element, value, max) {
+  element.setAttribute("aria-valuemax", String(max || 1));
   element.setAttribute("aria-valuenow", String(value));
-  element.firstElementChild.style.transform = `scaleX(${most ? Math.min(1, value / most) : 0})`;
+  element.firstElementChild.style.transform = `scaleX(${max ? Math.min(1, value / max) : 0})`;
 }

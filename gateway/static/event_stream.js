@@ -1,13 +1,13 @@
-// The live events of a run: server-sent events read with fetch, because EventSource cannot send the Authorization header.
+// The event stream of a run, read with fetch, because EventSource cannot send the Authorization header.
 
 import { open } from "./api.js";
 
-const FIRST_PAUSE = 500;
-const LONGEST_PAUSE = 15000;
-/** The gateway sends at least a comment every 15 seconds; after three times that the connection is dead. */
-const SILENCE = 45000;
+const FIRST_RETRY_DELAY_MS = 500;
+const MAX_RETRY_DELAY_MS = 15000;
+/** The gateway sends at least a comment every 15 seconds. After three times that, the connection counts as lost. */
+const SILENCE_TIMEOUT_MS = 45000;
 
-/** Splits what arrives into events. Fed with text in pieces of any size; calls `onEvent({id, type, data})`. */
+/** Parses server-sent events. Accepts text in chunks of any size; calls `onEvent({id, type, data})`. */
 export class Parser {
   constructor(onEvent) {
     this.onEvent = onEvent;
@@ -43,9 +43,9 @@ export class Parser {
   }
 }
 
-/** Keeps a stream of one run open and takes it up again after the last event that arrived. */
-export class Events extends EventTarget {
-  /** `state` events say how the connection is: `live`, `waiting`, `gone`. */
+/** Keeps the event stream of one run open, and resumes it after the last received event. */
+export class EventStream extends EventTarget {
+  /** Emits `state` events with the state of the connection: `live`, `waiting` or `lost`. */
   constructor(run) {
     super();
     this.run = run;
@@ -55,7 +55,7 @@ export class Events extends EventTarget {
     this.failures = 0;
   }
 
-  /** Calls `listener(data)` for every event of a type until `signal` ends it. */
+  /** Calls `listener(data)` for every event of a type until `signal` aborts. */
   on(type, listener, signal) {
     this.addEventListener(type, (event) => listener(event.detail), { signal });
   }
@@ -80,16 +80,16 @@ export class Events extends EventTarget {
         before = true;
       } catch (error) {
         if (this.stopped || error.status === 401) break;
-        if (error.status === 422) this.forget();
+        if (error.status === 422) this.forgetPosition();
         this.failures += 1;
         before = before || this.state === "live";
       }
       if (this.stopped) break;
-      this.tell(this.failures > 3 ? "gone" : "waiting");
-      const pause = Math.min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** this.failures);
+      this.setState(this.failures > 3 ? "lost" : "waiting");
+      const delay = Math.min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 2 ** this.failures);
       await new Promise((resolve) => {
         this.wake = resolve;
-        this.timer = setTimeout(resolve, pause * (0.7 + 0.6 * Math.random()));
+        this.timer = setTimeout(resolve, delay * (0.7 + 0.6 * Math.random()));
       });
     }
   }
@@ -102,20 +102,20 @@ export class Events extends EventTarget {
       headers,
     });
     this.failures = 0;
-    this.tell("live");
-    // Without an id nothing tells what was missed meanwhile, so everything is read anew.
+    this.setState("live");
+    // Without an id, missed events are unknown: the pages must read everything again.
     if (again && !this.last) this.emit("rewind", { step: null });
-    const parser = new Parser((event) => this.take(event));
+    const parser = new Parser((event) => this.receive(event));
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     for (;;) {
-      const silence = setTimeout(() => this.connection.abort(), SILENCE);
+      const silence = setTimeout(() => this.connection.abort(), SILENCE_TIMEOUT_MS);
       const { value, done } = await reader.read().finally(() => clearTimeout(silence));
       if (done) return;
       parser.feed(value);
     }
   }
 
-  take({ id, type, data }) {
+  receive({ id, type, data }) {
     if (this.connection.signal.aborted) return;
     let content;
     try {
@@ -124,8 +124,8 @@ export class Events extends EventTarget {
       return;
     }
     if (type === "rewind" && content.step === 0) {
-      // Everything would be told anew: the pages read it instead, once the stream is taken up at the present.
-      this.forget();
+      // The gateway would send the whole history. Instead, resume at the present and let the pages read everything again.
+      this.forgetPosition();
       this.connection.abort();
       return;
     }
@@ -133,12 +133,12 @@ export class Events extends EventTarget {
     this.emit(type, content);
   }
 
-  /** The gateway does not know the id: it is not of this run, or not whole. What is on show is read anew. */
-  forget() {
+  /** Drops the last id, which the gateway does not accept. The next connection starts at the present. */
+  forgetPosition() {
     this.last = null;
   }
 
-  tell(state) {
+  setState(state) {
     if (state === this.state) return;
     this.state = state;
     this.emit("state", state);

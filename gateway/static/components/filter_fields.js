@@ -1,4 +1,4 @@
-// Filters that live in the address, so that a list can be shared as a link.
+// Fields of filter forms. Filters are part of the address, so that a list can be shared as a link.
 
 import { freshId, h } from "../dom.js";
 
@@ -6,7 +6,7 @@ function numberField(name, label, value, attributes = {}) {
   return h("input", { name, type: "number", step: "any", value: value ?? "", "aria-label": label, ...attributes });
 }
 
-/** Two number fields, from and to, under one label; `wanted` holds their values by name. */
+/** Returns two number fields, from and to, under one label; `wanted` holds their values by name. */
 export function between(label, [low, high], wanted, attributes = {}) {
   return h(
     "div",
@@ -22,14 +22,14 @@ export function between(label, [low, high], wanted, attributes = {}) {
   );
 }
 
-/** A list to choose from, with its label; `options`: [value, text]. */
+/** Returns a labelled select field; `options` holds [value, text] pairs. */
 export function select(name, label, options, value) {
   const id = freshId(name);
   const list = h("select", { id, name }, options.map(([key, text]) => h("option", { value: key, selected: key === (value ?? "") }, text)));
   return h("div", { class: "field" }, h("label", { for: id }, label), list);
 }
 
-/** What a form holds, empty fields left out. */
+/** Returns the values of a form without empty fields. */
 export function valuesOf(form) {
   return Object.fromEntries([...new FormData(form)].filter(([, value]) => value !== "").map(([name, value]) => [name, value]));
 }

@@ -1,9 +1,8 @@
-// Which charts there are of a run's metrics: shared by the overview and the comparison.
+// The charts of a run's metrics, shared by the overview and the comparison.
 
 import { exact, percent, seconds } from "../format.js";
 
-
-/** A chart of metrics: `names` are what it needs; `lines(data)` gives its series in order. */
+/** Defines a chart: `names` are the metrics that it needs; `lines(data)` returns its series in order. */
 const plain = (title, unit, names, rest = {}) => ({
   title,
   unit,
@@ -13,7 +12,7 @@ const plain = (title, unit, names, rest = {}) => ({
   ...rest,
 });
 
-/** `detail` is the run's: its KL target and whether it has a critic decide what there is. */
+/** Returns the charts of a run. They depend on its KL target and on whether it has a critic. */
 export function chartsOf(detail) {
   return [
     {
@@ -21,8 +20,8 @@ export function chartsOf(detail) {
       names: ["reward_mean", "reward_std"],
       main: 0,
       series: [
-        { label: "mean of a step's responses", colour: "blue" },
-        { label: "± their standard deviation", colour: "blue", area: true, always: true, unlisted: true },
+        { label: "mean over the step's responses", colour: "blue" },
+        { label: "± standard deviation", colour: "blue", area: true, always: true, unlisted: true },
       ],
       lines: (data) => [withBand(data)],
     },
@@ -48,39 +47,39 @@ export function chartsOf(detail) {
       names: ["response_tokens", "seconds"],
       zero: true,
       series: [{ label: "tokens/s", colour: "green" }],
-      lines: (data) => [data.joined("response_tokens", "seconds", (tokens, time) => (time > 0 ? tokens / time : null))],
+      lines: (data) => [data.combined("response_tokens", "seconds", (tokens, time) => (time > 0 ? tokens / time : null))],
     },
-    plain("Seconds of a step", "", [
-      ["seconds", "all", "grey"],
+    plain("Step time", "", [
+      ["seconds", "total", "grey"],
       ["generate_seconds", "generate", "blue"],
       ["score_seconds", "score", "green"],
       ["update_seconds", "update", "orange"],
     ], { zero: true, format: seconds }),
-    plain("Responses that end", "share with an end token", [["eos_rate", "ended", "blue"]], { zero: true, format: percent, ticks: ".0%" }),
+    plain("Finished responses", "fraction with an end token", [["eos_rate", "finished", "blue"]], { zero: true, format: percent, ticks: ".0%" }),
     plain("Gradient norms", "before clipping", [
       ["grad_norm_actor", "actor", "blue"],
       ...(detail.has_critic ? [["grad_norm_critic", "critic", "orange"]] : []),
     ], { zero: true }),
-    plain("Clipped ratios", "share of tokens", [["clip_fraction", "clip fraction", "pink"]], { zero: true, format: percent, ticks: ".0%" }),
-    plain("Approximate KL", "old to new policy, nats per token", [["approx_kl", "approximate KL", "orange"]]),
-    ...(detail.has_critic ? [plain("Explained variance", "of the returns, by the critic", [["explained_variance", "explained variance", "green"]])] : []),
+    plain("Clip fraction", "fraction of tokens", [["clip_fraction", "clip fraction", "pink"]], { zero: true, format: percent, ticks: ".0%" }),
+    plain("Approximate KL", "between old and new policy, nats per token", [["approx_kl", "approximate KL", "orange"]]),
+    ...(detail.has_critic ? [plain("Explained variance", "of returns by the critic", [["explained_variance", "explained variance", "green"]])] : []),
     plain("KL coefficient", "β", [["kl_coefficient", "β", "grey"]]),
     plain("Learning rate", "", [
       ["learning_rate_actor", "actor", "blue"],
       ...(detail.has_critic ? [["learning_rate_critic", "critic", "orange"]] : []),
     ]),
-    plain("Repetition", "share of 3-grams", [["repetition", "repetition", "yellow"]], { zero: true, format: percent, ticks: ".0%" }),
+    plain("Repetition", "fraction of 3-grams", [["repetition", "repetition", "yellow"]], { zero: true, format: percent, ticks: ".0%" }),
   ];
 }
 
-/** The metrics that these charts need, each once. */
+/** Returns the names of the metrics that charts need, without duplicates. */
 export const namesOf = (charts) => [...new Set(charts.flatMap((chart) => chart.names))];
 
 function withBand(data) {
   const line = data.line("reward_mean");
   if (!line) return null;
-  const below = data.joined("reward_mean", "reward_std", (mean, spread) => mean - spread);
-  const above = data.joined("reward_mean", "reward_std", (mean, spread) => mean + spread);
+  const below = data.combined("reward_mean", "reward_std", (mean, spread) => mean - spread);
+  const above = data.combined("reward_mean", "reward_std", (mean, spread) => mean + spread);
   const whole = below && below.x.length === line.x.length;
   return whole ? { ...line, low: below.y, high: above.y } : line;
 }

@@ -1,34 +1,34 @@
-// What a page shows when it has nothing to show yet, nothing at all, or an error.
+// What a page shows while it loads, if it is empty, or after an error.
 
 import { h, replace } from "../dom.js";
 import { icon } from "../icons.js";
 
-/** Something is on its way. `height` keeps the place that it will take. */
+/** Returns a loading indicator. `height` reserves the space of the content. */
 export function loading(height = "220px") {
   return h("div", { class: "state waiting", style: { "min-height": height } }, h("span", { class: "unseen" }, "Loading"));
 }
 
-/** There is nothing, and why. */
+/** Returns a message for an empty list. */
 export function empty(title, ...explanation) {
   return h("div", { class: "state" }, h("strong", {}, title), explanation.length ? h("p", {}, ...explanation) : null);
 }
 
-/** It failed: what the gateway said, and a button to try again. */
-export function failure(problem, again) {
+/** Returns an error message, with a button to retry if `retry` is given. */
+export function failure(problem, retry) {
   return h(
     "div",
     { class: "state error", role: "alert" },
     icon("warn", 22),
-    h("strong", {}, problem.status === 404 ? "Not found" : problem.status ? "That did not work" : "No answer"),
+    h("strong", {}, problem.status === 404 ? "Not found" : problem.status ? "Request failed" : "No response"),
     h("p", {}, problem.message),
     (problem.fields ?? []).map((field) => h("p", {}, h("code", {}, field.field), ` ${field.problem}`)),
-    again ? h("button", { class: "button", type: "button", onclick: again }, icon("again"), "Try again") : null,
+    retry ? h("button", { class: "button", type: "button", onclick: retry }, icon("again"), "Try again") : null,
   );
 }
 
 /**
- * Fills `element` with what `load` promises: a waiting sign first, an error with a retry where it fails. With `keep`, what is
- * on show stays until there is something new. Gives whether it worked; an answer that comes after `signal` is dropped.
+ * Fills `element` with the result of `load`. Shows a loading indicator first, and an error with a retry button if it fails. With
+ * `keep`, the current content stays until the result arrives. Returns whether it succeeded. A result after `signal` is ignored.
  */
 export async function fillWith(element, load, signal, keep = false) {
   if (!keep || !element.hasChildNodes()) replace(element, loading());

@@ -1,9 +1,9 @@
-// One of a few: a row of buttons of which one is pressed.
+// A row of buttons of which exactly one is pressed.
 
 import { h } from "../dom.js";
 
-/** `options`: [value, label] each. Calls `onchange(value)`; `set(value)` of the element presses another, silently. */
-export function choice(label, options, value, onchange) {
+/** `options` holds [value, label] pairs. Calls `onchange(value)`. `set(value)` of the element presses a button without a call. */
+export function buttonGroup(label, options, value, onchange) {
   const buttons = new Map();
   const element = h("div", { class: "choice", role: "group", "aria-label": label });
   element.set = (chosen) => {
