@@ -48,8 +48,8 @@ def acquire_lease(
 ) -> Lease:
     """Acquire the lease with an epoch above ``epochs_seen``, and release the one ``held`` before.
 
-    The epoch is new even for the same owner, because requests of its last term may still be in progress. Raises LeadershipConflict
-    if another orchestrator holds the lease.
+    The epoch is new even for the same owner, because requests of its last term may still be in progress. Raises
+    LeadershipConflict if another orchestrator holds the lease.
     """
     newest = max(epochs_seen, default=0)
     if held is not None:

@@ -148,7 +148,7 @@ class ServiceHandshake:
         return statuses
 
     def reconnect(self, before: ServiceStatuses, identity: Identity) -> ServiceStatuses:
-        """Wait until all services are ready again, and return their statuses. Raises MismatchError if one differs from ``before``."""
+        """Wait until all services are ready again, and return their statuses. Raises MismatchError if one has changed."""
         self._board.update(phase="waiting for redis")
         wait_for_server(self._redis, self._url, self._config.timeouts.load_seconds)
         statuses = self._service_clients.wait_until_back(self._show_waiting)
@@ -196,14 +196,17 @@ def load_identity(config: Config, files: RunFiles, started: bool, micro_batch_to
 
 
 def check_agreement(statuses: ServiceStatuses, run: str, needs_reference: bool) -> None:
-    """Raises MismatchError unless all services share one vocabulary, no trained model belongs to another run, and a reference exists."""
+    """Check that the services share a vocabulary, that no trained model is another run's, and that a reference exists.
+
+    Raises MismatchError.
+    """
     actor = statuses[Role.ACTOR]
     for role, other in statuses.items():
         if other.tokenizer_fingerprint != actor.tokenizer_fingerprint:
             raise MismatchError(
                 f"{role}.model {other.model}: its vocabulary ({other.vocabulary_size} ids) is not that of actor.model "
-                f"{actor.model} ({actor.vocabulary_size} ids), expected the same tokenizer, because a token id must mean the same "
-                f"to both; give a {role} model trained with the actor's tokenizer"
+                f"{actor.model} ({actor.vocabulary_size} ids), expected the same tokenizer, because a token id must mean the "
+                f"same to both; give a {role} model trained with the actor's tokenizer"
             )
         # A reward function has no embedding: an id that its tokenizer does not know simply has no text.
         if other.parameters and other.vocabulary_size < actor.vocabulary_size:
@@ -224,7 +227,7 @@ def check_agreement(statuses: ServiceStatuses, run: str, needs_reference: bool) 
 
 
 def check_unchanged(before: ServiceStatuses, now: ServiceStatuses) -> None:
-    """Raises MismatchError unless every service that came back serves the same model as before."""
+    """Check that every service that came back serves the same model as before. Raises MismatchError."""
     for role, status in now.items():
         for name in (
             "model",
@@ -242,7 +245,7 @@ def check_unchanged(before: ServiceStatuses, now: ServiceStatuses) -> None:
 
 
 def check_lengths(statuses: ServiceStatuses, longest_prompt: int, max_response_tokens: int) -> None:
-    """Raises ConfigError if the longest sequence does not fit one of the models."""
+    """Check that the longest sequence fits every model. Raises ConfigError."""
     longest = longest_prompt + max_response_tokens
     for role, status in statuses.items():
         if 0 < status.max_sequence_tokens < longest:

@@ -40,19 +40,19 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     "case", [pytest.param(case, id=f"CHAOS_SEED={CHAOS_SEED}-{case.name}") for case in part_of_the_suite(CHAOS_SEED)]
 )
 @pytest.mark.sampled(4)
-def test_a_disturbed_run_comes_to_the_bits_of_the_undisturbed_one(case: Case, ground: Ground) -> None:
+def test_a_disturbed_run_is_bit_identical_to_the_undisturbed_one(case: Case, ground: Ground) -> None:
     result = disturb(case, ground)
     assert result.problems == (), f"python -m tests.chaos --only {case.name}"
 
 
-def test_the_part_is_the_same_for_the_same_seed_and_a_tenth_on_average() -> None:
+def test_the_sample_is_a_tenth_and_depends_only_on_the_seed() -> None:
     assert part_of_the_suite("2026-01-01") == part_of_the_suite("2026-01-01")
     assert part_of_the_suite("2026-01-01") != part_of_the_suite("2026-01-02")
     parts = [len(part_of_the_suite(str(seed))) for seed in range(200)]
     assert 0.09 * len(CASES) < sum(parts) / len(parts) < 0.11 * len(CASES)
 
 
-def test_every_process_meets_every_fault_at_every_moment_and_seeds_are_spread() -> None:
+def test_cases_cover_every_process_fault_and_moment() -> None:
     assert len({case.name for case in CASES}) == len(CASES) == len(PAIRS) * len(MOMENTS)
     for of in (lambda case: (case.process, case.fault), lambda case: case.moment.name):
         assert all(
@@ -62,7 +62,7 @@ def test_every_process_meets_every_fault_at_every_moment_and_seeds_are_spread() 
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_moments_are_failpoints_in_steps_that_have_two_after_them() -> None:
+def test_every_moment_is_a_failpoint_two_steps_before_the_end() -> None:
     for moment in MOMENTS:
         assert {moment.failpoint, *moment.own.values()} <= FAILPOINTS.keys()
         assert all(1 < moment.step(seed) <= STEPS - 2 for seed in SEEDS)
@@ -72,7 +72,7 @@ def test_moments_are_failpoints_in_steps_that_have_two_after_them() -> None:
     assert saving.setting("redis", 1) == "actor.saving=hold@2"  # After step 4, the second checkpoint.
 
 
-def test_the_page_says_what_every_moment_means() -> None:
+def test_the_page_describes_every_moment() -> None:
     by_hand = DOCS.read_text(encoding="utf-8").partition(page.BEGIN)[0]
     assert re.findall(r"^\| (\w+) \| [^|]+ \|$", by_hand, re.MULTILINE)[1:] == [moment.name for moment in MOMENTS]
 
@@ -120,7 +120,7 @@ def lower_epoch(path: Path) -> None:
         ("trajectories/step-000002.jsonl", lambda path: edit_line(path, 0, response="x"), "step 2: other trajectories"),
     ],
 )
-def test_the_suite_sees_what_a_fault_may_do_to_a_run(
+def test_the_suite_detects_every_kind_of_damage(
     file: str, damage: Callable[[Path], None], said: str, ground: Ground, tmp_path: Path
 ) -> None:
     undisturbed = ground.undisturbed(0)
@@ -130,7 +130,7 @@ def test_the_suite_sees_what_a_fault_may_do_to_a_run(
     assert said in " ".join(differences(run, undisturbed))
 
 
-def test_the_page_keeps_what_is_written_by_hand_and_shows_every_case() -> None:
+def test_the_page_keeps_its_text_and_shows_every_case() -> None:
     results = {case.name: Result(case.name, 1, 2.5, 10.0, ()) for case in CASES}
     failed = CASES[17].name
     results[failed] = Result(failed, 0, None, 10.0, ("other bits",))
@@ -148,13 +148,13 @@ def test_the_page_keeps_what_is_written_by_hand_and_shows_every_case() -> None:
         page.rewritten("no marks", results, "")
 
 
-def test_the_page_that_is_committed_shows_every_case_and_none_that_failed() -> None:
+def test_the_committed_page_shows_every_case_and_no_failure() -> None:
     said = page.cells(DOCS.read_text(encoding="utf-8"))
     assert said.keys() == {case.name for case in CASES}
     assert not [name for name, cell in said.items() if "failed" in cell or "not run" in cell]
 
 
-def test_a_suite_that_was_interrupted_goes_on_and_writes_the_page_when_every_case_was_run(
+def test_an_interrupted_suite_resumes_and_writes_the_page_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = tmp_path / "durability.md"

@@ -26,7 +26,7 @@ from quartet.v1 import status_pb2, status_pb2_grpc
 from tests.e2e.commands import wait_until
 from tests.rpc.conftest import Services
 from tests.rpc.test_server import BATCH, Gate, gated
-from tests.training.observed import read, value
+from tests.training.observed_runs import read, value
 
 ROOT = Path(__file__).parents[2]
 SERVICE = "quartet.v1.ReferenceService"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +163,15 @@ def underway(config: Config) -> Iterator[Underway]:
     """Starts the run's services and its training."""
     with services(config) as addressed, orchestrator(addressed) as going:
         yield going
+
+
+def wait_for(going: Underway, condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait until ``condition`` holds while the run is active."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert going.thread.is_alive(), going.board.current()
+        assert time.monotonic() < deadline, going.board.current()
+        time.sleep(0.01)
 
 
 def run_to_the_end(config: Config) -> Run:

@@ -48,7 +48,7 @@ def test_each_estimator_trains_the_policy_and_only_gae_a_critic(name: str, make:
     assert not run.progress.alerts
 
 
-def test_samples_of_one_prompt_come_together(make: MakeConfig) -> None:
+def test_samples_of_one_prompt_are_adjacent(make: MakeConfig) -> None:
     run = run_to_the_end(make(**ESTIMATORS["rloo"]))
     found = [item["id"].rsplit("/", 2)[1:] for item in run.trajectories(1)]
     prompts = {prompt for prompt, _ in found}
@@ -57,7 +57,7 @@ def test_samples_of_one_prompt_come_together(make: MakeConfig) -> None:
     assert len({item["response"] for item in run.trajectories(1)}) > 2, "samples draw from streams of their own"
 
 
-def test_the_policy_rests_while_the_critic_warms_up(make: MakeConfig, toy_task: ToyTask) -> None:
+def test_the_policy_is_frozen_while_the_critic_warms_up(make: MakeConfig, toy_task: ToyTask) -> None:
     run = run_to_the_end(make(run={"steps": 3}, algorithm={"critic_warmup_steps": 2}, checkpoint={"every_steps": 2}))
     rested = safetensors.torch.load_file(run.files.checkpoints / "step-000002" / "actor" / "model.safetensors")
     initial = safetensors.torch.load_file(toy_task.policy / "model.safetensors")
@@ -90,7 +90,7 @@ def test_scores_are_normalised_by_running_moments(make: MakeConfig) -> None:
         assert step["score_mean"] == pytest.approx(float(expected), abs=1e-4)
 
 
-def test_the_initial_moments_stay(make: MakeConfig) -> None:
+def test_initial_score_moments_are_kept(make: MakeConfig) -> None:
     run = run_to_the_end(make(run={"steps": 3}, algorithm={"score": {"normalize": "initial"}}))
     first = torch.tensor([item["score"] for item in run.trajectories(1)], dtype=torch.float64)
     for step in run.metrics:
@@ -110,7 +110,7 @@ def test_an_actor_with_adapters_is_its_own_reference(make: MakeConfig) -> None:
     assert (run.files.policy / "model.safetensors").is_file()
 
 
-def test_with_adapters_on_the_same_figures_come_out_of_a_reference_service(make: MakeConfig, toy_task: ToyTask) -> None:
+def test_an_adapter_run_with_a_reference_service_has_the_same_metrics(make: MakeConfig, toy_task: ToyTask) -> None:
     lora = {"lora": {"rank": 2}, "learning_rate": 0.05}
     own = run_to_the_end(make(actor=lora))
     other = run_to_the_end(make(actor=lora, reference={"model": str(toy_task.policy)}))

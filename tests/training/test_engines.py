@@ -15,7 +15,7 @@ from tests.training.conftest import MakeConfig
 from tests.training.runs import run_to_the_end
 
 
-def test_an_engine_is_told_before_and_after_each_update(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_notified_before_and_after_each_update(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
     class Telling(TorchEngine):
@@ -37,7 +37,7 @@ def test_an_engine_is_told_before_and_after_each_update(make: MakeConfig, monkey
     assert told == ["generate", "release", "weights changed"] * 2
 
 
-def test_an_engine_is_closed_when_another_policy_is_loaded(
+def test_an_engine_is_closed_when_the_policy_is_replaced(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     from quartet.services.actor.actor import Actor

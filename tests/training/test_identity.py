@@ -27,7 +27,7 @@ def undisturbed(make: MakeConfig) -> Run:
     return run_to_the_end(make(**COMMON))
 
 
-def test_another_run_of_the_same_name_at_the_same_redis_is_not_taken_for_this_one(
+def test_another_run_of_the_same_name_in_redis_is_not_mistaken_for_this_one(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ours = make(**COMMON)
@@ -37,7 +37,7 @@ def test_another_run_of_the_same_name_at_the_same_redis_is_not_taken_for_this_on
     assert_same(run_to_the_end(ours), undisturbed)
 
 
-def test_nor_are_services_that_have_learned_in_it(
+def test_services_trained_by_another_run_of_the_same_name_are_restored(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = make(**COMMON)
@@ -61,7 +61,7 @@ def test_nor_are_services_that_have_learned_in_it(
         {"rollout": {"temperature": 0.5}},
     ],
 )
-def test_an_orchestrator_with_other_settings_does_not_go_on_with_the_run(
+def test_an_orchestrator_with_changed_settings_refuses_the_run(
     change: dict[str, Any], make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**COMMON)
@@ -84,7 +84,7 @@ def test_a_run_without_its_identity_is_refused(make: MakeConfig, monkeypatch: py
     assert "run.json: is missing; put the file back, or start a new run" in run.progress.error
 
 
-def test_other_prompts_under_the_same_path_are_refused_and_the_same_under_another_are_not(
+def test_changed_prompts_are_refused_and_moved_prompts_are_accepted(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = make(**COMMON)
@@ -100,7 +100,7 @@ def test_other_prompts_under_the_same_path_are_refused_and_the_same_under_anothe
     assert_same(run_to_the_end(changed(config, data={"prompts": str(same)})), undisturbed)
 
 
-def test_a_commit_that_a_former_leader_writes_late_is_dropped(
+def test_a_late_commit_of_a_former_leader_is_dropped(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:
     config = make(**COMMON)

@@ -22,9 +22,18 @@ from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.service_clients import ServiceHandshake
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, Underway, figures, orchestrator, run_to_the_end, services, underway, weights
+from tests.training.runs import (
+    Run,
+    Underway,
+    figures,
+    orchestrator,
+    run_to_the_end,
+    services,
+    underway,
+    wait_for,
+    weights,
+)
 from tests.training.test_resume import KINDS, break_off
-from tests.training.test_stability import wait_for
 
 STEPS = 6
 PPO: dict[str, Any] = {
@@ -66,7 +75,7 @@ def changed(values: dict[str, float], user: str = "operator 127.0.0.1") -> Calla
     return lambda running: running.live_settings.change(values, user) and None
 
 
-def test_a_change_is_for_the_first_step_that_has_not_begun(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_applies_from_the_next_step(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_to_the_end(make(**PPO))
     values = {"kl_coefficient": 0.2, "actor.learning_rate": 5e-4}
     with asked(make(**PPO), {3: changed(values)}, monkeypatch) as going:
@@ -92,7 +101,7 @@ def test_a_change_is_for_the_first_step_that_has_not_begun(make: MakeConfig, mon
 @pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
 @pytest.mark.parametrize("step", [4, 5])
 @pytest.mark.sampled(3)
-def test_a_run_with_changes_that_crashed_goes_on_to_the_same_bits(
+def test_a_crashed_run_with_changes_resumes_bit_identically(
     step: int, where: str, kind: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config: dict[str, Any] = {**PPO, **KINDS[kind], "checkpoint": {"every_steps": 4}}
@@ -117,7 +126,7 @@ def test_a_run_with_changes_that_crashed_goes_on_to_the_same_bits(
     assert weights(run) == weights(expected)
 
 
-def test_a_steered_coefficient_goes_on_from_the_value_that_was_set(
+def test_an_adaptive_controller_continues_from_the_value_that_was_set(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steered = {**PPO, "algorithm": {"kl_controller": {"kind": "adaptive", "target": 0.001, "horizon": 100}}}
@@ -139,7 +148,7 @@ def test_a_steered_coefficient_goes_on_from_the_value_that_was_set(
         ({}, "none given"),
     ],
 )
-def test_what_is_out_of_bounds_is_refused_and_nothing_changes(
+def test_an_invalid_change_is_refused_and_changes_nothing(
     values: dict[str, float], said: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[str] = []
@@ -166,7 +175,7 @@ def test_the_user_of_a_setting_change_is_one_short_line(make: MakeConfig, user: 
     assert {setting.value for setting in changes.settings() if setting.name == "kl_coefficient"} == {0.05}
 
 
-def test_nothing_can_be_changed_before_the_run_has_begun_or_in_its_last_step(
+def test_changes_are_refused_before_the_first_step_and_in_the_last_step(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**{**PPO, "run": {"steps": 1}})
@@ -195,7 +204,7 @@ def steps_kept(run: Run) -> list[str]:
     return sorted(path.name for path in run.files.checkpoints.iterdir())
 
 
-def test_a_checkpoint_is_saved_when_a_user_asks(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_checkpoint_is_saved(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(**{**PPO, "run": {"steps": 4}, "checkpoint": {"every_steps": 0}})
     with asked(config, {2: lambda running: running.control.checkpoint()}, monkeypatch) as going:
         run = going.finish()
@@ -203,7 +212,7 @@ def test_a_checkpoint_is_saved_when_a_user_asks(make: MakeConfig, monkeypatch: p
     assert steps_kept(run) == ["step-000002"]
 
 
-def test_a_paused_run_saves_a_checkpoint_and_goes_back(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paused_run_saves_a_checkpoint_and_rolls_back(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_to_the_end(make(**PPO))
 
     def pause(running: Any) -> None:
@@ -226,9 +235,7 @@ def test_a_paused_run_saves_a_checkpoint_and_goes_back(make: MakeConfig, monkeyp
     assert "rolled back to step 2, as requested" in run.progress.notes
 
 
-def test_a_run_that_goes_back_forgets_the_changes_that_came_after(
-    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollback_drops_later_changes(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_to_the_end(make(**PPO))
 
     def back(running: Any) -> None:
@@ -244,7 +251,7 @@ def test_a_run_that_goes_back_forgets_the_changes_that_came_after(
     assert run.files.changes.read_text() == ""
 
 
-def test_going_back_to_where_no_checkpoint_is_or_past_a_named_one_is_refused(
+def test_a_rollback_without_a_checkpoint_or_past_a_tagged_one_is_refused(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[str] = []
@@ -265,7 +272,7 @@ def test_going_back_to_where_no_checkpoint_is_or_past_a_named_one_is_refused(
     assert len(run.metrics) == STEPS
 
 
-def test_going_back_keeps_the_checkpoint_that_is_asked_for_though_newer_ones_would_have_it_dropped(
+def test_a_requested_rollback_keeps_its_checkpoint_from_being_dropped(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {**PPO, "checkpoint": {"every_steps": 2, "keep_last": 2}}
@@ -283,9 +290,7 @@ def test_going_back_keeps_the_checkpoint_that_is_asked_for_though_newer_ones_wou
 
 
 @pytest.mark.parametrize("where", ["forget_changes_after", "forget_after"])
-def test_going_back_that_a_crash_broke_off_is_brought_to_its_end(
-    where: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_rollback_is_completed(where: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_to_the_end(make(**PPO))
     config = make(**PPO)
     files = RunFiles(config.run_directory)
@@ -312,7 +317,7 @@ def test_going_back_that_a_crash_broke_off_is_brought_to_its_end(
     assert not run.files.rolling_back.exists()
 
 
-def test_settings_are_left_alone_while_a_run_is_going_back(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_are_refused_during_a_rollback(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_to_the_end(make(**PPO))
     refused: list[str] = []
     real, seen = ServiceHandshake.reconnect, list[Underway]()
@@ -340,9 +345,7 @@ def test_settings_are_left_alone_while_a_run_is_going_back(make: MakeConfig, mon
     assert figures(run) == figures(plain)
 
 
-def test_nothing_is_accepted_that_a_run_at_its_end_would_not_do(
-    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_are_refused_at_the_end_of_the_run(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[str] = []
     real = CheckpointScheduler.save_policy
 
@@ -364,7 +367,7 @@ def test_nothing_is_accepted_that_a_run_at_its_end_would_not_do(
     assert run.progress.state is RunState.FINISHED
 
 
-def test_an_orchestrator_that_is_restarted_hears_what_the_one_before_was_asked(tmp_path: Path) -> None:
+def test_a_restarted_orchestrator_reads_the_pending_commands(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     (files.checkpoints / "step-000004").mkdir(parents=True)
     before = RunControl(files)
@@ -380,7 +383,7 @@ def test_an_orchestrator_that_is_restarted_hears_what_the_one_before_was_asked(t
     assert list(tmp_path.iterdir()) == [files.checkpoints]
 
 
-def test_failures_before_a_run_went_back_do_not_count_against_what_comes_after() -> None:
+def test_a_rollback_resets_the_recovery_count() -> None:
     attempts = RecoveryAttempts(RecoveryConfig(max_recoveries=1, backoff_seconds=0.01))
     attempts.record_commit(50)
     attempts.record_rollback(20)
@@ -389,7 +392,7 @@ def test_failures_before_a_run_went_back_do_not_count_against_what_comes_after()
         attempts.record_commit(step)
 
 
-def test_a_line_that_is_no_change_is_named(make: MakeConfig) -> None:
+def test_a_malformed_change_line_is_reported(make: MakeConfig) -> None:
     config = make(**PPO)
     files = RunFiles(config.run_directory)
     files.root.mkdir(parents=True)

@@ -90,7 +90,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_a_step_asks_of_the_services_is_what_the_config_says(make: MakeConfig, asked: Asked) -> None:
+def test_requests_of_a_step_follow_the_config(make: MakeConfig, asked: Asked) -> None:
     run_to_the_end(make(**UNUSUAL))
     sampling = SamplingParameters(max_response_tokens=6, temperature=0.5, top_p=0.9, top_k=7)
     assert of_each(asked["Actor.generate"], "sampling", "seed", "policy_version") == [
@@ -115,18 +115,14 @@ def test_what_a_step_asks_of_the_services_is_what_the_config_says(make: MakeConf
     ]
 
 
-def test_an_actor_that_is_its_own_reference_is_asked_at_the_rollouts_temperature(
-    make: MakeConfig, asked: Asked
-) -> None:
+def test_an_actor_as_reference_uses_the_rollout_temperature(make: MakeConfig, asked: Asked) -> None:
     run_to_the_end(make(rollout={"temperature": 0.5}, actor={"lora": {"rank": 2}}))
     assert not asked["Reference.log_probs"]
     assert set(of_each(asked["Actor.log_probs"], "temperature", "reference")) == {(0.5, True)}
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["service", "adapter"])
-def test_at_another_temperature_engine_trainer_and_reference_agree_on_the_first_step(
-    lora: dict[str, Any] | None, make: MakeConfig
-) -> None:
+def test_engine_trainer_and_reference_agree_at_any_temperature(lora: dict[str, Any] | None, make: MakeConfig) -> None:
     """All four log-probs of the untrained policy are the same numbers, so that every ratio is 1 and every KL 0."""
     config = make(run={"steps": 1}, algorithm={"num_epochs": 1}, rollout={"temperature": 0.25}, actor={"lora": lora})
     (step,) = run_to_the_end(config).metrics
@@ -137,9 +133,7 @@ def test_at_another_temperature_engine_trainer_and_reference_agree_on_the_first_
 
 
 @pytest.mark.parametrize("option", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
-def test_a_prompts_samples_are_all_the_same_where_only_the_likeliest_token_may_be_drawn(
-    option: dict[str, float], make: MakeConfig
-) -> None:
+def test_samples_are_identical_with_top_k_1(option: dict[str, float], make: MakeConfig) -> None:
     rollout = {"prompts_per_step": 2, "samples_per_prompt": 4, **option}
     run = run_to_the_end(make(run={"steps": 1}, rollout=rollout))
     responses: dict[str, set[str]] = defaultdict(set)
@@ -191,9 +185,7 @@ def test_the_kl_coefficient_of_a_step_follows_from_the_kl_of_the_step_before(
 
 
 @pytest.mark.parametrize(("normalize", "steps_seen"), [("running", 2), ("initial", 1), ("none", 0)])
-def test_a_checkpoint_holds_the_moments_by_which_scores_are_normalised(
-    normalize: str, steps_seen: int, make: MakeConfig
-) -> None:
+def test_a_checkpoint_holds_the_score_moments(normalize: str, steps_seen: int, make: MakeConfig) -> None:
     run = run_to_the_end(make(algorithm={"score": {"normalize": normalize}}, checkpoint={"every_steps": 2}))
     moments = manifest(run, 2)["state"]["score_moments"]
     if not steps_seen:
@@ -206,7 +198,7 @@ def test_a_checkpoint_holds_the_moments_by_which_scores_are_normalised(
     assert moments["squares"] == pytest.approx(float((seen - seen.mean()).square().sum()), rel=1e-5)
 
 
-def test_the_price_of_length_rises_up_to_the_rollouts_limit(make: MakeConfig) -> None:
+def test_the_overlong_penalty_rises_up_to_the_response_limit(make: MakeConfig) -> None:
     """Yu et al. 2025 (DAPO), equation 13: nothing up to two tokens, three units of reward at the limit of eight."""
     run = run_to_the_end(
         make(

@@ -38,11 +38,11 @@ def run(make: MakeConfig) -> Run:
     return run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": 0}))
 
 
-def test_the_next_generation_begins_when_the_policy_is_ready_and_before_the_step_is_committed(run: Run) -> None:
+def test_the_next_generation_starts_before_the_step_is_committed(run: Run) -> None:
     assert begun_ahead(run.files) == [1, 1, 0]
 
 
-def test_what_is_written_down_of_a_step_is_made_while_both_models_learn(
+def test_step_artifacts_are_computed_during_the_update(
     make: MakeConfig, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = threading.Barrier(3)
@@ -60,7 +60,7 @@ def test_what_is_written_down_of_a_step_is_made_while_both_models_learn(
 
 
 @pytest.mark.parametrize("between", ["checkpoint", "evaluation"])
-def test_what_needs_the_policy_between_two_steps_comes_first(
+def test_evaluations_and_checkpoints_run_before_the_next_generation(
     between: str, make: MakeConfig, toy_task: ToyTask, run: Run
 ) -> None:
     changes: dict[str, Any] = {
@@ -76,7 +76,7 @@ def test_what_needs_the_policy_between_two_steps_comes_first(
     assert figures(changed) == figures(run)
 
 
-def test_a_guard_that_stops_the_run_lets_go_of_what_was_begun(make: MakeConfig) -> None:
+def test_a_guard_stop_cancels_the_next_generation(make: MakeConfig) -> None:
     guards = {"window_steps": 2, "critic_lost": {"below": 1.0, "action": "stop"}}
     with underway(make(run={"steps": 30}, checkpoint={"every_steps": 0}, guards=guards)) as going:
         stopped = going.finish()

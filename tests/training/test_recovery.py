@@ -41,10 +41,10 @@ from tests.training.runs import (
     json_lines,
     orchestrator,
     run_to_the_end,
+    wait_for,
     weights,
 )
 from tests.training.test_resume import break_off, empty
-from tests.training.test_stability import wait_for
 
 STEPS = 5
 SHORT: dict[str, Any] = {
@@ -99,15 +99,13 @@ def lost_for_a_while(config: Config, moment: str, role: Role, monkeypatch: pytes
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("role", [Role.ACTOR, Role.CRITIC, Role.REWARD, Role.REFERENCE])
-def test_a_service_that_went_away_is_waited_for_and_brought_back_to_the_last_commit(
+def test_a_lost_service_is_restored_to_the_last_commit(
     role: Role, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_same(lost_for_a_while(make(**SHORT), moment, role, monkeypatch), undisturbed)
 
 
-def test_a_recovery_is_shown_and_the_run_ends_as_if_nothing_had_been(
-    make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recovery_is_shown_and_counted(make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with disturbed(make(**SHORT), "update", lambda started: started.restart(Role.CRITIC), monkeypatch) as going:
         run = going.finish()
     assert_same(run, undisturbed)
@@ -117,7 +115,7 @@ def test_a_recovery_is_shown_and_the_run_ends_as_if_nothing_had_been(
     assert "critic" in note
 
 
-def test_work_that_is_busy_while_the_run_goes_back_because_of_another_service_does_not_count_as_stalled(
+def test_work_cancelled_by_a_recovery_does_not_count_as_hung(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute, runs, found, failed = ComputeThread(), list[Underway](), list[tuple[str, float]](), list[int]()
@@ -159,7 +157,7 @@ def test_work_that_is_busy_while_the_run_goes_back_because_of_another_service_do
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_what_redis_loses_in_the_middle_of_a_step_is_sealed_again_or_taken_again(
+def test_data_lost_by_redis_is_sealed_again_or_recomputed(
     moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:
     config = make(**SHORT)
@@ -194,7 +192,7 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def test_a_generation_that_broke_off_and_goes_on_writing_does_not_reach_the_step(
+def test_late_trajectories_of_an_abandoned_generation_are_ignored(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its trajectories are the same, but the order in which they come decides which are scored together."""
@@ -219,9 +217,7 @@ def test_a_generation_that_broke_off_and_goes_on_writing_does_not_reach_the_step
     assert_same(run, undisturbed)
 
 
-def test_a_run_gives_up_when_it_fails_again_and_again_and_says_how_often(
-    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_gives_up_after_the_configured_recoveries(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(**{**SHORT, "recovery": {"backoff_seconds": 0.01, "max_recoveries": 2}})
     with disturbed(config, "update", lambda started: started.restart(Role.CRITIC), monkeypatch, times=9) as going:
         run = going.finish()
@@ -232,7 +228,7 @@ def test_a_run_gives_up_when_it_fails_again_and_again_and_says_how_often(
     assert len(run.metrics) == 3
 
 
-def test_with_no_attempts_the_first_failure_ends_the_run(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_no_recoveries_the_first_failure_ends_the_run(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(**{**SHORT, "recovery": {"max_recoveries": 0}})
     with disturbed(config, "update", lambda started: started.restart(Role.CRITIC), monkeypatch) as going:
         run = going.finish()
@@ -241,7 +237,7 @@ def test_with_no_attempts_the_first_failure_ends_the_run(make: MakeConfig, monke
     assert run.progress.recoveries == 0
 
 
-def test_a_service_that_comes_back_as_another_is_not_trusted(
+def test_a_service_that_comes_back_changed_ends_the_run(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**SHORT)
@@ -258,7 +254,7 @@ def test_a_service_that_comes_back_as_another_is_not_trusted(
     assert len(run.metrics) == 3
 
 
-def test_a_stop_that_is_asked_for_while_the_run_recovers_saves_the_policy_of_the_last_commit(
+def test_a_stop_during_recovery_saves_the_policy_of_the_last_commit(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[Fleet] = []
@@ -280,7 +276,7 @@ def test_a_stop_that_is_asked_for_while_the_run_recovers_saves_the_policy_of_the
     assert weights(run)
 
 
-def test_a_critic_that_restarts_between_two_batches_of_a_step_does_not_answer_as_it_was_at_its_start(
+def test_values_of_a_critic_restarted_during_a_step_are_not_used(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_batches = {**SHORT, "rollout": {"score_batch_size": 1}}
@@ -305,7 +301,7 @@ def test_a_critic_that_restarts_between_two_batches_of_a_step_does_not_answer_as
     assert_same(run, expected)
 
 
-def test_a_model_whose_update_broke_off_is_restored(
+def test_a_model_with_an_interrupted_update_is_restored(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = [OSError("no memory left")]
@@ -324,9 +320,7 @@ def test_a_model_whose_update_broke_off_is_restored(
     assert_same(run, undisturbed)
 
 
-def test_what_a_guard_found_counts_where_the_run_broke_off_before_it_was_heeded(
-    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_alert_is_applied_after_a_crash_before_its_action(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     guards = {"window_steps": 2, "kl_runaway": {"above": 1e-6, "action": "pause"}}
     with fleet(make(**{**SHORT, "guards": guards})) as started:
         with monkeypatch.context() as patch:
@@ -434,9 +428,7 @@ def test_a_step_that_is_taken_again_has_the_learning_rate_that_it_had(
     assert rates == [(int(step["step"]), step["learning_rate_actor"]) for step in run.metrics]
 
 
-def test_a_guards_stop_is_remembered_by_the_orchestrator_that_comes_after(
-    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_guard_stop_survives_a_restart_of_the_orchestrator(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     guards = {"window_steps": 2, "missing_eos": {"action": "stop", "below": 1.0}}
     with fleet(make(**{**SHORT, "guards": guards})) as started:
         files = RunFiles(started.config.run_directory)
@@ -452,7 +444,7 @@ def test_a_guards_stop_is_remembered_by_the_orchestrator_that_comes_after(
     assert weights(run)
 
 
-def test_a_blip_of_a_service_does_not_make_the_checkpoint_be_read(
+def test_a_short_outage_does_not_verify_the_checkpoint(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []

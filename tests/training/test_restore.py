@@ -58,7 +58,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_the_model_that_was_there_is_gone_before_another_is_loaded(
+def test_the_old_model_is_freed_before_the_new_one_is_loaded(
     role: str, lora: Any, make: MakeConfig, tmp_path: Path, alive: Callable[[str], list[int]]
 ) -> None:
     found = alive(role)
@@ -71,7 +71,7 @@ def test_the_model_that_was_there_is_gone_before_another_is_loaded(
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize("broken", ["model.safetensors", "optimizer.safetensors"])
-def test_a_restore_that_breaks_off_leaves_a_model_that_says_so_until_it_is_restored(
+def test_an_interrupted_restore_leaves_a_model_marked_as_broken(
     role: str, broken: str, make: MakeConfig, tmp_path: Path
 ) -> None:
     model = build(role, make(), tmp_path)

@@ -26,9 +26,9 @@ from tests.training.runs import (
     run_to_the_end,
     services,
     underway,
+    wait_for,
     weights,
 )
-from tests.training.test_stability import wait_for
 
 STEPS = 6
 KINDS: dict[str, dict[str, Any]] = {
@@ -93,7 +93,7 @@ def break_off(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed", "checkpoint"])
 @pytest.mark.sampled(3)
-def test_a_run_that_crashed_goes_on_to_the_same_bits(
+def test_a_crashed_run_resumes_bit_identically(
     kind: str,
     where: str,
     make: MakeConfig,
@@ -109,7 +109,7 @@ def test_a_run_that_crashed_goes_on_to_the_same_bits(
 
 
 @pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
-def test_services_that_stayed_up_take_only_what_they_have_not(
+def test_services_that_stayed_up_take_only_missing_updates(
     where: str, make: MakeConfig, toy_task: ToyTask, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with services(make(**changes("ppo", toy_task))) as config:
@@ -126,7 +126,7 @@ def empty(redis: Redis, run: str) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 5])
-def test_a_run_whose_redis_was_lost_takes_the_steps_after_its_checkpoint_again(
+def test_steps_after_the_checkpoint_are_recomputed_if_redis_is_lost(
     step: int,
     make: MakeConfig,
     toy_task: ToyTask,
@@ -140,7 +140,7 @@ def test_a_run_whose_redis_was_lost_takes_the_steps_after_its_checkpoint_again(
     assert_same(run_to_the_end(config), undisturbed("normalized"))
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_stopped(
+def test_a_stopped_run_resumes_where_it_stopped(
     make: MakeConfig, toy_task: ToyTask, undisturbed: Callable[[str], Run]
 ) -> None:
     config = make(**changes("ppo", toy_task))
@@ -155,7 +155,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_stopped(
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "gone", "manifest"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+def test_a_damaged_checkpoint_is_skipped(
     damage: str, make: MakeConfig, toy_task: ToyTask, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**changes("ppo", toy_task))
@@ -179,7 +179,7 @@ def spoil(checkpoint: Path, damage: str) -> None:
         (checkpoint / "manifest.json").write_text('{"format": 1, "run"')
 
 
-def test_a_commit_that_a_crash_cut_off_is_no_commit(
+def test_a_truncated_commit_is_dropped(
     make: MakeConfig, toy_task: ToyTask, undisturbed: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**changes("ppo", toy_task))
@@ -189,7 +189,7 @@ def test_a_commit_that_a_crash_cut_off_is_no_commit(
     assert_same(run_to_the_end(config), undisturbed("ppo"))
 
 
-def test_a_second_orchestrator_is_refused_while_the_first_leads(make: MakeConfig) -> None:
+def test_a_second_orchestrator_is_refused_while_the_lease_is_held(make: MakeConfig) -> None:
     config = make(run={"steps": 100000})
     with underway(config) as first:
         wait_for(first, lambda: first.board.current().step >= 1)
@@ -206,7 +206,7 @@ def leads(going: Underway) -> bool:
     return True
 
 
-def test_metrics_that_end_before_the_checkpoint_are_an_error_and_nothing_is_trained_over_the_gap(
+def test_metrics_that_end_before_the_checkpoint_are_an_error(
     make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**changes("normalized", toy_task))
@@ -219,7 +219,7 @@ def test_metrics_that_end_before_the_checkpoint_are_an_error_and_nothing_is_trai
     assert "end at step 2, the newest checkpoint is of step 4" in run.progress.error
 
 
-def test_sealed_experience_that_is_damaged_is_not_trained_on_and_its_steps_are_taken_again(
+def test_damaged_experience_is_not_trained_on_and_its_step_is_recomputed(
     make: MakeConfig,
     toy_task: ToyTask,
     undisturbed: Callable[[str], Run],

@@ -44,7 +44,7 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_task: ToyTask
     return tmp_path
 
 
-def test_a_function_scores_by_the_prompts_own_fields(make: MakeConfig, functions: Path) -> None:
+def test_a_reward_function_reads_the_fields_of_the_prompt(make: MakeConfig, functions: Path) -> None:
     reward = {"source": "function", "function": "mine:by_field", "model": None}
     config = make(
         data={"prompts": str(functions / "prompts.jsonl")}, reward=reward, algorithm={"estimator": "reinforce"}
@@ -56,7 +56,7 @@ def test_a_function_scores_by_the_prompts_own_fields(make: MakeConfig, functions
             assert item["score"] == 2.0 * prompt
 
 
-def test_an_ensemble_weighs_its_parts_and_keeps_each_of_them(
+def test_an_ensemble_reports_its_weighted_sum_and_each_part(
     make: MakeConfig, functions: Path, toy_task: ToyTask
 ) -> None:
     parts = [
@@ -74,7 +74,7 @@ def test_an_ensemble_weighs_its_parts_and_keeps_each_of_them(
             assert step[f"reward_{name}_mean"] == pytest.approx(fmean(item["parts"][name] for item in items), abs=1e-5)
 
 
-def test_a_function_that_fails_stops_the_run_with_its_name_and_error(make: MakeConfig, functions: Path) -> None:
+def test_a_failing_reward_function_ends_the_run_with_its_name_and_error(make: MakeConfig, functions: Path) -> None:
     reward = {"source": "function", "function": "mine:fails", "model": None, "quote_texts": True}
     with underway(make(reward=reward, critic={"model": None})) as going:
         run = going.finish()
@@ -83,7 +83,7 @@ def test_a_function_that_fails_stops_the_run_with_its_name_and_error(make: MakeC
     assert not run.files.metrics.exists(), "a failed score is no score"
 
 
-def test_evaluations_are_kept_with_a_table_and_held_against_the_initial_policy(
+def test_evaluations_are_stored_and_compared_with_the_initial_policy(
     make: MakeConfig, functions: Path, toy_task: ToyTask
 ) -> None:
     config = make(
@@ -112,7 +112,7 @@ def test_evaluations_are_kept_with_a_table_and_held_against_the_initial_policy(
     assert any(note.startswith("evaluation after step 3: ") for note in run.progress.notes)
 
 
-def test_evaluating_changes_nothing_of_the_training(make: MakeConfig, toy_task: ToyTask) -> None:
+def test_evaluation_does_not_change_training(make: MakeConfig, toy_task: ToyTask) -> None:
     evaluated: dict[str, Any] = {
         "data": {"validation": str(toy_task.prompts)},
         "evaluation": {"every_steps": 1, "max_prompts": 3},

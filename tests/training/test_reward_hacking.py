@@ -12,8 +12,7 @@ import yaml
 from quartet.config import Config
 from quartet.demo.toy_task import ToyTask, make_toy_task
 from quartet.services.orchestrator.control.progress import RunState
-from tests.training.runs import merged, parsed, run_to_the_end, underway
-from tests.training.test_stability import wait_for
+from tests.training.runs import merged, parsed, run_to_the_end, underway, wait_for
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "reward_hacking"
@@ -59,7 +58,7 @@ def test_a_reward_for_length_pauses_the_run_with_its_explanation(
 
 
 @pytest.mark.slow
-def test_with_a_price_on_length_the_same_run_stays_healthy(
+def test_a_length_penalty_keeps_the_same_run_healthy(
     demo_toy_task: ToyTask, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -70,7 +69,7 @@ def test_with_a_price_on_length_the_same_run_stays_healthy(
     assert fmean(step["reward_tone_mean"] for step in last) > fmean(step["reward_tone_mean"] for step in first) + 1
 
 
-def test_the_two_configs_differ_in_the_price_alone() -> None:
+def test_the_two_configs_differ_only_in_the_length_penalty() -> None:
     exploit, healthy = (yaml.safe_load((EXAMPLE / f"{name}.yaml").read_text()) for name in ("exploit", "healthy"))
     assert healthy["algorithm"].pop("length_penalty")
     assert exploit["run"].pop("name") != healthy["run"].pop("name")

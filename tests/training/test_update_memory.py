@@ -61,21 +61,21 @@ def recorded(files: RunFiles) -> dict[str, int]:
     return found
 
 
-def test_what_was_found_is_written_with_the_run_and_told(small: Run) -> None:
+def test_measured_micro_batches_are_stored_and_noted(small: Run) -> None:
     found = recorded(small.files)
     assert found.keys() == {"actor", "critic"}
     assert all(tokens < 4096 and tokens & (tokens - 1) == 0 for tokens in found.values())
     assert any(note.startswith(f"actor: updates of {found['actor']} tokens at a time") for note in small.progress.notes)
 
 
-def test_ample_memory_is_not_worth_a_note(make: MakeConfig) -> None:
+def test_ample_memory_is_not_noted(make: MakeConfig) -> None:
     run = run_to_the_end(make(**COMMON))
     assert recorded(run.files) == {"actor": 4096, "critic": 4096}
     assert not any("tokens at a time" in note for note in run.progress.notes)
 
 
 @pytest.mark.parametrize("free", [2**40, SMALL * 0.5])
-def test_a_run_that_goes_on_where_other_memory_is_free_has_the_same_bits(
+def test_a_resume_with_other_free_memory_is_bit_identical(
     free: float, make: MakeConfig, small: Run, leave: Any, monkeypatch: pytest.MonkeyPatch, asked: Any
 ) -> None:
     config = make(**COMMON)
@@ -91,7 +91,7 @@ def test_a_run_that_goes_on_where_other_memory_is_free_has_the_same_bits(
     assert bool(short) == (free < SMALL)
 
 
-def test_so_has_one_whose_service_comes_back_in_the_middle(
+def test_a_service_restart_with_other_free_memory_is_bit_identical(
     make: MakeConfig, small: Run, leave: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**COMMON)
@@ -114,7 +114,7 @@ def test_so_has_one_whose_service_comes_back_in_the_middle(
     assert_same(run, small)
 
 
-def test_a_number_in_the_config_is_what_every_update_asks_for(make: MakeConfig, asked: Any) -> None:
+def test_a_configured_micro_batch_size_is_used_by_every_update(make: MakeConfig, asked: Any) -> None:
     run = run_to_the_end(make(**COMMON, actor={"micro_batch_tokens": 48}))
     assert recorded(run.files) == {"actor": 48, "critic": 4096}
     assert {(role, tokens) for role, _, tokens in asked} == {("actor", 48), ("critic", 4096)}
@@ -122,7 +122,7 @@ def test_a_number_in_the_config_is_what_every_update_asks_for(make: MakeConfig, 
 
 @pytest.mark.parametrize(("before", "now"), [(48, None), (None, 48), (4096, 48)])
 @pytest.mark.sampled(2)
-def test_another_number_is_another_run(
+def test_a_changed_micro_batch_size_is_refused(
     before: int | None, now: int | None, make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**COMMON, actor={"micro_batch_tokens": before})
@@ -133,9 +133,7 @@ def test_another_number_is_another_run(
     assert "actor.micro_batch_tokens" in run.progress.error
 
 
-def test_gradient_checkpointing_may_change_while_a_run_goes_on(
-    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradient_checkpointing_may_change_on_resume(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(**COMMON)
     undisturbed = run_to_the_end(make(**COMMON))
     break_off(config, "generate", 3, monkeypatch)

@@ -1,6 +1,6 @@
 """The files of docker/monitoring, held against one another, the config and docs/reference/metrics.md.
 
-Whether a process has what they ask for is tested where there is one: tests/training/test_observed.py.
+Whether a process has what they ask for is tested where there is one: tests/training/test_observability.py.
 """
 
 from __future__ import annotations

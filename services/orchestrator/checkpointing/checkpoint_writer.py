@@ -108,7 +108,7 @@ class CheckpointWriter:
 
 
 class PendingCheckpoint:
-    """A checkpoint that the services are writing. It becomes valid with its manifest; otherwise the next checkpoint removes it."""
+    """A checkpoint that the services are writing. Without a manifest it is invalid, and the next one removes it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Commit of a step: its experience is sealed in the buffer before the update, its metrics are written to the run's files after."""
+"""Commit of a step: its experience is sealed in the buffer before the update, its metrics are written to files after."""
 
 from __future__ import annotations
 

@@ -55,9 +55,10 @@ class Evaluator:
         tokenizer: Any,
         files: RunFiles,
     ) -> None:
-        """``stream`` is that of ``quartet.evaluation.stream_name``. ``prompts`` are those of ``read_validation_prompts``, in order.
+        """``stream`` is that of ``quartet.evaluation.stream_name``. ``prompts`` come from ``read_validation_prompts``, in order.
 
-        Starts the judge's process, if a judge is configured; ``close`` ends it. Raises ConfigError if the judge cannot be imported.
+        Starts the judge's process, if a judge is configured; ``close`` ends it. Raises ConfigError if the judge cannot be
+        imported.
         """
         self._config, self._actor, self._stream = config, actor, stream
         self._collector = Collector(stream, scoring, config.rollout.score_batch_size)
@@ -80,10 +81,10 @@ class Evaluator:
         leader_epoch: int,
         on_progress: Callable[[int], None] = lambda scored: None,
     ) -> dict[str, float]:
-        """Evaluate the policy after ``step``, which has taken ``policy_version`` updates, and write the result to the run's files.
+        """Evaluate the policy after ``step``, which has taken ``policy_version`` updates, and write the result to files.
 
-        Returns the means by metric name. ``on_progress`` receives the number of scored responses, two per prompt. Raises the error
-        of generation, scoring or judge; nothing is written then.
+        Returns the means by metric name. ``on_progress`` receives the number of scored responses, two per prompt. Raises the
+        error of generation, scoring or judge; nothing is written then.
         """
         rollout, count = self._config.rollout, len(self._prompts)
         greedy = self._responses(policy_version, leader_epoch, greedy_sampling(rollout), on_progress)

@@ -28,7 +28,7 @@ from quartet.types import FloatArray, Role, Scores, TokenBatch, Trajectory, Traj
 log = structlog.get_logger()
 
 TRAJECTORY_FAULTS = (ComputationFailed, ServiceFailed, InvalidRequest)
-"""Errors that a trajectory may cause, except ``NoResponse``. Any other error is raised at once: it is not the trajectory's fault."""
+"""Errors that a trajectory may cause, except ``NoResponse``. Any other error, such as OutOfMemory, is raised at once."""
 PREFETCH = 2
 """Batches in flight per service beyond two per replica: one that it computes, and one that waits there."""
 BATCH_ATTEMPTS = 2
@@ -114,7 +114,7 @@ def max_batches_in_flight(replicas: int) -> int:
 
 
 class _BatchCall:
-    """The calls of one batch at one service. ``results`` has an entry per trajectory; FailedTrajectory if it could not be scored."""
+    """The calls of one batch at one service. ``results`` has an entry per trajectory: its result, or a FailedTrajectory."""
 
     def __init__(self, queue: _ServiceQueue, trajectories: Sequence[Trajectory], batch: TokenBatch) -> None:
         self.results: list[Any] = [None] * len(trajectories)
@@ -223,8 +223,8 @@ class _ServiceQueue:
     ) -> None:
         """Without ``recovery`` the first failure is raised. ``clock`` is in seconds.
 
-        ``on_failure`` receives each trajectory that could not be scored. ``on_response`` is called on another thread when a response
-        arrives.
+        ``on_failure`` receives each trajectory that could not be scored. ``on_response`` is called on another thread when a
+        response arrives.
         """
         self._send_call, self.split_result, self.recovery, self.on_failure = send, split_result, recovery, on_failure
         self.clock = clock
@@ -387,8 +387,8 @@ class Scoring:
             ids = ", ".join(map(str, self._failed))
             text = (
                 f"step {id.step}: {len(self._failed)} of its trajectories could not be scored, "
-                f"recovery.max_failed_trajectories is {self._recovery.max_failed_trajectories}; fix the cause, or raise the limit; "
-                f"the first after {first.attempts} attempts: {first.error}; "
+                f"recovery.max_failed_trajectories is {self._recovery.max_failed_trajectories}; "
+                f"fix the cause, or raise the limit; the first after {first.attempts} attempts: {first.error}; "
                 f"all failed trajectories (run/step/prompt line from 0/sample): {ids}"
             )
             if all(item.fault is ServiceFailed for item in self._failed.values()):

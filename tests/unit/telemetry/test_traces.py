@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from quartet.telemetry.traces import NoTraces, Traces
-from tests.training.observed import Collector
+from tests.training.observed_runs import Collector
 
 ROOT = Path(__file__).parents[3]
 

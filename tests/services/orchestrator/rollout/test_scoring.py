@@ -21,7 +21,7 @@ from quartet.errors import (
     TooManyFailedTrajectories,
 )
 from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServices
-from tests.orchestrator.picky import (
+from tests.services.orchestrator.rollout.failing_services import (
     ALWAYS,
     SERVICES,
     Actor,
@@ -37,7 +37,7 @@ from tests.orchestrator.picky import (
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_fault_that_passes_leaves_nothing_behind(service: str, stream: RolloutStream, run: str) -> None:
+def test_a_transient_failure_has_no_effect(service: str, stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ComputationFailed("no"), **{service: {(1, 0): 1}})
     actor = Actor(stream, run)
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(5)], actor)
@@ -49,7 +49,7 @@ def test_a_fault_that_passes_leaves_nothing_behind(service: str, stream: Rollout
     assert sorted(scorer.asked[service]) == sorted([whole, rest, whole]), "the same batch: a model gives the same bits"
 
 
-def test_a_fault_that_passes_while_each_is_tried_alone_sets_nothing_aside(stream: RolloutStream, run: str) -> None:
+def test_a_failure_that_ends_during_single_attempts_fails_no_trajectory(stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ServiceFailed("no"), score={(1, 0): 3})
     recovery = recovering(max_scoring_attempts=4)
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run), recovery=recovery)
@@ -63,7 +63,7 @@ def test_a_fault_that_passes_while_each_is_tried_alone_sets_nothing_aside(stream
 @pytest.mark.parametrize(
     ("attempts", "together", "alone", "counted"), [(1, 1, 1, 2), (2, 1, 1, 2), (3, 2, 1, 3), (6, 2, 4, 6)]
 )
-def test_attempts_are_counted_together_and_alone_and_nobody_is_set_aside_for_anothers_fault(
+def test_batch_and_single_attempts_are_counted_per_trajectory(
     attempts: int, together: int, alone: int, counted: int, stream: RolloutStream, run: str
 ) -> None:
     scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
@@ -90,7 +90,7 @@ def test_a_batch_of_one_has_all_its_attempts(stream: RolloutStream, run: str) ->
     [NoResponse("late"), ServiceUnavailable("gone"), ServiceBusy("full"), FailedPrecondition("no"), Cancelled("gone")],
     ids=lambda error: type(error).__name__,
 )
-def test_what_is_no_trajectorys_fault_is_raised_at_once(
+def test_an_error_of_the_service_is_raised_at_once(
     service: str, error: QuartetError, stream: RolloutStream, run: str
 ) -> None:
     scorer = PickyScorer(error, **{service: {(1, 0): 1}})
@@ -99,7 +99,7 @@ def test_what_is_no_trajectorys_fault_is_raised_at_once(
     assert len(scorer.asked[service]) == 1
 
 
-def test_a_service_that_is_gone_is_raised_while_an_earlier_batch_is_tried_again(run: str) -> None:
+def test_a_lost_service_is_raised_during_a_retry_of_an_earlier_batch(run: str) -> None:
     scorer = PickyScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS})
     scoring = scoring_of(scorer, [[0, 1], [2, 3]], run)
     scorer.calls["score"][0].answer()
@@ -110,7 +110,7 @@ def test_a_service_that_is_gone_is_raised_while_an_earlier_batch_is_tried_again(
         scoring.advance()
 
 
-def test_a_prompts_own_fields_go_with_every_attempt(stream: RolloutStream, run: str) -> None:
+def test_the_fields_of_a_prompt_are_sent_with_every_attempt(stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
     fields = {prompt: f'{{"a":{prompt}}}' for prompt in range(3)}
     collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run), fields=fields)
@@ -164,7 +164,7 @@ def answer_in(order: Iterable[int], scorer: PickyScorer, scoring: Scoring) -> No
         scoring.advance()
 
 
-def test_what_is_asked_and_set_aside_does_not_depend_on_the_order_of_the_answers(run: str) -> None:
+def test_requests_and_failures_do_not_depend_on_the_order_of_responses(run: str) -> None:
     batches = [[0, 1], [2, 3], [4, 5]]
     seen = []
     for seed in range(40):
@@ -197,7 +197,7 @@ def test_what_is_asked_and_set_aside_does_not_depend_on_the_order_of_the_answers
     assert [id.split("/")[2] for id in found] == ["2", "3", "4"]
 
 
-def test_calls_of_a_batch_that_is_tried_again_are_let_go_with_the_rest(run: str) -> None:
+def test_cancel_includes_the_retry_of_a_batch(run: str) -> None:
     scorer = PickyScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS})
     scoring = scoring_of(scorer, [[0, 1]], run)
     scorer.calls["score"][0].answer()
@@ -211,9 +211,7 @@ def test_calls_of_a_batch_that_is_tried_again_are_let_go_with_the_rest(run: str)
 
 
 @pytest.mark.parametrize("pauses", [[2.0, 4.0], [2.0, 4.0, 8.0], [2.0, 4.0, 8.0, 16.0, 30.0, 30.0]])
-def test_attempts_come_after_pauses_that_double_and_other_services_go_on_meanwhile(
-    pauses: list[float], run: str
-) -> None:
+def test_pauses_between_attempts_double_and_do_not_block_other_services(pauses: list[float], run: str) -> None:
     scorer, clock = PickyScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS}), Clock()
     recovery = RecoveryConfig(backoff_seconds=2.0, max_scoring_attempts=len(pauses) + 1)
     scoring = scoring_of(scorer, [[0], [1]], run, recovery, clock)
@@ -241,7 +239,7 @@ def test_attempts_come_after_pauses_that_double_and_other_services_go_on_meanwhi
     assert scoring.batches_in_flight == 0
 
 
-def test_a_batch_that_was_answered_is_taken_in_while_one_before_it_pauses(run: str) -> None:
+def test_a_response_is_processed_while_an_earlier_batch_pauses(run: str) -> None:
     scorer, clock = PickyScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS}), Clock()
     scoring = scoring_of(scorer, [[0, 1], [2, 3]], run, RecoveryConfig(), clock)
     scorer.calls["score"][0].answer()
@@ -254,9 +252,7 @@ def test_a_batch_that_was_answered_is_taken_in_while_one_before_it_pauses(run: s
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_service_that_fails_for_every_one_of_a_batch_is_to_blame_and_nothing_is_set_aside(
-    service: str, stream: RolloutStream, run: str
-) -> None:
+def test_a_service_that_fails_for_a_whole_batch_is_at_fault(service: str, stream: RolloutStream, run: str) -> None:
     failures = {(prompt, 0): ALWAYS for prompt in range(3)}
     scorer, actor = PickyScorer(ServiceFailed("broken"), **{service: failures}), Actor(stream, run)
     with pytest.raises(ServiceFailed, match=r"broken of 1; .*/1/0/0, .*/1/1/0, .*/1/2/0$"):
@@ -264,21 +260,21 @@ def test_a_service_that_fails_for_every_one_of_a_batch_is_to_blame_and_nothing_i
     assert actor.asked == []
 
 
-def test_a_service_that_answers_for_one_of_a_batch_is_not_to_blame(stream: RolloutStream, run: str) -> None:
+def test_a_service_that_scores_one_of_a_batch_is_not_at_fault(stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ServiceFailed("broken"), score={(0, 0): ALWAYS, (1, 0): ALWAYS})
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run))
     assert [name for name, _ in failed_trajectories(step)] == [(0, 0), (1, 0)]
     assert scored(step) == [(0, 1), (1, 1), (2, 0)]
 
 
-def test_what_cannot_be_computed_for_every_one_of_a_batch_is_set_aside(stream: RolloutStream, run: str) -> None:
+def test_computations_that_fail_for_a_whole_batch_fail_its_trajectories(stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ComputationFailed("no"), score={(prompt, 0): ALWAYS for prompt in range(3)})
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run))
     assert [name for name, _ in failed_trajectories(step)] == [(0, 0), (1, 0), (2, 0)]
 
 
 @pytest.mark.parametrize("others", [ServiceFailed, ComputationFailed])
-def test_a_service_that_fails_more_often_than_may_be_set_aside_and_says_nothing_else_is_to_blame(
+def test_a_service_that_always_fails_is_at_fault_beyond_the_limit(
     others: type[QuartetError], stream: RolloutStream, run: str
 ) -> None:
     class Changing(PickyScorer):

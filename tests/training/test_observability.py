@@ -13,7 +13,7 @@ from quartet.services.orchestrator.step import StepTransaction
 from quartet.services.orchestrator.telemetry.run_metrics import GUARDS
 from quartet.types import MODEL_ROLES
 from tests.training.conftest import MakeConfig
-from tests.training.observed import Collector, Observed, run_observed, value
+from tests.training.observed_runs import Collector, Observed, run_observed, value
 from tests.training.runs import figures, run_to_the_end
 from tests.unit.test_monitoring import names_in_expressions
 
@@ -37,12 +37,12 @@ def observed(make: MakeConfig, collector: Collector) -> Observed:
     return run_observed(make(**CONFIG, telemetry={"otlp_endpoint": collector.url}))
 
 
-def test_the_run_ends_well_with_the_bits_of_one_that_nobody_looks_at(observed: Observed, make: MakeConfig) -> None:
+def test_observing_a_run_does_not_change_its_bits(observed: Observed, make: MakeConfig) -> None:
     assert observed.run.code == 0, observed.run.progress.error
     assert figures(observed.run) == figures(run_to_the_end(make(**CONFIG)))
 
 
-def test_every_metric_of_the_last_step_is_a_gauge_of_its_name(observed: Observed) -> None:
+def test_every_metric_of_the_last_step_is_a_gauge(observed: Observed) -> None:
     found, run = observed.figures["orchestrator"], observed.run.progress.run
     last = observed.run.metrics[-1]
     for name, number in last.items():
@@ -50,7 +50,7 @@ def test_every_metric_of_the_last_step_is_a_gauge_of_its_name(observed: Observed
     assert value(found, "quartet_kl_target", run=run) == 2.5
 
 
-def test_the_orchestrator_tells_where_the_run_stands_and_what_has_come_together(observed: Observed) -> None:
+def test_the_orchestrator_exports_progress_and_totals(observed: Observed) -> None:
     found, run = observed.figures["orchestrator"], observed.run.progress.run
     assert value(found, "quartet_step", run=run) == value(found, "quartet_total_steps", run=run) == STEPS
     states = {dict(labels)["state"]: number for (name, labels), number in found.items() if name == "quartet_run_state"}
@@ -70,7 +70,7 @@ def test_the_orchestrator_tells_where_the_run_stands_and_what_has_come_together(
         assert value(found, "quartet_alerts_total", run=run, guard=guard) == alerts[guard], guard
 
 
-def test_services_tell_what_they_have_done(observed: Observed) -> None:
+def test_services_export_their_work(observed: Observed) -> None:
     tokens = sum(metrics["response_tokens"] for metrics in observed.run.metrics)
     kinds = {"actor": {"generate", "update", "save"}, "critic": {"values", "update", "save"}}
     kinds |= {"reward": {"score"}, "reference": {"log_probs"}}
@@ -101,7 +101,7 @@ def test_services_count_their_calls(observed: Observed) -> None:
     assert value(found, "quartet_rpc_in_flight") == 0
 
 
-def test_what_the_dashboard_and_the_alerts_ask_for_is_there(observed: Observed) -> None:
+def test_every_metric_of_dashboard_and_alert_rules_exists(observed: Observed) -> None:
     there = {name for samples in observed.figures.values() for name, _ in samples}
     assert names_in_expressions() - there - {"up", "quartet_gpu_memory_bytes"} == set()
 
@@ -138,7 +138,7 @@ def test_each_step_is_one_trace_across_all_services(observed: Observed, collecto
                 assert by_id[parent.parent_span_id][1].name in ("collect", "update")
 
 
-def test_a_step_that_breaks_off_is_a_trace_that_says_so(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_marks_its_trace_as_failed(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     update, left = StepTransaction._update, ["a secret text"]
 
     def broken(self: StepTransaction, step: int, *arguments: Any) -> Any:
@@ -157,7 +157,7 @@ def test_a_step_that_breaks_off_is_a_trace_that_says_so(make: MakeConfig, monkey
 
 
 @pytest.mark.parametrize("status", [500, None], ids=["refuses", "is not there"])
-def test_a_collector_that_takes_nothing_does_not_touch_the_run(make: MakeConfig, status: int | None) -> None:
+def test_a_failing_trace_collector_does_not_affect_the_run(make: MakeConfig, status: int | None) -> None:
     with Collector(status=status or 200).listening() as collector:
         url = collector.url
         if status:
@@ -169,7 +169,7 @@ def test_a_collector_that_takes_nothing_does_not_touch_the_run(make: MakeConfig,
     assert collector.requests >= (1 if status else 0)
 
 
-def test_without_traces_nothing_of_them_is_there(make: MakeConfig) -> None:
+def test_without_traces_no_tracer_is_installed(make: MakeConfig) -> None:
     from quartet.services.observability import Observation
 
     config = make()

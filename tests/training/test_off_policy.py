@@ -44,7 +44,7 @@ def undisturbed(make: MakeConfig) -> Run:
     return run_to_the_end(stale(make))
 
 
-def test_a_step_is_generated_by_the_policy_before_the_last_update_and_weighed_for_it(undisturbed: Run) -> None:
+def test_a_step_is_generated_one_update_behind_with_importance_weights(undisturbed: Run) -> None:
     found = [{line["policy_version"] for line in undisturbed.trajectories(step)} for step in range(1, STEPS + 1)]
     assert found == [{version} for version in VERSIONS]
     behind = [step - 1 - version for step, version in enumerate(VERSIONS, 1)]
@@ -53,7 +53,7 @@ def test_a_step_is_generated_by_the_policy_before_the_last_update_and_weighed_fo
     assert [kl > 1e-9 for kl in mismatch] == [bool(steps) for steps in behind], mismatch
 
 
-def test_the_next_step_is_begun_before_the_update(undisturbed: Run) -> None:
+def test_the_next_generation_starts_before_the_update(undisturbed: Run) -> None:
     begun = list[bool]()
     for line in json_lines(undisturbed.files.timeline):
         spans = line["spans"]
@@ -63,7 +63,7 @@ def test_the_next_step_is_begun_before_the_update(undisturbed: Run) -> None:
     assert begun == [True, True, True, True, False, True, False]
 
 
-def test_the_next_step_is_generated_while_the_models_learn(
+def test_the_next_step_is_generated_during_the_update(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate, update = DetachedTorchEngine._generate, Critic.update
@@ -88,7 +88,7 @@ def test_the_next_step_is_generated_while_the_models_learn(
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("role", [Role.ACTOR, Role.CRITIC])
-def test_a_service_that_went_away_is_brought_back_and_the_same_policies_generate(
+def test_a_lost_service_is_restored_with_the_same_policy_versions(
     role: Role, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_same(lost_for_a_while(stale(make), moment, role, monkeypatch), undisturbed)
@@ -98,7 +98,7 @@ def test_a_service_that_went_away_is_brought_back_and_the_same_policies_generate
 @pytest.mark.parametrize("where", ["generate", "sealed", "updated", "committed"])
 @pytest.mark.parametrize("step", [4, 6])
 @pytest.mark.sampled(3)
-def test_a_run_that_broke_off_goes_on_to_the_same_bits(
+def test_an_off_policy_run_resumes_bit_identically(
     step: int, where: str, stays: bool, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = stale(make)
@@ -120,9 +120,7 @@ def test_an_evaluation_changes_nothing(make: MakeConfig, toy_task: ToyTask, undi
     assert evaluated.progress.recoveries == 0
 
 
-def test_a_checkpoint_that_a_user_asks_for_is_kept_and_generates_the_next_step(
-    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_requested_checkpoint_generates_the_next_step(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = stale(make, checkpoint={"keep_last": 9})
     with asked(config, {3: lambda running: running.control.checkpoint()}, monkeypatch) as going:
         run = going.finish()
@@ -131,7 +129,7 @@ def test_a_checkpoint_that_a_user_asks_for_is_kept_and_generates_the_next_step(
     assert [run.trajectories(step)[0]["policy_version"] for step in range(1, STEPS + 1)] == [0, 0, 1, 3, 3, 5, 5]
 
 
-def test_an_update_waits_for_the_generation_that_needs_the_weights_before_it(
+def test_an_update_waits_for_the_generation_that_needs_the_old_weights(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = servicer._generation_requests
@@ -146,7 +144,7 @@ def test_an_update_waits_for_the_generation_that_needs_the_weights_before_it(
     assert run.progress.recoveries == 0
 
 
-def test_how_often_there_is_a_checkpoint_stays_as_it_was(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkpoint_interval_cannot_change(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = stale(make)
     break_off(config, "committed", 3, monkeypatch)
     other = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every_steps": 4})})
@@ -156,7 +154,7 @@ def test_how_often_there_is_a_checkpoint_stays_as_it_was(make: MakeConfig, monke
     assert "checkpoint.every_steps is 4" in run.progress.error
 
 
-def test_the_rule_needs_nothing_but_the_step_and_the_checkpoint() -> None:
+def test_the_schedule_depends_only_on_step_and_checkpoint() -> None:
     rule = OffPolicySchedule(1, EVERY, STEPS)
     assert [rule.policy_version(step, 0) for step in range(1, STEPS + 1)] == VERSIONS
     assert rule.policy_version(4, 3) == 3, "a checkpoint that a user asked for"
@@ -164,7 +162,7 @@ def test_the_rule_needs_nothing_but_the_step_and_the_checkpoint() -> None:
     assert [OffPolicySchedule(0, EVERY, STEPS).policy_version(step, 0) for step in range(1, 5)] == [0, 1, 2, 3]
 
 
-def test_weights_of_its_own_follow_the_policy_only_when_told() -> None:
+def test_a_detached_engine_copies_the_weights_only_when_notified() -> None:
     model = tiny.causal("llama")
     engine = DetachedTorchEngine(model, frozenset(), 4, "cpu")
     before = [parameter.clone() for parameter in model.parameters()]

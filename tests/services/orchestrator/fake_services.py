@@ -12,7 +12,7 @@ from quartet.errors import Cancelled
 from quartet.types import FloatArray, Role, Scores, TokenBatch
 
 
-class Answer:
+class FakeCall:
     """A call under way, answered or failed by the test."""
 
     def __init__(self, compute: Callable[[], Any] | None = None) -> None:
@@ -59,7 +59,7 @@ class Scorer:
         self._held, self._failure, self._fails_at = held, failure, fails_at
         self.batches: list[TokenBatch] = []
         self.fields: list[list[str]] = []
-        self.calls: list[Answer] = []
+        self.calls: list[FakeCall] = []
         self.temperatures: set[float] = set()
         self.processes = 1
 
@@ -67,7 +67,7 @@ class Scorer:
         return self.processes
 
     def _call(self, name: str, compute: Callable[[], Any]) -> Any:
-        found = Answer(compute)
+        found = FakeCall(compute)
         self.calls.append(found)
         if name == self._fails_at:
             found.answer(self._failure)

@@ -99,7 +99,7 @@ def seen(source: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 @pytest.mark.parametrize("kind", ["ppo", "adaptive", "running", "lora"])
-def test_a_branch_with_the_same_settings_comes_to_the_same_bits(
+def test_a_fork_with_the_same_settings_is_bit_identical(
     kind: str, branch: Branch, source: Callable[[str], Run]
 ) -> None:
     run = run_to_the_end(branch(kind, "guards.window_steps=7"))
@@ -116,7 +116,7 @@ def test_a_branch_with_the_same_settings_comes_to_the_same_bits(
         ("weight_decay", 0.5, 0.5, 0.0),
     ],
 )
-def test_other_settings_of_the_optimizer_take_effect_and_its_moments_go_on(
+def test_changed_optimizer_settings_take_effect_and_its_moments_are_kept(
     role: str,
     name: str,
     given: Any,
@@ -145,7 +145,7 @@ def test_other_settings_of_the_optimizer_take_effect_and_its_moments_go_on(
         ("algorithm.num_mini_batches", 2, "num_mini_batches"),
     ],
 )
-def test_other_settings_of_the_updates_take_effect(
+def test_changed_update_settings_take_effect(
     role: str, key: str, value: float, name: str, branch: Branch, seen: Seen
 ) -> None:
     run_to_the_end(branch("ppo", f"{key.format(role=role)}={value}"))
@@ -153,7 +153,7 @@ def test_other_settings_of_the_updates_take_effect(
 
 
 @pytest.mark.parametrize("kind", ["ppo", "adaptive"])
-def test_another_kl_coefficient_takes_effect(kind: str, branch: Branch, source: Callable[[str], Run]) -> None:
+def test_a_changed_kl_coefficient_takes_effect(kind: str, branch: Branch, source: Callable[[str], Run]) -> None:
     before = source(kind)
     run = run_to_the_end(branch(kind, "algorithm.kl_coefficient=0.77"))
     coefficients = [step["kl_coefficient"] for step in run.metrics]
@@ -173,7 +173,7 @@ def test_another_kl_coefficient_takes_effect(kind: str, branch: Branch, source: 
         ("adaptive", "horizon", 9.0),
     ],
 )
-def test_another_kl_controller_begins_at_the_configured_coefficient_and_steers_by_its_own_settings(
+def test_a_changed_kl_controller_starts_at_the_configured_coefficient(
     kind: str, key: str, value: Any, branch: Branch
 ) -> None:
     settings = {"kind": "fixed", "target": 0.05, "horizon": 5.0} | (ADAPTIVE if kind == "adaptive" else {})
@@ -203,7 +203,7 @@ def test_another_kl_controller_begins_at_the_configured_coefficient_and_steers_b
         ("running", "none"),
     ],
 )
-def test_another_normalisation_of_scores_begins_with_the_branch(
+def test_a_changed_score_normalisation_starts_with_the_fork(
     kind: str, new: str, branch: Branch, source: Callable[[str], Run]
 ) -> None:
     run = run_to_the_end(branch(kind, f"algorithm.score.normalize={new}"))
@@ -220,7 +220,7 @@ def test_another_normalisation_of_scores_begins_with_the_branch(
     assert figures(run)[AT:] != figures(source(kind))[AT:]
 
 
-def test_another_reward_takes_effect_and_its_moments_begin_with_the_branch(
+def test_a_changed_reward_takes_effect_and_resets_the_score_moments(
     branch: Branch, source: Callable[[str], Run], toy_task: ToyTask
 ) -> None:
     part = f"{{name: less, model: {toy_task.reward}, weight: -1}}"
@@ -233,7 +233,7 @@ def test_another_reward_takes_effect_and_its_moments_begin_with_the_branch(
     assert found["count"] == 4 * (STEPS - AT)
 
 
-def test_other_settings_of_the_responses_take_effect(branch: Branch, source: Callable[[str], Run]) -> None:
+def test_changed_rollout_settings_take_effect(branch: Branch, source: Callable[[str], Run]) -> None:
     run = run_to_the_end(branch("ppo", "rollout.max_response_tokens=3", "rollout.prompts_per_step=5", "run.seed=9"))
     lengths = [item["response_tokens"] for item in run.trajectories(AT + 1)]
     assert len(lengths) == 5
@@ -243,13 +243,13 @@ def test_other_settings_of_the_responses_take_effect(branch: Branch, source: Cal
     assert prompts[0][:4] != prompts[1]
 
 
-def test_the_learning_rates_schedule_follows_the_branchs_settings(branch: Branch) -> None:
+def test_the_learning_rate_schedule_follows_the_settings_of_the_fork(branch: Branch) -> None:
     run = run_to_the_end(branch("ppo", "run.steps=6", "actor.schedule=linear", "actor.learning_rate=0.06"))
     rates = [step["learning_rate_actor"] for step in run.metrics]
     assert rates == pytest.approx([1e-3, 1e-3, 0.04, 0.03, 0.02, 0.01])
 
 
-def test_a_branch_without_a_critic_leaves_that_of_the_checkpoint_alone(branch: Branch) -> None:
+def test_a_fork_without_a_critic_ignores_the_critic_of_the_checkpoint(branch: Branch) -> None:
     run = run_to_the_end(branch("ppo", *TO_RLOO, "critic.freeze=['*norm*']"))
     assert len(run.metrics) == STEPS
     assert [("value_loss" in step) for step in run.metrics] == [True, True, False, False]
@@ -262,7 +262,7 @@ def refused(branch: Branch, kind: str, *overrides: str) -> str:
     return str(error.value)
 
 
-def test_a_branch_with_a_critic_is_refused_where_the_checkpoint_has_none(branch: Branch, tmp_path: Path) -> None:
+def test_a_fork_with_a_critic_is_refused_if_the_checkpoint_has_none(branch: Branch, tmp_path: Path) -> None:
     said = refused(branch, "rloo", "algorithm.estimator=gae")
     assert "algorithm.estimator gae: needs a critic, and the checkpoint of step 2 has none" in said
     assert not (tmp_path / "new").exists()
@@ -280,7 +280,7 @@ def test_a_branch_with_a_critic_is_refused_where_the_checkpoint_has_none(branch:
         ("lora", "critic.lora", "null"),
     ],
 )
-def test_a_setting_that_the_weights_of_a_checkpoint_cannot_follow_is_refused(
+def test_a_setting_incompatible_with_the_weights_is_refused(
     kind: str, key: str, value: str, branch: Branch, tmp_path: Path
 ) -> None:
     said = refused(branch, kind, f"{key}={value}")
@@ -296,9 +296,7 @@ def evaluated(make: MakeConfig, toy_task: ToyTask) -> Run:
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [0, 2]), (1, [0, 2, 3, 4]), (2, [0, 2, 4])])
-def test_evaluations_may_come_more_often_or_not_at_all(
-    every: int, steps: list[int], evaluated: Run, tmp_path: Path
-) -> None:
+def test_the_evaluation_interval_may_change(every: int, steps: list[int], evaluated: Run, tmp_path: Path) -> None:
     cli.branch(evaluated.files.root, str(AT), "new", [f"run.directory={tmp_path}", f"evaluation.every_steps={every}"])
     run = run_to_the_end(load_config(tmp_path / "new" / "config.yaml"))
     assert [line["step"] for line in json_lines(run.files.evaluation_summaries)] == steps
@@ -316,7 +314,7 @@ def test_evaluations_may_come_more_often_or_not_at_all(
         ("evaluated", ["data.validation=elsewhere.jsonl"], "data.validation elsewhere.jsonl: "),
     ],
 )
-def test_evaluations_that_nothing_can_be_held_against_are_refused(
+def test_evaluations_without_a_baseline_are_refused(
     kind: str,
     overrides: list[str],
     said: str,
@@ -333,7 +331,7 @@ def test_evaluations_that_nothing_can_be_held_against_are_refused(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_branch_is_a_run_of_its_own(branch: Branch, tmp_path: Path) -> None:
+def test_a_fork_is_a_separate_run(branch: Branch, tmp_path: Path) -> None:
     config = branch("ppo", "actor.learning_rate=0.5")
     first = Identity.read(RunFiles(config.run_directory).identity)
     assert first is not None
@@ -350,7 +348,7 @@ def said_by(act: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_the_way_on_is_printed_with_the_url_where_its_password_is_kept_nowhere(
+def test_the_resume_command_shows_a_url_whose_password_is_not_stored(
     source: Callable[[str], Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, secret = source("ppo").files.root, "redis://user:s3cret@localhost:6379/0"
@@ -373,7 +371,7 @@ def test_the_way_on_is_printed_with_the_url_where_its_password_is_kept_nowhere(
         train(tmp_path / "secret" / "config.yaml", [], overwrite=False, resume=True)
 
 
-def test_a_branch_takes_along_the_changes_up_to_its_step_but_for_settings_that_it_has_anew(make: MakeConfig) -> None:
+def test_a_fork_keeps_earlier_setting_changes_unless_it_sets_them(make: MakeConfig) -> None:
     run = run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": AT}))
     line = {"before": 1e-3, "after": 5e-4, "user": "operator", "at": 0.0}
     kept = {**line, "setting": "critic.learning_rate", "step": AT}

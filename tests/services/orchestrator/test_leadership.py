@@ -35,7 +35,7 @@ def config_of(folder: Path, **sections: Any) -> Config:
     return parse_config({**tree, **sections}, "test")
 
 
-def test_a_run_is_gone_on_with_once_it_has_taken_a_step(tmp_path: Path) -> None:
+def test_a_run_is_resumed_if_it_has_taken_a_step(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     assert said(config) == "run started"
     # Started again before its first step, which leaves a config and no more.
@@ -44,7 +44,7 @@ def test_a_run_is_gone_on_with_once_it_has_taken_a_step(tmp_path: Path) -> None:
     assert said(config) == "run resumed"
 
 
-def test_one_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_run_with_an_invalid_config_leaves_no_files(tmp_path: Path) -> None:
     config = config_of(tmp_path, services={"actor": {"address": "far:1"}})
     with pytest.raises(ConfigError, match=r"^services\.critic\.address: null"), acquire_run_directory(config):
         pass

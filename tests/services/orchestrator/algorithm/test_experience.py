@@ -276,7 +276,7 @@ def test_a_hand_worked_step() -> None:
     assert experience.actor_mask.tolist() == [1, 1, 1]
 
 
-def test_the_experience_carries_what_the_services_said_as_it_is() -> None:
+def test_the_experience_carries_the_results_of_the_services_unchanged() -> None:
     experience = prepare(TWO).experience
     assert (experience.run, experience.step, experience.policy_version) == ("run", 4, 3)
     assert experience.ids == ("run/4/7/0", "run/4/7/1")
@@ -296,7 +296,7 @@ def test_the_experience_carries_what_the_services_said_as_it_is() -> None:
         ("mask", [2.0, -1.0], [1, 1, 0], -0.975),
     ],
 )
-def test_truncated_responses_are_treated_as_told_and_finished_ones_never(
+def test_the_truncation_treatment_applies_only_to_truncated_responses(
     treatment: str, scores: list[float], mask: list[int], last_return: float
 ) -> None:
     truncation = {"treatment": treatment, "penalty": 3.0, "scale": 0.5}
@@ -306,21 +306,21 @@ def test_truncated_responses_are_treated_as_told_and_finished_ones_never(
     assert experience.returns.tolist() == pytest.approx([2.025, 2.05, last_return], abs=1e-6)
 
 
-def test_masked_responses_do_not_move_the_normalisation_of_the_others() -> None:
+def test_masked_responses_do_not_affect_the_normalisation_of_others() -> None:
     truncation = {"treatment": "mask"}
     with_outlier = prepare([*TWO, scored(2, 1000.0, [-1.0], [-1.0], [0.0], truncated=True)], truncation=truncation)
     without = prepare(TWO, truncation=truncation)
     np.testing.assert_array_equal(with_outlier.experience.advantages[:2], without.experience.advantages[:2])
 
 
-def test_normalised_scores_are_moved_before_anything_else_but_the_metrics_tell_the_raw_ones() -> None:
+def test_scores_are_normalised_first_and_metrics_report_the_raw_ones() -> None:
     prepared = prepare(TWO, seen=moments(0.5, 1.5))
     assert prepared.experience.scores.tolist() == [2.0, -4.0]
     assert prepared.metrics["reward_mean"] == 0.5
     assert prepared.metrics["reward_std"] == 1.5
 
 
-def test_the_figures_of_a_step() -> None:
+def test_the_metrics_of_a_step() -> None:
     items = [*TWO, scored(2, 5.0, [-1.0] * 6, [-1.0] * 6, [0.0] * 6)]
     prepared = prepare(items, coefficient=0.3, **RAW)
     metrics = prepared.metrics
@@ -339,7 +339,7 @@ def test_the_figures_of_a_step() -> None:
     assert metrics["advantage_std"] == pytest.approx(np.std(prepared.experience.advantages.astype(float)), abs=1e-5)
 
 
-def test_the_kl_figure_is_the_plain_difference_whatever_the_penalty() -> None:
+def test_the_kl_metric_is_the_plain_difference_for_every_estimator() -> None:
     assert prepare(TWO, kl_estimator="absolute").response_kl.tolist() == [-0.25, -0.25]
 
 
@@ -353,21 +353,21 @@ def test_the_parts_of_an_ensemble_are_reported_before_their_weights() -> None:
     assert metrics["reward_mean"] == 1.5
 
 
-def test_the_treated_scores_have_a_figure_of_their_own() -> None:
+def test_the_treated_scores_have_a_separate_metric() -> None:
     metrics = prepare(TWO, truncation={"treatment": "penalty", "penalty": 3.0}).metrics
     assert (metrics["reward_mean"], metrics["score_mean"]) == (0.5, -1.0)
 
 
-def test_without_a_critic_nothing_is_said_of_one() -> None:
+def test_without_a_critic_its_metrics_are_absent() -> None:
     assert "explained_variance" not in prepare(TWO, estimator="rloo").metrics
 
 
-def test_longer_responses_with_better_scores_are_seen() -> None:
+def test_the_length_reward_correlation_detects_a_preference_for_length() -> None:
     items = [scored(0, 1.0, [-1.0] * 4, [-1.0] * 4, [0.0] * 4), scored(1, -1.0, [-1.0] * 2, [-1.0] * 2, [0.0] * 2)]
     assert prepare(items).metrics["length_reward_correlation"] == pytest.approx(1.0)
 
 
-def test_how_far_responses_repeat_themselves_and_one_another() -> None:
+def test_repetition_and_distinct_metrics() -> None:
     def figures(*responses: list[int]) -> dict[str, float]:
         return response_metrics([np.array(ids, np.int32) for ids in responses])
 

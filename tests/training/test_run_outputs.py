@@ -77,7 +77,7 @@ def test_tokens_agree_with_the_trajectories_of_their_step(run: Run) -> None:
         assert {str(array.dtype) for array in whole.values()} == {"int32", "float32"}
 
 
-def test_the_timeline_tells_what_every_service_did_in_every_step(run: Run) -> None:
+def test_the_timeline_has_every_service_of_every_step(run: Run) -> None:
     lines = json_lines(run.files.timeline)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
@@ -124,7 +124,7 @@ def test_the_timeline_tells_what_every_service_did_in_every_step(run: Run) -> No
     assert lines[0]["started"] < lines[1]["started"] < lines[2]["started"] < run.files.timeline.stat().st_mtime
 
 
-def test_tensorboard_has_every_figure_of_every_step(run: Run) -> None:
+def test_tensorboard_has_every_metric_of_every_step(run: Run) -> None:
     found = {(step, name): value for step, name, value in scalars(run.files.tensorboard)}
     expected = {
         (int(metrics["step"]), f"train/{name}"): value
@@ -142,7 +142,7 @@ def test_tensorboard_has_every_figure_of_every_step(run: Run) -> None:
     assert not [note for note in run.progress.notes if "TensorBoard" in note]
 
 
-def test_what_was_rolled_back_is_dropped_and_comes_again(make: MakeConfig) -> None:
+def test_rolled_back_outputs_are_dropped_and_written_again(make: MakeConfig) -> None:
     config = make(run={"steps": 4}, checkpoint={"every_steps": 2})
     first = run_to_the_end(config)
     files, before = first.files, tokens(first.files)
@@ -159,14 +159,14 @@ def test_what_was_rolled_back_is_dropped_and_comes_again(make: MakeConfig) -> No
     assert marks == [1, 3]
 
 
-def test_a_branch_takes_the_timeline_along_and_no_tokens(run: Run) -> None:
+def test_a_fork_keeps_the_timeline_and_no_tokens(run: Run) -> None:
     branch(run.files.root, "2", f"{run.files.root.name}-branch", [])
     new = RunFiles(run.files.root.with_name(f"{run.files.root.name}-branch"))
     assert json_lines(new.timeline) == json_lines(run.files.timeline)[:2]
     assert tokens(new) == {}
 
 
-def test_tokens_are_kept_of_some_steps_only(make: MakeConfig) -> None:
+def test_tokens_are_kept_for_the_configured_steps(make: MakeConfig) -> None:
     telemetry = {"tokens_every_steps": 2, "tokens_keep_steps": 1}
     assert list(tokens(run_to_the_end(make(run={"steps": 5}, telemetry=telemetry)).files)) == [
         "step-000004.safetensors"
@@ -191,7 +191,7 @@ def test_a_run_without_critic_has_no_values_and_an_adapter_is_its_own_reference(
     assert not {service for service, _ in kinds} & {"critic", "reference"}
 
 
-def test_what_is_switched_off_leaves_nothing(make: MakeConfig) -> None:
+def test_disabled_outputs_leave_no_files(make: MakeConfig) -> None:
     telemetry = {"tokens_every_steps": 0, "timeline": False, "tensorboard": False}
     files = run_to_the_end(make(run={"steps": 1}, telemetry=telemetry)).files
     assert not files.tokens.exists()
@@ -200,7 +200,7 @@ def test_what_is_switched_off_leaves_nothing(make: MakeConfig) -> None:
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
-def test_a_full_disk_costs_the_tokens_and_the_timeline_and_not_the_run(make: MakeConfig) -> None:
+def test_a_full_disk_loses_tokens_and_timeline_but_not_the_run(make: MakeConfig) -> None:
     config = make(run={"steps": 2})
     with services(config) as addressed:
         files = RunFiles(config.run_directory)
@@ -225,7 +225,7 @@ def test_a_full_disk_costs_the_tokens_and_the_timeline_and_not_the_run(make: Mak
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
-def test_a_library_s_own_error_on_a_full_disk_costs_the_tokenizer_and_not_the_run(run: Run, make: MakeConfig) -> None:
+def test_a_full_disk_loses_the_tokenizer_but_not_the_run(run: Run, make: MakeConfig) -> None:
     kept = Tokenizer.from_file(str(run.files.tokenizer / "tokenizer.json"))
 
     class OnAFullDisk:
@@ -259,7 +259,7 @@ def test_a_sink_whose_package_is_missing_ends_the_run_before_its_first_step(
     assert not RunFiles(config.run_directory).metrics.exists()
 
 
-def test_the_tokenizer_stays_as_the_run_began_with_it(make: MakeConfig) -> None:
+def test_the_tokenizer_of_the_run_is_not_overwritten(make: MakeConfig) -> None:
     config = make(run={"steps": 1})
     files = RunFiles(config.run_directory)
     with underway(config) as going:
@@ -271,7 +271,7 @@ def test_the_tokenizer_stays_as_the_run_began_with_it(make: MakeConfig) -> None:
     assert kept.stat().st_mtime_ns == before
 
 
-def test_a_run_tells_wandb_and_mlflow(make: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_reports_to_wandb_and_mlflow(make: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("WANDB_MODE", "offline")

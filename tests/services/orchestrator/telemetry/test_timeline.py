@@ -8,7 +8,7 @@ import time
 import pytest
 
 from quartet.services.orchestrator.telemetry.timeline import MAX_SPANS, Span, Timeline, merge_neighbours
-from tests.orchestrator.fakes import Answer
+from tests.services.orchestrator.fake_services import FakeCall
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
         return self.now
 
 
-class Call(Answer):
+class Call(FakeCall):
     """A call whose end is told of by the test."""
 
     def when_done(self, heard: object) -> None:
@@ -36,7 +36,7 @@ def watch(timeline: Timeline, service: str, phase: str) -> Call:
     return call
 
 
-def test_calls_and_parts_are_told_from_the_start_of_the_step() -> None:
+def test_calls_and_blocks_are_relative_to_the_start_of_the_step() -> None:
     clock = Clock()
     timeline = Timeline(clock)
     clock.now = 101.0
@@ -57,7 +57,7 @@ def test_calls_and_parts_are_told_from_the_start_of_the_step() -> None:
     assert timeline.end_step(100.0) == []
 
 
-def test_what_goes_on_at_the_end_of_a_step_is_told_of_both() -> None:
+def test_a_call_across_two_steps_is_part_of_both() -> None:
     clock = Clock()
     timeline = Timeline(clock)
     saving = watch(timeline, "actor", "checkpoint")
@@ -70,7 +70,7 @@ def test_what_goes_on_at_the_end_of_a_step_is_told_of_both() -> None:
     assert timeline.end_step(111.0) == []
 
 
-def test_what_ended_before_the_step_is_no_part_of_it() -> None:
+def test_a_block_that_ended_before_the_step_is_excluded() -> None:
     clock = Clock()
     timeline = Timeline(clock)
 
@@ -84,7 +84,7 @@ def test_what_ended_before_the_step_is_no_part_of_it() -> None:
     assert timeline.end_step(103.0) == []
 
 
-def test_an_answer_that_is_there_ends_its_span_although_nobody_has_said_so_yet() -> None:
+def test_a_response_ends_its_span_before_the_callback_runs() -> None:
     clock = Clock()
     timeline = Timeline(clock)
     call = watch(timeline, "actor", "update")
@@ -96,7 +96,7 @@ def test_an_answer_that_is_there_ends_its_span_although_nobody_has_said_so_yet()
     assert timeline.end_step(100.0) == []
 
 
-def test_neighbours_of_one_kind_are_joined_over_the_smallest_gaps() -> None:
+def test_neighbours_of_one_kind_are_merged_over_the_smallest_gaps() -> None:
     spans = [Span("reward", "score", start, start + 1.0) for start in (0.0, 1.1, 5.0, 6.5)]
     spans.append(Span("critic", "values", 1.05, 1.06))
     assert merge_neighbours(spans, 5) == sorted(spans, key=lambda span: (span.service, span.start))
@@ -109,12 +109,12 @@ def test_neighbours_of_one_kind_are_joined_over_the_smallest_gaps() -> None:
     assert merge_neighbours(spans, 0) == [Span("critic", "values", 1.05, 1.06), Span("reward", "score", 0.0, 7.5, 4)]
 
 
-def test_overlapping_calls_are_joined_first() -> None:
+def test_overlapping_calls_are_merged_first() -> None:
     spans = [Span("reward", "score", 0.0, 9.0), Span("reward", "score", 1.0, 2.0), Span("reward", "score", 9.5, 10.0)]
     assert merge_neighbours(spans, 2) == [Span("reward", "score", 0.0, 9.0, 2), Span("reward", "score", 9.5, 10.0)]
 
 
-def test_a_step_of_very_many_calls_has_few_spans_and_loses_no_call() -> None:
+def test_a_step_with_many_calls_has_few_spans_and_counts_every_call() -> None:
     timeline = Timeline()
     started = time.perf_counter()
 

@@ -47,7 +47,7 @@ def rising(count: int, **ends: tuple[float, float]) -> list[dict[str, float]]:
     ]
 
 
-def test_a_healthy_run_hears_nothing() -> None:
+def test_a_healthy_run_raises_no_alert() -> None:
     # The figures of a good run: reward and KL rise, length stays.
     assert run(rising(60, reward_mean=(0.0, 3.0), kl_mean=(0.0, 11.0), response_tokens_mean=(20.0, 24.0))) == []
 
@@ -55,7 +55,7 @@ def test_a_healthy_run_hears_nothing() -> None:
 HACKED = rising(10, reward_mean=(0.0, 4.0), kl_mean=(2.0, 8.0), response_tokens_mean=(10.0, 40.0))
 
 
-def test_reward_kl_and_length_that_rise_together_are_reward_hacking() -> None:
+def test_a_joint_rise_of_reward_kl_and_length_is_reward_hacking() -> None:
     (alert,) = run(HACKED, reward_hacking={"action": "pause"})
     assert (alert.guard, alert.action, alert.step) == ("reward_hacking", "pause", 8)
     for part in ("within 8 steps", "reward rose from", "KL from", "response length from", "tokens"):
@@ -73,7 +73,7 @@ def test_reward_kl_and_length_that_rise_together_are_reward_hacking() -> None:
     ],
     ids=lambda calm: next(iter(calm)),
 )
-def test_two_of_the_three_are_not(calm: dict[str, float]) -> None:
+def test_a_rise_of_two_of_the_three_is_not_reward_hacking(calm: dict[str, float]) -> None:
     assert run([{**step, **calm} for step in HACKED]) == []
 
 
@@ -91,19 +91,19 @@ def test_each_threshold_of_reward_hacking_counts(threshold: dict[str, float]) ->
     assert run(HACKED, reward_hacking=threshold) == []
 
 
-def test_a_creep_over_many_windows_is_reward_hacking_too() -> None:
+def test_a_slow_rise_over_many_windows_is_reward_hacking() -> None:
     alerts = run(rising(200, reward_mean=(0.0, 12.0), kl_mean=(0.1, 20.0), response_tokens_mean=(30.0, 589.0)))
     (first, *_) = [alert for alert in alerts if alert.guard == "reward_hacking"]
     assert "since the first steps" in first.evidence
 
 
-def test_a_jump_in_the_first_steps_is_not_missed() -> None:
+def test_a_jump_in_the_first_steps_is_reward_hacking() -> None:
     start = rising(3, reward_mean=(0.0, 18.0), kl_mean=(0.1, 30.0), response_tokens_mean=(30.0, 96.0))
     (alert,) = run([*start, *[start[-1]] * 20], kl_runaway={"action": "off"}, window_steps=8)[:1]
     assert alert.guard == "reward_hacking"
 
 
-def test_what_a_step_did_not_see_is_no_figure() -> None:
+def test_a_missing_metric_is_skipped() -> None:
     guards = Guards(GuardsConfig(window_steps=8))
     for number in range(1, 17):
         metrics = {name: value for name, value in HEALTHY.items() if name not in ("entropy", "rollout_mismatch_kl")}
@@ -122,7 +122,7 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_a_metric_beyond_its_bound_is_told_with_metric_and_bound(name: str) -> None:
+def test_an_alert_names_the_metric_and_its_bound(name: str) -> None:
     changes, side, elsewhere = BEYOND[name]
     (alert,) = run([changes] * 8)
     assert (alert.guard, alert.action) == (name, "warn")
@@ -133,7 +133,7 @@ def test_a_metric_beyond_its_bound_is_told_with_metric_and_bound(name: str) -> N
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_one_odd_step_is_not_enough_and_neither_is_a_short_run(name: str) -> None:
+def test_a_single_outlier_or_a_short_run_raises_no_alert(name: str) -> None:
     changes, _, _ = BEYOND[name]
     assert run([changes] * 7) == []
     calm = {"kl_mean": 4.0, "rollout_mismatch_kl": 0.0, "repetition": 0.0, "eos_rate": 1.0}
@@ -141,7 +141,7 @@ def test_one_odd_step_is_not_enough_and_neither_is_a_short_run(name: str) -> Non
     assert run([calm] * 7 + [changes] + [calm] * 7) == []
 
 
-def test_an_entropy_far_below_the_first_steps_has_collapsed() -> None:
+def test_an_entropy_far_below_the_first_steps_is_a_collapse() -> None:
     (alert,) = run(rising(16, entropy=(3.0, 0.1)), entropy_collapse={"below": 0.5})
     assert alert.guard == "entropy_collapse"
     assert "nats per token" in alert.evidence
@@ -150,22 +150,22 @@ def test_an_entropy_far_below_the_first_steps_has_collapsed() -> None:
     assert run([{"entropy": 0.1}] * 16) == []
 
 
-def test_a_skipped_optimizer_step_is_told_at_once() -> None:
+def test_a_skipped_optimizer_step_raises_an_alert_at_once() -> None:
     (alert,) = run([{"skipped_steps_actor": 2.0, "skipped_steps_critic": 1.0}], not_finite={"action": "stop"})
     assert (alert.guard, alert.action, alert.step) == ("not_finite", "stop", 1)
     assert "3 optimizer steps" in alert.evidence
 
 
-def test_a_rule_that_is_off_says_nothing() -> None:
+def test_a_disabled_rule_raises_no_alert() -> None:
     assert run([{"kl_mean": 60.0}] * 8, kl_runaway={"action": "off"}) == []
 
 
-def test_a_rule_speaks_again_only_after_a_window() -> None:
+def test_a_rule_raises_one_alert_per_window() -> None:
     alerts = run([{"kl_mean": 60.0}] * 20)
     assert [alert.step for alert in alerts] == [8, 16]
 
 
-def test_without_a_critic_its_rule_is_silent() -> None:
+def test_without_a_critic_its_rule_raises_no_alert() -> None:
     guards = Guards(GuardsConfig(window_steps=4))
     metrics = {
         name: value for name, value in HEALTHY.items() if name not in ("explained_variance", "skipped_steps_critic")
@@ -173,7 +173,7 @@ def test_without_a_critic_its_rule_is_silent() -> None:
     assert [guards.check({"step": step, **metrics}) for step in range(1, 9)] == [[]] * 8
 
 
-def test_every_rule_of_the_config_can_speak() -> None:
+def test_every_rule_of_the_config_can_raise_an_alert() -> None:
     rules = set(GuardsConfig.model_fields) - {"window_steps"}
     assert rules == {*BEYOND, "not_finite", "reward_hacking", "entropy_collapse"}
 

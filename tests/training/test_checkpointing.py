@@ -24,9 +24,8 @@ from quartet.services.orchestrator.control.progress import RunState
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, figures, orchestrator, run_to_the_end, services, underway, weights
+from tests.training.runs import Run, figures, orchestrator, run_to_the_end, services, underway, wait_for, weights
 from tests.training.test_resume import KINDS
-from tests.training.test_stability import wait_for
 
 
 def kept(run: Run) -> list[str]:
@@ -47,7 +46,7 @@ def undisturbed(make: MakeConfig) -> Callable[[str], Run]:
 
 
 @pytest.mark.parametrize("kind", ["ppo", "lora"])
-def test_a_run_with_a_checkpoint_after_every_step_has_the_bits_of_one_without(
+def test_checkpoints_do_not_change_the_bits_of_a_run(
     kind: str, make: MakeConfig, undisturbed: Callable[[str], Run]
 ) -> None:
     run = run_to_the_end(make(**{**KINDS[kind], "run": {"steps": 8}, "checkpoint": {"every_steps": 1, "keep_last": 3}}))
@@ -82,7 +81,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCheckpoints]:
     found.go_on.set()
 
 
-def test_the_next_step_is_generated_and_scored_while_a_checkpoint_is_written_and_waits_with_its_update(
+def test_the_next_step_runs_during_a_checkpoint_up_to_its_update(
     make: MakeConfig, held: HeldCheckpoints, undisturbed: Callable[[str], Run]
 ) -> None:
     config = make(**{**KINDS["ppo"], "run": {"steps": 8}, "checkpoint": {"every_steps": 3}})
@@ -101,7 +100,7 @@ def test_the_next_step_is_generated_and_scored_while_a_checkpoint_is_written_and
     assert weights(run) == weights(undisturbed("ppo"))
 
 
-def test_a_run_that_pauses_has_its_checkpoint_whole(make: MakeConfig, held: HeldCheckpoints) -> None:
+def test_a_paused_run_has_a_complete_checkpoint(make: MakeConfig, held: HeldCheckpoints) -> None:
     with underway(make(run={"steps": 50}, checkpoint={"every_steps": 2})) as going:
         assert held.begun.wait(60)
         going.control.pause()
@@ -131,7 +130,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, set[int]], None
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_a_checkpoint_that_cannot_be_written_is_noted_and_the_run_goes_on_with_the_one_before(
+def test_a_checkpoint_that_cannot_be_written_is_noted_and_the_run_continues(
     role: str,
     make: MakeConfig,
     full_disk: Callable[[str, set[int]], None],
@@ -177,7 +176,7 @@ class Crash(Exception):
 
 
 @pytest.mark.parametrize("when", ["written", "manifest"])
-def test_a_crash_before_a_checkpoint_has_its_name_goes_on_from_the_one_before(
+def test_a_crash_during_a_checkpoint_resumes_from_the_previous_one(
     when: str,
     make: MakeConfig,
     toy_task: ToyTask,
@@ -211,7 +210,7 @@ def test_a_crash_before_a_checkpoint_has_its_name_goes_on_from_the_one_before(
     assert figures(run) == figures(undisturbed("ppo"))
 
 
-def test_a_run_that_is_stopped_while_it_recovers_takes_a_step_that_one_model_has_to_its_end(
+def test_a_stop_during_recovery_finishes_a_step_that_one_model_has_applied(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = StepTransaction._update

@@ -20,7 +20,7 @@ from quartet.errors import (
     TooManyFailedTrajectories,
 )
 from quartet.types import TrajectoryId
-from tests.orchestrator.picky import (
+from tests.services.orchestrator.rollout.failing_services import (
     ALWAYS,
     SERVICES,
     Actor,
@@ -36,7 +36,7 @@ from tests.orchestrator.picky import (
 
 @pytest.mark.parametrize("service", SERVICES)
 @pytest.mark.parametrize("error", [ComputationFailed("not finite"), ServiceFailed("raised"), InvalidRequest("no")])
-def test_what_a_service_cannot_score_is_set_aside_and_the_next_sample_takes_its_place(
+def test_a_failed_trajectory_is_replaced_by_the_next_sample(
     service: str, error: QuartetError, stream: RolloutStream, run: str
 ) -> None:
     scorer = PickyScorer(error, **{service: {(4, 0): ALWAYS}})
@@ -58,9 +58,7 @@ def test_what_a_service_cannot_score_is_set_aside_and_the_next_sample_takes_its_
     assert stream.depth() == 0
 
 
-def test_the_jth_of_a_prompt_that_is_set_aside_is_replaced_by_the_jth_sample_more(
-    stream: RolloutStream, run: str
-) -> None:
+def test_each_failed_trajectory_of_a_prompt_gets_its_own_new_sample(stream: RolloutStream, run: str) -> None:
     poison = {(7, 0): ALWAYS, (7, 1): ALWAYS, (5, 1): ALWAYS, (7, 2): ALWAYS, (7, 4): ALWAYS}
     scorer, actor = PickyScorer(ComputationFailed("no"), score=poison), Actor(stream, run)
     written = [sampled(run, prompt, sample) for prompt, sample in itertools.product((9, 7, 5), range(2))]
@@ -74,7 +72,7 @@ def test_the_jth_of_a_prompt_that_is_set_aside_is_replaced_by_the_jth_sample_mor
 
 
 @pytest.mark.parametrize("at_most", [0, 2])
-def test_one_more_than_may_be_set_aside_ends_the_step_at_once_with_count_ids_and_error(
+def test_too_many_failed_trajectories_end_the_step_with_ids_and_error(
     at_most: int, stream: RolloutStream, run: str
 ) -> None:
     scorer = PickyScorer(ComputationFailed("ValueError"), score={(prompt, 0): ALWAYS for prompt in range(9)})
@@ -99,7 +97,7 @@ def test_one_more_than_may_be_set_aside_ends_the_step_at_once_with_count_ids_and
     assert [item.trajectory.id.prompt for item in raised.value.failed_trajectories] == list(range(at_most + 1))
 
 
-def test_those_of_a_whole_step_count_together_also_where_replacements_fail(stream: RolloutStream, run: str) -> None:
+def test_failed_replacements_count_towards_the_limit(stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ComputationFailed("no"), score={(0, sample): ALWAYS for sample in range(10)})
     actor = Actor(stream, run)
     with pytest.raises(TooManyFailedTrajectories, match="step 1: 5 of its trajectories"):
@@ -107,9 +105,7 @@ def test_those_of_a_whole_step_count_together_also_where_replacements_fail(strea
     assert actor.asked == [({0}, sample) for sample in (1, 2, 3, 4)]
 
 
-def test_of_two_services_that_fail_the_first_is_named_and_the_trajectory_counts_once(
-    stream: RolloutStream, run: str
-) -> None:
+def test_a_trajectory_that_fails_at_two_services_counts_once(stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ComputationFailed("no"), values={(1, 0): ALWAYS}, score={(1, 0): ALWAYS, (2, 0): ALWAYS})
     recovery = recovering(max_failed_trajectories=2)
     written = [sampled(run, prompt) for prompt in range(3)]
@@ -125,7 +121,7 @@ def test_a_replacement_that_cannot_be_generated_ends_the_step(stream: RolloutStr
         collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], actor)
 
 
-def test_a_stranger_among_the_replacements_is_an_error(stream: RolloutStream, run: str) -> None:
+def test_an_unrequested_replacement_is_an_error(stream: RolloutStream, run: str) -> None:
     class Careless(Actor):
         def generate(self, prompts: set[int], sample: int) -> Any:
             return super().generate({prompt + 1 for prompt in prompts}, sample)
@@ -135,7 +131,7 @@ def test_a_stranger_among_the_replacements_is_an_error(stream: RolloutStream, ru
         collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Careless(stream, run))
 
 
-def test_a_repeat_of_what_is_set_aside_is_freed_and_not_scored_again(stream: RolloutStream, run: str) -> None:
+def test_a_duplicate_of_a_failed_trajectory_is_acknowledged_and_not_scored(stream: RolloutStream, run: str) -> None:
     class Repeating(Actor):
         def generate(self, prompts: set[int], sample: int) -> Any:
             self._stream.append([sampled(run, 1), sampled(run, 0)])
@@ -149,15 +145,13 @@ def test_a_repeat_of_what_is_set_aside_is_freed_and_not_scored_again(stream: Rol
     assert stream.depth() == 0
 
 
-def test_ids_of_replacements_are_derived_like_all_others(stream: RolloutStream, run: str) -> None:
+def test_replacements_have_regular_ids(stream: RolloutStream, run: str) -> None:
     scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(2)], Actor(stream, run))
     assert step.scored[1].trajectory.id == TrajectoryId(run, 1, 1, 1)
 
 
-def test_the_log_does_not_quote_what_a_function_quotes_of_a_response(
-    stream: RolloutStream, run: str, capture: list[dict[str, Any]]
-) -> None:
+def test_the_log_does_not_quote_responses(stream: RolloutStream, run: str, capture: list[dict[str, Any]]) -> None:
     scorer = PickyScorer(ComputationFailed("ValueError: cannot read 'my secret'"), score={(1, 0): ALWAYS})
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(2)], Actor(stream, run))
     [line] = [line for line in capture if line["event"] == "trajectory failed"]

@@ -35,7 +35,7 @@ def rates(**actor: Any) -> list[float]:
     return [learning_rate_at(found, found.actor, step) for step in range(1, 11)]
 
 
-def test_a_learning_rate_is_constant_unless_told_otherwise() -> None:
+def test_a_learning_rate_is_constant_by_default() -> None:
     assert rates() == [1.0] * 10
 
 
@@ -44,32 +44,32 @@ def test_a_warm_up_and_a_linear_schedule() -> None:
     assert found == pytest.approx([0.5, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
 
 
-def test_a_cosine_schedule_would_reach_its_end_in_the_step_after_the_last() -> None:
+def test_a_cosine_schedule_ends_after_the_last_step() -> None:
     found = rates(schedule="cosine", final_learning_rate=0.5)
     assert found == pytest.approx([0.75 + 0.25 * math.cos(math.pi * step / 10) for step in range(10)])
     assert found == sorted(found, reverse=True)
 
 
-def test_the_policy_rests_while_the_critic_warms_up() -> None:
+def test_the_policy_is_frozen_while_the_critic_warms_up() -> None:
     found = config(algorithm={"critic_warmup_steps": 2, "num_epochs": 3})
     assert [optimization_at(found, found.actor, step).num_epochs for step in (1, 2, 3)] == [0, 0, 3]
     assert [optimization_at(found, found.critic, step).num_epochs for step in (1, 2, 3)] == [3, 3, 3]
 
 
-def test_actor_and_critic_have_schedules_of_their_own() -> None:
+def test_actor_and_critic_have_separate_schedules() -> None:
     found = config(critic={"learning_rate": 4.0, "warmup_steps": 4})
     assert [optimization_at(found, trained, 1).learning_rate for trained in (found.actor, found.critic)] == [1.0, 1.0]
     assert [optimization_at(found, trained, 4).learning_rate for trained in (found.actor, found.critic)] == [1.0, 4.0]
 
 
-def test_what_becomes_of_a_nan_is_part_of_the_request() -> None:
+def test_the_treatment_of_nan_is_part_of_the_request() -> None:
     found = config()
     assert not optimization_at(found, found.actor, 1).skip_non_finite
     found = config(algorithm={"non_finite": "skip"})
     assert optimization_at(found, found.critic, 1).skip_non_finite
 
 
-def test_every_setting_of_the_optimisation_is_passed_on() -> None:
+def test_every_optimisation_setting_is_sent() -> None:
     found = config(
         run={"seed": 11},
         algorithm={"num_epochs": 3, "num_mini_batches": 5, "non_finite": "skip"},
@@ -85,11 +85,11 @@ def test_every_setting_of_the_optimisation_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize("value_clip", [0.0, 0.45])
-def test_every_setting_of_the_value_loss_is_passed_on(value_clip: float) -> None:
+def test_every_value_loss_setting_is_sent(value_clip: float) -> None:
     assert value_loss_of(config(algorithm={"value_clip": value_clip}).algorithm) == ValueLossSettings(value_clip)
 
 
-def test_every_setting_of_the_policy_loss_is_passed_on() -> None:
+def test_every_policy_loss_setting_is_sent() -> None:
     changed = {
         "clip_ratio": 0.1,
         "clip_ratio_high": 0.3,

@@ -37,7 +37,7 @@ class NoBuffer:
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_an_update_has_its_own_threads(
+def test_an_update_uses_its_own_number_of_threads(
     role: str, make: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, threads, seen = make(), torch.get_num_threads(), list[int]()

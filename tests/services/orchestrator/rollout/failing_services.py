@@ -14,7 +14,7 @@ from quartet.services.orchestrator.rollout.collector import CollectedStep, Colle
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
 from quartet.types import Role, Scores, TokenBatch, Trajectory
 from tests.buffer.samples import trajectory
-from tests.orchestrator.fakes import Answer, responses
+from tests.services.orchestrator.fake_services import FakeCall, responses
 
 BACKOFF = 1e-6
 Name = tuple[int, int]
@@ -49,7 +49,7 @@ class PickyScorer:
         self._error, self._held = error, held
         self._failures = {service: dict(failures.get(service, {})) for service in SERVICES}
         self.asked: dict[str, list[list[Name]]] = {service: [] for service in SERVICES}
-        self.calls: dict[str, list[Answer]] = {service: [] for service in SERVICES}
+        self.calls: dict[str, list[FakeCall]] = {service: [] for service in SERVICES}
         self.fields: list[list[str]] = []
 
     def replicas(self) -> int:
@@ -62,11 +62,11 @@ class PickyScorer:
             if failures.get(name, 0) > 0:
                 failures[name] -= 1
                 fails = True
-        call = Answer(compute)
+        call = FakeCall(compute)
         self.calls[service].append(call)
         if fails:
             # Known beforehand, seen when it is answered.
-            call.answer = lambda error=None: Answer.answer(call, error or self._named(asked))  # type: ignore[method-assign]
+            call.answer = lambda error=None: FakeCall.answer(call, error or self._named(asked))  # type: ignore[method-assign]
         if not self._held:
             call.answer()
         return call
@@ -96,7 +96,7 @@ class Actor:
     def generate(self, prompts: set[int], sample: int) -> Any:
         self.asked.append((prompts, sample))
         assert len(self.asked) < 20, self.asked
-        generation = Answer(lambda: len(prompts))
+        generation = FakeCall(lambda: len(prompts))
         if self._failure is None:
             self._stream.append(sampled(self._run, prompt, sample) for prompt in sorted(prompts))
         generation.answer(self._failure)
@@ -114,7 +114,7 @@ def collect(
     fields: dict[int, str] | None = None,
 ) -> CollectedStep:
     stream.append(written)
-    generation = Answer()
+    generation = FakeCall()
     generation.answer()
     services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
     return Collector(stream, services, score_batch_size).collect(

@@ -48,7 +48,7 @@ def begun(config: Config) -> RunFiles:
         ({"data": {"validation": "others.jsonl"}}, "data.validation"),
     ],
 )
-def test_what_a_run_is_evaluated_on_stays_as_it_was(
+def test_the_evaluation_data_of_a_run_cannot_change(
     changed: dict[str, Any], key: str, make: MakeConfig, toy_task: ToyTask
 ) -> None:
     config = make(**evaluated(toy_task))
@@ -57,9 +57,7 @@ def test_what_a_run_is_evaluated_on_stays_as_it_was(
         check_resumable(again(config, **changed), files)
 
 
-def test_evaluation_cannot_be_turned_on_where_there_was_none_before_the_first_step(
-    make: MakeConfig, toy_task: ToyTask
-) -> None:
+def test_evaluation_cannot_be_turned_on_without_a_baseline(make: MakeConfig, toy_task: ToyTask) -> None:
     config = make(data={"validation": str(toy_task.prompts)})
     files = begun(config)
     with pytest.raises(ConfigError, match=r"^--resume: evaluation\.every_steps is 3, .* had none: .* leave it at 0"):
@@ -69,14 +67,12 @@ def test_evaluation_cannot_be_turned_on_where_there_was_none_before_the_first_st
 @pytest.mark.parametrize(
     "changed", [{"every_steps": 5}, {"every_steps": 0}, {"judge": "mine:judge"}, {"timeout_seconds": 5.0}], ids=str
 )
-def test_how_often_and_by_whom_a_run_is_evaluated_may_change(
-    changed: dict[str, Any], make: MakeConfig, toy_task: ToyTask
-) -> None:
+def test_evaluation_interval_and_judge_may_change(changed: dict[str, Any], make: MakeConfig, toy_task: ToyTask) -> None:
     config = make(**evaluated(toy_task))
     check_resumable(again(config, evaluation=changed), begun(config))
 
 
-def test_a_run_that_is_evaluated_at_other_times_goes_on(
+def test_a_run_resumes_with_another_evaluation_interval(
     make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**merged(evaluated(toy_task), {"run": {"steps": 6}, "checkpoint": {"every_steps": 2}}))
@@ -94,7 +90,7 @@ class NoLauncher:
         raise ServiceFailed("no launcher")
 
 
-def test_a_new_run_finds_nothing_of_one_that_took_no_step(
+def test_a_new_run_ignores_a_run_that_took_no_step(
     make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**evaluated(toy_task))
@@ -108,7 +104,7 @@ def test_a_new_run_finds_nothing_of_one_that_took_no_step(
     assert {path.name for path in files.root.iterdir()} == {".lock", "config.yaml", "logs", "thesis.tex"}
 
 
-def test_a_run_that_took_no_step_goes_on_with_what_it_has(
+def test_a_run_that_took_no_step_can_be_resumed(
     make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**evaluated(toy_task))
@@ -121,7 +117,7 @@ def test_a_run_that_took_no_step_goes_on_with_what_it_has(
     assert (files.evaluations / "step-000000.jsonl").read_bytes() == before
 
 
-def test_trajectories_that_were_cut_off_are_not_learned_from(
+def test_a_truncated_trajectories_file_is_an_error(
     make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(**{**changes("ppo", toy_task), "checkpoint": {"every_steps": 4}})
@@ -142,9 +138,7 @@ def test_trajectories_that_were_cut_off_are_not_learned_from(
     assert_same(repaired, expected)
 
 
-def test_an_alert_that_a_crash_cut_off_does_not_keep_a_run_from_going_on(
-    make: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_truncated_alert_line_does_not_prevent_a_resume(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(
         run={"steps": 4}, checkpoint={"every_steps": 2}, guards={"window_steps": 2, "missing_eos": {"below": 1.0}}
     )
@@ -165,7 +159,7 @@ def full(*_: Any) -> None:
 @pytest.mark.parametrize(
     "what", ["evaluations/", "evaluations.jsonl", "alerts.jsonl", "metrics.jsonl", "trajectories/", "asked"]
 )
-def test_a_disk_that_is_full_ends_the_run_with_what_to_do(
+def test_a_full_disk_ends_the_run_with_a_remedy(
     what: str, make: MakeConfig, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common = {
@@ -196,7 +190,7 @@ def test_a_disk_that_is_full_ends_the_run_with_what_to_do(
     assert run.progress.recoveries == 0
 
 
-def test_a_stop_that_cannot_be_written_down_stops_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_takes_effect_even_if_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = RunControl(RunFiles(tmp_path))
     monkeypatch.setattr(run_control, "write_durably", full)
     with pytest.raises(StorageFailed, match=r"asked: cannot be written \(No space left on device\)"):

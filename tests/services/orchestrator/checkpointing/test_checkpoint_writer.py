@@ -19,7 +19,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing import checkpoint_writer as module
 from quartet.services.orchestrator.checkpointing.checkpoint_writer import CheckpointWriter
 from quartet.types import Role, SavedFile, SaveKind
-from tests.orchestrator.fakes import Answer
+from tests.services.orchestrator.fake_services import FakeCall
 
 
 class Saver:
@@ -31,14 +31,14 @@ class Saver:
         self.held = False
         self.asked: list[tuple[str, str, SaveKind, int | None]] = []
 
-    def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None) -> Answer:
+    def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None) -> FakeCall:
         self.asked.append((run, directory, kind, step))
         target = self._root / directory
         target.mkdir(parents=True)
         (target / "model.safetensors").write_bytes(f"{self.role} {len(self.asked)}".encode())
         if self.failure is None:
             (target / "config.json").write_text("{}")
-        self.call = Answer(lambda: self.reported(target))
+        self.call = FakeCall(lambda: self.reported(target))
         if not self.held:
             self.call.answer(self.failure)
         return self.call
@@ -65,7 +65,7 @@ def names(files: RunFiles) -> list[str]:
     return sorted(path.name for path in files.checkpoints.iterdir())
 
 
-def test_a_checkpoint_holds_both_models_and_a_manifest_that_is_true(files: RunFiles, savers: tuple[Any, Any]) -> None:
+def test_a_checkpoint_holds_both_models_and_an_accurate_manifest(files: RunFiles, savers: tuple[Any, Any]) -> None:
     state = {"kl_controller": {"value": 0.05}}
     save(CheckpointWriter(files, 2, "the: config\n"), 20, savers, state)
     assert names(files) == ["step-000020"]
@@ -85,7 +85,7 @@ def test_a_checkpoint_holds_both_models_and_a_manifest_that_is_true(files: RunFi
 
 
 @pytest.mark.parametrize("lacking", ["actor", "critic"])
-def test_a_manifest_that_names_no_file_of_a_model_is_of_no_checkpoint(
+def test_a_manifest_without_the_files_of_a_model_is_invalid(
     lacking: str, files: RunFiles, savers: tuple[Any, Any]
 ) -> None:
     checkpoints = CheckpointWriter(files, 2, "")
@@ -107,7 +107,7 @@ def newest_step(checkpoints: CheckpointWriter) -> int | None:
     return newest.step if newest else None
 
 
-def test_a_run_without_a_critic_has_whole_checkpoints_of_its_actor(files: RunFiles, savers: tuple[Any, Any]) -> None:
+def test_a_run_without_a_critic_saves_its_actor(files: RunFiles, savers: tuple[Any, Any]) -> None:
     checkpoints = CheckpointWriter(files, 2, "")
     save(checkpoints, 1, savers[:1])
     assert newest_step(checkpoints) == 1
@@ -115,7 +115,7 @@ def test_a_run_without_a_critic_has_whole_checkpoints_of_its_actor(files: RunFil
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_are_kept(keep: int, files: RunFiles, savers: tuple[Any, Any]) -> None:
+def test_the_newest_checkpoints_are_kept(keep: int, files: RunFiles, savers: tuple[Any, Any]) -> None:
     checkpoints = CheckpointWriter(files, keep, "")
     steps = [5, 10, 95, 100, 105]
     for number, step in enumerate(steps, 1):
@@ -179,7 +179,7 @@ def test_a_checkpoint_has_no_name_and_no_manifest_before_both_models_are_saved(
     assert (newest.step, newest.state) == (3, {"kl": 0.1})
 
 
-def test_one_that_was_abandoned_is_gone_when_the_next_begins(files: RunFiles, savers: tuple[Any, Any]) -> None:
+def test_an_abandoned_checkpoint_is_removed_by_the_next(files: RunFiles, savers: tuple[Any, Any]) -> None:
     savers[0].held = savers[1].held = True
     checkpoints = CheckpointWriter(files, 2, "")
     checkpoints.start("run", 3, 1, savers, {}).abandon()
@@ -190,7 +190,7 @@ def test_one_that_was_abandoned_is_gone_when_the_next_begins(files: RunFiles, sa
     assert names(files) == ["step-000006"]
 
 
-def test_a_failed_save_waits_for_the_other_service_before_it_tidies_up(
+def test_a_failed_save_waits_for_the_other_service_before_removing_files(
     files: RunFiles, savers: tuple[Any, Any]
 ) -> None:
     savers[0].failure, savers[1].held = ServiceFailed("actor: disk full"), True
@@ -214,7 +214,7 @@ def test_a_failed_save_waits_for_the_other_service_before_it_tidies_up(
     assert names(files) == []
 
 
-def test_a_service_that_is_lost_is_told_at_once(files: RunFiles, savers: tuple[Any, Any]) -> None:
+def test_a_lost_service_is_raised_without_waiting(files: RunFiles, savers: tuple[Any, Any]) -> None:
     savers[0].failure, savers[1].held = ServiceUnavailable("actor: gone"), True
     pending = CheckpointWriter(files, 2, "").start("run", 1, 1, savers, {})
     with pytest.raises(ServiceUnavailable, match="actor: gone"):
@@ -222,7 +222,7 @@ def test_a_service_that_is_lost_is_told_at_once(files: RunFiles, savers: tuple[A
 
 
 @pytest.mark.parametrize("place", ["manifest", "name"])
-def test_a_disk_that_is_full_at_the_manifest_leaves_the_earlier_checkpoint_and_nothing_else(
+def test_a_full_disk_at_the_manifest_keeps_the_earlier_checkpoint(
     place: str, files: RunFiles, savers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -244,7 +244,7 @@ def test_a_disk_that_is_full_at_the_manifest_leaves_the_earlier_checkpoint_and_n
     assert names(files) == ["step-000003"]
 
 
-def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_keeps_its_name(
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_keeps_its_tag(
     files: RunFiles, savers: tuple[Any, Any]
 ) -> None:
     checkpoints = CheckpointWriter(files, 2, "")
@@ -259,9 +259,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_keeps_its_name(
     assert newest.problem() is None
 
 
-def test_named_checkpoints_are_kept_besides_the_newest_until_they_are_forgotten(
-    files: RunFiles, savers: tuple[Any, Any]
-) -> None:
+def test_tagged_checkpoints_are_kept_until_they_are_untagged(files: RunFiles, savers: tuple[Any, Any]) -> None:
     checkpoints = CheckpointWriter(files, 2, "")
     save(checkpoints, 1, savers)
     (files.checkpoints / "first").symlink_to("step-000001")
@@ -275,7 +273,7 @@ def test_named_checkpoints_are_kept_besides_the_newest_until_they_are_forgotten(
     assert names(files) == ["step-000004", "step-000005"]
 
 
-def test_a_name_that_comes_while_a_checkpoint_is_dropped_keeps_it(
+def test_a_checkpoint_tagged_while_it_is_dropped_is_kept(
     files: RunFiles, savers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(CheckpointWriter(files, 2, ""), 1, savers)
@@ -293,7 +291,7 @@ def test_a_name_that_comes_while_a_checkpoint_is_dropped_keeps_it(
     assert (files.checkpoints / "best" / "manifest.json").is_file()
 
 
-def test_an_old_checkpoint_that_cannot_be_dropped_does_not_fail_the_new_one(
+def test_a_checkpoint_that_cannot_be_dropped_does_not_fail_the_new_one(
     files: RunFiles, savers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:

@@ -17,7 +17,7 @@ from quartet.demo.toy_task import ToyTask
 from quartet.errors import ComputationFailed, InvalidRequest, QuartetError, ServiceFailed, ServiceUnavailable
 from quartet.rpc.clients import RewardClient
 from quartet.services.orchestrator.rollout.evaluation import Evaluator
-from tests.orchestrator.fakes import Answer
+from tests.services.orchestrator.fake_services import FakeCall
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, figures, json_lines, run_to_the_end, underway, weights
 from tests.training.test_resume import break_off, empty
@@ -114,7 +114,7 @@ def ids(run: Run, step: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_cannot_be_scored_is_set_aside_replaced_counted_and_told(kind: str, runs: Runs) -> None:
+def test_a_failed_trajectory_is_replaced_counted_and_reported(kind: str, runs: Runs) -> None:
     run = runs.run("raises", kind)
     samples = KINDS[kind].get("rollout", {}).get("samples_per_prompt", 1)
     lines = json_lines(run.files.failed_trajectories)
@@ -148,7 +148,7 @@ def test_what_cannot_be_scored_is_set_aside_replaced_counted_and_told(kind: str,
 
 
 @pytest.mark.parametrize(("function", "error"), [("not_a_number", "nan"), ("crashes", "ended with status 3")])
-def test_other_ways_to_fail_are_set_aside_alike(function: str, error: str, runs: Runs) -> None:
+def test_every_kind_of_scoring_failure_is_handled_alike(function: str, error: str, runs: Runs) -> None:
     expected, run = runs.run("raises"), runs.run(function)
     assert all(error in line["error"] for line in json_lines(run.files.failed_trajectories))
     assert poison(run) == poison(expected) != []
@@ -156,7 +156,7 @@ def test_other_ways_to_fail_are_set_aside_alike(function: str, error: str, runs:
     assert weights(run) == weights(expected)
 
 
-def test_a_fault_that_passes_changes_nothing(runs: Runs) -> None:
+def test_a_transient_scoring_failure_changes_nothing(runs: Runs) -> None:
     expected, run = runs.run("healthy"), runs.run("raises_once")
     assert list(Path().glob("*.seen")), "otherwise this shows nothing"
     assert not run.files.failed_trajectories.exists()
@@ -169,7 +169,7 @@ def test_a_fault_that_passes_changes_nothing(runs: Runs) -> None:
 @pytest.mark.parametrize("lost", [False, True], ids=["replayed", "taken-again"])
 @pytest.mark.parametrize("where", ["sealed", "updated", "committed"])
 @pytest.mark.sampled(5)
-def test_a_run_that_broke_off_sets_the_same_aside_once(
+def test_a_resumed_run_records_each_failed_trajectory_once(
     where: str,
     lost: bool,
     kind: str,
@@ -207,7 +207,7 @@ def marked(toy_task: ToyTask, path: Path, count: int) -> dict[str, Any]:
     return {"prompts": str(path)}
 
 
-def test_a_prompt_none_of_whose_samples_can_be_scored_ends_the_run_with_count_ids_and_error(
+def test_a_prompt_that_always_fails_ends_the_run_with_ids_and_error(
     runs: Runs, toy_task: ToyTask, tmp_path: Path
 ) -> None:
     data = marked(toy_task, tmp_path / "prompts.jsonl", len(toy_task.prompts.read_text().splitlines()))
@@ -226,7 +226,7 @@ def test_a_prompt_none_of_whose_samples_can_be_scored_ends_the_run_with_count_id
     assert run.progress.recoveries == 0, "another attempt would fail alike"
 
 
-def test_what_ended_a_run_is_forgotten_when_it_goes_on(runs: Runs, toy_task: ToyTask, tmp_path: Path) -> None:
+def test_a_resumed_run_drops_the_failure_that_ended_it(runs: Runs, toy_task: ToyTask, tmp_path: Path) -> None:
     data = marked(toy_task, tmp_path / "prompts.jsonl", len(toy_task.prompts.read_text().splitlines()))
     changes: dict[str, Any] = {"data": data, "run": {"steps": 1, "name": "mended"}}
     broken = runs.failure("raises_for_marked", **changes)
@@ -236,7 +236,7 @@ def test_what_ended_a_run_is_forgotten_when_it_goes_on(runs: Runs, toy_task: Toy
     assert poison(repaired) == []
 
 
-def test_none_may_be_set_aside_where_the_config_says_so(runs: Runs) -> None:
+def test_no_failed_trajectory_is_allowed_with_a_limit_of_0(runs: Runs) -> None:
     expected = runs.run("raises")
     first = poison(expected)[0]
     run = runs.failure("raises", recovery={"max_failed_trajectories": 0})
@@ -245,9 +245,7 @@ def test_none_may_be_set_aside_where_the_config_says_so(runs: Runs) -> None:
     assert run.progress.error.endswith(first["id"])
 
 
-def test_the_evaluation_that_all_others_are_held_against_must_be_scored(
-    runs: Runs, toy_task: ToyTask, tmp_path: Path
-) -> None:
+def test_a_failed_baseline_evaluation_ends_the_run(runs: Runs, toy_task: ToyTask, tmp_path: Path) -> None:
     validation = marked(toy_task, tmp_path / "validation.jsonl", 1)["prompts"]
     data = {"validation": validation}
     run = runs.failure(
@@ -261,7 +259,7 @@ EVALUATION: dict[str, Any] = {"every_steps": 1, "max_prompts": 3}
 
 
 @pytest.mark.parametrize("error", [ComputationFailed, InvalidRequest])
-def test_a_later_evaluation_that_cannot_be_scored_is_told_and_left_out_and_the_run_goes_on(
+def test_a_failed_later_evaluation_is_noted_and_the_run_continues(
     error: type[QuartetError], runs: Runs, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: dict[str, Any] = {"data": {"validation": str(toy_task.prompts)}, "evaluation": EVALUATION}
@@ -291,7 +289,7 @@ def test_a_later_evaluation_that_cannot_be_scored_is_told_and_left_out_and_the_r
     assert {step["failed_trajectories"] for step in run.metrics} == {0}
 
 
-def test_an_evaluation_that_loses_a_service_is_taken_again(
+def test_an_evaluation_that_loses_a_service_is_repeated(
     runs: Runs, toy_task: ToyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: dict[str, Any] = {"data": {"validation": str(toy_task.prompts)}, "evaluation": EVALUATION}
@@ -325,7 +323,7 @@ class Passing:
         call = self._real(client, *arguments)
         if self._since is None or time.monotonic() - self._since >= self._seconds:
             return call
-        failed = Answer()
+        failed = FakeCall()
         failed.answer(self._error)
         return failed
 
@@ -335,7 +333,7 @@ class Passing:
     [(0.5, ServiceFailed("HTTP 503")), (0.5, ComputationFailed("overloaded")), (2.0, ServiceFailed("HTTP 503"))],
     ids=str,
 )
-def test_a_scoring_service_that_fails_for_a_while_sets_nothing_aside(
+def test_a_scoring_service_with_a_transient_failure_fails_no_trajectory(
     seconds: float, error: QuartetError, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: dict[str, Any] = {
@@ -352,11 +350,11 @@ def test_a_scoring_service_that_fails_for_a_while_sets_nothing_aside(
     assert weights(run) == weights(expected)
 
 
-def test_a_scoring_service_that_fails_for_good_ends_the_run_with_its_error(
+def test_a_scoring_service_that_keeps_failing_ends_the_run_with_its_error(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def score(*_: Any) -> Any:
-        failed = Answer()
+        failed = FakeCall()
         failed.answer(ServiceFailed("reward: HTTP 503"))
         return failed
 

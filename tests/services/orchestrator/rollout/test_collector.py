@@ -14,11 +14,11 @@ from quartet.services.orchestrator.rollout.scoring import Scoring, ScoringServic
 from quartet.services.orchestrator.service_clients import wait_for_all, wait_until_ended
 from quartet.types import Trajectory, TrajectoryId
 from tests.buffer.samples import trajectory
-from tests.orchestrator.fakes import Answer, Scorer
+from tests.services.orchestrator.fake_services import FakeCall, Scorer
 
 
-def ended() -> Answer:
-    generation = Answer()
+def ended() -> FakeCall:
+    generation = FakeCall()
     generation.answer()
     return generation
 
@@ -31,7 +31,7 @@ def collect(
     stream: RolloutStream,
     scorer: Scorer,
     expected: set[TrajectoryId],
-    generation: Answer | None = None,
+    generation: FakeCall | None = None,
     score_batch_size: int = 3,
     progress: list[int] | None = None,
     critic: bool = True,
@@ -47,7 +47,7 @@ def first_tokens(scorer: Scorer) -> list[list[int]]:
     return [[int(sequence[0]) - 1 for sequence in batch.sequences()] for batch in scorer.batches]
 
 
-def test_every_trajectory_gets_its_own_answers_and_comes_sorted_by_id(stream: RolloutStream, run: str) -> None:
+def test_every_trajectory_gets_its_own_results_sorted_by_id(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt, response=1 + prompt % 4) for prompt in (10, 2, 7, 1, 30, 4, 5)]
     stream.append(written)
     scorer, heard = Scorer(), []
@@ -64,14 +64,12 @@ def test_every_trajectory_gets_its_own_answers_and_comes_sorted_by_id(stream: Ro
     assert stream.depth() == 0
 
 
-def test_batches_are_the_order_of_completion_cut_to_size_however_the_entries_arrive(
-    stream: RolloutStream, run: str
-) -> None:
+def test_batches_follow_the_order_of_completion_however_entries_arrive(stream: RolloutStream, run: str) -> None:
     order = [8, 3, 5, 1, 9, 2, 7]
     for portions in ([7], [1] * 7, [2, 4, 1], [3, 3, 1], [5, 2]):
         stream.reset()
         written = [trajectory(run, prompt) for prompt in order]
-        scorer, generation, left = Scorer(), Answer(), list(written)
+        scorer, generation, left = Scorer(), FakeCall(), list(written)
         with ThreadPoolExecutor(1) as executor:
             step = executor.submit(collect, stream, scorer, ids(written), generation)
             for portion in portions:
@@ -82,9 +80,9 @@ def test_batches_are_the_order_of_completion_cut_to_size_however_the_entries_arr
         assert first_tokens(scorer) == [[8, 3, 5], [1, 9, 2], [7]]
 
 
-def test_scoring_begins_before_generation_ends(stream: RolloutStream, run: str) -> None:
+def test_scoring_starts_before_generation_ends(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(4)]
-    scorer, generation, heard = Scorer(), Answer(), []
+    scorer, generation, heard = Scorer(), FakeCall(), []
     with ThreadPoolExecutor(1) as executor:
         step = executor.submit(collect, stream, scorer, ids(written), generation, 3, heard)
         stream.append(written[:3])
@@ -97,7 +95,7 @@ def test_scoring_begins_before_generation_ends(stream: RolloutStream, run: str) 
     assert first_tokens(scorer) == [[0, 1, 2], [3]]
 
 
-def test_a_repeated_trajectory_is_scored_once_and_all_its_entries_are_freed(stream: RolloutStream, run: str) -> None:
+def test_a_duplicate_is_scored_once_and_all_its_entries_are_acknowledged(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(5)]
     repeated = [*written[:4], *written[:2], written[4]]
     stream.append(repeated)
@@ -109,7 +107,7 @@ def test_a_repeated_trajectory_is_scored_once_and_all_its_entries_are_freed(stre
     assert stream.depth() == 0
 
 
-def test_repeats_that_come_last_do_not_trouble_the_next_step(stream: RolloutStream, run: str) -> None:
+def test_late_duplicates_do_not_reach_the_next_step(stream: RolloutStream, run: str) -> None:
     first = [trajectory(run, prompt) for prompt in range(3)]
     stream.append([*first, *first])
     step = collect(stream, Scorer(), ids(first))
@@ -120,7 +118,7 @@ def test_repeats_that_come_last_do_not_trouble_the_next_step(stream: RolloutStre
     assert len(collect(stream, Scorer(), ids(second)).scored) == 3
 
 
-def test_trajectories_that_are_missing_when_generation_ends_are_an_error(stream: RolloutStream, run: str) -> None:
+def test_missing_trajectories_at_the_end_of_generation_are_an_error(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(5)]
     stream.append(written[:4])
     scorer = Scorer(held=True)
@@ -129,21 +127,21 @@ def test_trajectories_that_are_missing_when_generation_ends_are_an_error(stream:
     assert [call.cancelled for call in scorer.calls] == [True] * 3
 
 
-def test_a_trajectory_that_nobody_asked_for_is_an_error(stream: RolloutStream, run: str) -> None:
+def test_an_unrequested_trajectory_is_an_error(stream: RolloutStream, run: str) -> None:
     wanted = [trajectory(run, prompt) for prompt in range(2)]
     for stranger in (trajectory(run, 99), trajectory(run, 1, step=2), trajectory(run, 1, version=7)):
         stream.reset()
         stream.append([wanted[0], stranger])
-        generation = Answer()
+        generation = FakeCall()
         with pytest.raises(BufferFailed, match=f"{stranger.id} of policy version .* was not requested"):
             collect(stream, Scorer(), ids(wanted), generation)
         assert generation.cancelled
 
 
-def test_a_failed_generation_is_raised_and_scoring_let_go(stream: RolloutStream, run: str) -> None:
+def test_a_failed_generation_is_raised_and_cancels_scoring(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(5)]
     stream.append(written[:3])
-    scorer, generation = Scorer(held=True), Answer()
+    scorer, generation = Scorer(held=True), FakeCall()
     generation.answer(ServiceFailed("actor: gone"))
     with pytest.raises(ServiceFailed, match="actor: gone"):
         collect(stream, scorer, ids(written), generation)
@@ -152,21 +150,21 @@ def test_a_failed_generation_is_raised_and_scoring_let_go(stream: RolloutStream,
 
 @pytest.mark.parametrize("where", ["score", "log_probs", "values"])
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_failed_score_is_raised_at_once_and_everything_else_let_go(
+def test_a_failed_scoring_call_is_raised_and_cancels_the_rest(
     where: str, complete: bool, stream: RolloutStream, run: str
 ) -> None:
     written = [trajectory(run, prompt) for prompt in range(3 if complete else 6)]
     stream.append(written[:3])
     scorer = Scorer(held=True, failure=ServiceFailed("scorer: no"), fails_at=where)
-    generation = Answer()
+    generation = FakeCall()
     with pytest.raises(ServiceFailed, match="scorer: no"):
         collect(stream, scorer, ids(written), generation)
     assert generation.cancelled
     assert [call.cancelled for call in scorer.calls] == [True] * 3
 
 
-def test_waiting_raises_the_first_failure_whatever_the_others_still_do() -> None:
-    hanging, failed = Answer(), Answer()
+def test_waiting_raises_the_first_failure_while_other_calls_are_in_flight() -> None:
+    hanging, failed = FakeCall(), FakeCall()
     failed.answer(ServiceFailed("no"))
     for calls in ([hanging, failed], [failed, hanging]):
         with pytest.raises(ServiceFailed):
@@ -174,7 +172,7 @@ def test_waiting_raises_the_first_failure_whatever_the_others_still_do() -> None
 
 
 def test_waiting_reports_each_call_that_ends_and_returns_after_the_last() -> None:
-    calls, ended_counts = [Answer(), Answer(), Answer()], []
+    calls, ended_counts = [FakeCall(), FakeCall(), FakeCall()], []
 
     def on_end() -> None:
         ended_counts.append(sum(call.done() for call in calls))
@@ -186,7 +184,7 @@ def test_waiting_reports_each_call_that_ends_and_returns_after_the_last() -> Non
 
 
 def test_waiting_for_the_end_of_calls_ignores_their_failures() -> None:
-    failed, held = Answer(), Answer()
+    failed, held = FakeCall(), FakeCall()
     failed.answer(ServiceFailed("no"))
     with ThreadPoolExecutor(1) as executor:
         waiting = executor.submit(wait_until_ended, [failed, held])
@@ -195,7 +193,7 @@ def test_waiting_for_the_end_of_calls_ignores_their_failures() -> None:
         waiting.result(timeout=20)
 
 
-def test_only_a_few_batches_are_under_way_at_once(stream: RolloutStream, run: str) -> None:
+def test_the_number_of_batches_in_flight_is_limited(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(20)]
     stream.append(written)
     scorer = Scorer(held=True)
@@ -212,7 +210,7 @@ def test_only_a_few_batches_are_under_way_at_once(stream: RolloutStream, run: st
         assert len(collecting.result(timeout=20).scored) == 20
 
 
-def test_each_service_has_as_many_batches_in_hand_as_its_replicas_can_take(run: str) -> None:
+def test_batches_in_flight_per_service_follow_its_replicas(run: str) -> None:
     reward, reference, critic = Scorer(held=True), Scorer(held=True), Scorer(held=True)
     reward.processes = 3
     scoring = Scoring(ScoringServices(reward, reference, critic, 0.7), {})  # type: ignore[arg-type]
@@ -227,7 +225,7 @@ def test_each_service_has_as_many_batches_in_hand_as_its_replicas_can_take(run: 
     assert scoring.batches_in_flight == 20
 
 
-def test_without_a_critic_values_are_zero_and_nobody_is_asked_for_them(stream: RolloutStream, run: str) -> None:
+def test_without_a_critic_values_are_zero_and_not_requested(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt, response=3) for prompt in range(4)]
     stream.append(written)
     scorer = Scorer()
@@ -238,14 +236,14 @@ def test_without_a_critic_values_are_zero_and_nobody_is_asked_for_them(stream: R
     assert len(scorer.calls) == 2 * len(scorer.batches)
 
 
-def test_the_scores_of_an_ensembles_parts_stay_with_their_trajectory(stream: RolloutStream, run: str) -> None:
+def test_the_part_scores_of_an_ensemble_stay_with_their_trajectory(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in (3, 1, 2)]
     stream.append(written)
     step = collect(stream, Scorer(), ids(written), score_batch_size=2)
     assert [item.parts for item in step.scored] == [{"half": (prompt + 1) / 2} for prompt in (1, 2, 3)]
 
 
-def test_the_prompts_own_fields_go_with_their_trajectories(stream: RolloutStream, run: str) -> None:
+def test_the_fields_of_a_prompt_are_sent_with_its_trajectories(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in (3, 1, 2)]
     stream.append(written)
     scorer = Scorer()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ import safetensors.torch
 from quartet.demo.toy_task import ToyTask
 from quartet.services.orchestrator.control.progress import RunState
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Underway, json_lines, run_to_the_end, underway
+from tests.training.runs import json_lines, run_to_the_end, underway, wait_for
 
 # At this learning rate a step throws the policy far away, whatever it has seen.
 WILD = {"actor": {"learning_rate": 10.0}, "guards": {"window_steps": 2, "kl_runaway": {"above": 1.0}}}
@@ -23,15 +21,7 @@ def wild(action: str, **changes: Any) -> dict[str, Any]:
     return {**WILD, "guards": {"window_steps": 2, "kl_runaway": {"above": 1.0, "action": action}}, **changes}
 
 
-def wait_for(going: Underway, condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert going.thread.is_alive(), going.board.current()
-        assert time.monotonic() < deadline, going.board.current()
-        time.sleep(0.01)
-
-
-def test_a_guard_that_warns_is_written_down_and_the_run_goes_on(make: MakeConfig) -> None:
+def test_a_guard_warning_is_recorded_and_the_run_continues(make: MakeConfig) -> None:
     run = run_to_the_end(make(**wild("warn", run={"steps": 4})))
     assert run.progress.state is RunState.FINISHED
     alerts = {alert.guard: alert for alert in run.progress.alerts}
@@ -42,7 +32,7 @@ def test_a_guard_that_warns_is_written_down_and_the_run_goes_on(make: MakeConfig
     assert "kl_coefficient" in alerts["kl_runaway"].remedy
 
 
-def test_a_guard_that_stops_ends_the_run_with_its_policy_saved_and_its_reason(make: MakeConfig) -> None:
+def test_a_guard_stop_saves_the_policy_and_gives_its_reason(make: MakeConfig) -> None:
     with underway(make(**wild("stop", run={"steps": 50}))) as going:
         run = going.finish()
     assert run.code == 1
@@ -52,7 +42,7 @@ def test_a_guard_that_stops_ends_the_run_with_its_policy_saved_and_its_reason(ma
     assert safetensors.torch.load_file(run.files.policy / "model.safetensors")
 
 
-def test_a_guard_that_pauses_holds_the_run_until_it_is_resumed(make: MakeConfig) -> None:
+def test_a_guard_pause_holds_the_run_until_it_is_resumed(make: MakeConfig) -> None:
     with underway(make(**wild("pause", run={"steps": 4}))) as going:
         wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
         paused_at = going.board.current().step
@@ -67,7 +57,7 @@ def test_a_guard_that_pauses_holds_the_run_until_it_is_resumed(make: MakeConfig)
     assert [step["step"] for step in run.metrics] == [1, 2, 3, 4]
 
 
-def test_a_paused_run_can_be_stopped_and_keeps_its_policy(make: MakeConfig) -> None:
+def test_a_paused_run_can_be_stopped_and_saves_its_policy(make: MakeConfig) -> None:
     with underway(make(run={"steps": 100000})) as going:
         wait_for(going, lambda: going.board.current().step >= 1)
         going.control.pause()
@@ -112,7 +102,7 @@ def tuple_of(found: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.usefixtures("poisoned")
-def test_a_nan_loss_is_skipped_counted_and_told_where_the_config_says_so(make: MakeConfig, toy_task: ToyTask) -> None:
+def test_a_nan_loss_is_skipped_and_counted_if_configured(make: MakeConfig, toy_task: ToyTask) -> None:
     run = run_to_the_end(make(algorithm={"non_finite": "skip", "num_epochs": 4}))
     for step in run.metrics:
         assert (step["optimizer_steps_actor"], step["skipped_steps_actor"]) == (2, 2)

@@ -48,7 +48,7 @@ def test_a_late_watcher_is_shown_every_step_and_then_the_end() -> None:
     assert [progress.metrics["reward_mean"] for progress in news if progress] == [1, 2, 3, 4, 5, 5]
 
 
-def test_only_the_last_news_says_that_the_run_has_ended() -> None:
+def test_only_the_last_update_has_a_final_state() -> None:
     board = ProgressBoard("run", 3)
     board.update(state=RunState.TRAINING)
     commit(board, 1, 2, 3)
@@ -58,7 +58,7 @@ def test_only_the_last_news_says_that_the_run_has_ended() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 9])
-def test_a_watcher_may_begin_after_a_step(after: int) -> None:
+def test_a_watcher_may_start_after_a_step(after: int) -> None:
     board = ProgressBoard("run", 3)
     commit(board, 1, 2, 3)
     watcher = board.watch(after)
@@ -88,7 +88,7 @@ def test_watchers_of_a_running_board_miss_nothing() -> None:
             assert steps_of(watcher.result(timeout=20)) == list(range(1, 201))
 
 
-def test_a_watcher_without_news_hears_nothing_every_so_often() -> None:
+def test_a_watcher_without_changes_receives_none_periodically() -> None:
     watcher = ProgressBoard("run", 1).watch(0, poll=0.01)
     assert next(watcher) is not None
     assert [next(watcher) for _ in range(3)] == [None] * 3
@@ -103,7 +103,7 @@ def test_a_watch_ends_with_the_run(state: RunState) -> None:
     assert (last.state, last.error, last.exit_code) == (state, "why", 2)
 
 
-def test_what_is_handed_out_is_a_copy() -> None:
+def test_current_returns_a_copy() -> None:
     board = ProgressBoard("run", 1)
     board.note("one")
     seen = board.current()
@@ -176,14 +176,14 @@ def test_a_remote_watcher_is_shown_every_step_until_the_end(peer: ServiceChannel
     assert news.code() is grpc.StatusCode.OK
 
 
-def test_a_stop_reaches_the_training(peer: ServiceChannel, control: RunControl) -> None:
+def test_a_stop_request_reaches_the_run(peer: ServiceChannel, control: RunControl) -> None:
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
     assert not control.stopping
     peer.call(stub.Stop, orchestrator_pb2.StopRequest(), 5, "Stop")
     assert control.stopping
 
 
-def test_a_pause_and_a_resume_reach_the_training(peer: ServiceChannel, control: RunControl) -> None:
+def test_pause_and_resume_requests_reach_the_run(peer: ServiceChannel, control: RunControl) -> None:
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
     peer.call(stub.Pause, orchestrator_pb2.PauseRequest(), 5, "Pause")
     assert control.paused
@@ -204,20 +204,20 @@ def test_a_paused_run_waits_until_it_is_resumed_or_stopped(control: RunControl, 
     assert not control.paused
 
 
-def test_a_run_that_is_to_stop_does_not_wait(control: RunControl) -> None:
+def test_a_stopping_run_does_not_wait(control: RunControl) -> None:
     control.stop()
     control.pause()
     assert not control.paused
     control.wait_while_paused()
 
 
-def test_the_orchestrators_status_follows_the_board(peer: ServiceChannel, board: ProgressBoard) -> None:
+def test_the_status_of_the_orchestrator_follows_the_board(peer: ServiceChannel, board: ProgressBoard) -> None:
     commit(board, 2)
     (status,) = peer.wait_until_ready(5).roles
     assert (status.run, status.step) == ("run", 2)
 
 
-def test_an_orchestrator_that_is_gone_is_unavailable(board: ProgressBoard, control: RunControl) -> None:
+def test_a_stopped_orchestrator_is_unavailable(board: ProgressBoard, control: RunControl) -> None:
     server = Server([servicer(board, control)], "127.0.0.1:0")
     peer = ServiceChannel("orchestrator", server.address)
     server.stop(0)
@@ -227,7 +227,7 @@ def test_an_orchestrator_that_is_gone_is_unavailable(board: ProgressBoard, contr
     peer.close()
 
 
-def test_what_was_asked_outlives_the_orchestrator_that_was_asked(tmp_path: Path) -> None:
+def test_commands_survive_a_restart_of_the_orchestrator(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     RunControl(files).pause()
     again = RunControl(files)
@@ -243,7 +243,7 @@ def test_what_was_asked_outlives_the_orchestrator_that_was_asked(tmp_path: Path)
     assert RunControl(files).stopping
 
 
-def test_who_comes_late_is_told_of_the_last_steps_only_so_that_memory_does_not_grow_with_the_run() -> None:
+def test_a_late_watcher_receives_a_limited_history() -> None:
     board = ProgressBoard("run", 10 * HISTORY)
     commit(board, *range(1, 2 * HISTORY + 1))
     watcher = board.watch(after_step=0)
@@ -255,7 +255,7 @@ def test_who_comes_late_is_told_of_the_last_steps_only_so_that_memory_does_not_g
     assert len(board._history) == HISTORY
 
 
-def test_of_notes_and_alerts_the_last_are_kept_with_their_numbers() -> None:
+def test_the_last_notes_and_alerts_are_kept_and_the_dropped_ones_counted() -> None:
     board = ProgressBoard("run", 3)
     for number in range(HISTORY):
         board.note(str(number))
