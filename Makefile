@@ -152,6 +152,7 @@ check: $(VENV)/.installed-dev ## Run linters, type checks and the repository's o
 	$(BIN)/python helm/values_schema.py
 	$(BIN)/python -m tests.helm.golden
 	PATH="$(abspath $(BIN)):$$PATH" .ci/forbidden $$(git ls-files | grep -vxE "src/quartet/(services|gateway)")
+	$(BIN)/python .ci/vocabulary
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.tensorrt-llm docker/redis/Dockerfile
 	@echo "check: passed"
 
