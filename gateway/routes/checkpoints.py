@@ -14,9 +14,9 @@ from quartet.run_directory.checkpoints import (
     Checkpoint,
     DamagedCheckpoint,
     checkpoint_folders,
-    named_checkpoints,
     read_checkpoint,
     step_of,
+    tagged_checkpoints,
 )
 
 router = api_router("checkpoints")
@@ -31,7 +31,7 @@ def list_checkpoints(_: Viewer, files: TheRunFiles, limit: Limit = 50, cursor: C
     if cursor is not None:
         before = int(read_cursor(cursor, request, (int,))[0])
         remaining = [folder for folder in folders if step_of(folder) < before]
-    names = {folder: name for name, folder in named_checkpoints(files).items()}
+    names = {folder: name for name, folder in tagged_checkpoints(files).items()}
     items = [_info(folder, names.get(folder.name)) for folder in remaining[:limit]]
     return Page(
         items=items,

@@ -11,7 +11,7 @@ import structlog
 from quartet.buffer.connection import Redis
 from quartet.buffer.lease import Lease
 from quartet.config import Config
-from quartet.preflight import check_apart, check_inputs, check_resumable
+from quartet.preflight import check_inputs, check_resumable, check_separate_orchestrator
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.checkpointing.recovery import Recovery, RecoveryPoint
@@ -69,7 +69,7 @@ def acquire_run_directory(config: Config) -> Iterator[Callable[[str], None]]:
     input, for a directory locked by another process, and if the run there does not match the config.
     """
     check_inputs(config)
-    check_apart(config)
+    check_separate_orchestrator(config)
     files = RunFiles(config.run_directory)
     with files.claimed():
         if files.is_a_run():

@@ -43,7 +43,7 @@ class ServiceClients:
     """Clients of the run's model services. ``critic`` is None for an estimator without one."""
 
     def __init__(self, config: Config, credentials: Credentials = LOCAL) -> None:
-        """Every role of the config has an address: see ``quartet.preflight.check_apart``."""
+        """Every role of the config has an address: see ``quartet.preflight.check_separate_orchestrator``."""
         self._config = config
         self._roles = roles_of(config)
         self.actor = ActorClient(self._address(Role.ACTOR), config.timeouts, credentials)

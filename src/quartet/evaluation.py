@@ -1,6 +1,6 @@
-"""Evaluation: what a policy does on fixed prompts, greedily and sampled, against what the initial policy did there.
+"""Evaluation: compare greedy and sampled responses of a policy with those of the initial policy, on fixed prompts.
 
-Nothing is computed with models here: responses and scores come from the services in a run, and from models in one process for
+This module does not run models. The caller supplies responses and scores: from the services in a run, or from local models in
 `quartet evaluate`.
 """
 
@@ -21,14 +21,20 @@ from quartet.errors import ComputationFailed, ConfigError
 from quartet.types import FinishReason, FloatArray, IntArray, Prompt, SamplingParameters, Trajectory, TrajectoryId
 
 STEP = 0
-"""The step in the ids of an evaluation's trajectories: all evaluations draw the same random numbers, and none of training's."""
+"""Step in the ids of evaluation trajectories. All evaluations use the same random numbers, which differ from those of
+training."""
 
 
 def read_validation_prompts(config: Config, tokenizer: Any, vocabulary_size: int) -> PromptSet:
-    """The first ``evaluation.max_prompts`` usable prompts of ``data.validation``, by the actor's tokenizer. Raises ConfigError."""
+    """Return the first ``evaluation.max_prompts`` usable prompts of ``data.validation``, tokenized for the actor.
+
+    Raises ConfigError.
+    """
     path = config.data.validation
     if path is None:
-        raise ConfigError("data.validation: names no prompts to evaluate on; give a JSON Lines file of some")
+        raise ConfigError(
+            "data.validation: null, so there are no prompts to evaluate on; set it to a JSON Lines file of prompts"
+        )
     return encode_prompts(
         path,
         iterate_prompt_lines(path),
@@ -41,27 +47,28 @@ def read_validation_prompts(config: Config, tokenizer: Any, vocabulary_size: int
 
 
 def trajectory_id(run: str, prompt: Prompt) -> TrajectoryId:
-    """The id of a response in an evaluation of ``run``."""
+    """Return the id of a response in an evaluation of ``run``."""
     return TrajectoryId(stream_name(run), STEP, prompt.index, 0)
 
 
 def stream_name(run: str) -> str:
-    """The run that an evaluation's trajectories are of. No run that trains is called so: a name has no colon."""
+    """Return the run name in the ids of evaluation trajectories. The colon keeps it distinct from the name of any run."""
     return f"{run}:evaluation"
 
 
 def greedy_sampling(rollout: RolloutConfig) -> SamplingParameters:
-    """The most probable token at each place."""
+    """Return the settings for greedy responses."""
     return SamplingParameters(rollout.max_response_tokens, temperature=0.0)
 
 
 def run_sampling(rollout: RolloutConfig) -> SamplingParameters:
-    """As the run draws its own responses."""
+    """Return the sampling settings of the run."""
     return SamplingParameters(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
 
 
 def texts_of(tokenizer: Any, token_ids: Sequence[IntArray], special_tokens: bool) -> list[str]:
-    """The text of each, nothing tidied up. Prompts go with special tokens, which tell a chat's turns apart; responses without."""
+    """Decode each sequence without clean-up. Keep special tokens in prompts, where they separate chat turns, but not in
+    responses."""
     texts: list[str] = tokenizer.batch_decode(
         token_ids, skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False
     )
@@ -70,10 +77,10 @@ def texts_of(tokenizer: Any, token_ids: Sequence[IntArray], special_tokens: bool
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response and what is known of it.
+    """A response with its metrics.
 
-    ``score`` in units of reward; ``tokens`` its length; ``finished``: the model ended it; ``kl``: log π − log π_ref summed over
-    its tokens, in nats, of a sampled one (of a greedy one it would estimate nothing).
+    ``score`` is in units of reward, ``tokens`` is the length. ``finished``: the model ended the response itself. ``kl``: sum of
+    log π − log π_ref over the tokens, in nats; None for greedy responses, for which it is not an estimate of the KL.
     """
 
     text: str
@@ -86,7 +93,7 @@ class Response:
     def of(
         cls, trajectory: Trajectory, text: str, score: float, reference_log_probs: FloatArray | None = None
     ) -> Response:
-        """``reference_log_probs`` float32 [response tokens], for a sampled one."""
+        """Create a response from a trajectory. ``reference_log_probs``: float32 [response tokens], for sampled responses."""
         kl = None
         if reference_log_probs is not None:
             kl = float(np.sum(trajectory.log_probs.astype(np.float64) - reference_log_probs.astype(np.float64)))
@@ -95,8 +102,8 @@ class Response:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """A policy's two responses to one prompt: greedy, and drawn as the run draws."""
+class PromptResponses:
+    """Responses of one policy to one prompt: a greedy one, and one with the sampling settings of the run."""
 
     prompt: str
     greedy: Response
@@ -105,83 +112,84 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What policy and initial policy answer to one prompt, ``index`` in its file.
+    """Responses of the policy and the initial policy to the prompt with this ``index`` in its file.
 
-    ``judge`` in [0, 1]: 1 where a judge finds the policy's sampled response better; None without a judge.
+    ``judge`` is in [0, 1], where 1 means that the judge prefers the sampled response of the policy. None without a judge.
     """
 
     index: int
-    policy: Answers
-    initial: Answers
+    policy: PromptResponses
+    initial: PromptResponses
     judge: float | None = None
 
     @property
     def win_greedy(self) -> float:
-        """Whether the greedy response scores above the initial policy's."""
+        """1 if the greedy response scores higher than that of the initial policy, 0 if lower, 0.5 for a tie."""
         return win(self.policy.greedy.score, self.initial.greedy.score)
 
     @property
     def win_sampled(self) -> float:
-        """Whether the sampled response scores above the initial policy's."""
+        """1 if the sampled response scores higher than that of the initial policy, 0 if lower, 0.5 for a tie."""
         return win(self.policy.sampled.score, self.initial.sampled.score)
 
 
 class Worker(Protocol):
-    """Calls one function of the user's, as ``quartet.rewards.function_worker.FunctionWorker`` does."""
+    """Calls a function of the user, see ``quartet.rewards.function_worker.FunctionWorker``."""
 
     def call(self, arguments: Sequence[Any], timeout: float, about: str = "") -> Any:
-        """Its result, a JSON value. Raises ComputationFailed when there is none within ``timeout`` seconds."""
+        """Return the result, a JSON value. Raises ComputationFailed if there is none within ``timeout`` seconds."""
 
 
 class Judge:
-    """The function of ``evaluation.judge``, f(prompt, response, initial_response, fields): which response is better."""
+    """The function ``evaluation.judge``, f(prompt, response, initial_response, fields), which compares two responses."""
 
     def __init__(self, function: str, worker: Worker, timeout: float) -> None:
-        """``timeout`` in seconds, of one call."""
+        """``timeout``: time limit for one call, in seconds."""
         self._function, self._worker, self._timeout = function, worker, timeout
 
     def preference(self, number: int, prompt: str, response: str, initial_response: str, fields: str) -> float:
-        """In [0, 1]: 1 where ``response`` is better. Two equal responses are a tie, and the function is not asked.
+        """Return the preference in [0, 1], where 1 means that ``response`` is better. Equal responses are a tie without a call.
 
-        ``number`` is the prompt's line, for messages; ``fields`` a JSON object. Raises ComputationFailed when the function
-        fails, or gives something else.
+        ``number`` is the line of the prompt, for messages. ``fields`` is a JSON object. Raises ComputationFailed if the function
+        fails or returns anything else.
         """
         if response == initial_response:
             return 0.5
         arguments = [prompt, response, initial_response, json.loads(fields)]
-        answer = self._worker.call(arguments, self._timeout, f"prompt {number}")
-        if isinstance(answer, bool) or not isinstance(answer, int | float) or not 0 <= answer <= 1:
-            # Of a text not a word: it may be the prompt's.
-            shown = repr(answer) if isinstance(answer, bool | int | float | None) else f"a {type(answer).__name__}"
+        preference = self._worker.call(arguments, self._timeout, f"prompt {number}")
+        if isinstance(preference, bool) or not isinstance(preference, int | float) or not 0 <= preference <= 1:
+            # Text is not quoted, as it may be from the prompt.
+            quotable = isinstance(preference, bool | int | float | None)
+            shown = repr(preference) if quotable else f"a {type(preference).__name__}"
             raise ComputationFailed(
                 f"evaluation.judge {self._function}, prompt {number}: returned {shown}, "
-                "expected a number from 0 to 1, 1 where the response is better than the initial one"
+                "expected a number from 0 to 1, 1 if the response is better than the initial one"
             )
-        return float(answer)
+        return float(preference)
 
 
 def win(score: float, other: float) -> float:
-    """1 where ``score`` is above ``other``, 0 where it is below; a tie counts half."""
+    """Return 1 if ``score`` is higher than ``other``, 0 if it is lower, 0.5 for a tie."""
     return 1.0 if score > other else 0.5 if score == other else 0.0
 
 
 def compare(
     prompts: Sequence[Prompt],
-    policy: Mapping[int, Answers],
-    initial: Mapping[int, Answers],
+    policy: Mapping[int, PromptResponses],
+    initial: Mapping[int, PromptResponses],
     judge: Judge | None,
 ) -> list[Comparison]:
-    """The policy's answers beside the initial policy's, prompt by prompt; both by the prompt's index.
+    """Pair the responses of the policy and the initial policy, both by prompt index.
 
-    Raises ConfigError where the initial policy was asked something else; ComputationFailed where the judge fails.
+    Raises ConfigError if the initial policy responded to another prompt, and ComputationFailed if the judge fails.
     """
     comparisons = []
     for prompt in prompts:
         ours, theirs = policy[prompt.index], initial.get(prompt.index)
         if theirs is None or theirs.prompt != ours.prompt:
             raise ConfigError(
-                f"data.validation: prompt {prompt.index + 1} is not the one that the initial policy answered before the "
-                "first step; give the same file, data.max_prompt_tokens and evaluation.max_prompts as then"
+                f"data.validation: prompt {prompt.index + 1} differs from the one in the evaluation before the "
+                "first step; restore the file, data.max_prompt_tokens and evaluation.max_prompts of that time"
             )
         preference = None
         if judge is not None:
@@ -193,9 +201,9 @@ def compare(
 
 
 def summarize(comparisons: Sequence[Comparison]) -> dict[str, float]:
-    """Means over the prompts by metric name: scores in units of reward, KL in nats per response, lengths in tokens, shares.
+    """Return the means over all prompts, by metric name: scores in units of reward, KL in nats per response, lengths in tokens.
 
-    ``eval_eos_rate`` is of sampled responses, as ``eos_rate`` is. Raises ComputationFailed where one is not finite.
+    ``eval_eos_rate`` covers the sampled responses, like ``eos_rate``. Raises ComputationFailed if a mean is not finite.
     """
     greedy = [item.policy.greedy for item in comparisons]
     sampled = [item.policy.sampled for item in comparisons]
@@ -219,7 +227,7 @@ def summarize(comparisons: Sequence[Comparison]) -> dict[str, float]:
 
 
 def row(comparison: Comparison) -> dict[str, Any]:
-    """What ``evaluations/step-000000.jsonl`` holds of one prompt."""
+    """Return the record of one prompt in ``evaluations/step-000000.jsonl``."""
     policy, initial = comparison.policy, comparison.initial
     return {
         "index": comparison.index,
@@ -243,9 +251,10 @@ def row(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def answers_of(rows: Sequence[Mapping[str, Any]], source: str) -> dict[int, Answers]:
-    """The policy's answers of an evaluation's rows, by the prompt's index. Raises ConfigError naming the row that is damaged."""
-    found = {}
+def responses_of(rows: Sequence[Mapping[str, Any]], source: str) -> dict[int, PromptResponses]:
+    """Read the responses of the policy from the records of an evaluation, by prompt index. Raises ConfigError for a damaged
+    record."""
+    responses = {}
     for number, item in enumerate(rows, 1):
         try:
             greedy, sampled = (
@@ -258,13 +267,12 @@ def answers_of(rows: Sequence[Mapping[str, Any]], source: str) -> dict[int, Answ
                 )
                 for kind in ("greedy", "sampled")
             )
-            found[_typed(item["index"], int)] = Answers(_typed(item["prompt"], str), greedy, sampled)
+            responses[_typed(item["index"], int)] = PromptResponses(_typed(item["prompt"], str), greedy, sampled)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"evaluation {source}:{number}: not as an evaluation wrote it ({type(error).__name__}: {error}); "
-                "start the run anew"
+                f"evaluation {source}:{number}: damaged record ({type(error).__name__}: {error}); start a new run"
             ) from None
-    return found
+    return responses
 
 
 T = TypeVar("T")
@@ -272,5 +280,5 @@ T = TypeVar("T")
 
 def _typed(value: Any, kind: type[T]) -> T:
     if not isinstance(value, kind):
-        raise TypeError(f"found {type(value).__name__}, expected {kind.__name__}")
+        raise TypeError(f"got {type(value).__name__}, expected {kind.__name__}")
     return value

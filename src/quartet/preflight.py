@@ -1,4 +1,4 @@
-"""What can be found wrong with a config and its files before anything is started. No torch here."""
+"""Checks of a config and the files that it names, before any process is started. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from quartet.types import Role
 
 
 def check_inputs(config: Config) -> list[str]:
-    """Reads the prompts, looks at every local checkpoint and for the modules of functions; says what it found, one line each.
+    """Check prompts, local models, modules of functions, and ports. Return one line per check, and those of ``unused_settings``.
 
-    The last lines are those of ``unused``. Raises ConfigError.
+    Raises ConfigError for the first problem.
     """
     prompts, note = _check_prompts("data.prompts", config.data.prompts, config.actor.model)
     if prompts < config.rollout.prompts_per_step:
         raise ConfigError(
             f"rollout.prompts_per_step {config.rollout.prompts_per_step}: data.prompts {config.data.prompts} has only "
-            f"{prompts} prompts; lower it or give more prompts"
+            f"{prompts} prompts; lower it, or give more prompts"
         )
     if config.services.orchestrator.address is not None:
-        check_apart(config)
+        check_separate_orchestrator(config)
     notes = [note]
     if config.data.validation is not None:
         notes.append(_check_prompts("data.validation", config.data.validation, config.actor.model)[1])
@@ -49,61 +49,61 @@ def check_inputs(config: Config) -> list[str]:
     for role in roles_of(config):
         service: ServiceConfig = getattr(config.services, role)
         if service.address is None:
-            places = {
+            addresses = {
                 "listen": listen_address(service),
                 "metrics_listen": service.metrics_listen,
                 "health_listen": service.health_listen,
             }
-            for name, place in places.items():
-                if place is not None:
-                    _check_port(f"services.{role}.{name}", place)
-    return notes + unused(config)
+            for name, address in addresses.items():
+                if address is not None:
+                    _check_port(f"services.{role}.{name}", address)
+    return notes + unused_settings(config)
 
 
-def check_apart(config: Config) -> None:
-    """Raises ConfigError unless an orchestrator that is started by itself can find the others and the buffer."""
+def check_separate_orchestrator(config: Config) -> None:
+    """Check that an orchestrator that is started separately knows the addresses of all services. Raises ConfigError."""
     for role in roles_of(config):
         if getattr(config.services, role).address is None:
             raise ConfigError(
-                f"services.{role}.address: null; the orchestrator needs to know where the {role} is: "
-                "give it (in docker compose, by QUARTET_ROLES in .env)"
+                f"services.{role}.address: null, but a separately started orchestrator needs it; set it "
+                "(in Docker Compose: QUARTET_ROLES in .env)"
             )
 
 
 def check_gateway(config: Config) -> None:
-    """Raises ConfigError unless the gateway that goes with a run can listen where it is to."""
+    """Check that the gateway of a run can listen at its address. Raises ConfigError."""
     if config.gateway.enabled and config.gateway.listen is not None:
         _check_port("gateway.listen", config.gateway.listen)
 
 
 def _check_engine(config: Config) -> None:
-    """Raises ConfigError where the engine's package is missing, or has no GPU."""
+    """Check that the package of the engine is installed, and that it has a GPU. Raises ConfigError."""
     engine = config.rollout.engine
     if engine == "triton" and importlib.util.find_spec("tritonclient") is None:
         raise ConfigError(
-            "rollout.engine triton: the package tritonclient is not installed; pip install 'quartet-rlhf[triton]', or set "
-            "rollout.engine torch"
+            "rollout.engine triton: the package tritonclient is not installed; run pip install 'quartet-rlhf[triton]', or "
+            "set rollout.engine torch"
         )
     if engine == "tensorrt-llm" and importlib.util.find_spec("tensorrt_llm") is None:
         raise ConfigError(
-            "rollout.engine tensorrt-llm: the package tensorrt_llm is not installed; run the actor from the image of "
-            "docker/Dockerfile.tensorrt-llm, which has it, or set rollout.engine torch"
+            "rollout.engine tensorrt-llm: the package tensorrt_llm is not installed; run the actor in an image built from "
+            "docker/Dockerfile.tensorrt-llm, or set rollout.engine torch"
         )
     if engine == "tensorrt-llm" and not config.services.actor.devices:
-        raise ConfigError("rollout.engine tensorrt-llm: needs a GPU; name it in services.actor.devices, such as [0]")
+        raise ConfigError("rollout.engine tensorrt-llm: needs a GPU; set services.actor.devices, such as [0]")
 
 
 def check_resumable(config: Config, files: RunFiles) -> None:
-    """Raises ConfigError unless there is a run to go on with, and the config is the one that it had."""
+    """Check that there is a run to resume, and that the config fits it. Raises ConfigError."""
     if not files.is_a_run():
-        raise ConfigError(f"--resume: {files.root} holds no run; leave --resume out to start one")
+        raise ConfigError(f"--resume: {files.root} does not contain a run; remove --resume to start a new one")
     identity = Identity.read(files.identity)
     if identity is not None:
         identity.check(config, files.root)
 
 
 def _check_prompts(key: str, path: Path, model: str) -> tuple[int, str]:
-    """How many prompts a file holds, and a line that says so. Raises DataError."""
+    """Return the number of prompts in a file, and a line that reports it. Raises DataError."""
     prompts = chats = 0
     for line in iterate_prompt_lines(path):
         prompts += 1
@@ -113,14 +113,14 @@ def _check_prompts(key: str, path: Path, model: str) -> tuple[int, str]:
         if chats == 1 and not _may_have_chat_template(model):
             raise DataError(
                 f"prompts {path}:{line.line}: messages, but the tokenizer of actor.model {model} has no chat template; "
-                "give prompts as text, or save the checkpoint with a tokenizer that has one (chat_template.jinja)"
+                "give prompts as text, or add a chat template to the tokenizer (chat_template.jinja)"
             )
     of_chats = f", {chats} of them messages" if chats else ""
     return prompts, f"{key} {path}: {prompts} prompts{of_chats}"
 
 
 def _may_have_chat_template(model: str) -> bool:
-    """Whether a tokenizer has one, as far as its files say; a hub id's is seen when the tokenizer is loaded."""
+    """Whether the files of a tokenizer contain a chat template. True for hub ids, which are only checked on loading."""
     description = Path(model) / "tokenizer_config.json"
     if not description.is_file() or list(Path(model).glob("*chat_template*")):
         return True
@@ -128,101 +128,101 @@ def _may_have_chat_template(model: str) -> bool:
 
 
 def looks_local(model: str) -> bool:
-    """Whether a model name is a path rather than a hub id such as NAME or OWNER/NAME."""
+    """Whether a model name is a path rather than a hub id (NAME or OWNER/NAME)."""
     path = Path(model)
-    # runs/mistyped is a path, too, where there is a folder runs.
-    inside = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
-    return path.exists() or inside or model.startswith((".", "/", "~")) or model.count("/") > 1
+    # A mistyped path such as runs/nmae counts as a path if the folder runs exists.
+    in_existing_folder = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
+    return path.exists() or in_existing_folder or model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
-_GENERATES = ("ForCausalLM", "LMHeadModel")
-_CLASSIFIES = ("ForSequenceClassification",)
-_WRONG_KIND = {
-    Role.ACTOR: (_CLASSIFIES, "a causal language model"),
-    Role.REFERENCE: (_CLASSIFIES, "a causal language model"),
-    Role.REWARD: (_GENERATES, "a sequence classifier with one output"),
+_GENERATOR_ENDINGS = ("ForCausalLM", "LMHeadModel")
+_CLASSIFIER_ENDINGS = ("ForSequenceClassification",)
+_WRONG_ARCHITECTURES = {
+    Role.ACTOR: (_CLASSIFIER_ENDINGS, "a causal language model"),
+    Role.REFERENCE: (_CLASSIFIER_ENDINGS, "a causal language model"),
+    Role.REWARD: (_GENERATOR_ENDINGS, "a sequence classifier with one output"),
 }
-"""How the architectures of the wrong kind of checkpoint end, and what is expected. A critic may start from either."""
+"""By role: name endings of unsuitable architectures, and the expected kind of model. A critic may start from either kind."""
 
 
 def _check_model(key: str, role: Role, model: str, max_response_tokens: int) -> str:
     if not looks_local(model):
-        return f"{key} {model}: a hub id; it is looked up when the {role} starts"
+        return f"{key} {model}: hub id, which is loaded when the {role} starts"
     directory = Path(model)
     if not directory.is_dir():
         raise ModelError(
-            f"{key} {model}: no such directory; expected a Hugging Face checkpoint, or a hub id (NAME or OWNER/NAME)"
+            f"{key} {model}: no such directory; expected the directory of a Hugging Face model, or a hub id (NAME or OWNER/NAME)"
         )
     if (directory / "adapter_config.json").is_file():
         base = _read_json(key, directory / "adapter_config.json").get("base_model_name_or_path")
         if role is Role.REWARD:
             raise ModelError(
-                f"{key} {model}: a LoRA adapter on {base}; expected {_WRONG_KIND[role][1]}: "
-                "merge the adapter into its base and save that with save_pretrained"
+                f"{key} {model}: a LoRA adapter on {base}; expected {_WRONG_ARCHITECTURES[role][1]}: "
+                "merge the adapter into its base model, and save that with save_pretrained"
             )
-        return f"{key} {model}: a LoRA adapter on {base}; it is read when the {role} starts"
+        return f"{key} {model}: LoRA adapter on {base}, which is loaded when the {role} starts"
     description = _read_json(key, directory / "config.json")
     if not list(directory.glob("*.safetensors")):
-        raise ModelError(f"{key} {model}: no safetensors weights in it; save the model with save_pretrained")
+        raise ModelError(f"{key} {model}: contains no safetensors files; save the model with save_pretrained")
     architectures = [str(name) for name in description.get("architectures") or ["unknown architecture"]]
-    endings, wanted = _WRONG_KIND.get(role, ((), ""))
+    endings, wanted = _WRONG_ARCHITECTURES.get(role, ((), ""))
     if any(name.endswith(endings) for name in architectures):
         raise ModelError(f"{key} {model}: {', '.join(architectures)}; expected {wanted}")
     positions = description.get("max_position_embeddings")
     if isinstance(positions, int) and positions <= max_response_tokens:
         raise ModelError(
-            f"{key} {model}: has {positions} positions, rollout.max_response_tokens {max_response_tokens} leaves none "
-            "for a prompt; lower it"
+            f"{key} {model}: supports {positions} positions, and rollout.max_response_tokens {max_response_tokens} leaves none "
+            "for a prompt; lower rollout.max_response_tokens"
         )
     check_tokenizer(key, directory)
     return f"{key} {model}: {', '.join(architectures)}"
 
 
 def _functions(config: Config) -> dict[str, str]:
-    """The functions that processes of this machine call, by their keys."""
-    found = {"evaluation.judge": config.evaluation.judge}
+    """Return the functions that processes on this machine call, by config key."""
+    functions = {"evaluation.judge": config.evaluation.judge}
     if config.algorithm.custom_estimator is not None:
-        found["algorithm.estimator"] = config.algorithm.estimator
+        functions["algorithm.estimator"] = config.algorithm.estimator
     if config.services.actor.address is None and config.algorithm.policy_loss not in BUILT_IN_POLICY_LOSSES:
-        found["algorithm.policy_loss"] = config.algorithm.policy_loss
+        functions["algorithm.policy_loss"] = config.algorithm.policy_loss
     if config.services.reward.address is None:
-        found["reward.function"] = config.reward.function
-        found |= {f"reward.parts.{part.name}.function": part.function for part in config.reward.parts}
-    return {key: function for key, function in found.items() if function is not None}
+        functions["reward.function"] = config.reward.function
+        functions |= {f"reward.parts.{part.name}.function": part.function for part in config.reward.parts}
+    return {key: function for key, function in functions.items() if function is not None}
 
 
 def _check_function(key: str, function: str) -> str:
-    """Where the module of a function lies. Nothing of the user's is imported here. Raises ConfigError."""
+    """Check that the module of a function exists, without importing it. Raises ConfigError."""
     module = function.partition(":")[0]
     if not _may_be_importable(module):
         raise ConfigError(
-            f"{key} {function}: there is no module {module} in {Path.cwd()} or among the installed ones; "
-            "correct the name, start the command in the directory where it lies, or add that to PYTHONPATH"
-            f"{_elsewhere(module)}"
+            f"{key} {function}: no module {module} in {Path.cwd()} or among the installed packages; "
+            "correct the name, run the command in the directory of the module, or add that directory to PYTHONPATH"
+            f"{_shadowing(module)}"
         )
-    return f"{key} {function}: its module is there; it is imported when its process starts"
+    return f"{key} {function}: module exists, and is imported when its process starts"
 
 
-def _elsewhere(module: str) -> str:
-    """Which module is taken in the place of one of the working directory that is called alike."""
+def _shadowing(module: str) -> str:
+    """Return a note if another module hides the one of the same name in the working directory."""
     top = module.partition(".")[0]
-    here, taken = PathFinder.find_spec(top, [str(Path.cwd())]), PathFinder.find_spec(top, sys.path)
-    if here is None or taken is None or here.origin == taken.origin:
+    local, imported = PathFinder.find_spec(top, [str(Path.cwd())]), PathFinder.find_spec(top, sys.path)
+    if local is None or imported is None or local.origin == imported.origin:
         return ""
-    return f"; {taken.origin or top} comes before the {top} that lies here: call that otherwise"
+    return f"; {imported.origin or top} hides the module {top} in this directory: rename that module"
 
 
 def _may_be_importable(module: str) -> bool:
-    """Whether Python would find a module, as far as files say: a package may make up modules while it is imported."""
+    """Whether Python would find a module, by its files. A package may still create modules while it is imported."""
     top, *inner = module.split(".")
-    # The function's process looks in the working directory last.
+    # The process of the function searches the working directory last.
     spec = PathFinder.find_spec(top, [*sys.path, str(Path.cwd())]) or _installed(top)
     if spec is None:
         return False
     for name in inner:
         if spec.submodule_search_locations is None:
             return True
-        # By the last part of its name: with the whole name, Python would ask its parent, which is not imported.
+        # Only the last part of the name: for the full name Python would need the parent, which is not imported.
         spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
         if spec is None:
             return False
@@ -230,27 +230,27 @@ def _may_be_importable(module: str) -> bool:
 
 
 def _installed(top: str) -> ModuleSpec | None:
-    """What is built into Python, or found by whatever else it was told to find modules with."""
+    """Return the spec of a module that is built into Python or found by a custom finder."""
     try:
         return importlib.util.find_spec(top)
-    except ValueError:  # of a module such as __main__, which came from nowhere
+    except ValueError:  # A module without a spec, such as __main__.
         return None
 
 
-def unused(config: Config) -> list[str]:
-    """One line for each group of settings that were given and do nothing in this config, and why.
+def unused_settings(config: Config) -> list[str]:
+    """Return one line for each group of given settings that have no effect in this config, with the reason.
 
-    In a section of which every key was given, as in the config that a run writes, those count that are not the default.
+    In a section where all keys are given, as in the config that a run writes, only values other than the default count.
     """
     return [
         f"not used: {', '.join(keys)}: {reason}"
-        for section, names, reason in _idle(config)
+        for section, names, reason in _ineffective(config)
         if (keys := _given(config, section, names))
     ]
 
 
-def _idle(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """A section, its keys that do nothing (none: all of them do nothing), and why."""
+def _ineffective(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yield a section, its keys without effect (empty: all keys), and the reason."""
     algorithm = config.algorithm
     if not config.has_critic:
         reason = f"algorithm.estimator {algorithm.estimator} has no critic"
@@ -261,7 +261,7 @@ def _idle(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
     if algorithm.estimator != "grpo" and algorithm.custom_estimator is None:
         yield "algorithm", ("grpo_normalize_std",), f"algorithm.estimator is {algorithm.estimator}"
     if not config.has_reference:
-        reason = "the actor answers as reference with its adapter off"
+        reason = "the actor serves the reference, with its adapter disabled"
         yield "reference", (), reason
         yield "services.reference", (), reason
     if algorithm.kl_controller.kind == "fixed":
@@ -276,7 +276,7 @@ def _idle(config: Config) -> Iterator[tuple[str, tuple[str, ...], str]]:
 
 
 def _given(config: Config, path: str, names: tuple[str, ...]) -> list[str]:
-    """Those keys of the section at ``path`` that were given, of ``names`` or of all."""
+    """Return the given keys of the section at ``path``, limited to ``names`` unless that is empty."""
     section: Any = config
     for name in path.split("."):
         section = getattr(section, name)
@@ -301,7 +301,7 @@ def _read_json(key: str, path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(
-            f"{key} {path.parent}: {path.name} cannot be read ({error.strerror}); expected a Hugging Face checkpoint"
+            f"{key} {path.parent}: {path.name} cannot be read ({error.strerror}); expected the directory of a Hugging Face model"
         ) from None
     except ValueError as error:
         raise ModelError(f"{key} {path}: not JSON ({error}); save the model again") from None
@@ -316,12 +316,12 @@ def _check_port(key: str, listen: str) -> None:
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As the server will: a port whose last connections still linger is not taken.
+        # As the server does, so that a port with lingering connections counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host.strip("[]"), int(port)))
         except OSError as error:
             raise ConfigError(
                 f"{key} {listen}: cannot listen there ({error.strerror}); "
-                "stop what does, choose another port, or leave it null for a free one"
+                "stop the process that uses the port, choose another port, or null for a free one"
             ) from None

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's directory holds a tokenizer, as far as the names of its files say. No torch here."""
+"""Check that the directory of a model contains a tokenizer, by the names of its files. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ from pathlib import Path
 
 from quartet.errors import ModelError
 
-_VOCABULARIES = ("tokenizer.*", "vocab*", "*.model", "*.tokenizer", "*.tiktoken", "tekken.json")
-_OF_BYTES = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
-"""Classes that need no vocabulary."""
+_VOCABULARY_PATTERNS = ("tokenizer.*", "vocab*", "*.model", "*.tokenizer", "*.tiktoken", "tekken.json")
+_BYTE_LEVEL_CLASSES = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
+"""Tokenizer classes that work on bytes and need no vocabulary."""
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether there is a vocabulary in any of the forms that transformers reads, or none is needed."""
-    return any(any(directory.glob(pattern)) for pattern in _VOCABULARIES) or _class_in(directory) in _OF_BYTES
+    """Whether the directory contains a vocabulary in any format of transformers, or needs none."""
+    return (
+        any(any(directory.glob(pattern)) for pattern in _VOCABULARY_PATTERNS)
+        or _tokenizer_class(directory) in _BYTE_LEVEL_CLASSES
+    )
 
 
 def check_tokenizer(what: str, directory: Path) -> None:
-    """Raises ModelError, which begins with ``what``, unless the directory holds a tokenizer.
+    """Check that the directory contains a tokenizer. Raises ModelError with a message that starts with ``what``.
 
-    transformers does not see to that: for some model types it makes up a tokenizer that knows no text.
+    transformers does not check this: for some model types it creates a tokenizer without a vocabulary.
     """
     if not has_tokenizer(directory):
         raise ModelError(
-            f"{what} {directory}: its tokenizer files are missing; expected tokenizer.json, or a vocabulary of another kind "
-            "(tokenizer.model, vocab.json, vocab.txt, ...): copy them from where the model comes from, or save its tokenizer "
+            f"{what} {directory}: its tokenizer files are missing; expected tokenizer.json, or another vocabulary "
+            "(tokenizer.model, vocab.json, vocab.txt, ...): copy them from the original model, or save its tokenizer "
             "there with save_pretrained"
         )
 
 
-def _class_in(directory: Path) -> str | None:
+def _tokenizer_class(directory: Path) -> str | None:
     try:
         content = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

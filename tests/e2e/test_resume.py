@@ -61,7 +61,7 @@ def test_checkpoints_are_listed_and_verified(start: Start, undisturbed: Run, tmp
     assert listed.code == 0
     assert all(word in listed.out for word in ("6", "8", "MiB", "not verified"))
     verified = start("checkpoints", "verify", run).ended()
-    assert (verified.code, verified.out.count("whole")) == (0, 2)
+    assert (verified.code, verified.out.count("verified")) == (0, 2)
     (run / "checkpoints" / "step-000006" / "critic" / "config.json").write_text("{}")
     damaged = start("checkpoints", "verify", run).ended()
     assert damaged.code == 1
@@ -85,21 +85,21 @@ def test_a_run_that_was_rolled_back_comes_to_the_same_end(
     assert figures(Run(ended, run)) == figures(undisturbed)
 
 
-def test_a_branch_goes_on_from_an_old_checkpoint_with_other_settings(
+def test_a_fork_continues_from_an_old_checkpoint_with_other_settings(
     start: Start, undisturbed: Run, tmp_path: Path
 ) -> None:
     shutil.copytree(undisturbed.directory, tmp_path / "runs" / "tiny")
-    made = start("branch", "runs/tiny", "6", "--name", "faster", *settings("actor.learning_rate=0.01")).ended()
+    made = start("fork", "runs/tiny", "6", "--name", "faster", *settings("actor.learning_rate=0.01")).ended()
     assert (made.code, made.err) == (0, "")
-    branch = tmp_path / "runs" / "faster"
-    assert committed_steps(branch) == 6
-    ended = start("train", branch / "config.yaml", "--resume").ended()
+    forked = tmp_path / "runs" / "faster"
+    assert committed_steps(forked) == 6
+    ended = start("train", forked / "config.yaml", "--resume").ended()
     assert ended.code == 0, ended
-    rates = [step["learning_rate_actor"] for step in Run(ended, branch).metrics]
+    rates = [step["learning_rate_actor"] for step in Run(ended, forked).metrics]
     assert rates == [1e-3] * 6 + [0.01] * 2
-    assert weights(branch) != weights(undisturbed.directory)
+    assert weights(forked) != weights(undisturbed.directory)
     assert weights(tmp_path / "runs" / "tiny") == weights(undisturbed.directory)
-    again = start("branch", "runs/tiny", "6", "--name", "faster").ended()
+    again = start("fork", "runs/tiny", "6", "--name", "faster").ended()
     assert again.code == 2
     assert "holds an earlier run" in again.err
 
@@ -122,9 +122,9 @@ def refused(start: Start, *arguments: str | Path) -> str:
     return ended.err
 
 
-def test_a_checkpoint_has_the_names_that_it_was_given(start: Start, copied: Path) -> None:
+def test_checkpoints_can_be_tagged_and_untagged(start: Start, copied: Path) -> None:
     for step, name in (("6", "best"), ("8", "last"), ("best", "first.of_two")):
-        assert start("checkpoints", "name", copied, step, name).ended().code == 0
+        assert start("checkpoints", "tag", copied, step, name).ended().code == 0
     assert {name: (copied / "checkpoints" / name).readlink() for name in ("best", "last", "first.of_two")} == {
         "best": Path("step-000006"),
         "last": Path("step-000008"),
@@ -132,35 +132,35 @@ def test_a_checkpoint_has_the_names_that_it_was_given(start: Start, copied: Path
     }
     listed = start("checkpoints", "list", copied).ended()
     assert all(name in listed.out for name in ("best", "last", "first.of_two"))
-    assert start("checkpoints", "name", copied, "6", "best").ended().code == 0, "it has it already"
-    assert "name best: step-000006 has it; forget that first" in refused(
-        start, "checkpoints", "name", copied, "8", "best"
+    assert start("checkpoints", "tag", copied, "6", "best").ended().code == 0, "tagging again changes nothing"
+    assert "tag best: belongs to step-000006; remove it there first" in refused(
+        start, "checkpoints", "tag", copied, "8", "best"
     )
     for bad in ("7", "step-000007", "../best", "a b", ".best", ""):
-        assert "expected up to 64 letters" in refused(start, "checkpoints", "name", copied, "6", bad)
-    assert "no checkpoint of step 7; there are: 6, 8; names: best, first.of_two, last" in refused(
-        start, "checkpoints", "name", copied, "7", "new"
+        assert "expected up to 64 letters" in refused(start, "checkpoints", "tag", copied, "6", bad)
+    assert "no checkpoint of step 7; available steps: 6, 8; tags: best, first.of_two, last" in refused(
+        start, "checkpoints", "tag", copied, "7", "new"
     )
-    # What came later goes, but nothing that was to be kept.
-    assert "step-000008 is named last, to be kept" in refused(start, "rollback", copied, "best")
+    # Rollback never deletes a tagged checkpoint.
+    assert "step-000008 is tagged last" in refused(start, "rollback", copied, "best")
     assert committed_steps(copied) == 8
-    assert start("checkpoints", "forget", copied, "last").ended().code == 0
+    assert start("checkpoints", "untag", copied, "last").ended().code == 0
     assert start("rollback", copied, "best").ended().code == 0
     assert (committed_steps(copied), folders(copied)) == (6, ["best", "first.of_two", "step-000006"])
-    assert start("checkpoints", "forget", copied, "best").ended().code == 0
+    assert start("checkpoints", "untag", copied, "best").ended().code == 0
     assert folders(copied) == ["first.of_two", "step-000006"]
-    assert "no checkpoint is named best; there are: 6; names: first.of_two" in refused(
-        start, "checkpoints", "forget", copied, "best"
+    assert "no checkpoint has the tag best; available steps: 6; tags: first.of_two" in refused(
+        start, "checkpoints", "untag", copied, "best"
     )
 
 
-def test_a_named_checkpoint_stays_however_many_come_after_it(start: Start, config: Path, copied: Path) -> None:
-    assert start("checkpoints", "name", copied, "6", "best").ended().code == 0
+def test_a_tagged_checkpoint_is_kept_regardless_of_keep_last(start: Start, config: Path, copied: Path) -> None:
+    assert start("checkpoints", "tag", copied, "6", "best").ended().code == 0
     longer = settings("run.steps=13", "checkpoint.every_steps=3")
     assert start("train", config, *longer, "--resume").ended().code == 0
     assert folders(copied) == ["best", "step-000006", "step-000012", "step-000013"]
-    assert start("checkpoints", "verify", copied).ended().out.count("whole") == 3
-    made = start("branch", copied, "best", "--name", "other").ended()
+    assert start("checkpoints", "verify", copied).ended().out.count("verified") == 3
+    made = start("fork", copied, "best", "--name", "other").ended()
     assert (made.code, folders(copied.with_name("other"))) == (0, ["step-000006"])
 
 
@@ -168,10 +168,8 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_an_exported_checkpoint_is_a_model_as_the_run_itself_writes_it(
-    start: Start, copied: Path, tmp_path: Path
-) -> None:
-    assert start("checkpoints", "name", copied, "8", "last").ended().code == 0
+def test_an_exported_checkpoint_equals_the_final_policy_of_the_run(start: Start, copied: Path, tmp_path: Path) -> None:
+    assert start("checkpoints", "tag", copied, "8", "last").ended().code == 0
     (tmp_path / "empty").mkdir()
     for which, directory in (("8", "new"), ("last", "empty")):
         exported = start("checkpoints", "export", copied, which, directory).ended()

@@ -1,4 +1,4 @@
-"""`quartet branch` and `rollback`: every setting of a branch takes effect, or is refused; what is printed can be done."""
+"""`quartet fork` and `rollback`: each setting of a fork takes effect or is refused, and printed commands work."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quartet.cli.checkpoint import manage as cli
+from quartet.cli.checkpoint.fork import fork
 from quartet.cli.start_run import train
 from quartet.config import Config, load_config
 from quartet.demo.toy_task import ToyTask
@@ -54,19 +55,19 @@ def source(make: MakeConfig) -> Callable[[str], Run]:
     return run
 
 
-Branch = Callable[..., Config]
+MakeFork = Callable[..., Config]
 
 
 @pytest.fixture
-def branch(source: Callable[[str], Run], tmp_path: Path) -> Branch:
-    """Branches a run of that kind after its second step; gives the new config."""
+def forked(source: Callable[[str], Run], tmp_path: Path) -> MakeFork:
+    """Fork a run of this kind after its second step, and return the new config."""
 
-    def make_branch(kind: str, *overrides: str) -> Config:
+    def make_fork(kind: str, *overrides: str) -> Config:
         given = ["run.directory=" + str(tmp_path), *overrides]
-        cli.branch(source(kind).files.root, str(AT), "new", given)
+        fork(source(kind).files.root, str(AT), "new", given)
         return load_config(tmp_path / "new" / "config.yaml")
 
-    return make_branch
+    return make_fork
 
 
 @dataclass
@@ -100,9 +101,9 @@ def seen(source: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 @pytest.mark.parametrize("kind", ["ppo", "adaptive", "running", "lora"])
 def test_a_fork_with_the_same_settings_is_bit_identical(
-    kind: str, branch: Branch, source: Callable[[str], Run]
+    kind: str, forked: MakeFork, source: Callable[[str], Run]
 ) -> None:
-    run = run_to_the_end(branch(kind, "guards.window_steps=7"))
+    run = run_to_the_end(forked(kind, "guards.window_steps=7"))
     assert figures(run) == figures(source(kind))
     assert weights(run) == weights(source(kind))
 
@@ -122,12 +123,12 @@ def test_changed_optimizer_settings_take_effect_and_its_moments_are_kept(
     given: Any,
     decaying: Any,
     others: Any,
-    branch: Branch,
+    forked: MakeFork,
     seen: Seen,
     source: Callable[[str], Run],
 ) -> None:
     before = source("ppo")
-    run = run_to_the_end(branch("ppo", f"{role}.optimizer.{name}={json.dumps(given)}"))
+    run = run_to_the_end(forked("ppo", f"{role}.optimizer.{name}={json.dumps(given)}"))
     assert [group[name] for group in seen.groups[role]] == [decaying, others]
     optimizer_steps = sum(step[f"optimizer_steps_{role}"] for step in before.metrics[:AT])
     assert seen.steps_before[role] == {optimizer_steps}
@@ -146,16 +147,16 @@ def test_changed_optimizer_settings_take_effect_and_its_moments_are_kept(
     ],
 )
 def test_changed_update_settings_take_effect(
-    role: str, key: str, value: float, name: str, branch: Branch, seen: Seen
+    role: str, key: str, value: float, name: str, forked: MakeFork, seen: Seen
 ) -> None:
-    run_to_the_end(branch("ppo", f"{key.format(role=role)}={value}"))
+    run_to_the_end(forked("ppo", f"{key.format(role=role)}={value}"))
     assert getattr(seen.settings[role], name) == value
 
 
 @pytest.mark.parametrize("kind", ["ppo", "adaptive"])
-def test_a_changed_kl_coefficient_takes_effect(kind: str, branch: Branch, source: Callable[[str], Run]) -> None:
+def test_a_changed_kl_coefficient_takes_effect(kind: str, forked: MakeFork, source: Callable[[str], Run]) -> None:
     before = source(kind)
-    run = run_to_the_end(branch(kind, "algorithm.kl_coefficient=0.77"))
+    run = run_to_the_end(forked(kind, "algorithm.kl_coefficient=0.77"))
     coefficients = [step["kl_coefficient"] for step in run.metrics]
     assert coefficients[:AT] == [step["kl_coefficient"] for step in before.metrics[:AT]]
     assert coefficients[AT] == 0.77
@@ -174,11 +175,11 @@ def test_a_changed_kl_coefficient_takes_effect(kind: str, branch: Branch, source
     ],
 )
 def test_a_changed_kl_controller_starts_at_the_configured_coefficient(
-    kind: str, key: str, value: Any, branch: Branch
+    kind: str, key: str, value: Any, forked: MakeFork
 ) -> None:
     settings = {"kind": "fixed", "target": 0.05, "horizon": 5.0} | (ADAPTIVE if kind == "adaptive" else {})
     settings[key] = value
-    config = branch(kind, *(f"algorithm.kl_controller.{name}={given}" for name, given in settings.items()))
+    config = forked(kind, *(f"algorithm.kl_controller.{name}={given}" for name, given in settings.items()))
     third, fourth = run_to_the_end(config).metrics[AT:]
     first = config.algorithm.kl_coefficient
     assert third["kl_coefficient"] == first
@@ -204,9 +205,9 @@ def test_a_changed_kl_controller_starts_at_the_configured_coefficient(
     ],
 )
 def test_a_changed_score_normalisation_starts_with_the_fork(
-    kind: str, new: str, branch: Branch, source: Callable[[str], Run]
+    kind: str, new: str, forked: MakeFork, source: Callable[[str], Run]
 ) -> None:
-    run = run_to_the_end(branch(kind, f"algorithm.score.normalize={new}"))
+    run = run_to_the_end(forked(kind, f"algorithm.score.normalize={new}"))
     found = read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").state["score_moments"]
     if new == "none":
         assert found is None
@@ -221,11 +222,11 @@ def test_a_changed_score_normalisation_starts_with_the_fork(
 
 
 def test_a_changed_reward_takes_effect_and_resets_the_score_moments(
-    branch: Branch, source: Callable[[str], Run], toy_task: ToyTask
+    forked: MakeFork, source: Callable[[str], Run], toy_task: ToyTask
 ) -> None:
     part = f"{{name: less, model: {toy_task.reward}, weight: -1}}"
     run = run_to_the_end(
-        branch("running", f"reward={{source: ensemble, parts: [{part}]}}", f"critic.model={toy_task.reward}")
+        forked("running", f"reward={{source: ensemble, parts: [{part}]}}", f"critic.model={toy_task.reward}")
     )
     ours, theirs = ([item["score"] for item in found.trajectories(AT + 1)] for found in (run, source("running")))
     assert ours == [-score for score in theirs]
@@ -233,8 +234,8 @@ def test_a_changed_reward_takes_effect_and_resets_the_score_moments(
     assert found["count"] == 4 * (STEPS - AT)
 
 
-def test_changed_rollout_settings_take_effect(branch: Branch, source: Callable[[str], Run]) -> None:
-    run = run_to_the_end(branch("ppo", "rollout.max_response_tokens=3", "rollout.prompts_per_step=5", "run.seed=9"))
+def test_changed_rollout_settings_take_effect(forked: MakeFork, source: Callable[[str], Run]) -> None:
+    run = run_to_the_end(forked("ppo", "rollout.max_response_tokens=3", "rollout.prompts_per_step=5", "run.seed=9"))
     lengths = [item["response_tokens"] for item in run.trajectories(AT + 1)]
     assert len(lengths) == 5
     assert max(lengths) == 3
@@ -243,27 +244,27 @@ def test_changed_rollout_settings_take_effect(branch: Branch, source: Callable[[
     assert prompts[0][:4] != prompts[1]
 
 
-def test_the_learning_rate_schedule_follows_the_settings_of_the_fork(branch: Branch) -> None:
-    run = run_to_the_end(branch("ppo", "run.steps=6", "actor.schedule=linear", "actor.learning_rate=0.06"))
+def test_the_learning_rate_schedule_follows_the_settings_of_the_fork(forked: MakeFork) -> None:
+    run = run_to_the_end(forked("ppo", "run.steps=6", "actor.schedule=linear", "actor.learning_rate=0.06"))
     rates = [step["learning_rate_actor"] for step in run.metrics]
     assert rates == pytest.approx([1e-3, 1e-3, 0.04, 0.03, 0.02, 0.01])
 
 
-def test_a_fork_without_a_critic_ignores_the_critic_of_the_checkpoint(branch: Branch) -> None:
-    run = run_to_the_end(branch("ppo", *TO_RLOO, "critic.freeze=['*norm*']"))
+def test_a_fork_without_a_critic_ignores_the_critic_of_the_checkpoint(forked: MakeFork) -> None:
+    run = run_to_the_end(forked("ppo", *TO_RLOO, "critic.freeze=['*norm*']"))
     assert len(run.metrics) == STEPS
     assert [("value_loss" in step) for step in run.metrics] == [True, True, False, False]
     assert read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").roles == ("actor",)
 
 
-def refused(branch: Branch, kind: str, *overrides: str) -> str:
+def refused(forked: MakeFork, kind: str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
-        branch(kind, *overrides)
+        forked(kind, *overrides)
     return str(error.value)
 
 
-def test_a_fork_with_a_critic_is_refused_if_the_checkpoint_has_none(branch: Branch, tmp_path: Path) -> None:
-    said = refused(branch, "rloo", "algorithm.estimator=gae")
+def test_a_fork_with_a_critic_is_refused_if_the_checkpoint_has_none(forked: MakeFork, tmp_path: Path) -> None:
+    said = refused(forked, "rloo", "algorithm.estimator=gae")
     assert "algorithm.estimator gae: needs a critic, and the checkpoint of step 2 has none" in said
     assert not (tmp_path / "new").exists()
 
@@ -281,11 +282,11 @@ def test_a_fork_with_a_critic_is_refused_if_the_checkpoint_has_none(branch: Bran
     ],
 )
 def test_a_setting_incompatible_with_the_weights_is_refused(
-    kind: str, key: str, value: str, branch: Branch, tmp_path: Path
+    kind: str, key: str, value: str, forked: MakeFork, tmp_path: Path
 ) -> None:
-    said = refused(branch, kind, f"{key}={value}")
+    said = refused(forked, kind, f"{key}={value}")
     assert said.startswith(key.removesuffix(".rank"))
-    assert "set it so, or start a new run" in said
+    assert "use that value, or start a new run" in said
     assert not (tmp_path / "new").exists()
 
 
@@ -297,7 +298,7 @@ def evaluated(make: MakeConfig, toy_task: ToyTask) -> Run:
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [0, 2]), (1, [0, 2, 3, 4]), (2, [0, 2, 4])])
 def test_the_evaluation_interval_may_change(every: int, steps: list[int], evaluated: Run, tmp_path: Path) -> None:
-    cli.branch(evaluated.files.root, str(AT), "new", [f"run.directory={tmp_path}", f"evaluation.every_steps={every}"])
+    fork(evaluated.files.root, str(AT), "new", [f"run.directory={tmp_path}", f"evaluation.every_steps={every}"])
     run = run_to_the_end(load_config(tmp_path / "new" / "config.yaml"))
     assert [line["step"] for line in json_lines(run.files.evaluation_summaries)] == steps
 
@@ -308,7 +309,7 @@ def test_the_evaluation_interval_may_change(every: int, steps: list[int], evalua
         (
             "ppo",
             ["evaluation.every_steps=2", "data.validation=PROMPTS"],
-            "evaluation.every_steps 2: evaluations are held against",
+            "evaluation.every_steps 2: evaluations are compared with",
         ),
         ("evaluated", ["evaluation.max_prompts=4"], "evaluation.max_prompts 4: "),
         ("evaluated", ["data.validation=elsewhere.jsonl"], "data.validation elsewhere.jsonl: "),
@@ -326,18 +327,18 @@ def test_evaluations_without_a_baseline_are_refused(
     run = evaluated if kind == "evaluated" else source(kind)
     given = [override.replace("PROMPTS", str(toy_task.prompts)) for override in overrides]
     with pytest.raises(ConfigError) as error:
-        cli.branch(run.files.root, str(AT), "new", [f"run.directory={tmp_path}", *given])
+        fork(run.files.root, str(AT), "new", [f"run.directory={tmp_path}", *given])
     assert str(error.value).startswith(said)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_fork_is_a_separate_run(branch: Branch, tmp_path: Path) -> None:
-    config = branch("ppo", "actor.learning_rate=0.5")
+def test_a_fork_is_a_separate_run(forked: MakeFork, tmp_path: Path) -> None:
+    config = forked("ppo", "actor.learning_rate=0.5")
     first = Identity.read(RunFiles(config.run_directory).identity)
     assert first is not None
     first.check(config, config.run_directory)
     (tmp_path / "new").rename(tmp_path / "old")
-    branch("ppo", "actor.learning_rate=0.5")
+    forked("ppo", "actor.learning_rate=0.5")
     second = Identity.read(RunFiles(config.run_directory).identity)
     assert second is not None
     assert second.id != first.id
@@ -353,15 +354,15 @@ def test_the_resume_command_shows_a_url_whose_password_is_not_stored(
 ) -> None:
     run, secret = source("ppo").files.root, "redis://user:s3cret@localhost:6379/0"
 
-    def branch_of(run: Path, name: str, *overrides: str) -> Callable[[], None]:
-        return lambda: cli.branch(run, str(AT), name, [f"run.directory={tmp_path}", *overrides])
+    def fork_of(run: Path, name: str, *overrides: str) -> Callable[[], None]:
+        return lambda: fork(run, str(AT), name, [f"run.directory={tmp_path}", *overrides])
 
-    said = said_by(branch_of(run, "plain"), capsys)
-    assert f"quartet train {tmp_path}/plain/config.yaml --resume goes on\n" in said
-    way = "--resume --set buffer.url=URL goes on, where URL is redis://user:***@localhost:6379/0 with its password"
+    said = said_by(fork_of(run, "plain"), capsys)
+    assert f"quartet train {tmp_path}/plain/config.yaml --resume resumes it\n" in said
+    way = "--resume --set buffer.url=URL resumes it; URL is redis://user:***@localhost:6379/0 with its password"
     for act in (
-        branch_of(run, "secret", f"buffer.url={secret}"),
-        branch_of(tmp_path / "secret", "again"),
+        fork_of(run, "secret", f"buffer.url={secret}"),
+        fork_of(tmp_path / "secret", "again"),
         lambda: cli.rollback(tmp_path / "secret", str(AT)),
     ):
         said = said_by(act, capsys)
@@ -378,6 +379,6 @@ def test_a_fork_keeps_earlier_setting_changes_unless_it_sets_them(make: MakeConf
     run.files.append_changes(
         [{**line, "setting": "actor.learning_rate", "step": AT}, kept, {**kept, "step": AT + 1, "after": 1e-4}]
     )
-    cli.branch(run.files.root, str(AT), f"{run.files.root.name}-b", ["actor.learning_rate=0.002"])
-    branched = RunFiles(run.files.root.with_name(f"{run.files.root.name}-b"))
-    assert branched.read_changes() == [kept]
+    fork(run.files.root, str(AT), f"{run.files.root.name}-b", ["actor.learning_rate=0.002"])
+    copied = RunFiles(run.files.root.with_name(f"{run.files.root.name}-b"))
+    assert copied.read_changes() == [kept]

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from quartet.cli.checkpoint.manage import branch
+from quartet.cli.checkpoint.fork import fork
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import ConfigError
 from quartet.run_directory.checkpoints import roll_back
@@ -160,8 +160,8 @@ def test_rolled_back_outputs_are_dropped_and_written_again(make: MakeConfig) -> 
 
 
 def test_a_fork_keeps_the_timeline_and_no_tokens(run: Run) -> None:
-    branch(run.files.root, "2", f"{run.files.root.name}-branch", [])
-    new = RunFiles(run.files.root.with_name(f"{run.files.root.name}-branch"))
+    fork(run.files.root, "2", f"{run.files.root.name}-fork", [])
+    new = RunFiles(run.files.root.with_name(f"{run.files.root.name}-fork"))
     assert json_lines(new.timeline) == json_lines(run.files.timeline)[:2]
     assert tokens(new) == {}
 
@@ -247,7 +247,7 @@ def test_a_full_disk_loses_the_tokenizer_but_not_the_run(run: Run, make: MakeCon
     assert not files.tokenizer.exists()
 
 
-@pytest.mark.parametrize(("package", "settings"), [("wandb", {"project": "p"}), ("mlflow", {"uri": "u"})])
+@pytest.mark.parametrize(("package", "settings"), [("wandb", {"project": "p"}), ("mlflow", {"tracking_uri": "u"})])
 def test_a_sink_whose_package_is_missing_ends_the_run_before_its_first_step(
     make: MakeConfig, package: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

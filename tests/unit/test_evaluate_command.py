@@ -206,11 +206,11 @@ def empty(folder: Path, tmp_path: Path) -> str:
         (lambda folder, _: str(folder / "validation.jsonl"), [], ModelError, "no such directory"),
         (empty, [], ModelError, "the directory is empty"),
         (lambda folder, _: str(folder / "reward"), [], ModelError, "expected a causal language model"),
-        (another_tokenizer, [], MismatchError, "its vocabulary is not that of actor.model"),
-        (None, ["data.validation=null"], ConfigError, "data.validation: names no prompts to evaluate on"),
+        (another_tokenizer, [], MismatchError, "its vocabulary differs from that of actor.model"),
+        (None, ["data.validation=null"], ConfigError, "data.validation: null, so there are no prompts"),
         (None, ["data.validation=absent.jsonl"], DataError, "absent.jsonl: cannot be read"),
         (None, ["rollout.max_response_tokens=63"], ConfigError, "the model has positions for 64"),
-        (None, ["evaluation.prompt=3"], ConfigError, "did you mean 'prompts'"),
+        (None, ["evaluation.prompt=3"], ConfigError, "did you mean 'max_prompts'"),
         (None, ["reward.model=absent/absent/absent"], ModelError, "absent: no such directory"),
     ],
     ids=[
@@ -229,10 +229,10 @@ def test_bad_input_is_refused_in_one_line(
 
 
 def test_a_policy_outside_any_run_needs_a_config(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trained: lies in no run's directory; say with --config CONFIG"):
+    with pytest.raises(ConfigError, match=r"trained: is not in the directory of a run; give the config with --config"):
         evaluate(str(folder / "trained"), None, [], "cpu", True, None)
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--output .*rows\.jsonl: its directory is not there"):
+    with pytest.raises(ConfigError, match=r"--output .*rows\.jsonl: its directory does not exist"):
         evaluate(str(folder / "runs/a/policy"), None, [], "cpu", True, tmp_path / "absent/rows.jsonl")

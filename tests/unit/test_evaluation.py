@@ -14,14 +14,14 @@ import pytest
 from quartet.config import Config, RolloutConfig, parse_config
 from quartet.errors import ComputationFailed, ConfigError, DataError
 from quartet.evaluation import (
-    Answers,
     Comparison,
     Judge,
+    PromptResponses,
     Response,
-    answers_of,
     compare,
     greedy_sampling,
     read_validation_prompts,
+    responses_of,
     row,
     run_sampling,
     stream_name,
@@ -33,7 +33,7 @@ from quartet.types import FinishReason, Prompt, SamplingParameters, Trajectory, 
 from tests.unit.models import tiny
 
 
-def answers(number: int, generator: np.random.Generator) -> Answers:
+def answers(number: int, generator: np.random.Generator) -> PromptResponses:
     """Random responses; every third score is a whole number, so that ties come up."""
 
     def response(kind: str, kl: float | None) -> Response:
@@ -41,7 +41,7 @@ def answers(number: int, generator: np.random.Generator) -> Answers:
         tokens = int(generator.integers(1, 30))
         return Response(f"{kind} {number}", score, tokens, bool(generator.integers(2)), kl)
 
-    return Answers(f"prompt {number}", response("greedy", None), response("sampled", float(generator.normal())))
+    return PromptResponses(f"prompt {number}", response("greedy", None), response("sampled", float(generator.normal())))
 
 
 def comparisons(count: int = 41, judged: bool = True) -> list[Comparison]:
@@ -118,7 +118,7 @@ def test_kl_is_the_sum_of_log_ratios_of_a_sampled_response_and_none_of_a_greedy_
 def test_rows_hold_the_answers_and_give_them_back() -> None:
     found = comparisons(5)
     rows = [json.loads(json.dumps(row(item))) for item in found]
-    assert answers_of(rows, "file") == {item.index: item.policy for item in found}
+    assert responses_of(rows, "file") == {item.index: item.policy for item in found}
     first = found[0]
     assert rows[0] == {
         "index": 0,
@@ -148,11 +148,11 @@ def test_rows_hold_the_answers_and_give_them_back() -> None:
 def test_a_damaged_row_is_named(key: str, value: object) -> None:
     rows = [row(item) for item in comparisons(2)]
     rows[1][key] = value
-    with pytest.raises(ConfigError, match=r"evaluation step\.jsonl:2: not as an evaluation wrote it"):
-        answers_of(rows, "step.jsonl")
+    with pytest.raises(ConfigError, match=r"evaluation step\.jsonl:2: damaged record"):
+        responses_of(rows, "step.jsonl")
     del rows[1][key]
     with pytest.raises(ConfigError, match=rf"step\.jsonl:2: .*'{key}'"):
-        answers_of(rows, "step.jsonl")
+        responses_of(rows, "step.jsonl")
 
 
 class Answering:
@@ -207,7 +207,7 @@ def test_a_judge_that_says_anything_else_is_an_error(answer: object, shown: str)
         Judge("m:f", Answering(answer), 1.0).preference(3, "p", "a", "b", "{}")
     assert str(refused.value) == (
         f"evaluation.judge m:f, prompt 3: returned {shown}, expected a number from 0 to 1, "
-        "1 where the response is better than the initial one"
+        "1 if the response is better than the initial one"
     )
 
 
@@ -220,7 +220,7 @@ def test_an_initial_policy_that_was_asked_something_else_is_refused(change: str)
     else:
         initial[1] = replace(initial[1], prompt="other")
     with pytest.raises(
-        ConfigError, match=r"data\.validation: prompt 2 is not the one that the initial policy answered"
+        ConfigError, match=r"data\.validation: prompt 2 differs from the one in the evaluation before the first step"
     ):
         compare(prompts(0, 1), policy, initial, None)
 
@@ -264,7 +264,7 @@ def test_the_first_usable_validation_prompts_are_taken(tmp_path: Path) -> None:
 
 
 def test_validation_prompts_are_needed_and_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.validation: names no prompts to evaluate on"):
+    with pytest.raises(ConfigError, match=r"data\.validation: null, so there are no prompts"):
         read_validation_prompts(config(tmp_path, None), tiny.tokenizer(), tiny.VOCABULARY)
     with pytest.raises(DataError, match=r"absent\.jsonl: cannot be read"):
         read_validation_prompts(config(tmp_path, tmp_path / "absent.jsonl"), tiny.tokenizer(), tiny.VOCABULARY)

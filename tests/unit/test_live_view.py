@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from quartet.cli.progress_view import LineView, LiveView, News
+from quartet.cli.progress_view import LineView, LiveView, Messages
 from quartet.v1 import orchestrator_pb2
 
 FIGURES = {
@@ -31,30 +31,30 @@ def alert(step: int, guard: str) -> orchestrator_pb2.Alert:
 
 
 def test_each_note_is_said_once_and_those_of_a_second_orchestrator_all() -> None:
-    news = News(Path("runs/tiny"))
-    assert news.of(progress(1, "a", "b")) == ["note: a", "note: b"]
-    assert news.of(progress(1, "a", "b", "b")) == ["note: b"]
-    assert news.of(progress(2, "a", "b", "b")) == []
-    assert news.of(progress(2, "a", "going on", "c", "d")) == ["note: a", "note: going on", "note: c", "note: d"]
-    assert news.of(progress(2)) == []
+    news = Messages(Path("runs/tiny"))
+    assert news.new_lines(progress(1, "a", "b")) == ["note: a", "note: b"]
+    assert news.new_lines(progress(1, "a", "b", "b")) == ["note: b"]
+    assert news.new_lines(progress(2, "a", "b", "b")) == []
+    assert news.new_lines(progress(2, "a", "going on", "c", "d")) == ["note: a", "note: going on", "note: c", "note: d"]
+    assert news.new_lines(progress(2)) == []
 
 
 def test_each_alert_is_said_once_and_those_of_a_second_orchestrator_all() -> None:
-    news = News(Path("runs/tiny"))
+    news = Messages(Path("runs/tiny"))
     first = orchestrator_pb2.Progress(alerts=[alert(1, "collapse"), alert(2, "collapse")])
-    assert len(news.of(first)) == 2
-    assert news.of(first) == []
+    assert len(news.new_lines(first)) == 2
+    assert news.new_lines(first) == []
     second = orchestrator_pb2.Progress(alerts=[alert(4, "kl"), alert(5, "kl"), alert(6, "kl")])
-    assert [line[:25] for line in news.of(second)] == ["guard kl (warn) after ste" for _ in range(3)]
+    assert [line[:25] for line in news.new_lines(second)] == ["guard kl (warn) after ste" for _ in range(3)]
 
 
 def test_of_lists_whose_beginning_is_dropped_each_entry_is_said_once() -> None:
-    news = News(Path("runs/tiny"))
+    news = Messages(Path("runs/tiny"))
 
     def said(before: int, notes: str) -> str:
         """What is new of a list whose entries are single letters."""
         alerts = [alert(ord(letter), "kl") for letter in notes]
-        lines = news.of(
+        lines = news.new_lines(
             orchestrator_pb2.Progress(notes=notes, notes_before=before, alerts=alerts, alerts_before=before)
         )
         new = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
@@ -80,7 +80,7 @@ def test_what_happened_to_the_processes_is_printed_between_the_steps(kind: type[
     console = Console(file=output, force_terminal=kind is LiveView, width=120)
     with kind(console, Path("runs/tiny")) as view:
         view.show(progress(1, **FIGURES))
-        view.say("critic: killed by SIGKILL; restarted (1 of 5 in a row)")
+        view.print_line("critic: killed by SIGKILL; restarted (1 of 5 in a row)")
         view.show(progress(2, **FIGURES))
     assert "critic: killed by SIGKILL; restarted (1 of 5 in a row)" in output.getvalue()
 
@@ -104,6 +104,6 @@ def test_steps_that_come_again_after_the_run_went_back_are_printed_again() -> No
         # What is told late of an earlier step is no way back by itself.
         view.show(progress(2, **FIGURES))
         view.show(progress(3, **FIGURES))
-        view.back(1)
+        view.rewind(1)
         view.show(progress(2, **FIGURES))
     assert [line.split()[1] for line in output.getvalue().splitlines()] == ["1/9", "2/9", "3/9", "2/9"]

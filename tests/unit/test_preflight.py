@@ -12,7 +12,7 @@ import pytest
 
 from quartet.config import Config, load_config, parse_config
 from quartet.errors import ConfigError, DataError, ModelError
-from quartet.preflight import check_inputs, looks_local, unused
+from quartet.preflight import check_inputs, looks_local, unused_settings
 
 
 @pytest.fixture
@@ -93,7 +93,9 @@ def test_a_missing_model_is_named_with_its_role(models: Path) -> None:
     (models / "reward/model.safetensors").unlink()
     (models / "reward/tokenizer.json").unlink()
     (models / "reward").rmdir()
-    with pytest.raises(ModelError, match=rf"reward\.model {models}/reward: no such directory; expected a Hugging Face"):
+    with pytest.raises(
+        ModelError, match=rf"reward\.model {models}/reward: no such directory; expected the directory of a Hugging Face"
+    ):
         check_inputs(config(models))
 
 
@@ -103,8 +105,8 @@ def test_a_missing_model_is_named_with_its_role(models: Path) -> None:
         ("config.json", None, "config.json cannot be read (No such file or directory)"),
         ("config.json", "{", "config.json: not JSON"),
         ("config.json", "[]", "config.json: expected a JSON object"),
-        ("model.safetensors", None, "no safetensors weights in it; save the model with save_pretrained"),
-        ("tokenizer.json", None, "its tokenizer files are missing; expected tokenizer.json, or a vocabulary"),
+        ("model.safetensors", None, "contains no safetensors files; save the model with save_pretrained"),
+        ("tokenizer.json", None, "its tokenizer files are missing; expected tokenizer.json, or another vocabulary"),
     ],
 )
 def test_a_broken_checkpoint_is_named(file: str, contents: str | None, expected: str, models: Path) -> None:
@@ -159,7 +161,7 @@ def test_a_hub_id_is_left_to_the_service(models: Path) -> None:
     tree = config(models).model_dump()
     tree["actor"]["model"] = "no-such-owner/no-such-model"
     notes = check_inputs(parse_config(tree, "test"))
-    assert notes[1] == "actor.model no-such-owner/no-such-model: a hub id; it is looked up when the actor starts"
+    assert notes[1] == "actor.model no-such-owner/no-such-model: hub id, which is loaded when the actor starts"
 
 
 def test_an_adapter_directory_is_a_model_and_its_base_is_named(models: Path) -> None:
@@ -169,7 +171,7 @@ def test_an_adapter_directory_is_a_model_and_its_base_is_named(models: Path) -> 
     tree = config(models).model_dump()
     tree["actor"]["model"] = str(adapter)
     notes = check_inputs(parse_config(tree, "test"))
-    assert notes[1] == f"actor.model {adapter}: a LoRA adapter on some/base; it is read when the actor starts"
+    assert notes[1] == f"actor.model {adapter}: LoRA adapter on some/base, which is loaded when the actor starts"
     (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"actor\.model .*adapter_config\.json: not JSON"):
         check_inputs(parse_config(tree, "test"))
@@ -196,7 +198,7 @@ def test_an_adapter_is_no_reward_model(models: Path) -> None:
         with pytest.raises(ModelError, match=rf"reward\.{key} .*{said}"):
             check_inputs(parse_config(tree, "test"))
     tree["reward"], tree["critic"]["model"] = {"model": str(models / "reward")}, str(adapter)
-    assert f"critic.model {adapter}: a LoRA adapter on some/base; it is read when the critic starts" in check_inputs(
+    assert f"critic.model {adapter}: LoRA adapter on some/base, which is loaded when the critic starts" in check_inputs(
         parse_config(tree, "test")
     )
 
@@ -230,7 +232,7 @@ def with_function(models: Path, function: str, **services: dict[str, Any]) -> Co
 )  # fmt: skip
 def test_the_module_of_a_function_is_found_and_not_imported(module: str, modules: Path) -> None:
     before = set(sys.modules)
-    note = f"reward.function {module}:f: its module is there; it is imported when its process starts"
+    note = f"reward.function {module}:f: module exists, and is imported when its process starts"
     assert note in check_inputs(with_function(modules, f"{module}:f"))
     assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("single", "package", "open")}
 
@@ -240,7 +242,7 @@ def test_a_package_that_hides_the_users_own_is_named(modules: Path) -> None:
     (modules / "json" / "__init__.py").touch()
     (modules / "json" / "mine.py").touch()
     with pytest.raises(
-        ConfigError, match=r"json/__init__\.py comes before the json that lies here: call that otherwise$"
+        ConfigError, match=r"json/__init__\.py hides the module json in this directory: rename that module$"
     ):
         check_inputs(with_function(modules, "json.mine:f"))
 
@@ -252,18 +254,16 @@ def test_a_function_of_a_module_that_does_not_exist_is_refused(module: str, modu
     with pytest.raises(ConfigError) as refused:
         check_inputs(with_function(modules, f"{module}:f"))
     said = str(refused.value)
-    assert said.startswith(
-        f"reward.function {module}:f: there is no module {module} in {modules} or among the installed"
-    )
+    assert said.startswith(f"reward.function {module}:f: no module {module} in {modules} or among the installed")
     assert "PYTHONPATH" in said
 
 
 def test_functions_of_ensembles_and_judges_are_looked_for_too(modules: Path) -> None:
     tree = config(modules).model_dump()
     parts = [{"name": name, "source": "function", "function": f"{name}:f"} for name in ("single", "absent")]
-    with pytest.raises(ConfigError, match=r"^reward\.parts\.absent\.function absent:f: there is no module absent"):
+    with pytest.raises(ConfigError, match=r"^reward\.parts\.absent\.function absent:f: no module absent"):
         check_inputs(parse_config({**tree, "reward": {"source": "ensemble", "parts": parts}}, "test"))
-    with pytest.raises(ConfigError, match=r"^evaluation\.judge absent\.judges:f: there is no module absent\.judges"):
+    with pytest.raises(ConfigError, match=r"^evaluation\.judge absent\.judges:f: no module absent\.judges"):
         check_inputs(parse_config({**tree, "evaluation": {"judge": "absent.judges:f"}}, "test"))
 
 
@@ -299,9 +299,9 @@ RLOO = {"estimator": "rloo"}
         ({"guards": {"critic_lost": {"action": "stop"}}}, "guards.critic_lost.action", NO_CRITIC),
         ({"algorithm": {**RLOO, "grpo_normalize_std": False}}, "algorithm.grpo_normalize_std", "algorithm.estimator is rloo"),
         ({"actor": {"model": "a/b", "lora": {}}, "reference": {"dtype": "float32", "micro_batch_tokens": 9}},
-         "reference.dtype, reference.micro_batch_tokens", "the actor answers as reference with its adapter off"),
+         "reference.dtype, reference.micro_batch_tokens", "the actor serves the reference, with its adapter disabled"),
         ({"actor": {"model": "a/b", "lora": {}}, "services": {"reference": {"devices": [1]}}},
-         "services.reference.devices", "the actor answers as reference with its adapter off"),
+         "services.reference.devices", "the actor serves the reference, with its adapter disabled"),
         ({"algorithm": {**RLOO, "kl_controller": {"target": 3.0, "horizon": 10_000.0}}},
          "algorithm.kl_controller.target, algorithm.kl_controller.horizon", "algorithm.kl_controller.kind is fixed"),
         ({"algorithm": {**RLOO, "truncation": {"treatment": "scale", "penalty": 2.0, "scale": 0.1}}},
@@ -316,7 +316,7 @@ def test_settings_that_do_nothing_are_named_with_the_reason(
     sections: dict[str, Any], keys: str, reason: str, models: Path
 ) -> None:
     given = parse_config(minimal(models, **{"algorithm": RLOO, **sections}), "test")
-    assert unused(given) == [f"not used: {keys}: {reason}"]
+    assert unused_settings(given) == [f"not used: {keys}: {reason}"]
 
 
 def test_settings_that_do_something_are_not_named(models: Path) -> None:
@@ -331,7 +331,7 @@ def test_settings_that_do_something_are_not_named(models: Path) -> None:
         "services": {"critic": {"num_threads": 1}, "reference": {"num_threads": 1}},
         "guards": {"critic_lost": {"action": "stop"}},
     }  # fmt: skip
-    assert unused(parse_config(minimal(models, **sections), "test")) == []
+    assert unused_settings(parse_config(minimal(models, **sections), "test")) == []
     grpo = {
         "algorithm": {
             "estimator": "grpo",
@@ -339,9 +339,9 @@ def test_settings_that_do_something_are_not_named(models: Path) -> None:
             "truncation": {"treatment": "scale", "scale": 0.1},
         }
     }
-    assert unused(parse_config(minimal(models, **grpo), "test")) == []
+    assert unused_settings(parse_config(minimal(models, **grpo), "test")) == []
     critic = {"critic": {"final_learning_rate": 1e-6}}
-    assert unused(parse_config(minimal(models, **critic), "test")) == [
+    assert unused_settings(parse_config(minimal(models, **critic), "test")) == [
         "not used: critic.final_learning_rate: critic.schedule is constant"
     ]
 
@@ -352,9 +352,9 @@ def test_a_config_that_gives_every_key_is_told_of_those_that_differ_only(models:
         return load_config(models / "config.yaml")
 
     actor = {"model": str(models / "policy"), "lora": {"rank": 2}}
-    assert unused(resolved(algorithm=RLOO, actor=actor)) == []
+    assert unused_settings(resolved(algorithm=RLOO, actor=actor)) == []
     given = resolved(algorithm={**RLOO, "gae_lambda": 0.9}, critic={"optimizer": {"eps": 1e-6}}, actor=actor)
-    assert unused(given) == [
+    assert unused_settings(given) == [
         f"not used: critic.optimizer.eps: {NO_CRITIC}",
         f"not used: algorithm.gae_lambda: {NO_CRITIC}",
     ]

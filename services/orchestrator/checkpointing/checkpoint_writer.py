@@ -23,10 +23,10 @@ from quartet.run_directory.checkpoints import (
     DamagedCheckpoint,
     checkpoint_folders,
     drop_checkpoint,
-    named_checkpoints,
     read_checkpoint,
     step_of,
     step_to_go_back_to,
+    tagged_checkpoints,
     whole_checkpoint,
 )
 from quartet.run_directory.run_files import RunFiles
@@ -184,7 +184,7 @@ class PendingCheckpoint:
         try:
             for path in checkpoint_folders(self._files)[: -self._keep]:
                 is_rollback_target = step_of(path) == step_to_go_back_to(self._files)
-                if not is_rollback_target and path.name not in named_checkpoints(self._files).values():
+                if not is_rollback_target and path.name not in tagged_checkpoints(self._files).values():
                     drop_checkpoint(path)
         except OSError as error:
             log.warning("old checkpoint not dropped", error=str(error))

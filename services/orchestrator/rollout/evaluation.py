@@ -12,12 +12,12 @@ from quartet.config import Config
 from quartet.errors import ComputationFailed, InvalidRequest
 from quartet.evaluation import (
     STEP,
-    Answers,
     Judge,
+    PromptResponses,
     Response,
-    answers_of,
     compare,
     greedy_sampling,
+    responses_of,
     row,
     run_sampling,
     stream_name,
@@ -64,7 +64,7 @@ class Evaluator:
         self._collector = Collector(stream, scoring, config.rollout.score_batch_size)
         self._prompts = list(prompts)
         self._tokenizer, self._files = tokenizer, files
-        self._baseline: dict[int, Answers] | None = None
+        self._baseline: dict[int, PromptResponses] | None = None
         judge = config.evaluation.judge
         self._worker = FunctionWorker(judge, "evaluation.judge") if judge else None
         self._judge = Judge(judge, self._worker, config.evaluation.timeout_seconds) if judge and self._worker else None
@@ -93,7 +93,7 @@ class Evaluator:
         )
         texts = texts_of(self._tokenizer, [prompt.token_ids for prompt in self._prompts], special_tokens=True)
         policy = {
-            prompt.index: Answers(text, *responses)
+            prompt.index: PromptResponses(text, *responses)
             for prompt, text, *responses in zip(self._prompts, texts, greedy, sampled, strict=True)
         }
         baseline = policy if step == 0 else self._read_baseline()
@@ -108,8 +108,8 @@ class Evaluator:
         if self._worker is not None:
             self._worker.close()
 
-    def _read_baseline(self) -> dict[int, Answers]:
-        return self._baseline or answers_of(self._files.read_evaluation(0), "step-000000.jsonl")
+    def _read_baseline(self) -> dict[int, PromptResponses]:
+        return self._baseline or responses_of(self._files.read_evaluation(0), "step-000000.jsonl")
 
     def _responses(
         self,

@@ -1,4 +1,4 @@
-"""`quartet demo`: a toy task, a PPO run on it, and what changed."""
+"""`quartet demo`: train on a toy task with PPO, and compare completions before and after."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from quartet.config import Config, load_config
 from quartet.run_directory.run_files import RunFiles, read_metrics
 
 console = Console()
-SHOWN = 5
-"""Completions in the table."""
-SCORED = 64
-"""Completions behind the mean scores."""
-WINDOW = 10
-"""Steps at each end that are compared."""
+SHOWN_COMPLETIONS = 5
+"""Number of completions in the table."""
+SCORED_COMPLETIONS = 64
+"""Number of completions that the mean scores are computed from."""
+WINDOW_STEPS = 10
+"""Number of first and last steps to compare."""
 
 
 def demo(directory: Path, overrides: list[str]) -> None:
-    """Makes the toy task on first use, trains on it, and prints completions before and after."""
+    """Create the toy task on first use, train on it, and print completions before and after."""
     start = time.monotonic()
     toy_task = directory.absolute() / "toy-task"
     _make_toy_task(toy_task)
@@ -62,7 +62,7 @@ def demo(directory: Path, overrides: list[str]) -> None:
 def _make_toy_task(toy_task: Path) -> None:
     from quartet.demo.toy_task import make_toy_task
 
-    title = "making a toy task: corpus, tokenizer, policy, reward model (first use only, about a minute)"
+    title = "creating the toy task: corpus, tokenizer, policy, reward model (first use only, about a minute)"
     if not console.is_terminal and not toy_task.exists():
         console.print(title)
     with console.status(title):
@@ -70,7 +70,7 @@ def _make_toy_task(toy_task: Path) -> None:
         make_toy_task(toy_task)
         if time.monotonic() - start > 1:
             console.print(
-                f"toy task: {toy_task}, made in {time.monotonic() - start:.0f} s", highlight=False, soft_wrap=True
+                f"toy task: {toy_task}, created in {time.monotonic() - start:.0f} s", highlight=False, soft_wrap=True
             )
 
 
@@ -89,7 +89,7 @@ def _scored_completions(config: Config, policy: str) -> list[Scored]:
     from quartet.rewards.factory import build_reward
     from quartet.types import SamplingParameters, TokenBatch
 
-    lines = read_prompt_lines(config.data.prompts)[:SCORED]
+    lines = read_prompt_lines(config.data.prompts)[:SCORED_COMPLETIONS]
     sampling = SamplingParameters(config.rollout.max_response_tokens, config.rollout.temperature)
     completions = complete(policy, config.data.prompts, lines, sampling, seed=config.run.seed)
     with closing(build_reward(config, "cpu")) as reward:
@@ -103,7 +103,7 @@ def _print_completions(config: Config, files: RunFiles) -> None:
     table = Table(title="the same prompts, before and after", show_lines=True)
     for title, style in (("prompt", ""), ("before", ""), ("score", "red"), ("after", ""), ("score", "green")):
         table.add_column(title, style=style, overflow="fold", justify="right" if title == "score" else "left")
-    for old, new in zip(before[:SHOWN], after[:SHOWN], strict=True):
+    for old, new in zip(before[:SHOWN_COMPLETIONS], after[:SHOWN_COMPLETIONS], strict=True):
         table.add_row(old.prompt, old.text.strip(), f"{old.score:+.2f}", new.text.strip(), f"{new.score:+.2f}")
     table.add_section()
     table.add_row(f"mean of {len(before)}", "", f"{_mean(before):+.2f}", "", f"{_mean(after):+.2f}", style="bold")
@@ -115,8 +115,8 @@ def _mean(completions: Sequence[Scored]) -> float:
 
 
 def print_verdict(steps: Sequence[dict[str, float]]) -> None:
-    """Compares the run's first and last steps: the gain in mean reward, in standard deviations between responses."""
-    window = min(WINDOW, len(steps) // 2)
+    """Print the gain in mean reward from the first to the last steps, in standard deviations between responses."""
+    window = min(WINDOW_STEPS, len(steps) // 2)
     if not window:
         return
     first, last = steps[:window], steps[-window:]

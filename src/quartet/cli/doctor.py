@@ -1,4 +1,4 @@
-"""`quartet doctor`: what this machine offers, and what a config needs of it."""
+"""`quartet doctor`: check this machine, and the requirements of a config."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ from quartet.types import TRAINED_ROLES, Role
 console = Console()
 
 TRAINED_BYTES = 16
-"""What a parameter that learns costs: in float32 itself, its gradient and AdamW's two moments, 4 bytes each; in half precision
-itself and its gradient, 2 bytes each, a float32 master and the moments."""
+"""Memory per trained parameter. float32: weight, gradient and the two moments of AdamW, 4 bytes each. Half precision: weight and
+gradient, 2 bytes each, and a float32 master weight and the moments, 4 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at: whether it is as it should be, and what was seen."""
+    """Result of one check."""
 
-    what: str
-    fine: bool
-    seen: str
+    subject: str
+    ok: bool
+    detail: str
 
 
 def doctor(config_path: Path | None, overrides: list[str], overlays: list[Path]) -> bool:
-    """Prints the findings; True when nothing stands in the way. Raises ConfigError for a config that cannot be read."""
+    """Print the results of all checks, and return whether all passed. Raises ConfigError if the config is invalid."""
     if config_path is None and (overrides or overlays):
-        raise ConfigError("--set and --overlay: change a config; give CONFIG, too, or leave them out")
+        raise ConfigError("--set and --overlay: need CONFIG; give it, or remove them")
     config = None if config_path is None else load_config(config_path, overrides, overlays)
     findings = list(_machine())
     if config is not None:
-        findings += _needs(config)
+        findings += _requirements(config)
     table = Table(show_header=False, box=None, padding=(0, 2))
     for finding in findings:
-        mark = "[green]fine[/]" if finding.fine else "[red]mend[/]"
-        table.add_row(mark, finding.what, finding.seen)
+        mark = "[green]ok[/]" if finding.ok else "[red]failed[/]"
+        table.add_row(mark, finding.subject, finding.detail)
     console.print(table)
-    return all(finding.fine for finding in findings)
+    return all(finding.ok for finding in findings)
 
 
 def _machine() -> Iterator[Finding]:
@@ -70,13 +70,13 @@ def _machine() -> Iterator[Finding]:
     yield Finding("memory", True, f"{total / 2**30:.1f} GiB")
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     seen = ", ".join(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices)
-    yield Finding("GPUs", True, seen or "none: every service computes on the CPU")
+    yield Finding("GPUs", True, seen or "none; every service uses the CPU")
     yield Finding("bf16", True, _bf16(torch))
     yield _redis_server()
 
 
 def _bf16(torch: Any) -> str:
-    """Times a matrix product in both types: what the processor has counts, not what torch accepts."""
+    """Compare the speed of matrix multiplication in bfloat16 and float32: torch also accepts bfloat16 on slow hardware."""
     from quartet.models.forward.onednn_linear import linear
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,8 +94,8 @@ def _bf16(torch: Any) -> str:
         return best
 
     ratio = seconds(torch.float32) / seconds(torch.bfloat16)
-    verdict = "worth it" if ratio > 1.2 else "not worth it: use float32"
-    return f"matrix product {ratio:.1f} times the speed of float32 on this {device}; {verdict}"
+    verdict = "use it" if ratio > 1.2 else "use float32"
+    return f"matrix multiplication is {ratio:.1f} times as fast as in float32 on this {device}; {verdict}"
 
 
 def _redis_server() -> Finding:
@@ -107,7 +107,7 @@ def _redis_server() -> Finding:
     return Finding("embedded Redis", True, f"{server} ({version.stdout.strip().split(' sha')[0]})")
 
 
-def _needs(config: Config) -> Iterator[Finding]:
+def _requirements(config: Config) -> Iterator[Finding]:
     import torch
 
     for what, check in (("input", check_inputs), ("access", check_access)):
@@ -121,20 +121,22 @@ def _needs(config: Config) -> Iterator[Finding]:
     for role in roles:
         service = getattr(config.services, role)
         if service.address is not None:
-            answers = accepts_connections(service.address)
-            seen = f"{service.address} answers" if answers else f"nothing answers at {service.address}; start it"
-            yield Finding(role, answers, seen)
+            responds = accepts_connections(service.address)
+            seen = f"{service.address} responds" if responds else f"no service responds at {service.address}; start it"
+            yield Finding(role, responds, seen)
             continue
         missing = [index for index in service.devices if index >= torch.cuda.device_count()]
-        where = f"CUDA {list(service.devices)}" if service.devices else f"CPU, {_threads(config, role)}"
+        place = f"CUDA {list(service.devices)}" if service.devices else f"CPU, {_threads(config, role)}"
         threads += 0 if service.devices else threads_of(config, role)
         listen = listen_address(service).removesuffix(":0")
         port = listen if ":" in listen else f"a free port of {listen}"
-        detail = f"{where}, listens on {port}{_memory(config, role)}{_updates(config, role)}"
-        yield Finding(role, not missing, f"{detail}; CUDA {missing} not there" if missing else detail)
+        detail = f"{place}, listens on {port}{_memory(config, role)}{_update_memory(config, role)}"
+        yield Finding(role, not missing, f"{detail}; CUDA devices {missing} do not exist" if missing else detail)
     if threads > max(cores(), len(roles)):
         yield Finding(
-            "threads", False, f"{threads} for {cores()} cores: every service will crawl; lower services.*.num_threads"
+            "threads",
+            False,
+            f"{threads} threads for {cores()} cores slow every service down; lower services.*.num_threads",
         )
     if config.buffer.url is not None:
         yield _buffer(config)
@@ -157,7 +159,7 @@ def _memory(config: Config, role: Role) -> str:
 
 
 def _parameters(path: Path) -> int:
-    """How many are in a file, of which the head alone is read; 0 of one that is broken, which who loads it will say."""
+    """Return the number of parameters in a file, by its header. 0 for a damaged file, which loading reports."""
     try:
         with safetensors.safe_open(path, framework="np") as file:
             return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
@@ -165,8 +167,8 @@ def _parameters(path: Path) -> int:
         return 0
 
 
-def _updates(config: Config, role: Role) -> str:
-    """What the service will look at when it starts, where nobody has told it the size of its micro-batches."""
+def _update_memory(config: Config, role: Role) -> str:
+    """Return the free memory by which the service will choose its micro-batch size, if the config leaves it open."""
     if role not in TRAINED_ROLES or getattr(config, role).micro_batch_tokens is not None:
         return ""
     import torch
@@ -177,7 +179,7 @@ def _updates(config: Config, role: Role) -> str:
     if any(index >= torch.cuda.device_count() for index in devices):
         return ""
     free = (free_gpu_bytes(torch.device("cuda", devices[0])) if devices else free_host_bytes()) // sharers(config, role)
-    return f", micro_batch_tokens found at its start: {free / 2**30:.1f} GiB are free for it now, its weights included"
+    return f", micro_batch_tokens is chosen at its start; {free / 2**30:.1f} GiB are free for it now, including its weights"
 
 
 def _buffer(config: Config) -> Finding:
@@ -185,9 +187,9 @@ def _buffer(config: Config) -> Finding:
     folder = certificates / OPERATOR if certificates is not None and url.startswith("rediss:") else None
     missing = [path for path in (config.buffer.password_file, folder) if path is not None and not path.exists()]
     if missing and config.services.orchestrator.address is not None:
-        return Finding("buffer", True, f"{redact_url(url)} was not asked: {missing[0]} is not on this machine")
+        return Finding("buffer", True, f"{redact_url(url)} was not checked: {missing[0]} is not on this machine")
     try:
         connect(buffer_url(config, folder) or "").close()
     except QuartetError as error:
         return Finding("buffer", False, str(error))
-    return Finding("buffer", True, f"{redact_url(url)} answers")
+    return Finding("buffer", True, f"{redact_url(url)} responds")

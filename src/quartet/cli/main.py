@@ -1,4 +1,4 @@
-"""The `quartet` command: each subcommand parses, delegates, and prints. Heavy imports wait until they are needed."""
+"""The `quartet` command and its subcommands. Modules are imported when a command needs them, so that others start fast."""
 
 from __future__ import annotations
 
@@ -18,106 +18,112 @@ from quartet.train_extra import explain_missing_package
 
 app = typer.Typer(
     name="quartet",
-    help="RLHF training as microservices.",
+    help="Train language models with RLHF. Actor, critic, reward and reference model run as separate services.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Look at a config without starting anything.", no_args_is_help=True)
+config_app = typer.Typer(help="Check and print configs.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).")]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads the annotation at run time
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one setting, for example run.steps=10. May be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, such as run.steps=10. Repeatable."),
 ]
 Overlays = Annotated[
     Optional[list[Path]],  # noqa: UP045
     typer.Option(
         "--overlay",
         metavar="FILE",
-        help="Laid over CONFIG, as a further --config of python -m quartet.services. May be repeated.",
+        help="Another config file whose keys override those of CONFIG. Repeatable.",
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Drop an earlier run of the same name.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run of the same name.")]
 
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of this name where it broke off.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the run of this name from its last committed step.")]
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
+"""Exit status after Ctrl-C: 128 + SIGINT, as in shells."""
 
 
 @app.command()
 def train(
     config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False, resume: Resume = False
 ) -> None:
-    """Train: start whatever the config does not point at, run PPO, stop what was started."""
-    from quartet.cli.start_run import train as run
+    """Train a policy. Start the services that have no address in the config, and stop them at the end."""
+    from quartet.cli.start_run import train as start
 
-    run(config, overrides or [], overwrite, resume)
+    start(config, overrides or [], overwrite, resume)
 
 
 @app.command()
 def up(config: ConfigPath, overrides: Overrides = None, overwrite: Overwrite = False, resume: Resume = False) -> None:
-    """Start everything, train, and keep the services up afterwards, until Ctrl-C."""
-    from quartet.cli.start_run import up as run
+    """Train a policy as `train` does, and keep the services running afterwards, until Ctrl-C."""
+    from quartet.cli.start_run import up as start
 
-    run(config, overrides or [], overwrite, resume)
+    start(config, overrides or [], overwrite, resume)
 
 
 RunOrURL = Annotated[
-    str, typer.Argument(metavar="RUN|URL", help="A run that is going on: runs/NAME, or http://HOST:PORT/runs/NAME.")
+    str,
+    typer.Argument(metavar="RUN|URL", help="An active run: its directory runs/NAME, or http://HOST:PORT/runs/NAME."),
 ]
-RunName = Annotated[Optional[str], typer.Option("--run", metavar="NAME", help="The run, where the URL names none.")]  # noqa: UP045
+RunName = Annotated[
+    Optional[str], typer.Option("--run", metavar="NAME", help="Name of the run, if the URL does not contain it.")
+]  # noqa: UP045
 TokenFile = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option(metavar="FILE", help="Holds the token that a URL needs; otherwise QUARTET_GATEWAY_TOKEN does."),
+    typer.Option(
+        metavar="FILE",
+        help="File with the gateway token. Default: the variable QUARTET_GATEWAY_TOKEN. Only with a URL.",
+    ),
 ]
 
 
 @app.command()
 def watch(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
-    """Show a run that is going on elsewhere."""
-    from quartet.cli.remote.gateway_client import find
+    """Show the progress of an active run."""
+    from quartet.cli.remote.gateway_client import find_run
     from quartet.cli.remote.watch import watch as show
 
-    show(find(run, name, token_file))
+    show(find_run(run, name, token_file))
 
 
 @app.command()
 def pause(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
-    """Let a run wait after the step in hand."""
-    from quartet.cli.remote.control import pause as ask
-    from quartet.cli.remote.gateway_client import find
+    """Pause a run after the current step."""
+    from quartet.cli.remote.control import pause as send
+    from quartet.cli.remote.gateway_client import find_run
 
-    ask(find(run, name, token_file))
+    send(find_run(run, name, token_file))
 
 
 @app.command()
 def resume(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
-    """Let a paused run go on."""
-    from quartet.cli.remote.control import resume as ask
-    from quartet.cli.remote.gateway_client import find
+    """Resume a paused run."""
+    from quartet.cli.remote.control import resume as send
+    from quartet.cli.remote.gateway_client import find_run
 
-    ask(find(run, name, token_file))
+    send(find_run(run, name, token_file))
 
 
 @app.command()
 def stop(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
-    """End a run after the step in hand; its policy is saved."""
-    from quartet.cli.remote.control import stop as ask
-    from quartet.cli.remote.gateway_client import find
+    """Stop a run after the current step, and save its policy."""
+    from quartet.cli.remote.control import stop as send
+    from quartet.cli.remote.gateway_client import find_run
 
-    ask(find(run, name, token_file))
+    send(find_run(run, name, token_file))
 
 
 @app.command()
 def checkpoint(run: RunOrURL, name: RunName = None, token_file: TokenFile = None) -> None:
-    """Let a run write a checkpoint after the step in hand."""
-    from quartet.cli.remote.control import checkpoint as ask
-    from quartet.cli.remote.gateway_client import find
+    """Write a checkpoint of an active run after the current step."""
+    from quartet.cli.remote.control import checkpoint as send
+    from quartet.cli.remote.gateway_client import find_run
 
-    ask(find(run, name, token_file))
+    send(find_run(run, name, token_file))
 
 
 @app.command("set")
@@ -125,35 +131,38 @@ def change(
     run: RunOrURL,
     settings: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Argument(metavar="[SETTING=NUMBER...]", help="Such as kl_coefficient=0.1; none: say which there are."),
+        typer.Argument(
+            metavar="[SETTING=NUMBER...]",
+            help="New value, such as kl_coefficient=0.1. Without arguments: list the settings.",
+        ),
     ] = None,
     name: RunName = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Change settings of a run while it goes on."""
-    from quartet.cli.remote.control import change as ask
-    from quartet.cli.remote.gateway_client import find
+    """Change settings of an active run."""
+    from quartet.cli.remote.control import change_settings as send
+    from quartet.cli.remote.gateway_client import find_run
 
-    ask(find(run, name, token_file), settings or [])
+    send(find_run(run, name, token_file), settings or [])
 
 
 @app.command()
 def view(
-    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="A folder of runs, or one run in it.")],
+    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="Folder of runs, or the directory of one run.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0 selects a free port.")] = 0,
     allow_host: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="NAME", help="A further name by which it may be addressed. May be repeated."),
+        typer.Option(metavar="NAME", help="Another host name that requests may use. Repeatable."),
     ] = None,
     allow_plaintext: Annotated[
-        bool, typer.Option("--allow-plaintext", help="Listen without TLS on an address other than loopback.")
+        bool, typer.Option("--allow-plaintext", help="Allow an address other than loopback, without TLS.")
     ] = False,
 ) -> None:
-    """Open runs on the disk in the dashboard, until Ctrl-C."""
-    from quartet.cli.view_runs import view as show
+    """Open recorded runs in the dashboard, until Ctrl-C."""
+    from quartet.cli.view_runs import view_runs
 
-    show(runs, host, port, allow_host or [], allow_plaintext)
+    view_runs(runs, host, port, allow_host or [], allow_plaintext)
 
 
 @app.command()
@@ -161,63 +170,61 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")],
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Where to write it; otherwise report.html in the run's directory."),
+        typer.Option(metavar="FILE", help="File to write. Default: report.html in the directory of the run."),
     ] = None,
 ) -> None:
-    """Write one HTML file of a run: curves, tables, texts, settings."""
+    """Write a report of a run as one HTML file: curves, tables, texts and settings."""
     from quartet.cli.report.command import report as write
 
     write(run, output)
 
 
-checkpoints_app = typer.Typer(help="The checkpoints of a run.", no_args_is_help=True)
+checkpoints_app = typer.Typer(help="List, verify, tag and export the checkpoints of a run.", no_args_is_help=True)
 app.add_typer(checkpoints_app, name="checkpoints")
 AnyRun = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")]
-Which = Annotated[str, typer.Argument(metavar="STEP|NAME", help="A step that has a checkpoint, or the name of one.")]
+Which = Annotated[str, typer.Argument(metavar="STEP|TAG", help="Step or tag of a checkpoint.")]
 
 
 @checkpoints_app.command("list")
 def checkpoints_list(run: AnyRun) -> None:
-    """List a run's checkpoints."""
-    from quartet.cli.checkpoint.manage import show
+    """List the checkpoints of a run."""
+    from quartet.cli.checkpoint.manage import list_checkpoints
 
-    show(run, verify=False)
+    list_checkpoints(run, verify=False)
 
 
 @checkpoints_app.command("verify")
 def checkpoints_verify(run: AnyRun) -> None:
-    """Hold every file of a run's checkpoints against its checksum. Exit status 1 where one is damaged."""
-    from quartet.cli.checkpoint.manage import show
+    """Compare the files of all checkpoints with their checksums. Exit status 1 if a checkpoint is damaged."""
+    from quartet.cli.checkpoint.manage import list_checkpoints
 
-    if not show(run, verify=True):
+    if not list_checkpoints(run, verify=True):
         raise typer.Exit(1)
 
 
-@checkpoints_app.command("name")
-def checkpoints_name(
-    run: AnyRun, step: Which, name: Annotated[str, typer.Argument(metavar="NAME", help="Such as best.")]
+@checkpoints_app.command("tag")
+def checkpoints_tag(
+    run: AnyRun, step: Which, tag: Annotated[str, typer.Argument(metavar="TAG", help="Tag to add, such as best.")]
 ) -> None:
-    """Give a checkpoint a name: it is then kept, however many come after it."""
-    from quartet.cli.checkpoint.manage import name as give
+    """Tag a checkpoint. A tagged checkpoint is kept regardless of checkpoint.keep_last."""
+    from quartet.cli.checkpoint.manage import tag_checkpoint
 
-    give(run, step, name)
+    tag_checkpoint(run, step, tag)
 
 
-@checkpoints_app.command("forget")
-def checkpoints_forget(
-    run: AnyRun, name: Annotated[str, typer.Argument(metavar="NAME", help="A name that was given.")]
-) -> None:
-    """Take a name away: the checkpoint goes when it is no longer one of the newest."""
-    from quartet.cli.checkpoint.manage import forget
+@checkpoints_app.command("untag")
+def checkpoints_untag(run: AnyRun, tag: Annotated[str, typer.Argument(metavar="TAG", help="Tag to remove.")]) -> None:
+    """Remove a tag. The checkpoint is deleted once it is no longer one of the latest."""
+    from quartet.cli.checkpoint.manage import untag_checkpoint
 
-    forget(run, name)
+    untag_checkpoint(run, tag)
 
 
 @checkpoints_app.command("export")
 def checkpoints_export(
-    run: AnyRun, step: Which, directory: Annotated[Path, typer.Argument(help="A new directory, or an empty one.")]
+    run: AnyRun, step: Which, directory: Annotated[Path, typer.Argument(help="New or empty directory to write to.")]
 ) -> None:
-    """Write the policy of a checkpoint as a Hugging Face model: weights, config, tokenizer; an adapter merged."""
+    """Export the policy of a checkpoint as a Hugging Face model. An adapter is merged into the weights."""
     from quartet.cli.checkpoint.export import export
 
     export(run, step, directory)
@@ -225,31 +232,31 @@ def checkpoints_export(
 
 @app.command()
 def rollback(run: AnyRun, step: Which) -> None:
-    """Forget what came after a checkpoint; train --resume goes on from there."""
+    """Remove everything after a checkpoint. `quartet train --resume` continues from there."""
     from quartet.cli.checkpoint.manage import rollback as roll
 
     roll(run, step)
 
 
 @app.command()
-def branch(
+def fork(
     run: AnyRun,
     step: Which,
-    name: Annotated[str, typer.Option(help="Name of the new run, beside the old one.")],
+    name: Annotated[str, typer.Option(help="Name of the new run.")],
     overrides: Overrides = None,
 ) -> None:
-    """Make a new run out of a checkpoint, with other settings; train --resume goes on with it."""
-    from quartet.cli.checkpoint.manage import branch as make
+    """Create a new run from a checkpoint, with other settings. `quartet train --resume` continues it."""
+    from quartet.cli.checkpoint.fork import fork as create
 
-    make(run, step, name, overrides or [])
+    create(run, step, name, overrides or [])
 
 
 @app.command()
 def demo(
-    directory: Annotated[Path, typer.Option(help="Where the demo keeps its toy task and its run.")] = Path("runs"),
+    directory: Annotated[Path, typer.Option(help="Folder for the toy task and the run of the demo.")] = Path("runs"),
     overrides: Overrides = None,
 ) -> None:
-    """Make a toy task, train on it with PPO, and show completions before and after."""
+    """Train on a toy task with PPO, and show completions before and after."""
     from quartet.cli.demo import demo as run
 
     run(directory, overrides or [])
@@ -257,19 +264,19 @@ def demo(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")],
-    prompts: Annotated[Optional[list[str]], typer.Argument(metavar="PROMPT...", help="Texts to complete.")] = None,  # noqa: UP045
-    file: Annotated[Optional[Path], typer.Option(help="JSON Lines of prompts instead.")] = None,  # noqa: UP045
-    max_tokens: Annotated[int, typer.Option(min=1, help="Token limit of a completion.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Keep this many tokens; 0 is off.")] = 0,
-    samples: Annotated[int, typer.Option(min=1, help="Completions for each prompt.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the random streams.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda:0, ...")] = "cpu",
-    json_lines: Annotated[bool, typer.Option("--json", help="One JSON object for each completion.")] = False,
+    model: Annotated[str, typer.Argument(help="Directory of a model, or Hugging Face hub id.")],
+    prompts: Annotated[Optional[list[str]], typer.Argument(metavar="PROMPT...", help="Prompts to complete.")] = None,  # noqa: UP045
+    file: Annotated[Optional[Path], typer.Option(help="JSON Lines file of prompts, instead of PROMPT.")] = None,  # noqa: UP045
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a completion in tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling probability. 1 disables it.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens. 0 disables it.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="Number of completions per prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    device: Annotated[str, typer.Option(help="Device, such as cpu or cuda:0.")] = "cpu",
+    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object per completion.")] = False,
 ) -> None:
-    """Complete prompts with any checkpoint."""
+    """Complete prompts with a model."""
     from quartet.cli.inference.generate import generate as run
     from quartet.types import SamplingParameters
 
@@ -289,17 +296,21 @@ def generate(
 
 @app.command()
 def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="Saved policy or adapter: runs/NAME/policy, or of a checkpoint.")],
-    config: Annotated[Optional[Path], typer.Option(help="YAML file; otherwise that of the run it lies in.")] = None,  # noqa: UP045
+    checkpoint: Annotated[
+        str, typer.Argument(help="Saved policy or adapter, such as runs/NAME/policy or the directory of a checkpoint.")
+    ],
+    config: Annotated[
+        Optional[Path], typer.Option(help="Config file. Default: the config of the run that contains the policy.")
+    ] = None,  # noqa: UP045
     overrides: Overrides = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda:0, ...")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="The means as one JSON object.")] = False,
+    device: Annotated[str, typer.Option(help="Device, such as cpu or cuda:0.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the means as one JSON object.")] = False,
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Write the responses as JSON Lines, one object for each prompt."),
+        typer.Option(metavar="FILE", help="JSON Lines file for the responses, one object per prompt."),
     ] = None,
 ) -> None:
-    """Hold a saved policy against the initial one, on the validation prompts."""
+    """Compare a saved policy with the initial policy on the validation prompts."""
     from quartet.cli.inference.evaluate import evaluate as run
 
     run(checkpoint, config, overrides or [], device, as_json, output)
@@ -307,54 +318,56 @@ def evaluate(
 
 @app.command()
 def doctor(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Say what this config needs, too.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="Config file whose requirements to check as well.")
+    ] = None,
     overrides: Overrides = None,
     overlays: Overlays = None,
 ) -> None:
-    """What this machine offers: cores, GPUs, bf16, Redis, ports; and what a config needs."""
-    from quartet.cli.doctor import doctor as run
+    """Check this machine: cores, GPUs, bfloat16, Redis and ports. With a config: check its requirements."""
+    from quartet.cli.doctor import doctor as check
 
-    if not run(config, overrides or [], overlays or []):
+    if not check(config, overrides or [], overlays or []):
         raise typer.Exit(1)
 
 
 @app.command()
 def certificates(
-    folder: Annotated[Path, typer.Argument(help="A new folder, or an empty one.")],
-    days: Annotated[int, typer.Option(min=1, max=3650, help="Days for which they are good.")] = 365,
+    folder: Annotated[Path, typer.Argument(help="New or empty folder to write to.")],
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Validity in days.")] = 365,
     process: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(
-            metavar="ROLE+ROLE", help="Model services that share a process, as critic+reward. May be repeated."
+            metavar="ROLE+ROLE", help="Model services that share a process, such as critic+reward. Repeatable."
         ),
     ] = None,
     redis_name: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="HOST", help="A further name or address of the Redis. May be repeated."),
+        typer.Option(metavar="HOST", help="Another host name or address of the Redis server. Repeatable."),
     ] = None,
 ) -> None:
-    """Make certificates for mutual TLS between all processes."""
-    from quartet.cli.make_certificates import certificates as make
+    """Create certificates for mutual TLS between all processes."""
+    from quartet.cli.make_certificates import make_certificates
 
-    make(folder, days, process or [], redis_name or [])
+    make_certificates(folder, days, process or [], redis_name or [])
 
 
 @config_app.command("check")
 def config_check(config: ConfigPath, overrides: Overrides = None, overlays: Overlays = None) -> None:
-    """Check a config, its prompts, its local checkpoints, its certificates, tokens and passwords."""
+    """Check a config and the files that it names: prompts, models, certificates, tokens and passwords."""
     from quartet.config import load_config
     from quartet.launcher.security_checks import check_access
     from quartet.preflight import check_inputs
 
-    found = load_config(config, overrides or [], overlays or [])
-    for note in [*check_inputs(found), *check_access(found)]:
+    loaded = load_config(config, overrides or [], overlays or [])
+    for note in [*check_inputs(loaded), *check_access(loaded)]:
         typer.echo(note)
-    typer.echo(f"{config}: fine")
+    typer.echo(f"{config}: valid")
 
 
 @config_app.command("show")
 def config_show(config: ConfigPath, overrides: Overrides = None, overlays: Overlays = None) -> None:
-    """Print a config as resolved, defaults included."""
+    """Print the complete config, including defaults and overrides."""
     from quartet.config import load_config
 
     typer.echo(load_config(config, overrides or [], overlays or []).to_yaml(), nl=False)
@@ -362,7 +375,7 @@ def config_show(config: ConfigPath, overrides: Overrides = None, overlays: Overl
 
 @config_app.command("reference")
 def config_reference() -> None:
-    """Print every setting with its type, default and meaning, as Markdown."""
+    """Print a Markdown reference of all settings."""
     from quartet.cli.config_reference import reference
 
     typer.echo(reference(), nl=False)
@@ -370,7 +383,7 @@ def config_reference() -> None:
 
 @config_app.command("schema")
 def config_schema() -> None:
-    """Print the JSON Schema of config files, by which editors complete and check them."""
+    """Print the JSON Schema of config files, for completion and checks in editors."""
     from quartet.config import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
@@ -383,19 +396,19 @@ def version() -> None:
 
 
 def main() -> None:
-    """Runs the command. Exit status: 0; 2 for input that the user can mend; 130 after Ctrl-C; 1 for anything else."""
+    """Run the command. Exit status: 0 on success, 1 on failure, 2 on invalid input, 130 after Ctrl-C."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    # gRPC tells people of every connection that a service ends.
+    # gRPC logs every connection that a service closes.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGHUP, interrupt)
     try:
         app()
     except (SystemExit, KeyboardInterrupt) as end:
-        # Typer itself reports mistyped options (2), and makes an exit of KeyboardInterrupt.
+        # Typer reports mistyped options itself (2), and turns KeyboardInterrupt into SystemExit.
         if isinstance(end, SystemExit) and end.code != INTERRUPTED:
             raise
         print("stopped", file=sys.stderr)

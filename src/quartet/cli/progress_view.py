@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live view in a terminal, a line for each step elsewhere."""
+"""Progress of a run on the console: a live view in a terminal, one line per step otherwise."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rich.text import Text
 
 from quartet.v1 import orchestrator_pb2
 
-HISTORY = 48
-"""Steps that the small curves show."""
-_BARS = "▁▂▃▄▅▆▇█"
+CURVE_STEPS = 48
+"""Number of steps in a sparkline."""
+_SPARK_CHARACTERS = "▁▂▃▄▅▆▇█"
 
 
 class View(Protocol):
-    """Shows progress until it is closed."""
+    """Display of the progress of a run."""
 
     def show(self, progress: orchestrator_pb2.Progress) -> None:
-        """One piece of news."""
+        """Display the current progress."""
 
-    def say(self, line: str) -> None:
-        """What happened to the run's processes; one line."""
+    def print_line(self, line: str) -> None:
+        """Print a message, such as the restart of a process."""
 
-    def back(self, step: int) -> None:
-        """The run went back: what comes after ``step`` is new."""
+    def rewind(self, step: int) -> None:
+        """Go back to ``step``, so that later steps are displayed again."""
 
     def __enter__(self) -> View: ...
 
@@ -43,24 +43,24 @@ class View(Protocol):
 
 
 def make_view(console: Console, run: Path | str) -> View:
-    """A live view where there is a terminal, else lines. ``run`` is what commands call it: its directory, or a URL."""
+    """Return a live view for a terminal, otherwise one that prints lines. ``run`` is the directory or URL of the run."""
     return LiveView(console, run) if console.is_terminal else LineView(console, run)
 
 
 class Pace:
-    """Tokens per second and time left, from the steps seen so far."""
+    """Tokens per second and remaining time, by the latest steps."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=20)
         self.tokens_per_second = 0.0
 
     def add(self, metrics: dict[str, float]) -> None:
-        """One committed step."""
+        """Add a committed step."""
         self._seconds.append(metrics["seconds"])
         self.tokens_per_second = metrics["response_tokens"] / max(metrics["seconds"], 1e-9)
 
-    def left(self, steps: int) -> str:
-        """Time that so many steps will take, as [h:]mm:ss."""
+    def time_left(self, steps: int) -> str:
+        """Return the estimated duration of ``steps`` steps as [h:]mm:ss."""
         if not self._seconds:
             return "--:--"
         seconds = round(steps * sum(self._seconds) / len(self._seconds))
@@ -69,8 +69,8 @@ class Pace:
         return f"{hours}:{clock}" if hours else clock
 
 
-class News:
-    """What has not been said yet of a run's notes, alerts and pauses. ``run`` is its directory, or a URL."""
+class Messages:
+    """Selects notes, alerts and pauses of a run that have not been printed yet. ``run`` is its directory or URL."""
 
     def __init__(self, run: Path | str) -> None:
         self._run = run
@@ -78,29 +78,29 @@ class News:
         self._alerts: tuple[int, Sequence[object]] = (0, [])
         self._paused = False
 
-    def of(self, progress: orchestrator_pb2.Progress) -> list[str]:
-        """New lines to print."""
+    def new_lines(self, progress: orchestrator_pb2.Progress) -> list[str]:
+        """Return the lines to print for this progress."""
         notes = progress.notes_before, list(progress.notes)
         alerts = progress.alerts_before, [(alert.step, alert.guard) for alert in progress.alerts]
-        lines = [f"note: {note}" for note in progress.notes[_known(self._notes, notes) :]]
+        lines = [f"note: {note}" for note in progress.notes[_num_seen(self._notes, notes) :]]
         lines += [
             f"guard {alert.guard} ({alert.action}) after step {alert.step}: {alert.evidence}; {alert.remedy}"
-            for alert in progress.alerts[_known(self._alerts, alerts) :]
+            for alert in progress.alerts[_num_seen(self._alerts, alerts) :]
         ]
         paused = progress.state == orchestrator_pb2.RUN_STATE_PAUSED
         if paused and not self._paused:
             lines.append(
-                f"paused after step {progress.step}: quartet resume {self._run} goes on, "
-                f"quartet stop {self._run} saves the policy and ends"
+                f"paused after step {progress.step}: quartet resume {self._run} continues, "
+                f"quartet stop {self._run} saves the policy and ends the run"
             )
         self._notes, self._alerts, self._paused = notes, alerts, paused
         return lines
 
 
-def _known(before: tuple[int, Sequence[object]], now: tuple[int, Sequence[object]]) -> int:
-    """How many entries of ``now`` have been seen: none where another orchestrator has begun a new list.
+def _num_seen(before: tuple[int, Sequence[object]], now: tuple[int, Sequence[object]]) -> int:
+    """Return the number of entries of ``now`` that are also in ``before``, or 0 if another orchestrator started a new list.
 
-    Each is the end of a list that grows, with the number of the entries before it.
+    Each argument is the tail of a growing list and the number of entries before that tail.
     """
     dropped = now[0] - before[0]
     seen = before[1][max(0, dropped) :]
@@ -108,17 +108,17 @@ def _known(before: tuple[int, Sequence[object]], now: tuple[int, Sequence[object
 
 
 class LineView:
-    """One line for each step: for logs and pipes."""
+    """View that prints one line per step, for logs and pipes."""
 
     def __init__(self, console: Console, run: Path | str) -> None:
         self._console = console
         self._pace = Pace()
         self._step = 0
-        self._news = News(run)
+        self._messages = Messages(run)
 
     def show(self, progress: orchestrator_pb2.Progress) -> None:
-        """Prints notes, alerts and newly committed steps."""
-        for line in self._news.of(progress):
+        """Print new notes, alerts and committed steps."""
+        for line in self._messages.new_lines(progress):
             self._print(line)
         if progress.step <= self._step or not progress.metrics:
             return
@@ -128,15 +128,15 @@ class LineView:
         self._print(
             f"step {progress.step}/{progress.total_steps}  reward {metrics['reward_mean']:+.3f}  "
             f"kl {metrics['kl_mean']:.3f}  entropy {metrics.get('entropy', math.nan):.2f}  eos {metrics['eos_rate']:.2f}  "
-            f"{self._pace.tokens_per_second:.0f} tokens/s  left {self._pace.left(progress.total_steps - progress.step)}"
+            f"{self._pace.tokens_per_second:.0f} tokens/s  left {self._pace.time_left(progress.total_steps - progress.step)}"
         )
 
-    def back(self, step: int) -> None:
-        """Steps after it are printed again."""
+    def rewind(self, step: int) -> None:
+        """Print the steps after ``step`` again."""
         self._step = min(self._step, step)
 
-    def say(self, line: str) -> None:
-        """Prints it."""
+    def print_line(self, line: str) -> None:
+        """Print a message."""
         self._print(line)
 
     def _print(self, text: str) -> None:
@@ -150,14 +150,14 @@ class LineView:
 
 
 class LiveView:
-    """A bar, the figures that matter with small curves, and what the step in hand is doing."""
+    """View with a progress bar, key metrics with sparklines, and the phase of the current step."""
 
     def __init__(self, console: Console, run: Path | str) -> None:
         self._console = console
         self._pace = Pace()
         self._curves: dict[str, deque[float]] = {}
         self._step = 0
-        self._news = News(run)
+        self._messages = Messages(run)
         self._progress = orchestrator_pb2.Progress()
         self._since = time.monotonic()
         self._bar = Progress(
@@ -173,31 +173,31 @@ class LiveView:
         self._live = Live(self._render(), console=console, refresh_per_second=4, transient=False)
 
     def show(self, progress: orchestrator_pb2.Progress) -> None:
-        """Redraws."""
-        for line in self._news.of(progress):
+        """Redraw the view."""
+        for line in self._messages.new_lines(progress):
             self._live.console.print(Text(line, style="yellow"))
         if progress.step > self._step and progress.metrics:
             self._step = progress.step
             self._pace.add(dict(progress.metrics))
             for name in ("reward_mean", "kl_mean", "entropy", "eos_rate", "response_tokens_mean"):
                 if name in progress.metrics:
-                    self._curves.setdefault(name, deque(maxlen=HISTORY)).append(progress.metrics[name])
+                    self._curves.setdefault(name, deque(maxlen=CURVE_STEPS)).append(progress.metrics[name])
         self._progress = progress
         self._bar.update(
             self._task,
             description=progress.run,
             completed=progress.step,
             total=progress.total_steps,
-            left=self._pace.left(progress.total_steps - progress.step),
+            left=self._pace.time_left(progress.total_steps - progress.step),
         )
         self._live.update(self._render())
 
-    def back(self, step: int) -> None:
-        """Steps after it are shown again."""
+    def rewind(self, step: int) -> None:
+        """Show the steps after ``step`` again."""
         self._step = min(self._step, step)
 
-    def say(self, line: str) -> None:
-        """Prints it above the figures."""
+    def print_line(self, line: str) -> None:
+        """Print a message above the view."""
         self._live.console.print(Text(line, style="yellow"))
 
     def _render(self) -> Group:
@@ -211,7 +211,7 @@ class LiveView:
         }
         for name, curve in self._curves.items():
             table.add_row(
-                titles[name], f"{curve[-1]:+.3f}" if name == "reward_mean" else f"{curve[-1]:.3f}", _spark(curve)
+                titles[name], f"{curve[-1]:+.3f}" if name == "reward_mean" else f"{curve[-1]:.3f}", _sparkline(curve)
             )
         table.add_row("tokens per second", f"{self._pace.tokens_per_second:.0f}", "")
         phase = self._progress.phase or "starting the services"
@@ -230,7 +230,7 @@ class LiveView:
         self._live.__exit__(kind, error, trace)
 
 
-def _spark(values: deque[float]) -> str:
+def _sparkline(values: deque[float]) -> str:
     low, high = min(values), max(values)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in values)
+    scale = (len(_SPARK_CHARACTERS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARK_CHARACTERS[round((value - low) * scale)] for value in values)

@@ -1,4 +1,4 @@
-"""`quartet train` and `quartet up`: a run from the command line."""
+"""`quartet train` and `quartet up`: start a run and show its progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quartet.config import Config, load_config, redact_url
 from quartet.errors import ConfigError, ServiceFailed
 from quartet.launcher import Launcher
 from quartet.launcher.security_checks import check_access
-from quartet.preflight import check_gateway, check_inputs, check_resumable, unused
+from quartet.preflight import check_gateway, check_inputs, check_resumable, unused_settings
 from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import Role
@@ -27,7 +27,7 @@ console = Console()
 
 
 def train(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = False) -> None:
-    """Trains and stops everything that was started."""
+    """Train, then stop all processes that were started."""
     config = load_config(config_path, overrides)
     run(config, overwrite, resume)
     files = RunFiles(config.run_directory)
@@ -35,40 +35,38 @@ def train(config_path: Path, overrides: list[str], overwrite: bool, resume: bool
 
 
 def up(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = False) -> None:
-    """Trains, then keeps the services up until interrupted."""
+    """Train, then keep the services running until interrupted."""
     config = load_config(config_path, overrides)
     with _started(config, overwrite, resume) as (launcher, files):
         for role, address in launcher.addresses.items():
             console.print(f"{role:<13} {address}", highlight=False)
         console.print(f"redis         {redact_url(launcher.url)}", highlight=False, soft_wrap=True)
-        watch(launcher, files)
+        show_progress(launcher, files)
         console.print(
-            "run ended; the model services stay up (one that has to be restarted has its initial weights), Ctrl-C stops them",
+            "the run has ended; the model services keep running until Ctrl-C (a service that is restarted has its initial weights)",
             highlight=False,
             soft_wrap=True,
         )
         while True:
-            _tell(launcher.check())
+            _print_lines(launcher.check())
             time.sleep(0.5)
 
 
 def run(config: Config, overwrite: bool, resume: bool = False) -> None:
-    """One run from start to end, every process of it stopped afterwards. Raises what ends it early."""
+    """Execute a run from start to end, and stop its processes. Raises the error that ends it early."""
     with _started(config, overwrite, resume) as (launcher, files):
-        watch(launcher, files)
+        show_progress(launcher, files)
 
 
 @contextmanager
 def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[Launcher, RunFiles]]:
-    """The processes of a run, up and ready. An earlier run comes back unless this one gets as far as training."""
+    """Start the processes of a run. An earlier run that it replaces is restored unless this run completes a step."""
     if overwrite and resume:
-        raise ConfigError(
-            "--overwrite and --resume: one drops the earlier run, the other goes on with it; give one of them"
-        )
+        raise ConfigError("--overwrite and --resume: one replaces the earlier run, the other resumes it; give only one")
     check_inputs(config)
     check_access(config)
     check_gateway(config)
-    for note in unused(config):
+    for note in unused_settings(config):
         console.print(note, highlight=False, soft_wrap=True, markup=False)
     files = RunFiles(config.run_directory)
     with files.claimed():
@@ -79,17 +77,18 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
                 check_resumable(config, files)
             else:
                 files.check_unused()
-                # What a run that took no step has left, such as its baseline or an embedded Redis, is not this run's.
+                # Files of an earlier run that completed no step, such as its baseline or an embedded Redis, are not part of
+                # this run.
                 files.clear()
             files.write_config(config.to_yaml())
-            # Whoever starts a run, or asks for it to go on, does not want it to wait.
+            # A start or resume overrides an earlier pause command.
             files.asked.unlink(missing_ok=True)
             with Launcher(config, files.config) as launcher:
-                _start(launcher)
-                _tell(launcher.check())
+                _start_services(launcher)
+                _print_lines(launcher.check())
                 files.write_services(launcher.addresses)
                 if launcher.dashboard is not None:
-                    _tell([f"dashboard: {launcher.dashboard}"])
+                    _print_lines([f"dashboard: {launcher.dashboard}"])
                 yield launcher, files
                 console.print("stopping the services", highlight=False)
         finally:
@@ -98,45 +97,49 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
             files.restore()
 
 
-def _start(launcher: Launcher) -> None:
+def _start_services(launcher: Launcher) -> None:
     if not console.is_terminal:
         console.print("starting the services")
     with console.status("starting the services"):
         launcher.start()
 
 
-def _tell(lines: list[str]) -> None:
+def _print_lines(lines: list[str]) -> None:
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-ENDS = (orchestrator_pb2.RUN_STATE_FINISHED, orchestrator_pb2.RUN_STATE_STOPPED, orchestrator_pb2.RUN_STATE_FAILED)
-"""States after which no more news come."""
-RECONNECT = 0.2
-"""Seconds from the end of the stream of news to the next attempt to hear it."""
+END_STATES = (
+    orchestrator_pb2.RUN_STATE_FINISHED,
+    orchestrator_pb2.RUN_STATE_STOPPED,
+    orchestrator_pb2.RUN_STATE_FAILED,
+)
+"""States after which no more progress follows."""
+RECONNECT_SECONDS = 0.2
+"""Pause before reconnecting to the progress stream."""
 
 
-class _News:
-    """The orchestrator's news, heard by a thread of its own; taken up again where they broke off."""
+class _ProgressStream:
+    """Progress of the orchestrator, received by a background thread that reconnects after failures."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self._address, self._credentials = address, credentials
         self._channel: grpc.Channel | None = None
         self._closed = threading.Event()
         self.queue: queue.Queue[orchestrator_pb2.Progress | None] = queue.Queue()
-        """None: they have broken off, or could not be taken up."""
-        threading.Thread(target=self._hear, name="watch", daemon=True).start()
+        """Received progress. None stands for a broken connection or a failed attempt to reconnect."""
+        threading.Thread(target=self._receive, name="watch", daemon=True).start()
 
     def close(self) -> None:
-        """Hears no more."""
+        """Stop receiving."""
         self._closed.set()
         if self._channel is not None:
             self._channel.close()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         step = 0
         while not self._closed.is_set():
-            # Anew for each attempt: a connection that failed waits for longer and longer.
+            # A new channel for each attempt: a failed channel waits longer and longer before it reconnects.
             self._channel = self._credentials.channel(Role.ORCHESTRATOR, self._address)
             stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
             try:
@@ -144,36 +147,36 @@ class _News:
                 for response in stub.WatchProgress(request, metadata=self._credentials.metadata):
                     self.queue.put(response.progress)
                     step = response.progress.step
-                    if response.progress.state in ENDS:
+                    if response.progress.state in END_STATES:
                         return
-            except (grpc.RpcError, ValueError):  # ValueError: the channel has been closed meanwhile.
+            except (grpc.RpcError, ValueError):  # ValueError: close() has closed the channel.
                 pass
             finally:
                 self._channel.close()
             self.queue.put(None)
-            self._closed.wait(RECONNECT)
+            self._closed.wait(RECONNECT_SECONDS)
 
 
-def watch(launcher: Launcher, files: RunFiles) -> None:
-    """Shows the run until it ends; an earlier run is forgotten once this one has taken a step.
+def show_progress(launcher: Launcher, files: RunFiles) -> None:
+    """Show the run and supervise its processes until it ends. A replaced earlier run is deleted after the first step.
 
-    Meanwhile the processes are supervised. The news go on where they broke off: an orchestrator that crashed is started again
-    at the same address. Raises ConfigError or ServiceFailed when the run, or a process that is given up, fails.
+    If the orchestrator crashes, it is restarted at the same address and the progress stream reconnects. Raises ConfigError or
+    ServiceFailed if the run fails, or if a process exceeds its restart limit.
     """
-    news = _News(launcher.addresses[Role.ORCHESTRATOR], launcher.credentials)
+    stream = _ProgressStream(launcher.addresses[Role.ORCHESTRATOR], launcher.credentials)
     try:
         with make_view(console, files.root) as view:
-            _follow(launcher, news.queue, view, files)
+            _follow(launcher, stream.queue, view, files)
     finally:
-        news.close()
+        stream.close()
 
 
 def _follow(
-    launcher: Launcher, news: queue.Queue[orchestrator_pb2.Progress | None], view: View, files: RunFiles
+    launcher: Launcher, updates: queue.Queue[orchestrator_pb2.Progress | None], view: View, files: RunFiles
 ) -> None:
     while True:
         try:
-            progress = news.get(timeout=0.2)
+            progress = updates.get(timeout=0.2)
         except queue.Empty:
             _supervise(launcher, view)
             continue
@@ -183,8 +186,8 @@ def _follow(
                 _explain_end(launcher)
                 return
             continue
-        # Lower than what was shown after the run went back: the steps that come again are shown again.
-        view.back(progress.step)
+        # After a rollback the step is lower than the last one shown. Recomputed steps are shown again.
+        view.rewind(progress.step)
         view.show(progress)
         if progress.step:
             files.forget()
@@ -192,21 +195,21 @@ def _follow(
             _blame_a_service(launcher)
             kind = ConfigError if progress.exit_code == 2 else ServiceFailed
             raise kind(progress.error)
-        if progress.state in ENDS:
+        if progress.state in END_STATES:
             if progress.state == orchestrator_pb2.RUN_STATE_STOPPED:
                 console.print(f"stopped after step {progress.step} of {progress.total_steps}", highlight=False)
             return
-        # As long as there are news, nothing is wrong with the orchestrator.
+        # While progress arrives, the orchestrator is healthy.
         _supervise(launcher, view, orchestrator=False)
 
 
 def _supervise(launcher: Launcher, view: View, orchestrator: bool = True) -> None:
     for line in launcher.check(orchestrator):
-        view.say(line)
+        view.print_line(line)
 
 
 def _blame_a_service(launcher: Launcher, wait: float = 1.0) -> None:
-    """Raises for a service that has died: the orchestrator may have heard of it before the kernel told us."""
+    """Raise the error of a crashed service. The orchestrator may notice a crash before the launcher does."""
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         launcher.blame()
@@ -214,9 +217,11 @@ def _blame_a_service(launcher: Launcher, wait: float = 1.0) -> None:
 
 
 def _explain_end(launcher: Launcher) -> None:
-    """For an orchestrator that has ended in order while its news could not be heard."""
+    """Explain the end of an orchestrator that exited normally while the progress stream was disconnected."""
     if launcher.outcome is None:
         _blame_a_service(launcher)
-        raise ServiceFailed("orchestrator: its news ended before the run did; see logs/orchestrator.log of the run")
+        raise ServiceFailed(
+            "orchestrator: its progress stream ended before the run; see logs/orchestrator.log of the run"
+        )
     if launcher.outcome == "stopped":
         console.print("stopped before the last step", highlight=False)

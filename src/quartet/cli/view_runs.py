@@ -1,4 +1,4 @@
-"""`quartet view RUNS`: the gateway alone, over runs on the disk."""
+"""`quartet view RUNS`: start only the gateway, for recorded runs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from quartet.launcher.service_process import how_it_ended, last_lines
 from quartet.run_directory.run_files import RunFiles
 
 console = Console()
-PATIENCE = 60.0
-"""Seconds that it may take to get ready."""
-DRAIN = 5.0
-"""Seconds that it has to end."""
+START_TIMEOUT_SECONDS = 60.0
+"""Time limit for the gateway to become ready."""
+STOP_TIMEOUT_SECONDS = 5.0
+"""Time limit for the gateway to exit."""
 
 
-def view(directory: Path, host: str, port: int, allowed_hosts: Sequence[str], allow_plaintext: bool) -> None:
-    """Shows a folder of runs, or one run, until interrupted. Raises ConfigError."""
-    runs, run = _what(directory)
+def view_runs(directory: Path, host: str, port: int, allowed_hosts: Sequence[str], allow_plaintext: bool) -> None:
+    """Serve the dashboard for a folder of runs or for one run, until interrupted. Raises ConfigError."""
+    runs, run = _folder_and_run(directory)
     with tempfile.TemporaryDirectory(prefix="quartet-") as folder:
         log = Path(folder) / "gateway.log"
         log.touch()
@@ -34,27 +34,27 @@ def view(directory: Path, host: str, port: int, allowed_hosts: Sequence[str], al
             arguments.append("--allow-plaintext")
         gateway = Gateway(arguments, log, {})
         try:
-            gateway.wait_until_ready(PATIENCE)
+            gateway.wait_until_ready(START_TIMEOUT_SECONDS)
             console.print(f"dashboard: {gateway.link(run)}", highlight=False, soft_wrap=True, markup=False)
             while gateway.process.poll() is None:
                 time.sleep(0.2)
             raise ServiceFailed(f"gateway: {how_it_ended(gateway.process)}; {last_lines(log)}")
         finally:
             gateway.terminate()
-            gateway.reap(time.monotonic() + DRAIN)
+            gateway.reap(time.monotonic() + STOP_TIMEOUT_SECONDS)
 
 
-def _what(directory: Path) -> tuple[Path, str | None]:
-    """The folder of runs, and the run in it that was meant, if it was one."""
+def _folder_and_run(directory: Path) -> tuple[Path, str | None]:
+    """Return the folder of runs, and the name of the run if ``directory`` is a run."""
     if not directory.is_dir():
         raise ConfigError(
-            f"{directory}: is no directory; give a folder of runs, such as runs, or one run, such as runs/NAME"
+            f"{directory}: not a directory; expected a folder of runs, such as runs, or one run, such as runs/NAME"
         )
     if RunFiles(directory).is_a_run():
-        place = directory.resolve()
-        return place.parent, place.name
+        resolved = directory.resolve()
+        return resolved.parent, resolved.name
     if not any(RunFiles(path).is_a_run() for path in directory.iterdir()):
         raise ConfigError(
-            f"{directory}: holds no run; give a folder of runs, such as runs, or one run, such as runs/NAME"
+            f"{directory}: contains no run; expected a folder of runs, such as runs, or one run, such as runs/NAME"
         )
     return directory, None

@@ -74,7 +74,7 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def named_checkpoints(files: RunFiles) -> dict[str, str]:
+def tagged_checkpoints(files: RunFiles) -> dict[str, str]:
     """The names that were given to checkpoints, and the folders that they stand for: ``best -> step-000020``, links."""
     if not files.checkpoints.is_dir():
         return {}
@@ -88,7 +88,7 @@ def drop_checkpoint(folder: Path) -> None:
     # What is called so is removed when the next checkpoint begins, if this process ends before it is gone.
     dropped = folder.with_name(f".{folder.name}.dropped.partial")
     folder.rename(dropped)
-    if folder.name in named_checkpoints(files).values():
+    if folder.name in tagged_checkpoints(files).values():
         dropped.rename(folder)
         return
     shutil.rmtree(dropped)
@@ -105,11 +105,11 @@ def step_to_go_back_to(files: RunFiles) -> int:
 def checkpoints_after(files: RunFiles, step: int) -> list[Path]:
     """Where the checkpoints lie that going back to ``step`` drops. Raises ConfigError when one of them is named, to be kept."""
     later = [path for path in checkpoint_folders(files) if step_of(path) > step]
-    for name, folder in named_checkpoints(files).items():
+    for name, folder in tagged_checkpoints(files).items():
         if folder in [path.name for path in later]:
             raise ConfigError(
-                f"rollback to step {step}: {folder} is named {name}, to be kept; quartet checkpoints forget {files.root} {name} "
-                "first, or branch"
+                f"rollback to step {step}: {folder} is tagged {name}; remove the tag with quartet checkpoints untag {files.root} {name} "
+                "first, or fork"
             )
     return later
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from quartet.cli.remote.control import change, pause
-from quartet.cli.remote.gateway_client import TOKEN, Api, Target, find
+from quartet.cli.remote.control import change_settings, pause
+from quartet.cli.remote.gateway_client import TOKEN_VARIABLE, Api, Target, find_run
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 
 SECRET = "a-token-of-twenty-signs"  # pragma: allowlist secret - of this test alone
@@ -63,26 +63,26 @@ def answer(value: Any) -> Answer:
 
 @pytest.fixture
 def token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN, SECRET)
+    monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
 
 
 def test_a_directory_says_itself_where_its_gateway_is(tmp_path: Path) -> None:
     run = tmp_path / "tiny"
     run.mkdir()
     (run / "gateway.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "token": SECRET}))
-    found = find(str(run))
+    found = find_run(str(run))
     assert (found.url, found.token, found.run) == ("http://127.0.0.1:9", SECRET, "tiny")
 
 
 @pytest.mark.parametrize(
     ("services", "said"),
-    [(False, "no run is going on there"), (True, "goes on without a gateway of its own; open one with quartet view")],
+    [(False, "not active; give the directory"), (True, "is active but has no gateway; start one with quartet view")],
 )
 def test_without_a_gateway_it_is_said_why(services: bool, said: str, tmp_path: Path) -> None:
     if services:
         (tmp_path / "services.json").write_text("{}")
     with pytest.raises(ConfigError, match=re.escape(said)):
-        find(str(tmp_path))
+        find_run(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -97,43 +97,43 @@ def test_without_a_gateway_it_is_said_why(services: bool, said: str, tmp_path: P
 )
 @pytest.mark.usefixtures("token")
 def test_a_url_names_the_gateway_and_the_run(given: str, run: str | None, expected: tuple[str, str | None]) -> None:
-    found = find(given, run)
+    found = find_run(given, run)
     assert ((found.url, found.run), found.token) == (expected, SECRET)
 
 
 @pytest.mark.parametrize(
     ("given", "options", "said"),
     [
-        (f"http://h:1/#token={SECRET}", {}, "the URL holds a token"),
-        (f"http://me:{SECRET}@h:1/runs/tiny", {}, "the URL holds a token"),
+        (f"http://h:1/#token={SECRET}", {}, "the URL contains a token"),
+        (f"http://me:{SECRET}@h:1/runs/tiny", {}, "the URL contains a token"),
         ("ftp://h/runs/tiny", {}, "expected http://HOST:PORT/runs/NAME"),
         ("http://h:1/runs/tiny", {"run": "other"}, "names the run tiny"),
-        ("runs/tiny", {"run": "other"}, "go with a URL"),
+        ("runs/tiny", {"run": "other"}, "only used with a URL"),
         ("http://h:1/runs/tiny", {"token_file": Path("/absent/file")}, "--token-file /absent/file: cannot be read"),
-        ("http://h:1/runs/tiny", {"token_file": Path("/dev/null")}, "--token-file /dev/null: holds no token"),
+        ("http://h:1/runs/tiny", {"token_file": Path("/dev/null")}, "--token-file /dev/null: no token"),
     ],
 )
 @pytest.mark.usefixtures("token")
 def test_what_names_no_run_is_refused_and_no_token_repeated(given: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)) as raised:
-        find(given, **options)
+        find_run(given, **options)
     assert SECRET not in str(raised.value)
 
 
 def test_a_url_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("", "  "):
-        monkeypatch.setenv(TOKEN, value)
-        with pytest.raises(ConfigError, match="holds no token"):
-            find("http://h:1/runs/tiny")
-    monkeypatch.setenv(TOKEN, "two\nlines")
-    with pytest.raises(ConfigError, match="holds something that is no token"):
-        find("http://h:1/runs/tiny")
+        monkeypatch.setenv(TOKEN_VARIABLE, value)
+        with pytest.raises(ConfigError, match="no token"):
+            find_run("http://h:1/runs/tiny")
+    monkeypatch.setenv(TOKEN_VARIABLE, "two\nlines")
+    with pytest.raises(ConfigError, match="not a token; expected one line"):
+        find_run("http://h:1/runs/tiny")
 
 
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
-        (problem(401, "wrong"), ConfigError, "does not know this token"),
+        (problem(401, "wrong"), ConfigError, "refuses this token"),
         (problem(404, "run 'tiny': there is none of this name"), ConfigError, "has no run tiny"),
         (problem(409, "run 'tiny': does not go on now"), ConfigError, "does not go on now"),
         (
@@ -142,10 +142,10 @@ def test_a_url_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
             ": x: too high; y: no$",
         ),
         (problem(429, "too many requests"), ServiceUnavailable, "too many requests"),
-        (problem(503, "does not answer"), ServiceUnavailable, "does not answer"),
+        (problem(503, "does not respond"), ServiceUnavailable, "does not respond"),
         (problem(500, "the gateway failed"), ServiceFailed, "the gateway failed"),
-        ((404, "text/html", b"<h1>nginx</h1>"), ConfigError, "not as a gateway of Quartet's does"),
-        ((200, "text/html", b"<h1>hello</h1>"), ConfigError, "is no gateway of Quartet's"),
+        ((404, "text/html", b"<h1>nginx</h1>"), ConfigError, "not as a Quartet gateway does"),
+        ((200, "text/html", b"<h1>hello</h1>"), ConfigError, "is not a Quartet gateway"),
     ],
 )
 def test_each_answer_means_what_it_says(given: Answer, kind: type[QuartetError], said: str, answering: Any) -> None:
@@ -182,7 +182,7 @@ def test_of_several_runs_one_has_to_be_named(answering: Any) -> None:
 
 
 def test_a_gateway_that_is_gone_is_for_the_user_to_look_at() -> None:
-    with pytest.raises(ConfigError, match=r"the gateway at http://127\.0\.0\.1:1 does not answer"):
+    with pytest.raises(ConfigError, match=r"the gateway at http://127\.0\.0\.1:1 does not respond"):
         pause(Target("runs/tiny", "http://127.0.0.1:1", SECRET, "tiny"))
 
 
@@ -191,11 +191,9 @@ def test_of_a_gateway_that_was_given_up_the_way_through_another_is_said(tmp_path
     run.mkdir()
     (run / "gateway.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "token": SECRET}))
     (run / "services.json").write_text("{}")
-    way = (
-        rf"try again\. If the run goes on without it, open one with quartet view {re.escape(str(run))} and give its URL"
-    )
+    way = rf"try again\. If the run continues without it, start one with quartet view {re.escape(str(run))}, and give its URL"
     with pytest.raises(ConfigError, match=way):
-        pause(find(str(run)))
+        pause(find_run(str(run)))
 
 
 def test_a_run_is_named_whole_also_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,11 +201,11 @@ def test_a_run_is_named_whole_also_from_within(tmp_path: Path, monkeypatch: pyte
     run.mkdir()
     (run / "services.json").write_text("{}")
     monkeypatch.chdir(run)
-    with pytest.raises(ConfigError, match=r"quartet view \. and give its URL, http://HOST:PORT/runs/tiny,"):
-        find(".")
+    with pytest.raises(ConfigError, match=r"quartet view \., and give its URL http://HOST:PORT/runs/tiny with"):
+        find_run(".")
 
 
 @pytest.mark.parametrize("wrong", ["kl_coefficient", "=1", "kl_coefficient=much"])
 def test_a_change_is_a_name_and_a_number(wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"^{wrong}: expected NAME=NUMBER"):
-        change(Target("runs/tiny", "http://127.0.0.1:1", SECRET, "tiny"), [wrong])
+        change_settings(Target("runs/tiny", "http://127.0.0.1:1", SECRET, "tiny"), [wrong])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from quartet.cli.make_certificates import certificates
+from quartet.cli.make_certificates import make_certificates
 from quartet.errors import ConfigError
 from quartet.rpc.security.allow_list import PROCESSES
 
@@ -25,7 +25,7 @@ def test_every_process_gets_a_certificate_for_itself_alone_to_read(
 ) -> None:
     folder = tmp_path / "made" / "here"
     folder.parent.mkdir()
-    certificates(folder, 30, [], ["redis.internal", "10.0.0.7"])
+    make_certificates(folder, 30, [], ["redis.internal", "10.0.0.7"])
     assert {path.name for path in folder.iterdir()} == set(PROCESSES)
     for process in PROCESSES:
         assert (folder / process).stat().st_mode & 0o777 == 0o700
@@ -36,7 +36,7 @@ def test_every_process_gets_a_certificate_for_itself_alone_to_read(
     assert names(folder / "redis") == ["redis.quartet", "redis", "localhost", "127.0.0.1", "redis.internal", "10.0.0.7"]
     until = x509.load_pem_x509_certificate((folder / "actor" / "tls.crt").read_bytes()).not_valid_after_utc
     assert abs(until - datetime.now(UTC) - timedelta(days=30)) < timedelta(minutes=1)
-    assert "good for 30 days" in capsys.readouterr().out
+    assert "valid for 30 days" in capsys.readouterr().out
     assert [path.name for path in folder.parent.iterdir()] == ["here"]
     # The authority's key, which could sign further ones, is nowhere.
     keys = {path.read_bytes() for path in folder.rglob("*.key")}
@@ -44,39 +44,39 @@ def test_every_process_gets_a_certificate_for_itself_alone_to_read(
 
 
 def test_roles_that_share_a_process_share_its_certificate(tmp_path: Path) -> None:
-    certificates(tmp_path / "made", 1, ["critic+reward"], [])
+    make_certificates(tmp_path / "made", 1, ["critic+reward"], [])
     assert names(tmp_path / "made" / "critic") == ["critic.quartet", "reward.quartet"]
     assert not (tmp_path / "made" / "reward").exists()
 
 
 @pytest.mark.parametrize("shared", [["critic+rewards"], ["critic+critic"], ["critic+reward", "reward+reference"], [""]])
 def test_roles_that_there_are_not_are_refused(tmp_path: Path, shared: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"^--process .*is no role, or stands twice"):
-        certificates(tmp_path / "made", 1, shared, [])
+    with pytest.raises(ConfigError, match=r"^--process .*is not a role, or is given twice"):
+        make_certificates(tmp_path / "made", 1, shared, [])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("process", ["orchestrator", "gateway", "operator", "prometheus", "redis"])
 def test_only_model_services_may_share_a_process(tmp_path: Path, process: str) -> None:
-    said = f"--process actor\\+{process}: the {process} has a process of its own; actor, critic, reward, reference may share one"
+    said = f"--process actor\\+{process}: the {process} needs a separate process; only actor, critic, reward, reference may share one"
     with pytest.raises(ConfigError, match=said):
-        certificates(tmp_path / "made", 1, [f"actor+{process}"], [])
+        make_certificates(tmp_path / "made", 1, [f"actor+{process}"], [])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_certificates_in_use_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
-    certificates(tmp_path / "made", 1, [], [])
+    make_certificates(tmp_path / "made", 1, [], [])
     before = (tmp_path / "made" / "actor" / "tls.crt").read_bytes()
-    with pytest.raises(ConfigError, match="is in use; give a folder that is new or empty"):
-        certificates(tmp_path / "made", 1, [], [])
+    with pytest.raises(ConfigError, match="in use; choose a new or empty folder"):
+        make_certificates(tmp_path / "made", 1, [], [])
     assert (tmp_path / "made" / "actor" / "tls.crt").read_bytes() == before
     with pytest.raises(ConfigError, match="cannot be written"):
-        certificates(tmp_path / "made" / "actor" / "tls.crt" / "below", 1, [], [])
+        make_certificates(tmp_path / "made" / "actor" / "tls.crt" / "below", 1, [], [])
 
 
 @pytest.mark.parametrize("name", ["", "bad name!", "\u00fc.example", "-a", "a/b"])
 def test_names_of_the_redis_that_no_machine_has_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"^--redis-name .*expected a host name or an address"):
-        certificates(tmp_path / "made", 1, [], [name])
+        make_certificates(tmp_path / "made", 1, [], [name])
     assert list(tmp_path.iterdir()) == []

@@ -105,7 +105,7 @@ def test_a_report_takes_the_place_of_a_report_only(files: RunFiles, tmp_path: Pa
         report(files.root, mine)
     with pytest.raises(ConfigError, match="there is no directory"):
         report(files.root, tmp_path / "absent" / "report.html")
-    with pytest.raises(ConfigError, match="is not a run's directory"):
+    with pytest.raises(ConfigError, match="is not the directory of a run"):
         report(tmp_path, None)
     assert mine.read_text() == "<p>mine</p>"
 

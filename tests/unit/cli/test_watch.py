@@ -14,7 +14,7 @@ from rich.console import Console
 from quartet.cli.progress_view import LineView
 from quartet.cli.remote import watch as module
 from quartet.cli.remote.gateway_client import Event, Target
-from quartet.cli.remote.watch import Shown, watch
+from quartet.cli.remote.watch import RunDisplay, watch
 from quartet.errors import ConfigError, ServiceFailed
 
 FIGURES = {
@@ -49,9 +49,9 @@ def shown(*events: tuple[str, dict[str, Any]]) -> list[str]:
     """The lines that are printed."""
     output = io.StringIO()
     with LineView(Console(file=output, width=200), "runs/tiny") as view:
-        shown = Shown("tiny", view)
+        shown = RunDisplay("tiny", view)
         for kind, data in events:
-            shown.take(Event(kind, data, ""))
+            shown.update(Event(kind, data, ""))
     return output.getvalue().splitlines()
 
 
@@ -92,7 +92,7 @@ def test_what_happens_besides_is_a_line_each() -> None:
         "evaluation after step 3: reward_greedy 1.25",
         "checkpoint of step 3",
         "goes back to step 2",
-        "paused after step 3: quartet resume runs/tiny goes on, quartet stop runs/tiny saves the policy and ends",
+        "paused after step 3: quartet resume runs/tiny continues, quartet stop runs/tiny saves the policy and ends the run",
     ]
 
 
@@ -106,7 +106,7 @@ def test_steps_that_are_taken_again_are_lines_again() -> None:
         "step 3/3",
     ]
     lines = shown(("step", step(1)), ("rewind", {"step": 0}), ("progress", progress("training", 1)), ("step", step(1)))
-    assert [line.split("  ")[0] for line in lines] == ["step 1/1", "its steps are told anew", "step 1/9"]
+    assert [line.split("  ")[0] for line in lines] == ["step 1/1", "starts again from the first step", "step 1/9"]
 
 
 class Stream:
@@ -146,7 +146,7 @@ class Stream:
 def output(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     output = io.StringIO()
     monkeypatch.setattr(module, "console", Console(file=output, width=200))
-    monkeypatch.setattr(module, "RECONNECT", 0.01)
+    monkeypatch.setattr(module, "RECONNECT_SECONDS", 0.01)
     return output
 
 
@@ -166,7 +166,7 @@ def test_a_stream_that_breaks_is_taken_up_after_the_last_event_with_an_id(output
     ]
 
 
-@pytest.mark.parametrize(("own", "shown"), [(None, ["tiny: is not going on"]), ("tiny", ["tiny: finished"])])
+@pytest.mark.parametrize(("own", "shown"), [(None, ["tiny: is not active"]), ("tiny", ["tiny: finished"])])
 def test_a_run_that_does_not_go_on_is_waited_for_where_its_own_gateway_says_so(
     own: str | None, shown: list[str], output: io.StringIO
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_run_that_does_not_go_on_is_waited_for_where_its_own_gateway_says_so(
 
 
 def test_a_gateway_that_is_not_there_is_said_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"the gateway at http://127\.0\.0\.1:1 does not answer"):
+    with pytest.raises(ConfigError, match=r"the gateway at http://127\.0\.0\.1:1 does not respond"):
         watch(Target("x", "http://127.0.0.1:1", "secret", "tiny"))
 
 

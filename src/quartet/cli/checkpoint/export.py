@@ -1,4 +1,4 @@
-"""`quartet checkpoints export`: the policy of a checkpoint as a model that anything can load."""
+"""`quartet checkpoints export`: the policy of a checkpoint as a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quartet.types import Role
 
 
 def export(run: Path, which: str, directory: Path) -> None:
-    """Writes the policy of a checkpoint in Hugging Face format, as the run itself would at its end.
+    """Write the policy of a checkpoint in Hugging Face format. The files are the same as those of the final policy of a run.
 
-    Raises ConfigError, also for a directory that holds something; StorageFailed when it cannot be written.
+    Raises ConfigError, also if the directory is not empty, and StorageFailed if it cannot be written.
     """
     files = run_files(run)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise ConfigError(f"export to {directory}: there is something already; give a new directory")
+        raise ConfigError(f"export to {directory}: the directory is in use; choose a new or empty one")
     checkpoint = checkpoint_at(files, which)
     policy = checkpoint.path / Role.ACTOR
     writers = _merged(files, checkpoint) if is_adapter(policy) else [_copy_of(policy)]
@@ -42,11 +42,13 @@ def _copy_of(policy: Path) -> Writer:
 
 
 def _merged(files: RunFiles, checkpoint: Checkpoint) -> list[Writer]:
-    """By the same steps as in the actor, so that the same weights give the same bytes."""
+    """Merge the adapter in the same way as the actor does, so that the same weights give the same bytes."""
     config = load_config(files.config, [])
     actor, lora = config.actor, config.actor.lora
     if lora is None:
-        raise ConfigError(f"{files.config}: has no actor.lora, checkpoint {checkpoint.path} has an adapter; mend it")
+        raise ConfigError(
+            f"{files.config}: actor.lora is null, but checkpoint {checkpoint.path} holds an adapter; restore actor.lora"
+        )
     model = load_causal_lm(actor.model, actor.dtype)
     adapter = add_adapter(model, actor.model, lora.rank, lora.alpha, lora.target_modules)
     adapter.read(checkpoint.path / Role.ACTOR)

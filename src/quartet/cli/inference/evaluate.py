@@ -1,4 +1,5 @@
-"""`quartet evaluate`: any saved policy against the initial one, in this process, with the figures of a run's own evaluations."""
+"""`quartet evaluate`: compare a saved policy with the initial policy, in this process, with the metrics of evaluations in a
+run."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from rich.text import Text
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError, InvalidRequest, MismatchError, ModelError
 from quartet.evaluation import (
-    Answers,
     Comparison,
     Judge,
+    PromptResponses,
     Response,
     compare,
     greedy_sampling,
@@ -39,21 +40,21 @@ from quartet.rewards.reward_source import RewardSource
 from quartet.run_directory.run_files import RunFiles, find_run
 from quartet.types import GenerationRequest, Prompt, SamplingParameters, TokenBatch, Trajectory
 
-SHOWN = 3
-"""Prompts whose responses are shown side by side."""
+SHOWN_PROMPTS = 3
+"""Number of prompts whose responses are printed side by side."""
 
 
 def evaluate(
     checkpoint: str, config_path: Path | None, overrides: list[str], device: str, as_json: bool, output: Path | None
 ) -> None:
-    """Evaluates, prints the means, and writes one object for each prompt to ``output``. Raises ConfigError for bad input."""
+    """Evaluate, print the means, and write one object per prompt to ``output``. Raises ConfigError for invalid input."""
     console = Console(stderr=as_json)
     if looks_local(checkpoint) and not Path(checkpoint).is_dir():
         raise ModelError(f"evaluate {checkpoint}: no such directory; expected a saved policy, such as runs/NAME/policy")
     checkpoint = _policy_in(checkpoint)
     config = load_config(config_path or _config_of_run(checkpoint), overrides)
     if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {output}: its directory is not there; make it first, or choose another")
+        raise ConfigError(f"--output {output}: its directory does not exist; create it, or choose another file")
     with console.status("evaluating"):
         try:
             comparisons, notes = compare_with_initial(checkpoint, config, device)
@@ -71,7 +72,7 @@ def evaluate(
 
 
 def _policy_in(directory: str) -> str:
-    """The policy that is meant by a run's directory, or by one of its checkpoints'; any other directory is one itself."""
+    """Return the policy in the directory of a run or checkpoint. Any other directory is returned unchanged."""
     path = Path(directory)
     if (path / "manifest.json").is_file() and (path / "actor").is_dir():
         return str(path / "actor")
@@ -83,24 +84,22 @@ def _policy_in(directory: str) -> str:
 def _config_of_run(checkpoint: str) -> Path:
     run = find_run(Path(checkpoint))
     if run is None:
-        raise ConfigError(
-            f"evaluate {checkpoint}: lies in no run's directory; say with --config CONFIG what to evaluate on"
-        )
+        raise ConfigError(f"evaluate {checkpoint}: is not in the directory of a run; give the config with --config")
     return run.config
 
 
 def compare_with_initial(checkpoint: str, config: Config, device: str) -> tuple[list[Comparison], list[str]]:
-    """The answers of a saved policy and of the initial one to the validation prompts; and what a user should know of these.
+    """Compare the responses of a saved policy and the initial policy to the validation prompts; also return notes for the user.
 
-    The random numbers, batches and precision are those of a run's own evaluations. With LoRA the last bits are not: a saved
-    policy has its adapter merged into the weights, and the run computes with the two apart. Raises ConfigError, InvalidRequest,
+    Random numbers, batches and precision are the same as in evaluations of a run. With LoRA the last bits differ: a saved
+    policy has its adapter merged into the weights, but a run keeps the two separate. Raises ConfigError, InvalidRequest,
     ComputationFailed.
     """
     tokenizer = load_tokenizer(config.actor.model)
     if tokenizer_fingerprint(load_tokenizer(checkpoint)) != tokenizer_fingerprint(tokenizer):
         raise MismatchError(
-            f"evaluate {checkpoint}: its vocabulary is not that of actor.model {config.actor.model}; "
-            "give a policy that was trained from it, or the --config of its own run"
+            f"evaluate {checkpoint}: its vocabulary differs from that of actor.model {config.actor.model}; "
+            "expected a policy that was trained from it, or --config with the config of its run"
         )
     with ExitStack() as stack:
         judge = None
@@ -110,18 +109,18 @@ def compare_with_initial(checkpoint: str, config: Config, device: str) -> tuple[
             judge = Judge(config.evaluation.judge, worker, config.evaluation.timeout_seconds)
         policy = load_causal_lm(checkpoint, config.actor.dtype, device)
         vocabulary = int(policy.get_input_embeddings().weight.shape[0])
-        found = read_validation_prompts(config, tokenizer, vocabulary)
+        prompt_set = read_validation_prompts(config, tokenizer, vocabulary)
         reward = build_reward(config, device)
         stack.callback(reward.close)
-        examiner = _Examiner(config, tokenizer, found.prompts, reward, device)
-        answers = examiner.answers(policy)
-        del policy  # One policy less in memory while the initial one answers.
-        initial = examiner.answers(examiner.initial_policy())
-        return compare(found.prompts, answers, initial, judge), found.notes
+        evaluator = _LocalEvaluator(config, tokenizer, prompt_set.prompts, reward, device)
+        responses = evaluator.responses(policy)
+        del policy  # Free its memory before the initial policy generates.
+        initial = evaluator.responses(evaluator.initial_policy())
+        return compare(prompt_set.prompts, responses, initial, judge), prompt_set.notes
 
 
-class _Examiner:
-    """Puts the prompts to a policy, and its responses to reward and reference, as the services do."""
+class _LocalEvaluator:
+    """Generates responses with a policy, and scores them with reward and reference, as the services do."""
 
     def __init__(
         self, config: Config, tokenizer: Any, prompts: Sequence[Prompt], reward: RewardSource, device: str
@@ -129,7 +128,7 @@ class _Examiner:
         self._config, self._tokenizer, self._prompts, self._reward = config, tokenizer, prompts, reward
         self._fields = {prompt.index: prompt.fields for prompt in prompts} if config.reward.has_functions else {}
         self._device = device
-        # Without a service of its own the reference is the actor with its adapter off, and computes as the actor does.
+        # Without a reference service, the actor computes reference log-probs with its adapter disabled and its own settings.
         chosen = config.reference if config.has_reference else config.actor
         self._reference_tokens = (
             config.reference.micro_batch_tokens if config.has_reference else config.actor.max_forward_tokens
@@ -138,31 +137,31 @@ class _Examiner:
         self._reference = load_causal_lm(*self._reference_source, device)
 
     def initial_policy(self) -> Any:
-        """What the run starts from: the reference, unless the config names another."""
+        """Return the policy that the run starts from. It is the reference, unless the config names another."""
         initial = (self._config.actor.model, self._config.actor.dtype)
         return self._reference if initial == self._reference_source else load_causal_lm(*initial, self._device)
 
-    def answers(self, policy: Any) -> dict[int, Answers]:
-        """The policy's answers, by the prompt's index."""
+    def responses(self, policy: Any) -> dict[int, PromptResponses]:
+        """Return the responses of the policy, by prompt index."""
         rollout = self._config.rollout
         engine = TorchEngine(policy, stop_token_ids(policy, self._tokenizer), rollout.max_concurrent_sequences)
-        greedy = self._responses(engine, greedy_sampling(rollout))
-        sampled = self._responses(engine, run_sampling(rollout))
+        greedy = self._generate(engine, greedy_sampling(rollout))
+        sampled = self._generate(engine, run_sampling(rollout))
         texts = texts_of(self._tokenizer, [prompt.token_ids for prompt in self._prompts], special_tokens=True)
         return {
-            prompt.index: Answers(text, greedy[prompt.index], sampled[prompt.index])
+            prompt.index: PromptResponses(text, greedy[prompt.index], sampled[prompt.index])
             for prompt, text in zip(self._prompts, texts, strict=True)
         }
 
-    def _responses(self, engine: TorchEngine, sampling: SamplingParameters) -> dict[int, Response]:
+    def _generate(self, engine: TorchEngine, sampling: SamplingParameters) -> dict[int, Response]:
         run, size = self._config.run, self._config.rollout.score_batch_size
         requests = [GenerationRequest(trajectory_id(run.name, prompt), prompt.token_ids) for prompt in self._prompts]
-        # In the order in which they finish and in batches of the run's size, so that the bits are the run's.
+        # Same order and batch size as in a run, for bit-identical scores.
         finished = list(engine.generate(requests, sampling, run.seed, policy_version=0))
-        found: dict[int, Response] = {}
+        responses: dict[int, Response] = {}
         for start in range(0, len(finished), size):
-            found |= self._scored(finished[start : start + size], sampled=sampling.temperature > 0)
-        return found
+            responses |= self._scored(finished[start : start + size], sampled=sampling.temperature > 0)
+        return responses
 
     def _scored(self, trajectories: list[Trajectory], sampled: bool) -> dict[int, Response]:
         batch = TokenBatch.of(trajectories)
@@ -180,7 +179,7 @@ class _Examiner:
 
 
 def _summary_table(comparisons: Sequence[Comparison]) -> Table:
-    """The means of policy and initial policy."""
+    """Return a table of the means of policy and initial policy."""
     policy = summarize(comparisons)
     initial = summarize([Comparison(item.index, item.initial, item.initial) for item in comparisons])
     table = Table(title=f"{len(comparisons)} validation prompts")
@@ -193,11 +192,11 @@ def _summary_table(comparisons: Sequence[Comparison]) -> Table:
 
 
 def _responses_table(comparisons: Sequence[Comparison]) -> Table:
-    """Sampled responses side by side."""
+    """Return a table of sampled responses side by side."""
     table = Table(title="sampled responses", show_lines=True)
     for title in ("prompt", "initial policy", "score", "policy", "score"):
         table.add_column(title, overflow="fold", justify="right" if title == "score" else "left")
-    for item in comparisons[:SHOWN]:
+    for item in comparisons[:SHOWN_PROMPTS]:
         before, after = item.initial.sampled, item.policy.sampled
         cells = (
             item.policy.prompt,
@@ -206,6 +205,6 @@ def _responses_table(comparisons: Sequence[Comparison]) -> Table:
             after.text.strip(),
             f"{after.score:+.2f}",
         )
-        # Text of a model is never markup.
+        # Text: generated text must not be read as markup.
         table.add_row(*(Text(cell) for cell in cells))
     return table

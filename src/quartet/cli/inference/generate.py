@@ -1,4 +1,4 @@
-"""`quartet generate`: completions from any checkpoint, in this process."""
+"""`quartet generate`: complete prompts with a model, in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quartet.types import GenerationRequest, Prompt, SamplingParameters, Traject
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt's text and what the model made of it."""
+    """A prompt and its completion."""
 
     prompt: str
     text: str
@@ -37,9 +37,9 @@ def generate(
     device: str,
     json_lines: bool,
 ) -> None:
-    """Prints completions. Raises ConfigError for anything wrong with the model or the prompts."""
+    """Print completions. Raises ConfigError for an invalid model or invalid prompts."""
     if bool(texts) == (file is not None):
-        raise ConfigError("generate: give either prompts as arguments or a JSON Lines file with --file")
+        raise ConfigError("generate: expected either prompts as arguments or a JSON Lines file by --file")
     source = file or Path("<arguments>")
     lines = read_prompt_lines(file) if file else [PromptLine(i, text) for i, text in enumerate(texts, 1)]
     try:
@@ -68,7 +68,7 @@ def complete(
     seed: int = 0,
     device: str = "cpu",
 ) -> list[Completion]:
-    """Completions in the order of the prompts. Raises ModelError, DataError, InvalidRequest."""
+    """Return completions in the order of the prompts. Raises ModelError, DataError, InvalidRequest."""
     tokenizer = load_tokenizer(model)
     policy = load_causal_lm(model, "float32", device)
     stops = stop_token_ids(policy, tokenizer)
@@ -87,13 +87,15 @@ def complete(
         for sample in range(samples)
     ]
     engine = TorchEngine(policy, stops, max_concurrent_sequences=64)
-    found = {trajectory.id: trajectory for trajectory in engine.generate(requests, sampling, seed, 0, lambda: False)}
+    trajectories = {
+        trajectory.id: trajectory for trajectory in engine.generate(requests, sampling, seed, 0, lambda: False)
+    }
     by_index: dict[int, Prompt] = {prompt.index: prompt for prompt in prompts}
     return [
         Completion(
             prompt=by_index[request.id.prompt].text or tokenizer.decode(request.prompt_ids),
-            text=tokenizer.decode(found[request.id].response_ids, skip_special_tokens=True),
-            trajectory=found[request.id],
+            text=tokenizer.decode(trajectories[request.id].response_ids, skip_special_tokens=True),
+            trajectory=trajectories[request.id],
         )
         for request in requests
     ]

@@ -1,4 +1,4 @@
-"""The gateway's REST API, as the commands speak to it."""
+"""Client of the gateway's REST API, for commands that work on an active run."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnav
 from quartet.run_directory.run_files import RunFiles
 from quartet.topology import is_loopback
 
-AUTHORITY = "SSL_CERT_FILE"
-"""Variable that names the file of the authority that a gateway's certificate is of."""
-TOKEN = "QUARTET_GATEWAY_TOKEN"
-"""Variable of the token for a URL: whoever lists processes sees a command line."""
-TIMEOUT = 15.0
-"""Seconds that the gateway has to answer."""
-SILENCE = 45.0
-"""Seconds without a sign of life after which a stream of events counts as broken: three of the gateway's heartbeats."""
+CA_FILE_VARIABLE = "SSL_CERT_FILE"
+"""Environment variable with the PEM file of the authority that signed the certificate of the gateway."""
+TOKEN_VARIABLE = "QUARTET_GATEWAY_TOKEN"
+"""Environment variable with the token for a URL. A token on the command line would be visible in process listings."""
+TIMEOUT_SECONDS = 15.0
+"""Time limit for a response of the gateway."""
+MAX_SILENCE_SECONDS = 45.0
+"""Time without data after which an event stream counts as broken: three heartbeats of the gateway."""
 PREFIX = "/api/v1"
 _RUN = re.compile(r"(?P<gateway>.*?)(?:/runs/(?P<run>[A-Za-z0-9][A-Za-z0-9._-]{0,63}))?/?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One of the stream. ``id`` is the place in the run after it."""
+    """Server-sent event. ``id`` resumes the stream after this event."""
 
     kind: str
     data: dict[str, Any]
@@ -44,42 +44,42 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a run is: at the gateway ``url``, which calls it ``run``. ``given`` is what the user wrote, for messages."""
+    """A run and the gateway that controls it. ``given`` is the argument of the user, for messages."""
 
     given: str
     url: str
     token: str
     run: str | None
     files: RunFiles | None = None
-    """Where the user gave the run's directory."""
+    """Files of the run, if the user gave its directory."""
 
 
-def find(given: str, run: str | None = None, token_file: Path | None = None) -> Target:
-    """The run that a user means by its directory or by a URL. Raises ConfigError."""
+def find_run(given: str, run: str | None = None, token_file: Path | None = None) -> Target:
+    """Find the run for a directory or URL. Raises ConfigError."""
     if "://" in given:
         return _at_url(given, run, token_file)
     if run is not None or token_file is not None:
-        raise ConfigError(f"--run and --token-file go with a URL; {given} is a directory, and says both itself")
-    return _of_directory(Path(given))
+        raise ConfigError(f"--run and --token-file: only used with a URL; {given} is a directory, remove them")
+    return _in_directory(Path(given))
 
 
 def _at_url(given: str, run: str | None, token_file: Path | None) -> Target:
     try:
         url = httpx2.URL(given)
     except httpx2.InvalidURL as error:
-        raise ConfigError(f"{given}: is no URL ({error}); give http://HOST:PORT/runs/NAME") from None
+        raise ConfigError(f"{given}: not a URL ({error}); expected http://HOST:PORT/runs/NAME") from None
     if url.fragment or url.userinfo:
         raise ConfigError(
-            "the URL holds a token, which everybody on this machine can read now: give http://HOST:PORT/runs/NAME alone, and "
-            f"the token in {TOKEN} or by --token-file"
+            "the URL contains a token, which other users of this machine can see: give http://HOST:PORT/runs/NAME, and "
+            f"the token in {TOKEN_VARIABLE} or by --token-file"
         )
-    found = _RUN.fullmatch(url.path)
-    if url.scheme not in ("http", "https") or not url.host or found is None or url.query:
+    match = _RUN.fullmatch(url.path)
+    if url.scheme not in ("http", "https") or not url.host or match is None or url.query:
         raise ConfigError(f"{given}: expected http://HOST:PORT/runs/NAME")
-    if found["run"] and run and found["run"] != run:
-        raise ConfigError(f"--run {run}: {given} names the run {found['run']}; leave one of them out")
-    address = str(url.copy_with(path=found["gateway"] or "/")).rstrip("/")
-    return Target(given, address, _token(token_file), found["run"] or run)
+    if match["run"] and run and match["run"] != run:
+        raise ConfigError(f"--run {run}: {given} names the run {match['run']}; give only one of them")
+    address = str(url.copy_with(path=match["gateway"] or "/")).rstrip("/")
+    return Target(given, address, _token(token_file), match["run"] or run)
 
 
 def _token(file: Path | None) -> str:
@@ -88,19 +88,19 @@ def _token(file: Path | None) -> str:
             token = file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"--token-file {file}: cannot be read ({error}); give a file that holds the token"
+                f"--token-file {file}: cannot be read ({error}); expected a file with the token"
             ) from None
-        where = f"--token-file {file}"
+        source = f"--token-file {file}"
     else:
-        token, where = os.environ.get(TOKEN, "").strip(), TOKEN
+        token, source = os.environ.get(TOKEN_VARIABLE, "").strip(), TOKEN_VARIABLE
     if not token:
-        raise ConfigError(f"{where}: holds no token; a URL needs one, by {TOKEN} or by --token-file")
+        raise ConfigError(f"{source}: no token; a URL needs one, in {TOKEN_VARIABLE} or by --token-file")
     if not (token.isascii() and token.isprintable() and " " not in token):
-        raise ConfigError(f"{where}: holds something that is no token; expected printable characters in one line")
+        raise ConfigError(f"{source}: not a token; expected one line of printable characters without spaces")
     return token
 
 
-def _of_directory(directory: Path) -> Target:
+def _in_directory(directory: Path) -> Target:
     files = RunFiles(directory)
     try:
         about = json.loads(files.gateway.read_text(encoding="utf-8"))
@@ -110,36 +110,38 @@ def _of_directory(directory: Path) -> Target:
     except FileNotFoundError:
         if files.services.exists():
             raise ConfigError(
-                f"run {directory}: goes on without a gateway of its own; {_open_another(directory)}"
+                f"run {directory}: is active but has no gateway; {_how_to_open_another(directory)}"
             ) from None
         raise ConfigError(
-            f"run {directory}: no run is going on there; give the directory of one, such as runs/NAME"
+            f"run {directory}: not active; give the directory of an active run, such as runs/NAME"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not as a gateway writes it"
+        reason = error.strerror if isinstance(error, OSError) else "invalid contents"
         raise ConfigError(f"run {directory}: its {files.gateway.name} cannot be read ({reason})") from None
 
 
-def _open_another(directory: Path) -> str:
-    """How a run is commanded whose own gateway is not there."""
+def _how_to_open_another(directory: Path) -> str:
+    """Return advice for a run whose own gateway is not running."""
     return (
-        f"open one with quartet view {directory} and give its URL, http://HOST:PORT/runs/{directory.resolve().name}, with the "
-        f"token of its link in {TOKEN}"
+        f"start one with quartet view {directory}, and give its URL http://HOST:PORT/runs/{directory.resolve().name} with the "
+        f"token from its link in {TOKEN_VARIABLE}"
     )
 
 
-def _trusted() -> ssl.SSLContext:
-    """Authorities of gateways that speak HTTPS: the system's, or the one that the user names."""
-    path = os.environ.get(AUTHORITY)
+def _tls_context() -> ssl.SSLContext:
+    """Return a TLS context that trusts the authority in SSL_CERT_FILE, or else those of the system."""
+    path = os.environ.get(CA_FILE_VARIABLE)
     try:
         return ssl.create_default_context(cafile=path or None)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"{AUTHORITY} {path}: cannot be used ({error.strerror or error}); give a PEM file") from None
+        raise ConfigError(
+            f"{CA_FILE_VARIABLE} {path}: cannot be used ({error.strerror or error}); expected a PEM file"
+        ) from None
 
 
 @contextmanager
-def asking(target: Target) -> Iterator[Api]:
-    """An Api for a command: where nobody answers, it is for the user to look what became of the run, so that is a ConfigError."""
+def connect(target: Target) -> Iterator[Api]:
+    """Open an Api for one command. An unreachable gateway raises ConfigError, as the user must check what happened to the run."""
     try:
         with Api(target) as api:
             yield api
@@ -148,10 +150,10 @@ def asking(target: Target) -> Iterator[Api]:
 
 
 class Api:
-    """One run at one gateway. A context manager.
+    """REST API of one run at one gateway. A context manager.
 
-    Every method raises ConfigError for what the user can mend, ServiceUnavailable where the gateway or the run does not answer
-    now, ServiceFailed where the gateway failed.
+    Every method raises ConfigError for invalid input, ServiceUnavailable if the gateway or the run does not respond, and
+    ServiceFailed if the gateway fails.
     """
 
     def __init__(self, target: Target) -> None:
@@ -159,10 +161,10 @@ class Api:
         self._client = httpx2.Client(
             base_url=target.url + PREFIX,
             headers={"Authorization": f"Bearer {target.token}", "User-Agent": f"quartet/{__version__}"},
-            timeout=TIMEOUT,
-            # A proxy is for the way outside: it must not see the token of a gateway on this machine.
+            timeout=TIMEOUT_SECONDS,
+            # A proxy must not see the token of a gateway on this machine.
             trust_env=not is_loopback(httpx2.URL(target.url).host),
-            verify=_trusted(),
+            verify=_tls_context(),
         )
         self._run = target.run
 
@@ -174,31 +176,31 @@ class Api:
 
     @property
     def run(self) -> str:
-        """The run's name: as the user said, or the one that the gateway was started with."""
+        """Name of the run: as the user gave it, or else the run that the gateway was started with."""
         if self._run is None:
             self._run = self._call("GET", "/session")["run"]
             if self._run is None:
                 names = ", ".join(run["name"] for run in self._call("GET", "/runs")["items"])
                 raise ConfigError(
-                    f"{self.target.given}: shows several runs; give one of them by --run: {names or 'none yet'}"
+                    f"{self.target.given}: this gateway has several runs; choose one with --run: {names or 'none yet'}"
                 )
         return self._run
 
     @property
-    def goes_with_the_run(self) -> bool:
-        """Whether the gateway was started with the run, and ends with it."""
+    def belongs_to_the_run(self) -> bool:
+        """Whether the gateway was started with the run and ends with it."""
         return bool(self._call("GET", "/session")["run"] == self.run)
 
     def get(self, path: str = "", **query: Any) -> Any:
-        """What the run has at ``path``, such as ``/settings``."""
+        """GET ``path`` of the run, such as ``/settings``."""
         return self._call("GET", f"{self._path}{path}", params=query)
 
     def post(self, path: str) -> Any:
-        """Gives a command."""
+        """POST to ``path`` of the run."""
         return self._call("POST", f"{self._path}{path}")
 
     def patch(self, path: str, values: Mapping[str, Any]) -> Any:
-        """Changes something."""
+        """PATCH ``path`` of the run."""
         return self._call("PATCH", f"{self._path}{path}", json=dict(values))
 
     @property
@@ -218,14 +220,12 @@ class Api:
         try:
             return response.json()
         except ValueError:
-            raise ConfigError(
-                f"{self.target.url}: what answers there is no gateway of Quartet's; check the URL"
-            ) from None
+            raise ConfigError(f"{self.target.url}: the server there is not a Quartet gateway; check the URL") from None
 
     def events(self, after: str | None) -> Iterator[Event]:
-        """The run's news after the event of this id, or from now on, until the connection ends."""
+        """Yield events of the run after the event with this id, or from now on, until the connection ends."""
         headers = {"Last-Event-ID": after} if after else {}
-        timeout = httpx2.Timeout(TIMEOUT, read=SILENCE)
+        timeout = httpx2.Timeout(TIMEOUT_SECONDS, read=MAX_SILENCE_SECONDS)
         try:
             with self._client.sse(f"{self._path}/events", headers=headers, timeout=timeout) as source:
                 if not source.response.is_success:
@@ -243,31 +243,31 @@ class Api:
         why = str(error) or type(error).__name__
         if "CERTIFICATE_VERIFY_FAILED" in why:
             return ServiceUnavailable(
-                f"the gateway at {target.url} shows a certificate of an authority that is not known here ({why}); "
-                f"name that authority's file, such as CERTIFICATES/operator/ca.crt, in {AUTHORITY}"
+                f"the gateway at {target.url} has a certificate of an unknown authority ({why}); "
+                f"set the file of that authority, such as CERTIFICATES/operator/ca.crt, in {CA_FILE_VARIABLE}"
             )
-        silent = f"the gateway at {target.url} does not answer ({why})"
+        message = f"the gateway at {target.url} does not respond ({why})"
         if target.files is not None and target.files.services.exists():
-            # It left its file: it was killed, and is started again or given up.
-            another = _open_another(target.files.root)
-            return ServiceUnavailable(f"{silent}; try again. If the run goes on without it, {another}")
-        return ServiceUnavailable(f"{silent}; the run may have ended")
+            # The gateway left its file behind, so it was killed. It may be restarted.
+            another = _how_to_open_another(target.files.root)
+            return ServiceUnavailable(f"{message}; try again. If the run continues without it, {another}")
+        return ServiceUnavailable(f"{message}; the run may have ended")
 
     def _refused(self, response: httpx2.Response) -> QuartetError:
-        """What a problem of the gateway's means here."""
+        """Convert an error response of the gateway."""
         status, given = response.status_code, self.target.given
         try:
             problem = response.json()
             detail, fields = str(problem["detail"]), problem.get("fields", [])
         except (ValueError, KeyError, TypeError, AttributeError):
             return ConfigError(
-                f"{self.target.url}: answered with status {status}, and not as a gateway of Quartet's does; check the URL"
+                f"{self.target.url}: returned status {status}, and not as a Quartet gateway does; check the URL"
             )
         if status == 401:
-            return ConfigError(f"{given}: the gateway does not know this token; give the one that it was started with")
+            return ConfigError(f"{given}: the gateway refuses this token; give the one that it was started with")
         if status == 404 and f"{self._run!r}" in detail:
             return ConfigError(f"{given}: the gateway at {self.target.url} has no run {self._run}")
-        words = "; ".join(f"{field['field'].removeprefix('body.')}: {field['problem']}" for field in fields) or detail
-        later = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
-        kind = ServiceUnavailable if later else ServiceFailed if status >= 500 else ConfigError
-        return kind(f"{given}: {words}")
+        message = "; ".join(f"{field['field'].removeprefix('body.')}: {field['problem']}" for field in fields) or detail
+        temporary = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
+        kind = ServiceUnavailable if temporary else ServiceFailed if status >= 500 else ConfigError
+        return kind(f"{given}: {message}")

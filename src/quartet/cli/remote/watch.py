@@ -1,4 +1,4 @@
-"""`quartet watch RUN`: a run that goes on elsewhere, shown as `quartet train` shows its own."""
+"""`quartet watch RUN`: show the progress of an active run, as `quartet train` does."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from rich.console import Console
 
-from quartet.cli.progress_view import HISTORY, View, make_view
-from quartet.cli.remote.gateway_client import Api, Event, Target, asking
+from quartet.cli.progress_view import CURVE_STEPS, View, make_view
+from quartet.cli.remote.gateway_client import Api, Event, Target, connect
 from quartet.errors import ServiceFailed, ServiceUnavailable
 from quartet.v1 import orchestrator_pb2
 
 console = Console()
-RECONNECT = 1.0
-"""Seconds between attempts to hear the news again."""
-PATIENCE = 30.0
-"""Seconds for which a gateway that was there may be away: it is started again where it ends."""
+RECONNECT_SECONDS = 1.0
+"""Pause between attempts to reconnect to the event stream."""
+GATEWAY_RESTART_SECONDS = 30.0
+"""Time that a gateway that has responded before may be unreachable. A gateway that crashes is restarted."""
 
 _STATES = {
     "starting": orchestrator_pb2.RUN_STATE_STARTING,
@@ -28,70 +28,70 @@ _STATES = {
     "stopped": orchestrator_pb2.RUN_STATE_STOPPED,
     "failed": orchestrator_pb2.RUN_STATE_FAILED,
 }
-ENDS = ("finished", "stopped", "failed")
-"""States after which no more news come."""
+END_STATES = ("finished", "stopped", "failed")
+"""States after which no more events follow."""
 
 
 def watch(target: Target) -> None:
-    """Shows the run until it ends. Raises ServiceFailed where it failed."""
-    with asking(target) as api:
+    """Show the run until it ends. Raises ServiceFailed if it fails."""
+    with connect(target) as api:
         name = api.run
-        # A run whose services are being started is not going on either.
-        ends = ENDS if api.goes_with_the_run else (*ENDS, "idle")
+        # A gateway with several runs reports an ended run as idle. The gateway of a run reports idle while services start.
+        end_states = END_STATES if api.belongs_to_the_run else (*END_STATES, "idle")
         with make_view(console, target.given) as view:
-            shown = Shown(name, view)
+            display = RunDisplay(name, view)
             if console.is_terminal:
-                shown.catch_up(_latest(api))
-            state = _follow(api, shown, ends)
-    console.print(f"{name}: {_ENDINGS[state]}", highlight=False, soft_wrap=True, markup=False)
+                display.add_committed_steps(_latest_steps(api))
+            state = _follow(api, display, end_states)
+    console.print(f"{name}: {_END_MESSAGES[state]}", highlight=False, soft_wrap=True, markup=False)
 
 
-_ENDINGS = {
+_END_MESSAGES = {
     "finished": "finished",
     "stopped": "stopped before its last step",
-    "idle": "is not going on",
+    "idle": "is not active",
     "": "has ended",
 }
 
 
-def _follow(api: Api, shown: Shown, ends: Sequence[str]) -> str:
-    """Shows news until the run ends: the state in which it did, empty where its gateway ended with it."""
+def _follow(api: Api, display: RunDisplay, end_states: Sequence[str]) -> str:
+    """Show events until the run ends, and return its final state. The state is empty if the gateway ended with the run."""
     try:
-        for event in _news(api):
-            shown.take(event)
-            if shown.state == "failed":
-                raise ServiceFailed(shown.error or "the run failed; see its logs")
-            if shown.state in ends and shown.complete:
-                return shown.state
+        for event in _events(api):
+            display.update(event)
+            if display.state == "failed":
+                raise ServiceFailed(display.error or "the run failed; see its logs")
+            if display.state in end_states and display.complete:
+                return display.state
     except ServiceUnavailable:
-        # A gateway that goes with a run takes its file away when the run has ended.
+        # The gateway of a run removes its file when the run has ended.
         files = api.target.files
         if files is None or files.gateway.exists():
             raise
     return ""
 
 
-def _news(api: Api) -> Iterator[Event]:
-    """The events, taken up again after the last one where the connection breaks. Raises ServiceUnavailable when it stays so."""
+def _events(api: Api) -> Iterator[Event]:
+    """Yield the events, and reconnect after the last one if the connection breaks. Raises ServiceUnavailable if that fails."""
     last: str | None = None
-    heard = time.monotonic()
+    last_seen = time.monotonic()
     while True:
         try:
             for event in api.events(last):
-                last, heard = event.id or last, time.monotonic()
+                last, last_seen = event.id or last, time.monotonic()
                 yield event
         except ServiceUnavailable:
             files = api.target.files
             ended = files is not None and not files.gateway.exists() and not files.services.exists()
-            if last is None or ended or time.monotonic() - heard > PATIENCE:
+            if last is None or ended or time.monotonic() - last_seen > GATEWAY_RESTART_SECONDS:
                 raise
-        time.sleep(RECONNECT)
+        time.sleep(RECONNECT_SECONDS)
 
 
-def _latest(api: Api) -> list[dict[str, Any]]:
-    """The metrics of the newest steps, for the curves to begin with."""
+def _latest_steps(api: Api) -> list[dict[str, Any]]:
+    """Return the metrics of the latest steps, for the start of the curves."""
     last = api.get()["step"]
-    curves = api.get("/metrics", first=max(1, last - HISTORY + 1), points=HISTORY)["curves"]
+    curves = api.get("/metrics", first=max(1, last - CURVE_STEPS + 1), points=CURVE_STEPS)["curves"]
     steps: dict[int, dict[str, Any]] = {}
     for name, curve in curves.items():
         for step, value in zip(curve["steps"], curve["mean"], strict=True):
@@ -100,8 +100,8 @@ def _latest(api: Api) -> list[dict[str, Any]]:
     return [{**steps[step], "step": step} for step in sorted(steps)]
 
 
-class Shown:
-    """What is known of the run from its events, as a view takes it."""
+class RunDisplay:
+    """Converts the events of a run to updates of a view."""
 
     def __init__(self, run: str, view: View) -> None:
         self._view = view
@@ -113,42 +113,44 @@ class Shown:
 
     @property
     def complete(self) -> bool:
-        """Whether every step that the run has taken since the first news is shown."""
+        """Whether every step since the first event has been shown."""
         return self._reached is not None and self._committed >= self._reached
 
-    def catch_up(self, steps: list[dict[str, Any]]) -> None:
-        """Steps that were committed before."""
+    def add_committed_steps(self, steps: list[dict[str, Any]]) -> None:
+        """Show steps that were committed before the first event."""
         for metrics in steps:
             self._step(metrics)
 
-    def take(self, event: Event) -> None:
-        """One event; what is of no interest here, or of a newer gateway, is passed over."""
+    def update(self, event: Event) -> None:
+        """Show one event. Unknown kinds of events, such as those of a newer gateway, are ignored."""
         data = event.data
         if event.kind == "progress":
-            self._take_progress(data)
+            self._update_progress(data)
         elif event.kind == "step":
             self._step(data["metrics"])
         elif event.kind == "rewind":
             self._committed = self._progress.step = data["step"]
-            self._view.back(data["step"])
-            self._view.say(f"goes back to step {data['step']}" if data["step"] else "its steps are told anew")
+            self._view.rewind(data["step"])
+            self._view.print_line(
+                f"goes back to step {data['step']}" if data["step"] else "starts again from the first step"
+            )
         elif event.kind in _LINES:
-            self._view.say(_LINES[event.kind](data))
+            self._view.print_line(_LINES[event.kind](data))
 
-    def _take_progress(self, data: Mapping[str, Any]) -> None:
+    def _update_progress(self, data: Mapping[str, Any]) -> None:
         if self._reached is None:
-            # News begin with the present: what was before is not told.
+            # The first event describes the present. Earlier steps are not sent.
             self._committed = max(self._committed, data["step"])
         self.state, self.error, self._reached = data["state"], data["error"], data["step"]
         for note in _new(self._notes, data["notes"]):
-            self._view.say(f"note: {note}")
+            self._view.print_line(f"note: {note}")
         self._notes = data["notes"]
         progress = self._progress
         progress.state = _STATES.get(self.state, orchestrator_pb2.RUN_STATE_UNSPECIFIED)
         progress.phase, progress.total_steps = data["phase"] or self.state, data["total_steps"]
         progress.scored, progress.wanted = data["scored"], data["wanted"]
         progress.step = max(self._committed, data["step"])
-        # The figures of a step come with an event of their own.
+        # Each step has a separate event with its metrics.
         progress.metrics.clear()
         self._view.show(progress)
 
@@ -163,7 +165,7 @@ class Shown:
 
 
 def _new(before: list[str], now: list[str]) -> list[str]:
-    """What ``now`` adds to ``before``: each is the end of a list that grows."""
+    """Return the entries of ``now`` that are not in ``before``. Each is the tail of one growing list."""
     for dropped in range(len(before) + 1):
         known = before[dropped:]
         if now[: len(known)] == known:
@@ -178,12 +180,12 @@ _LINES = {
     "change": lambda data: (
         f"{data['setting']} {data['before']:g} -> {data['after']:g} from step {data['step']} on, by {data['user']}"
     ),
-    "evaluation": lambda data: f"evaluation after step {data['step']}: {_figures(data['metrics'])}",
+    "evaluation": lambda data: f"evaluation after step {data['step']}: {_metrics_text(data['metrics'])}",
     "checkpoint": lambda data: f"checkpoint of step {data['step']}",
 }
 
 
-def _figures(metrics: Mapping[str, Any]) -> str:
+def _metrics_text(metrics: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name.removeprefix('eval_')} {value:.3g}"
         for name, value in metrics.items()

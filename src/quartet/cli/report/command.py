@@ -35,9 +35,9 @@ from quartet.errors import ConfigError
 from quartet.run_directory.checkpoints import (
     DamagedCheckpoint,
     checkpoint_folders,
-    named_checkpoints,
     read_checkpoint,
     step_of,
+    tagged_checkpoints,
 )
 from quartet.run_directory.run_files import RunFiles, read_metrics
 
@@ -249,7 +249,7 @@ def _about(line: Mapping[str, Any]) -> str:
 
 
 def _checkpoints(files: RunFiles) -> str:
-    folders, named = checkpoint_folders(files), named_checkpoints(files)
+    folders, named = checkpoint_folders(files), tagged_checkpoints(files)
     rows = []
     for path in folders:
         names = ", ".join(name for name, folder in named.items() if folder == path.name)

@@ -14,7 +14,7 @@ import pytest
 
 from quartet.durable_files import describe_files
 from quartet.errors import MismatchError, ServiceFailed, ServiceUnavailable, StorageFailed
-from quartet.run_directory.checkpoints import checkpoint_folders, drop_checkpoint, named_checkpoints, read_checkpoint
+from quartet.run_directory.checkpoints import checkpoint_folders, drop_checkpoint, read_checkpoint, tagged_checkpoints
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing import checkpoint_writer as module
 from quartet.services.orchestrator.checkpointing.checkpoint_writer import CheckpointWriter
@@ -266,7 +266,7 @@ def test_tagged_checkpoints_are_kept_until_they_are_untagged(files: RunFiles, sa
     for step in (2, 3, 4):
         save(checkpoints, step, savers)
     assert names(files) == ["first", "step-000001", "step-000003", "step-000004"]
-    assert named_checkpoints(files) == {"first": "step-000001"}
+    assert tagged_checkpoints(files) == {"first": "step-000001"}
     assert [path.name for path in checkpoint_folders(files)] == ["step-000001", "step-000003", "step-000004"]
     (files.checkpoints / "first").unlink()
     save(checkpoints, 5, savers)

@@ -1,0 +1,156 @@
+"""`quartet fork`: a new run that starts from a checkpoint of another run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from quartet.cli.checkpoint.manage import checkpoint_at, console, how_to_resume, run_files
+from quartet.config import Config, load_config
+from quartet.durable_files import write_durably
+from quartet.errors import ConfigError
+from quartet.preflight import check_inputs
+from quartet.run_directory.checkpoints import MANIFEST, Checkpoint
+from quartet.run_directory.identity import Identity
+from quartet.run_directory.run_files import RunFiles
+from quartet.types import TRAINED_ROLES, Role
+
+
+def fork(run: Path, which: str, name: str, overrides: list[str]) -> None:
+    """Create a run from a checkpoint of another run, in the same folder of runs, with other settings. Raises ConfigError.
+
+    The KL coefficient and the running moments of the scores are reset if their settings change.
+    """
+    files = run_files(run)
+    with files.claimed():
+        checkpoint, before = checkpoint_at(files, which), load_config(files.config)
+        config = load_config(files.config, [f"run.directory={files.root.parent}", *overrides, f"run.name={name}"])
+        _check_models(before, config, checkpoint)
+        _check_evaluations(before, config)
+        _check_run(before, config, checkpoint)
+        identity = Identity.new(config, _micro_batch_tokens(files))
+        new = RunFiles(config.run_directory)
+        with new.claimed():
+            new.check_unused()
+            new.clear()
+            new.write_config(config.to_yaml())
+            identity.write(new.identity)
+            _copy_until(files, new, checkpoint.step)
+            _copy_changes(before, config, files, new, checkpoint.step)
+            target = new.checkpoints / checkpoint.path.name
+            shutil.copytree(checkpoint.path, target)
+            manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
+            manifest |= {"run": config.run.name, "state": _algorithm_state(before, config, checkpoint.state)}
+            write_durably(target / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    console.print(
+        f"{new.root}: forked from step {checkpoint.step} of {run}; {how_to_resume(new, config)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _micro_batch_tokens(files: RunFiles) -> dict[Role, int]:
+    """Return the micro-batch sizes of the original run. The fork uses them unless its config sets others."""
+    original = Identity.read(files.identity)
+    if original is None:
+        raise ConfigError(f"run {files.identity}: is missing; restore the file, or start a new run")
+    return {role: original.micro_batch_tokens_of(role) for role in TRAINED_ROLES}
+
+
+def _check_run(before: Config, config: Config, checkpoint: Checkpoint) -> None:
+    """Check that the fork is a separate run, has steps left, and that its data and models exist. Raises ConfigError."""
+    if config.run.name == before.run.name and config.run_directory.resolve() == before.run_directory.resolve():
+        raise ConfigError(f"--name {config.run.name}: is the name of the original run; choose another name")
+    if config.run.steps <= checkpoint.step:
+        raise ConfigError(
+            f"run.steps {config.run.steps}: the fork starts after step {checkpoint.step}; expected more than {checkpoint.step}"
+        )
+    check_inputs(config)
+
+
+def _check_models(before: Config, config: Config, checkpoint: Checkpoint) -> None:
+    """Check that the config fits the weights and optimizer states of the checkpoint. Raises ConfigError."""
+    if config.has_critic and not checkpoint.holds(Role.CRITIC):
+        raise ConfigError(
+            f"algorithm.estimator {config.algorithm.estimator}: needs a critic, and the checkpoint of step {checkpoint.step} has "
+            "none; choose an estimator without a critic, or start a new run"
+        )
+    old, new = _trained_parts(before), _trained_parts(config)
+    for key in new:
+        if new[key] != old[key] and (config.has_critic or not key.startswith(Role.CRITIC)):
+            raise ConfigError(
+                f"{key} {new[key]}: does not fit the weights and optimizer states of the checkpoint, which were trained with "
+                f"{old[key]}; use that value, or start a new run"
+            )
+
+
+def _check_evaluations(before: Config, config: Config) -> None:
+    """Check that evaluations of the fork compare with the copied baseline. Raises ConfigError."""
+    if not config.evaluation.every_steps:
+        return
+    if not before.evaluation.every_steps:
+        raise ConfigError(
+            f"evaluation.every_steps {config.evaluation.every_steps}: evaluations are compared with one before the first step, "
+            "and the original run has none; leave it at 0, or start a new run"
+        )
+    old, new = (
+        {"evaluation.max_prompts": given.evaluation.max_prompts, "data.validation": given.data.validation}
+        for given in (before, config)
+    )
+    for key in new:
+        if new[key] != old[key]:
+            raise ConfigError(
+                f"{key} {new[key]}: evaluations are compared with the one before the first step, which used {old[key]}; "
+                "use that value, or start a new run"
+            )
+
+
+def _trained_parts(config: Config) -> dict[str, Any]:
+    """Return the settings that decide which weights are trained, by key."""
+    settings: dict[str, Any] = {"actor.model": config.actor.model, "critic.model": config.critic_model}
+    for role, trained in ((Role.ACTOR, config.actor), (Role.CRITIC, config.critic)):
+        settings |= {f"{role}.freeze": trained.freeze, f"{role}.lora": trained.lora}
+    return settings
+
+
+def _algorithm_state(before: Config, config: Config, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the algorithm state for the fork. Values that depend on a changed setting are None, which resets them."""
+    old, new = before.algorithm, config.algorithm
+    forked = dict(state)
+    if (old.kl_coefficient, old.kl_controller) != (new.kl_coefficient, new.kl_controller):
+        forked["kl_controller"] = None
+    # Score moments belong to one reward.
+    if (old.score.normalize, before.reward) != (new.score.normalize, config.reward):
+        forked["score_moments"] = None
+    return forked
+
+
+def _copy_until(old: RunFiles, new: RunFiles, step: int) -> None:
+    """Copy the records of the original run up to and including ``step``."""
+    for source, target in (
+        (old.metrics, new.metrics),
+        (old.evaluation_summaries, new.evaluation_summaries),
+        (old.alerts, new.alerts),
+        (old.failed_trajectories, new.failed_trajectories),
+        (old.timeline, new.timeline),
+    ):
+        if source.exists():
+            shutil.copyfile(source, target)
+    for source, target in ((old.trajectories, new.trajectories), (old.evaluations, new.evaluations)):
+        if source.exists():
+            shutil.copytree(source, target)
+    new.forget_after(step)
+
+
+def _copy_changes(before: Config, config: Config, old: RunFiles, new: RunFiles, step: int) -> None:
+    """Copy the live setting changes up to ``step``, except changes of a setting that the config of the fork overrides."""
+    overridden = {
+        f"{role}.learning_rate"
+        for role, was, now in ((Role.ACTOR, before.actor, config.actor), (Role.CRITIC, before.critic, config.critic))
+        if was.learning_rate != now.learning_rate
+    }
+    kept = [change for change in old.read_changes() if change["step"] <= step and change["setting"] not in overridden]
+    if kept:
+        new.append_changes(kept)
