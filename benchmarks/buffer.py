@@ -27,7 +27,7 @@ from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.processes import with_parent
+from quartet.processes import tied_to_parent
 from quartet.services.actor.actor import FLUSH
 from quartet.types import FinishReason, Trajectory, TrajectoryId
 
@@ -117,7 +117,7 @@ def stream(url: str, count: int) -> Stream:
     rollouts = RolloutStream(connect(url), url, RUN)
     rollouts.reset()
     command = [sys.executable, "-m", "benchmarks.buffer", "--write", url, "--trajectories", str(count)]
-    with subprocess.Popen(with_parent(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+    with subprocess.Popen(tied_to_parent(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdin is not None
         assert writer.stdout is not None
         if not writer.stdout.readline():

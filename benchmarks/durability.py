@@ -22,7 +22,7 @@ from benchmarks import page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.config import Config, TimeoutsConfig, load_config
 from quartet.errors import ConfigError, QuartetError
-from quartet.processes import with_parent
+from quartet.processes import tied_to_parent
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import Role
@@ -119,7 +119,7 @@ def _held_by_saves(command: list[str], files: RunFiles, every: int, steps: int, 
     """Runs the command. Gives the seconds for which the copies of the checkpoint of step ``every`` held actor and critic."""
     held: dict[Role, float] = {}
     with log.open("wb") as output:
-        run = subprocess.Popen(with_parent(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        run = subprocess.Popen(tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
             while run.poll() is None:
                 time.sleep(POLL)

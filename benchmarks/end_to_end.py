@@ -24,7 +24,7 @@ from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError
-from quartet.processes import with_parent
+from quartet.processes import tied_to_parent
 from quartet.run_directory.run_files import RunFiles
 
 WARM_UP = 2
@@ -144,7 +144,7 @@ def _run(command: list[str], log: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     with log.open("wb") as output:
         done = subprocess.run(
-            with_parent(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+            tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
         )
     if done.returncode:
         raise ConfigError(f"{' '.join(command[:3])} ended with status {done.returncode}; see {log}")

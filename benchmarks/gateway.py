@@ -29,7 +29,7 @@ import yaml
 from benchmarks import page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.demo.toy_task import make_toy_task
-from quartet.processes import with_parent
+from quartet.processes import tied_to_parent
 from quartet.types import MODEL_ROLES
 
 RUN = "loaded"
@@ -103,7 +103,7 @@ def _run(folder: Path, turns: int, seconds: float) -> tuple[list[Turn], Load]:
     command = [str(Path(sys.executable).with_name("quartet")), "train", str(_config(folder))]
     root = folder / "runs" / RUN
     with (folder / "train.log").open("wb") as output:
-        process = subprocess.Popen(with_parent(command), stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(tied_to_parent(command), stdout=output, stderr=subprocess.STDOUT)
         try:
             _wait_until((root / "metrics.jsonl").exists, process, folder / "train.log")
             return asyncio.run(_measure(root, process.pid, turns, seconds))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from quartet.config import Config
 from quartet.errors import ConfigError
-from quartet.topology import cores
+from quartet.topology import available_cores
 
 
 def describe(device: str = "cpu") -> str:
     """Processor, cores that this process may use, memory, and how busy the machine is with other work; the GPU, if it is one."""
     kind = _value(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    host = f"{kind}, {cores()} cores, {memory:.0f} GiB of memory, load {os.getloadavg()[0]:.1f} before"
+    host = f"{kind}, {available_cores()} cores, {memory:.0f} GiB of memory, load {os.getloadavg()[0]:.1f} before"
     if device == "cpu":
         return host
     import torch

@@ -26,7 +26,7 @@ from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import Cancelled
 from quartet.models.training.update_log import UpdateLog
-from quartet.processes import with_parent
+from quartet.processes import tied_to_parent
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import HostedRole, Server
 from quartet.services.actor.actor import FLUSH
@@ -212,7 +212,7 @@ def replicas(role: Role, count: int = 1, times: Times | None = None, url: str = 
     command = [sys.executable, "-m", "benchmarks.simulated", role, "--replicas", str(count), "--url", url]
     for name, seconds in asdict(times or Times()).items():
         command += [f"--{name}", str(seconds)]
-    with subprocess.Popen(with_parent(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             said = process.stdout.readline()

@@ -26,7 +26,7 @@ from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.demo.toy_task import Recipe, make_toy_task
 from quartet.models.pretraining import Schedule, Shape
-from quartet.processes import with_parent
+from quartet.processes import tied_to_parent
 from quartet.types import MODEL_ROLES
 
 RUN = "soak"
@@ -135,7 +135,7 @@ def _run(folder: Path, steps: int, server: EmbeddedRedis) -> tuple[list[Sample],
     samples: list[Sample] = []
     experience: list[int] = []
     with (folder / "train.log").open("wb") as log:
-        run = subprocess.Popen(with_parent(command), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        run = subprocess.Popen(tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         try:
             while run.poll() is None:
                 time.sleep(INTERVAL)

@@ -25,7 +25,7 @@ from typing import Any
 
 import structlog
 
-from quartet.buffer.redis_url import buffer_url, settings_of_environment
+from quartet.buffer.redis_url import buffer_url, environment_overrides
 from quartet.config import Config, GatewayConfig, load_config
 from quartet.errors import ConfigError, QuartetError
 from quartet.gateway.settings import GatewaySettings
@@ -188,7 +188,7 @@ def _config(options: argparse.Namespace) -> Config | None:
     if options.config is None:
         return None
     first, *overlays = options.config
-    return load_config(first, settings_of_environment(), overlays)
+    return load_config(first, environment_overrides(), overlays)
 
 
 def _check_plaintext(listen: str, allowed: bool) -> None:

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from quartet.buffer.redis_url import required_buffer_url, settings_of_environment
+from quartet.buffer.redis_url import environment_overrides, required_buffer_url
 from quartet.config import Config, load_config
-from quartet.durable_files import in_words
+from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.failpoints import arm
 from quartet.telemetry.logs import configure_logs
-from quartet.topology import listen_address, threads_of
+from quartet.topology import listen_address, num_threads
 from quartet.train_extra import explain_missing_package
 from quartet.types import Role
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             log.warning("failpoints are set: this process will fail on purpose", names=failpoints)
         return _serve(roles, options, announcer)
     except PermissionError as error:
-        return _ended(ConfigError(in_words(error)), announcer)
+        return _ended(ConfigError(describe_os_error(error)), announcer)
     except ModuleNotFoundError as error:
         return _ended(explain_missing_package(error), announcer)
     except Exception as error:
@@ -102,12 +102,12 @@ def _ended(error: Exception, announcer: ReadyNotifier) -> int:
 def _serve(roles: list[Role], options: argparse.Namespace, announcer: ReadyNotifier) -> int:
     first, *layers = options.config
     own = [] if options.listen is None else [f"services.{roles[0]}.listen={options.listen}"]
-    config = load_config(first, [*options.overrides, *own, *settings_of_environment()], layers)
+    config = load_config(first, [*options.overrides, *own, *environment_overrides()], layers)
     if Role.ORCHESTRATOR in roles and len(roles) > 1:
         raise ConfigError("roles: the orchestrator has a process of its own")
     place = getattr(config.services, roles[0])
     listen = listen_address(place)
-    threads = threads_of(config, roles[0])
+    threads = num_threads(config, roles[0])
     # Set before torch is imported: its pools are sized once.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
 

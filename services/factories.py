@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from quartet.buffer.connection import Link, connect
+from quartet.buffer.connection import ConnectionMonitor, connect
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.redis_url import required_buffer_url
 from quartet.buffer.rollout_stream import RolloutStream
@@ -24,7 +24,7 @@ from quartet.services.memory_budget import UpdateLimits
 from quartet.services.reference.reference import Reference
 from quartet.services.reference.servicer import ReferenceServicer
 from quartet.services.reward.servicer import RewardServicer
-from quartet.topology import sharers, update_threads_of
+from quartet.topology import num_memory_sharers, num_update_threads
 from quartet.types import Role
 
 
@@ -44,10 +44,10 @@ def build_model_role(
 def _build_actor(config: Config, compute: ComputeThread, threads: int, certificates: Path | None) -> HostedRole:
     url = required_buffer_url(config, certificates)
     client = connect(url)
-    link = Link(client, url)
+    link = ConnectionMonitor(client, url)
 
     def access(run: str) -> BufferAccess:
-        return BufferAccess(RolloutStream(client, url, run, link.lose), ExperienceStore(client, url, run, link.lose))
+        return BufferAccess(RolloutStream(client, url, run, link.mark_lost), ExperienceStore(client, url, run, link.mark_lost))
 
     stale = config.rollout.max_off_policy_steps > 0
     device, generates = devices_of_actor(config.services.actor, stale)
@@ -64,7 +64,7 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
         access,
         config.run.seed,
         engine,
-        update_threads_of(config, Role.ACTOR),
+        num_update_threads(config, Role.ACTOR),
         limits_of(config, Role.ACTOR),
         config.algorithm.policy_loss,
     )
@@ -73,15 +73,15 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
 
 def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str) -> HostedRole:
     client = connect(url)
-    link = Link(client, url)
+    link = ConnectionMonitor(client, url)
     critic = Critic(
         config.critic,
         config.critic_model,
         device_of(config.services.critic),
         run_root(config),
-        lambda run: ExperienceStore(client, url, run, link.lose),
+        lambda run: ExperienceStore(client, url, run, link.mark_lost),
         config.run.seed,
-        update_threads_of(config, Role.CRITIC),
+        num_update_threads(config, Role.CRITIC),
         limits_of(config, Role.CRITIC),
     )
     return CriticServicer(critic, compute, threads, link.is_lost)
@@ -140,7 +140,7 @@ def limits_of(config: Config, role: Role) -> UpdateLimits:
         longest=config.data.max_prompt_tokens + rollout.max_response_tokens,
         trains_entropy=config.algorithm.entropy_coefficient != 0,
         part=1 - engine.memory_fraction if engine is not None and stays else 1.0,
-        shared_by=sharers(config, role),
+        shared_by=num_memory_sharers(config, role),
     )
 
 

@@ -11,7 +11,7 @@ from quartet.config import MAX_MICRO_BATCH_TOKENS, TrainedModelConfig
 from quartet.errors import ConfigError
 from quartet.models.forward.inspection import device_of
 from quartet.models.training.update_memory import SHARE, UpdateMemory, free_gpu_bytes
-from quartet.topology import free_host_bytes
+from quartet.topology import free_memory_bytes
 from quartet.types import Role, ServiceStatus
 
 log = structlog.get_logger()
@@ -105,7 +105,7 @@ def find_budget(role: Role, config: TrainedModelConfig, memory: UpdateMemory, fr
 def free_bytes(model: Any, limits: UpdateLimits) -> int:
     """This service's part of the memory that is free where ``model`` is."""
     device = device_of(model)
-    free = free_gpu_bytes(device) if device.type == "cuda" else free_host_bytes()
+    free = free_gpu_bytes(device) if device.type == "cuda" else free_memory_bytes()
     return int(limits.part * free) // limits.shared_by
 
 

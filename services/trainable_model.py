@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from quartet.config import TrainedModelConfig
-from quartet.durable_files import checkpoint_of, confined, describe_files
+from quartet.durable_files import checkpoint_path, confine_path, describe_files
 from quartet.errors import FailedPrecondition
 from quartet.failpoints import failpoint
 from quartet.models.forward.inspection import max_positions
@@ -125,7 +125,7 @@ class TrainedModel(ABC):
         when an update broke off, or when there is no adapter to save. The writing raises StorageFailed.
         """
         self._updates.check_save(run, leader_epoch, step)
-        target = confined(self._root, directory)
+        target = confine_path(self._root, directory)
         if kind is SaveKind.ADAPTER and self._adapter is None:
             raise FailedPrecondition(
                 f"save of the adapter: this {self.role} has none; set {self.role}.lora, or save the model"
@@ -146,7 +146,7 @@ class TrainedModel(ABC):
 
         Raises InvalidRequest, FailedPrecondition for a lower leader epoch, ModelError for a checkpoint that is broken.
         """
-        checkpoint = checkpoint_of(self._root, step, directory)
+        checkpoint = checkpoint_path(self._root, step, directory)
         self._updates.restore(run, step, leader_epoch, lambda: self._load(checkpoint))
 
     def _update_once(

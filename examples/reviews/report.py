@@ -21,7 +21,8 @@ import matplotlib.pyplot as plt
 
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError
-from quartet.run_directory.run_files import RunFiles, read_metrics
+from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.step_lines import read_step_lines
 
 WINDOW = 10
 WANTED = 2.0
@@ -81,7 +82,7 @@ def main() -> int:
 def read(directory: Path) -> Run:
     """Raises OSError or ConfigError."""
     files = RunFiles(directory)
-    return Run(load_config(files.config), read_metrics(files.metrics))
+    return Run(load_config(files.config), read_step_lines(files.metrics))
 
 
 def page(runs: list[Run], detailed: Run) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from quartet.durable_files import append_durably, storing
+from quartet.durable_files import append_durably, storage_errors
 from quartet.errors import QuartetError, StorageFailed
 from quartet.gateway.http.http_errors import ProblemError
 from quartet.gateway.readers.jsonl_records import validated
@@ -54,9 +54,9 @@ def write_entry(files: RunFiles, user: str, command: str, details: dict[str, Any
     outcome = printable(" ".join(outcome.split()))[:MAX_OUTCOME_LENGTH]
     entry = AuditEntry(at=time.time(), user=user, command=command, details=details, outcome=outcome)
     log.info("command", run=files.root.name, user=user, command=command, outcome=outcome)
-    if files.is_a_run():
+    if files.is_run():
         try:
-            with storing(files.audit):
+            with storage_errors(files.audit):
                 append_durably(files.audit, entry.model_dump_json() + "\n")
         except StorageFailed as error:
             log.error("audit entry not written", run=files.root.name, command=command, error=str(error))

@@ -19,7 +19,8 @@ from quartet.gateway.commands.audit_log import audited, printable
 from quartet.gateway.http.http_errors import ProblemError
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import FieldProblem, StartRunRequest
-from quartet.processes import of_module
+from quartet.processes import module_command
+from quartet.run_directory.lifecycle import check_unused, lock_run_directory, remove_run
 from quartet.run_directory.run_files import RunFiles
 
 log = structlog.get_logger()
@@ -103,12 +104,12 @@ class RunLauncher:
 
 def _prepare_directory(files: RunFiles, resume: bool) -> None:
     """Prepare the run directory. Raises ProblemError if the name is in use, or if there is no run to resume."""
-    if resume and not files.is_a_run():
+    if resume and not files.is_run():
         raise ProblemError(409, f"run {files.root.name!r}: there is no run to resume; set resume to false to start one")
     try:
-        with files.claimed():
+        with lock_run_directory(files):
             if not resume:
-                files.check_unused()
+                check_unused(files)
                 # Clear the directory before the new log is created in it.
                 _clear(files)
             files.logs.mkdir(exist_ok=True)
@@ -119,14 +120,14 @@ def _prepare_directory(files: RunFiles, resume: bool) -> None:
 def _clear(files: RunFiles) -> None:
     """Remove a run without steps, except its audit log, which continues with the new run of the same name."""
     audit = files.audit.read_bytes() if files.audit.is_file() else None
-    files.clear()
+    remove_run(files)
     if audit is not None:
         write_durably(files.audit, audit.decode(errors="replace"))
 
 
 def _train(tree: dict[str, Any], output: Path, resume: bool) -> subprocess.Popen[bytes]:
     # The config goes through a pipe: it may contain a password, which must not be in a file.
-    command = of_module("quartet.cli.main", "train", "/dev/stdin", *(["--resume"] if resume else []))
+    command = module_command("quartet.cli.main", "train", "/dev/stdin", *(["--resume"] if resume else []))
     environment = {name: value for name, value in os.environ.items() if name not in _PRIVATE_VARIABLES}
     with output.open("ab") as log_file:
         process = subprocess.Popen(

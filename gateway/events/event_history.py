@@ -17,7 +17,7 @@ import structlog
 
 from quartet.gateway.events.event_cursor import FIRST_GENERATION, EventCursor
 from quartet.gateway.readers.jsonl_tail import JsonlTail
-from quartet.run_directory.checkpoints import DamagedCheckpoint, checkpoint_folders, read_checkpoint, step_of
+from quartet.run_directory.checkpoints import DamagedCheckpoint, checkpoint_folders, checkpoint_step, read_checkpoint
 from quartet.run_directory.run_files import RunFiles
 
 log = structlog.get_logger()
@@ -141,7 +141,7 @@ class EventHistory:
             self._checkpoints, self._checkpoints_mtime = [], 0
             return
         if mtime != self._checkpoints_mtime:
-            self._checkpoints = [step_of(folder) for folder in checkpoint_folders(self._files)]
+            self._checkpoints = [checkpoint_step(folder) for folder in checkpoint_folders(self._files)]
             self._checkpoints_mtime = mtime
 
     def _apply_rollbacks(self, reader: EventReader) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from quartet.buffer.connection import Redis, connect, translated
+from quartet.buffer.connection import Redis, connect, translate_errors
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import is_redacted, redact_url
@@ -36,7 +36,7 @@ class BufferMonitor:
             return Buffer(reachable=False, rollouts=None, experience_steps=[], memory_bytes=None)
         try:
             client = self._client(url)
-            with translated(url):
+            with translate_errors(url):
                 memory = client.info("memory")
             return Buffer(
                 reachable=True,
@@ -53,7 +53,7 @@ class BufferMonitor:
             return "its password is not stored; start the gateway with the complete URL in QUARTET_BUFFER_URL"
         try:
             client = self._client(url)
-            with translated(url):
+            with translate_errors(url):
                 client.ping()
         except ServiceUnavailable:
             return f"{redact_url(url)} does not respond"

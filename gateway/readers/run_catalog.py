@@ -71,4 +71,4 @@ class RunCatalog:
         except (OSError, RuntimeError):
             return None
         files = RunFiles(path)
-        return files if files.is_a_run() else None
+        return files if files.is_run() else None

@@ -14,8 +14,8 @@ from quartet.run_directory.checkpoints import (
     Checkpoint,
     DamagedCheckpoint,
     checkpoint_folders,
+    checkpoint_step,
     read_checkpoint,
-    step_of,
     tagged_checkpoints,
 )
 
@@ -30,7 +30,7 @@ def list_checkpoints(_: Viewer, files: TheRunFiles, limit: Limit = 50, cursor: C
     remaining = folders
     if cursor is not None:
         before = int(read_cursor(cursor, request, (int,))[0])
-        remaining = [folder for folder in folders if step_of(folder) < before]
+        remaining = [folder for folder in folders if checkpoint_step(folder) < before]
     names = {folder: name for name, folder in tagged_checkpoints(files).items()}
     items = [_info(folder, names.get(folder.name)) for folder in remaining[:limit]]
     return Page(
@@ -53,7 +53,7 @@ def _info(folder: Path, name: str | None) -> CheckpointInfo:
         created = (folder / MANIFEST).stat().st_mtime
     except OSError:
         created = 0.0
-    return CheckpointInfo(step=step_of(folder), name=name, created=created, bytes=size, problem=problem)
+    return CheckpointInfo(step=checkpoint_step(folder), name=name, created=created, bytes=size, problem=problem)
 
 
 def _wrong_size(checkpoint: Checkpoint) -> str | None:

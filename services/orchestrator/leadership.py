@@ -12,11 +12,12 @@ from quartet.buffer.connection import Redis
 from quartet.buffer.lease import Lease
 from quartet.config import Config
 from quartet.preflight import check_inputs, check_resumable, check_separate_orchestrator
+from quartet.run_directory.lifecycle import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.checkpointing.recovery import Recovery, RecoveryPoint
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
-from quartet.topology import roles_of
+from quartet.topology import model_roles
 from quartet.types import Role
 
 log = structlog.get_logger()
@@ -71,8 +72,8 @@ def acquire_run_directory(config: Config) -> Iterator[Callable[[str], None]]:
     check_inputs(config)
     check_separate_orchestrator(config)
     files = RunFiles(config.run_directory)
-    with files.claimed():
-        if files.is_a_run():
+    with lock_run_directory(files):
+        if files.is_run():
             check_resumable(config, files)
         # A run that ended before its first step leaves files, but nothing to resume.
         resumes = files.metrics.exists()
@@ -81,7 +82,7 @@ def acquire_run_directory(config: Config) -> Iterator[Callable[[str], None]]:
         published: list[int] = []
 
         def publish_addresses(address: str) -> None:
-            addresses = {role: getattr(config.services, role).address for role in roles_of(config)}
+            addresses = {role: getattr(config.services, role).address for role in model_roles(config)}
             files.write_services({**addresses, Role.ORCHESTRATOR: config.services.orchestrator.address or address})
             published.append(files.services.stat().st_ino)
 

@@ -15,12 +15,12 @@ from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.lease import Lease
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
-from quartet.durable_files import storing
+from quartet.durable_files import storage_errors
 from quartet.errors import Cancelled, ConfigError, LeadershipConflict, QuartetError
 from quartet.evaluation import stream_name
 from quartet.models.loading import load_tokenizer
 from quartet.rpc.security.credentials import LOCAL, Credentials
-from quartet.run_directory.checkpoints import DamagedCheckpoint, roll_back, whole_checkpoint
+from quartet.run_directory.checkpoints import DamagedCheckpoint, read_verified_checkpoint, roll_back
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.advantages import import_estimator
@@ -164,7 +164,7 @@ class TrainingRun:
         order = training_prompts(config, tokenizer, statuses, self._board.note)
         if config.evaluation.every_steps:
             self._evaluator = self._make_evaluator(tokenizer, statuses)
-        started = bool(files.committed()) or self._checkpoints.newest(verify=False) is not None
+        started = bool(files.read_committed()) or self._checkpoints.newest(verify=False) is not None
         micro_batches = {
             client.role: statuses[client.role].micro_batch_tokens for client in self._service_clients.trained
         }
@@ -251,8 +251,8 @@ class TrainingRun:
         # A change made from now on would apply to steps that the rollback drops.
         self.live_settings.close()
         try:
-            whole_checkpoint(self._files.checkpoints / f"step-{step:06d}")
-            with storing(self._files.root):
+            read_verified_checkpoint(self._files.checkpoints / f"step-{step:06d}")
+            with storage_errors(self._files.root):
                 roll_back(self._files, step)
         except (ConfigError, DamagedCheckpoint) as error:
             log.warning("rollback failed", step=step, error=str(error))
@@ -339,7 +339,7 @@ class TrainingLoop:
         version = self._steps.policy_version(step + 1)
         if version < step and self._steps.pending_step != step + 1:
             self._steps.start_generation(step + 1, self._leadership)
-            self._leadership.recovery.replay(self._service_clients.actor, version, step, self._files.committed())
+            self._leadership.recovery.replay(self._service_clients.actor, version, step, self._files.read_committed())
 
     def _continues_directly(self, step: int) -> bool:
         """Return whether nothing is to be done between ``step`` and the next one, as far as is known now."""

@@ -30,7 +30,7 @@ from quartet.services.orchestrator.rollout.scoring import (
     ScoringServices,
     max_batches_in_flight,
 )
-from quartet.topology import roles_of
+from quartet.topology import model_roles
 from quartet.types import TRAINED_ROLES, Role, ServiceStatus
 
 ServiceStatuses = dict[Role, ServiceStatus]
@@ -45,7 +45,7 @@ class ServiceClients:
     def __init__(self, config: Config, credentials: Credentials = LOCAL) -> None:
         """Every role of the config has an address: see ``quartet.preflight.check_separate_orchestrator``."""
         self._config = config
-        self._roles = roles_of(config)
+        self._roles = model_roles(config)
         self.actor = ActorClient(self._address(Role.ACTOR), config.timeouts, credentials)
         # A reward function is called once per response, so a batch waits for the batches before it.
         patience = max_batches_in_flight(1) * config.reward.function_timeout_seconds(config.rollout.score_batch_size)

@@ -17,7 +17,7 @@ MAX_NAME, MAX_PATH = 200, 1000
 """Bytes of a path and of each of its parts that a caller may give: less than what file systems take, as more is added to it."""
 
 
-def in_words(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """What the system refused, for whoever gave the path."""
     what = f"{error.filename or 'system'}: {error.strerror or error}"
     if error.errno in (errno.EACCES, errno.EPERM):
@@ -25,7 +25,7 @@ def in_words(error: OSError) -> str:
     return f"{what}; give another path"
 
 
-def confined(root: Path, relative: str) -> Path:
+def confine_path(root: Path, relative: str) -> Path:
     """``root / relative``. Raises InvalidRequest unless that lies below the root, also through links, and may be a directory."""
     path = PurePosixPath(relative)
     # The root itself is refused too: what is saved there would take the place of the whole run.
@@ -44,11 +44,11 @@ def confined(root: Path, relative: str) -> Path:
     return target
 
 
-def checkpoint_of(root: Path, step: int, directory: str) -> Path | None:
+def checkpoint_path(root: Path, step: int, directory: str) -> Path | None:
     """Where a model is to go back to: below ``root``, or None for step 0. Raises InvalidRequest."""
     if (step == 0) != (directory == ""):
         raise InvalidRequest(f"restore of step {step}: expected a directory, and none for step 0, not {directory!r}")
-    return confined(root, directory) if directory else None
+    return confine_path(root, directory) if directory else None
 
 
 def describe_files(root: Path, directory: Path) -> list[SavedFile]:
@@ -57,7 +57,7 @@ def describe_files(root: Path, directory: Path) -> list[SavedFile]:
     return [SavedFile(file.relative_to(root).as_posix(), file.stat().st_size, sha256(file)) for file in files]
 
 
-def check_saved(root: Path, files: Sequence[SavedFile]) -> None:
+def check_saved_files(root: Path, files: Sequence[SavedFile]) -> None:
     """Raises MismatchError unless the files that a service reports lie below ``root`` here, too."""
     for file in files:
         path = root / file.path
@@ -75,7 +75,7 @@ def sha256(path: Path) -> str:
 
 
 @contextmanager
-def storing(path: Path) -> Iterator[None]:
+def storage_errors(path: Path) -> Iterator[None]:
     """Around the writing of a run's file: what the disk refuses is StorageFailed."""
     try:
         yield
@@ -97,7 +97,7 @@ def write_durably(path: Path, text: str) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    flush(path.parent)
+    fsync_path(path.parent)
 
 
 def append_durably(path: Path, text: str) -> None:
@@ -112,10 +112,10 @@ def append_durably(path: Path, text: str) -> None:
             file.truncate(end)
             raise
     if end == 0:
-        flush(path.parent)
+        fsync_path(path.parent)
 
 
-def flush(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Waits until a file, or a directory's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -137,7 +137,7 @@ def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:
         fresh.mkdir()
         write(fresh)
         for path in [*fresh.rglob("*"), fresh]:
-            flush(path)
+            fsync_path(path)
         if directory.exists():
             directory.rename(old)
         try:
@@ -146,7 +146,7 @@ def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:
             if old.exists():
                 old.rename(directory)
             raise
-        flush(directory.parent)
+        fsync_path(directory.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)

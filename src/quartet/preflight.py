@@ -18,7 +18,7 @@ from quartet.errors import ConfigError, DataError, ModelError
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
 from quartet.tokenizer_files import check_tokenizer
-from quartet.topology import listen_address, roles_of
+from quartet.topology import listen_address, model_roles
 from quartet.types import Role
 
 
@@ -46,7 +46,7 @@ def check_inputs(config: Config) -> list[str]:
         _check_engine(config)
     for key, function in _functions(config).items():
         notes.append(_check_function(key, function))
-    for role in roles_of(config):
+    for role in model_roles(config):
         service: ServiceConfig = getattr(config.services, role)
         if service.address is None:
             addresses = {
@@ -62,7 +62,7 @@ def check_inputs(config: Config) -> list[str]:
 
 def check_separate_orchestrator(config: Config) -> None:
     """Check that an orchestrator that is started separately knows the addresses of all services. Raises ConfigError."""
-    for role in roles_of(config):
+    for role in model_roles(config):
         if getattr(config.services, role).address is None:
             raise ConfigError(
                 f"services.{role}.address: null, but a separately started orchestrator needs it; set it "
@@ -95,7 +95,7 @@ def _check_engine(config: Config) -> None:
 
 def check_resumable(config: Config, files: RunFiles) -> None:
     """Check that there is a run to resume, and that the config fits it. Raises ConfigError."""
-    if not files.is_a_run():
+    if not files.is_run():
         raise ConfigError(f"--resume: {files.root} does not contain a run; remove --resume to start a new one")
     identity = Identity.read(files.identity)
     if identity is not None:

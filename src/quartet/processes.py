@@ -16,14 +16,14 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 
 
-def of_module(*module: str) -> list[str]:
+def module_command(*module: str) -> list[str]:
     """The command line of ``python -m MODULE ARGUMENTS...``, with no place for files of the working directory."""
     return [sys.executable, "-P", "-m", *module]
 
 
-def with_parent(command: Sequence[str]) -> list[str]:
+def tied_to_parent(command: Sequence[str]) -> list[str]:
     """The command line that runs ``command`` tied to the process that starts it."""
-    return of_module("quartet.processes", str(os.getpid()), *command)
+    return module_command("quartet.processes", str(os.getpid()), *command)
 
 
 def this_process() -> str:

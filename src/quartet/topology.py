@@ -19,7 +19,7 @@ def listen_address(service: ServiceConfig | OrchestratorServiceConfig) -> str:
     return f"127.0.0.1:{address.rpartition(':')[2] if address else 0}"
 
 
-def cores() -> int:
+def available_cores() -> int:
     """Cores that this process may use: its affinity, and no more than its control group's quota (a container's limit)."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
@@ -29,7 +29,7 @@ def cores() -> int:
     return found if quota == "max" else max(1, min(found, round(int(quota) / int(period))))
 
 
-def free_host_bytes(root: Path = Path("/")) -> int:
+def free_memory_bytes(root: Path = Path("/")) -> int:
     """Memory that is free on this machine, and no more than its control group's limit leaves (a container's).
 
     Pages of files that can be dropped count as free. All of the machine's memory, where its system does not tell. ``root``: where
@@ -49,13 +49,13 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     return max(0, min(free, limit - used + int(of_files)))
 
 
-def roles_of(config: Config) -> tuple[Role, ...]:
+def model_roles(config: Config) -> tuple[Role, ...]:
     """The model services of this run: no critic for estimators without one, no reference where the actor answers for it."""
     absent = {Role.CRITIC: not config.has_critic, Role.REFERENCE: not config.has_reference}
     return tuple(role for role in MODEL_ROLES if not absent.get(role))
 
 
-def threads_of(config: Config, role: Role) -> int:
+def num_threads(config: Config, role: Role) -> int:
     """CPU threads of a service: as told, or its share of the cores among the model services of this machine.
 
     More threads than cores make every service crawl: their pools wait for one another by spinning.
@@ -65,10 +65,10 @@ def threads_of(config: Config, role: Role) -> int:
     told: int | None = getattr(config.services, role).num_threads
     if told is not None:
         return told
-    return _share(config, role, roles_of(config))
+    return _share(config, role, model_roles(config))
 
 
-def update_threads_of(config: Config, role: Role) -> int | None:
+def num_update_threads(config: Config, role: Role) -> int | None:
     """CPU threads of an update by actor or critic: as told, or its share of the cores among those of this machine that learn.
 
     While they learn, the services that score have nothing to do. None, to leave them as they are, where the next step is
@@ -77,18 +77,18 @@ def update_threads_of(config: Config, role: Role) -> int | None:
     if config.rollout.max_off_policy_steps:
         return None
     told: int | None = getattr(config.services, role).num_threads
-    return told or _share(config, role, [other for other in roles_of(config) if other in TRAINED_ROLES])
+    return told or _share(config, role, [other for other in model_roles(config) if other in TRAINED_ROLES])
 
 
 def _share(config: Config, role: Role, roles: Sequence[Role]) -> int:
     here = [other for other in roles if getattr(config.services, other).address is None or other is role]
-    return max(1, cores() // len(here))
+    return max(1, available_cores() // len(here))
 
 
-def sharers(config: Config, role: Role) -> int:
+def num_memory_sharers(config: Config, role: Role) -> int:
     """Model services that share memory with ``role``, itself counted: of the same machine, on the device that it learns on."""
     own: ServiceConfig = getattr(config.services, role)
-    here = [getattr(config.services, other) for other in roles_of(config) if other is not role]
+    here = [getattr(config.services, other) for other in model_roles(config) if other is not role]
     near = [other for other in here if other.address is None or _machine(other) == _machine(own)]
     return 1 + sum(bool(own.devices[0] in other.devices if own.devices else not other.devices) for other in near)
 

@@ -24,7 +24,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from quartet.demo.toy_task import make_toy_task
-from quartet.processes import with_parent
+from quartet.processes import tied_to_parent
 from tests.browser.conftest import NAMES
 
 STEPS, PAUSE_AT, EVERY = 90, 80, 20
@@ -96,7 +96,7 @@ def training(folder: Path, name: str, kl_coefficient: float) -> Iterator[Run]:
     command = [str(Path(sys.executable).with_name("quartet")), "train", str(config)]
     gateway = folder / "runs" / name / "gateway.json"
     with (folder / f"{name}.log").open("wb") as output:
-        process = subprocess.Popen(with_parent(command), stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(tied_to_parent(command), stdout=output, stderr=subprocess.STDOUT)
         try:
             deadline = time.monotonic() + 300
             while not gateway.exists():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quartet.buffer.connection import connect
-from quartet.buffer.redis_url import VARIABLE, buffer_url, settings_of_environment
+from quartet.buffer.redis_url import BUFFER_URL_VARIABLE, buffer_url, environment_overrides
 from quartet.config import Config, load_config, parse_config, redact_url
 from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.rpc.security.certificate_authority import Authority
@@ -140,9 +140,9 @@ def test_the_environment_s_address_takes_the_place_of_the_config_s_with_its_pass
     path = tmp_path / "config.yaml"
     buffer = {"url": "redis://one/0", "password_file": str(tmp_path / "password")}
     path.write_text(config_of(**buffer).to_yaml())
-    monkeypatch.setenv(VARIABLE, f"redis://two{MINE}host/1")
-    assert buffer_url(load_config(path, settings_of_environment())) == f"redis://two{MINE}host/1"
-    monkeypatch.setenv(VARIABLE, "redis://two@host/1")
-    assert buffer_url(load_config(path, settings_of_environment())) == f"redis://two{FROM_FILE}host/1"
-    monkeypatch.delenv(VARIABLE)
-    assert buffer_url(load_config(path, settings_of_environment())) == f"redis://{FROM_FILE}one/0"
+    monkeypatch.setenv(BUFFER_URL_VARIABLE, f"redis://two{MINE}host/1")
+    assert buffer_url(load_config(path, environment_overrides())) == f"redis://two{MINE}host/1"
+    monkeypatch.setenv(BUFFER_URL_VARIABLE, "redis://two@host/1")
+    assert buffer_url(load_config(path, environment_overrides())) == f"redis://two{FROM_FILE}host/1"
+    monkeypatch.delenv(BUFFER_URL_VARIABLE)
+    assert buffer_url(load_config(path, environment_overrides())) == f"redis://{FROM_FILE}one/0"

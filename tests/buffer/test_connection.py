@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from quartet.buffer import connection
-from quartet.buffer.connection import Link, connect
+from quartet.buffer.connection import ConnectionMonitor, connect
 from quartet.buffer.embedded_redis import EmbeddedRedis, find_server
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import ConfigError, ServiceUnavailable
-from quartet.processes import with_parent
+from quartet.processes import tied_to_parent
 from quartet.rpc.channels import accepts_connections
 from quartet.rpc.security.certificate_authority import Authority
 from tests.buffer.samples import trajectory
@@ -69,7 +69,7 @@ def plain_port(tmp_path: Path) -> Iterator[int]:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
     command = [str(find_server()), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--requirepass", "right"]
-    process = subprocess.Popen(with_parent(command), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(tied_to_parent(command), cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
         assert wait_until(lambda: accepts_connections(f"127.0.0.1:{port}"), 20)
         yield port
@@ -137,9 +137,9 @@ def test_a_link_is_lost_from_a_command_that_failed_until_the_server_answers_agai
     with Proxy(redis_url.removeprefix("unix://")) as proxy:
         url = f"redis://{proxy.address}/0"
         client = connect(url)
-        link = Link(client, url)
-        stream = RolloutStream(client, url, "link", link.lose)
-        store = ExperienceStore(client, url, "link", link.lose)
+        link = ConnectionMonitor(client, url)
+        stream = RolloutStream(client, url, "link", link.mark_lost)
+        store = ExperienceStore(client, url, "link", link.mark_lost)
         act = {"append": lambda: stream.append([trajectory("link", 1)]), "load": lambda: store.load(1)}[command]
         assert not link.is_lost()
         proxy.reset()
@@ -158,8 +158,8 @@ def test_a_link_is_lost_from_a_command_that_failed_until_the_server_answers_agai
 def test_a_server_that_refuses_the_credentials_by_now_is_reached(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
         client = connect(server.url)
-        link = Link(client, server.url)
+        link = ConnectionMonitor(client, server.url)
         client.config_set("requirepass", "right")
         client.connection_pool.disconnect()
-        link.lose()
+        link.mark_lost()
         assert wait_until(lambda: not link.is_lost(), 20)

@@ -14,7 +14,7 @@ from quartet.config import Config, load_config
 from quartet.gateway.__main__ import PUBLISHED_ADDRESS_VARIABLE
 from quartet.rpc.security.allow_list import PROCESSES
 from quartet.rpc.security.credentials import DOMAIN
-from quartet.topology import roles_of
+from quartet.topology import model_roles
 from quartet.types import MODEL_ROLES, Role
 from tests.compose.stack import SECRETS
 
@@ -166,7 +166,7 @@ def test_overlays_take_the_place_of_what_they_are_laid_over() -> None:
 @pytest.mark.parametrize("security", ["plaintext", "tls"])
 def test_deployments_fit_every_kind_of_run(tmp_path: Path, run: str, devices: str, security: str) -> None:
     config = deployment(tmp_path, run, devices, security)
-    used = roles_of(config)
+    used = model_roles(config)
     for role in (*used, Role.ORCHESTRATOR):
         place = getattr(config.services, role)
         assert (place.address, place.listen) == (f"{role}:50051", "0.0.0.0:50051")

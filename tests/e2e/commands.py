@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from quartet.processes import with_parent
+from quartet.processes import tied_to_parent
 
 Value = TypeVar("Value")
 
@@ -64,7 +64,7 @@ class Command:
             if theirs is not None:
                 fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
             self.process = subprocess.Popen(
-                with_parent([str(part) for part in command]),  # Not to outlive tests that are killed themselves.
+                tied_to_parent([str(part) for part in command]),  # Not to outlive tests that are killed themselves.
                 cwd=cwd,
                 env={
                     **inherited,

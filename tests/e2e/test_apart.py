@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from quartet.buffer.embedded_redis import find_server
-from quartet.processes import with_parent
+from quartet.processes import tied_to_parent
 from quartet.rpc.health import serves
 from tests.e2e.commands import QUARTET, Command
 from tests.e2e.conftest import Run, figures, weights
@@ -48,7 +48,7 @@ def redis_port(tmp_path: Path) -> Iterator[int]:
         f"user default off\nuser quartet on #{hashlib.sha256(PASSWORD.encode()).hexdigest()} ~* &* +@all\n"
     )
     command = [str(find_server()), "--port", str(port), "--bind", "127.0.0.1", "--aclfile", str(rules), "--save", ""]
-    process = subprocess.Popen(with_parent(command), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(tied_to_parent(command), cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
         yield port
     finally:

@@ -193,7 +193,7 @@ def test_overwrite_refuses_what_is_not_of_a_run(start: Start, config: Path, tmp_
     run = tmp_path / "runs" / "tiny"
     (run / "policy").mkdir(parents=True)
     (run / "config.yaml").write_text("precious")
-    assert_refused(start("train", config, "--overwrite").ended(), "is not of a run of Quartet's")
+    assert_refused(start("train", config, "--overwrite").ended(), "does not belong to a run of Quartet")
     assert (run / "config.yaml").read_text() == "precious"
     assert (run / "policy").is_dir()
 
@@ -213,5 +213,5 @@ def test_a_run_directory_in_which_a_run_is_going_on(start: Start, config: Path, 
     options = frozen.serving("reward", "reference")
     first = start("train", config, *options)
     first.wait_for(first.processes)
-    assert_refused(start("train", config, "--overwrite", *options).ended(), "runs/tiny", "a run is going on there")
+    assert_refused(start("train", config, "--overwrite", *options).ended(), "runs/tiny", "a run is active there")
     assert first.process.poll() is None, "the second is to leave the first alone"

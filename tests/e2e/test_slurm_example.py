@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from quartet.config import Config, load_config
-from quartet.topology import roles_of
+from quartet.topology import model_roles
 from tests.e2e.commands import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +148,7 @@ def test_its_deployment_puts_every_role_of_the_config_where_its_process_runs(job
     status, said = job.ended(path, ORCHESTRATOR="exit 7")
     assert (status, said) == (7, ""), "the job's status is the orchestrator's"
     config = job.deployment(path)
-    assert set(PLACES[name]) == set(roles_of(config))
+    assert set(PLACES[name]) == set(model_roles(config))
 
     steps: dict[str, list[str]] = {}
     for call in job.heard("srun"):
@@ -176,7 +176,9 @@ def test_its_deployment_puts_every_role_of_the_config_where_its_process_runs(job
 
 
 def _listened(config: Config) -> list[str]:
-    services = {str(getattr(config.services, role).listen): getattr(config.services, role) for role in roles_of(config)}
+    services = {
+        str(getattr(config.services, role).listen): getattr(config.services, role) for role in model_roles(config)
+    }
     every = [*services.values(), config.services.orchestrator]
     return [
         str(config.gateway.listen),

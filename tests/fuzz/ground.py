@@ -17,7 +17,7 @@ import yaml
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.processes import with_parent
+from quartet.processes import tied_to_parent
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import MODEL_ROLES, Role
 from tests.buffer.samples import experience
@@ -171,7 +171,7 @@ def _service(folder: Path, config: dict[str, Any], roles: list[Role]) -> Iterato
     place.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
-            with_parent([*command, "--ready-fd", str(writer)]),
+            tied_to_parent([*command, "--ready-fd", str(writer)]),
             cwd=place,
             stdout=log,
             stderr=log,

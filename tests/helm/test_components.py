@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from quartet.config import load_config
-from quartet.topology import roles_of
+from quartet.topology import model_roles
 from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates
 
 LORA = {"model": "models/policy", "lora": {"rank": 8}}
@@ -71,7 +71,7 @@ def test_the_roles_that_run_are_those_of_the_config_tree(name: str, tmp_path: Pa
     path.write_text(files(RUNS[name])["config.yaml"], encoding="utf-8")
     config = load_config(path)
     found = sorted(role for container in containers(RUNS[name]).values() for role in told(container))
-    assert found == sorted([*(role.value for role in roles_of(config)), "orchestrator"])
+    assert found == sorted([*(role.value for role in model_roles(config)), "orchestrator"])
 
 
 def test_roles_that_share_a_pod_share_its_address_and_its_certificate() -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from quartet.config import Config, load_config
-from quartet.topology import roles_of
+from quartet.topology import model_roles
 from tests.helm.rendering import EXAMPLES, example, manifests, of_kind, pod_templates
 from tests.helm.test_components import RUNS, containers, files
 
@@ -26,7 +26,7 @@ def test_both_files_are_one_config(name: str, tmp_path: Path) -> None:
         (tmp_path / file).write_text(text, encoding="utf-8")
     config = load_config(tmp_path / "config.yaml", layers=[tmp_path / "deployment.yaml"])
     assert config.run.name == RUNS[name]["config"]["run"]["name"]
-    assert all(getattr(config.services, role).address for role in roles_of(config))
+    assert all(getattr(config.services, role).address for role in model_roles(config))
 
 
 def test_the_second_file_says_where_everything_is() -> None:

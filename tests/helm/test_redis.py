@@ -23,7 +23,7 @@ from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.lease import Lease
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import ConfigError, FailedPrecondition, LeadershipConflict, ServiceUnavailable
-from quartet.processes import with_parent
+from quartet.processes import tied_to_parent
 from tests.buffer.samples import experience, trajectory
 from tests.helm.rendering import Values, changed, manifests, of_kind
 
@@ -108,7 +108,7 @@ def started(values: Values, folder: Path, server: Path, tls: bool = False) -> It
             f"&ssl_certfile={own}/tls.crt&ssl_keyfile={own}/tls.key"
         )
     with (folder / "log").open("ab") as log:
-        process = subprocess.Popen(with_parent(command), env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(tied_to_parent(command), env=environment, stdout=log, stderr=log)
     try:
         _wait_until_it_listens(port, process, folder / "log")
         yield Started(url, folder)

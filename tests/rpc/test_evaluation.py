@@ -17,7 +17,8 @@ from quartet.cli.inference.evaluate import compare_with_initial
 from quartet.config import Config
 from quartet.errors import ComputationFailed, ConfigError, FailedPrecondition
 from quartet.evaluation import greedy_sampling, read_validation_prompts, row, run_sampling, stream_name, summarize
-from quartet.run_directory.run_files import RunFiles, read_metrics
+from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.step_lines import read_step_lines
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule, Evaluator
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
@@ -200,7 +201,7 @@ def test_a_later_policy_is_held_against_the_first_evaluation_also_by_another_pro
         assert after[f"eval_win_rate_{kind}"] == ((np.sign(gaps) + 1) / 2).mean()
         assert gaps.any()
     assert after["eval_kl"] > 0.1
-    lines = read_metrics(config.run_directory / "evaluations.jsonl")
+    lines = read_step_lines(config.run_directory / "evaluations.jsonl")
     assert [line.pop("step") for line in lines] == [0, STEP]
     assert lines[1] == after
 
@@ -297,7 +298,7 @@ def test_what_fails_is_raised_and_leaves_no_evaluation(
     )
     with pytest.raises(ComputationFailed, match=r"mine:hanging, prompt 1: took longer than 0\.25 s"):
         build(slow, actor=actor_of(services, trained, slow)).evaluate(STEP, 0, 1)
-    assert len(read_metrics(config.run_directory / "evaluations.jsonl")) == 1
+    assert len(read_step_lines(config.run_directory / "evaluations.jsonl")) == 1
     assert [path.name for path in (config.run_directory / "evaluations").iterdir()] == ["step-000000.jsonl"]
 
 

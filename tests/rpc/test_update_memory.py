@@ -178,7 +178,7 @@ def test_an_update_larger_than_what_was_found_uses_gradient_checkpointing(
 def test_the_free_memory_is_divided(
     part: float, shared_by: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "free_host_bytes", lambda: 1200)
+    monkeypatch.setattr(budget, "free_memory_bytes", lambda: 1200)
     assert budget.free_bytes(tiny.causal("llama"), UpdateLimits(40, part=part, shared_by=shared_by)) == expected
 
 

@@ -23,7 +23,7 @@ from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.run import TrainingRun, run_training
 from quartet.services.orchestrator.telemetry.run_metrics import BufferDepth, RunMetrics
-from quartet.topology import roles_of
+from quartet.topology import model_roles
 from quartet.types import Role
 from tests.training.runs import Run
 
@@ -109,7 +109,7 @@ def run_observed(config: Config) -> Observed:
             return observations[role]
 
         overrides = []
-        for role in roles_of(config):
+        for role in model_roles(config):
             observation, built = observe(role), build_model_role(role, config, ComputeThread(), threads=1)
             observation.of_services([built])
             observation.begin()

@@ -20,7 +20,7 @@ from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import Progress, ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.run import TrainingRun, run_training
-from quartet.topology import roles_of
+from quartet.topology import model_roles
 from quartet.types import Role
 
 
@@ -96,7 +96,7 @@ class Fleet:
         self._started_with = config
         self._servers: dict[Role, Server] = {}
         self._addresses: dict[Role, str] = {}
-        for role in roles_of(config):
+        for role in model_roles(config):
             self.start(role)
 
     @property

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from quartet.demo.toy_task import ToyTask
-from quartet.topology import roles_of
+from quartet.topology import model_roles
 from quartet.types import Role
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, run_to_the_end
@@ -100,7 +100,7 @@ def test_initial_score_moments_are_kept(make: MakeConfig) -> None:
 
 def test_an_actor_with_adapters_is_its_own_reference(make: MakeConfig) -> None:
     config = make(run={"steps": 3}, actor={"lora": {"rank": 2}, "learning_rate": 0.05})
-    assert Role.REFERENCE not in roles_of(config)
+    assert Role.REFERENCE not in model_roles(config)
     run = run_to_the_end(config)
     assert run.metrics[0]["kl_mean"] == pytest.approx(0, abs=1e-4), (
         "before the first update the policy is the reference"

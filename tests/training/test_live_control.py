@@ -225,7 +225,7 @@ def test_a_paused_run_saves_a_checkpoint_and_rolls_back(make: MakeConfig, monkey
         wait_for(going, folder.exists)
         going.control.roll_back(2)
         wait_for(going, lambda: (going.board.current().state, going.board.current().step) == (RunState.PAUSED, 2))
-        assert len(RunFiles(going.config.run_directory).committed()) == 2
+        assert len(RunFiles(going.config.run_directory).read_committed()) == 2
         going.control.resume()
         run = going.finish()
     assert run.code == 0, run.progress.error
@@ -289,7 +289,7 @@ def test_a_requested_rollback_keeps_its_checkpoint_from_being_dropped(
     assert weights(run) == weights(plain)
 
 
-@pytest.mark.parametrize("where", ["forget_changes_after", "forget_after"])
+@pytest.mark.parametrize("where", ["truncate_changes_after", "truncate_after"])
 def test_an_interrupted_rollback_is_completed(where: str, make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_to_the_end(make(**PPO))
     config = make(**PPO)

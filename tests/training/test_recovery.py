@@ -448,13 +448,13 @@ def test_a_short_outage_does_not_verify_the_checkpoint(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    real = checkpoints.whole_checkpoint
+    real = checkpoints.read_verified_checkpoint
 
     def note(path: Path) -> Any:
         read.append(path.name)
         return real(path)
 
-    monkeypatch.setattr(checkpoints, "whole_checkpoint", note)
+    monkeypatch.setattr(checkpoints, "read_verified_checkpoint", note)
     with disturbed(make(**SHORT), "generate", lambda started: started.restart(Role.REWARD), monkeypatch) as going:
         assert_same(going.finish(), undisturbed)
     assert read == []

@@ -11,7 +11,7 @@ import yaml
 from quartet.cli.config_reference import reference
 from quartet.config import Config, load_config, parse_config
 from quartet.errors import ConfigError
-from quartet.topology import roles_of
+from quartet.topology import model_roles
 from tests.unit.config_files import MINIMAL, REQUIRED, write
 
 ROOT = Path(__file__).parents[2]
@@ -151,13 +151,13 @@ def test_an_estimator_without_critic_needs_no_critic_and_lora_no_reference() -> 
     config = parse_config(REQUIRED, "test")
     assert (config.has_critic, config.has_reference) == (True, True)
     assert list(config.models) == ["actor.model", "reward.model", "critic.model", "reference.model"]
-    assert [str(role) for role in roles_of(config)] == ["actor", "critic", "reward", "reference"]
+    assert [str(role) for role in model_roles(config)] == ["actor", "critic", "reward", "reference"]
     bare = {**REQUIRED, "actor": {"model": "a", "lora": {}}, "algorithm": {"estimator": "reinforce"}}
     config = parse_config(bare, "test")
     assert list(config.models) == ["actor.model", "reward.model"]
-    assert [str(role) for role in roles_of(config)] == ["actor", "reward"]
+    assert [str(role) for role in model_roles(config)] == ["actor", "reward"]
     config = parse_config({**bare, "reference": {"model": "other"}}, "test")
-    assert [str(role) for role in roles_of(config)] == ["actor", "reward", "reference"]
+    assert [str(role) for role in model_roles(config)] == ["actor", "reward", "reference"]
 
 
 def test_the_models_of_an_ensemble_are_named_by_their_part() -> None:

@@ -9,14 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from quartet.durable_files import check_saved, confined, describe_files, in_words, replace_directory, write_durably
+from quartet.durable_files import (
+    check_saved_files,
+    confine_path,
+    describe_files,
+    describe_os_error,
+    replace_directory,
+    write_durably,
+)
 from quartet.errors import InvalidRequest, MismatchError
 from quartet.types import SavedFile
 
 
 @pytest.mark.parametrize("relative", ["policy", "checkpoints/.step-000001.partial/actor", "a/./b", "..a", "a..b"])
 def test_a_path_below_the_root_is_that_path(relative: str, tmp_path: Path) -> None:
-    assert confined(tmp_path, relative) == tmp_path / relative
+    assert confine_path(tmp_path, relative) == tmp_path / relative
 
 
 @pytest.mark.parametrize(
@@ -25,7 +32,7 @@ def test_a_path_below_the_root_is_that_path(relative: str, tmp_path: Path) -> No
 )
 def test_a_path_out_of_the_root_or_the_root_itself_is_refused(relative: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="directory"):
-        confined(tmp_path / "run", relative)
+        confine_path(tmp_path / "run", relative)
 
 
 def test_a_link_out_of_the_root_is_refused(tmp_path: Path) -> None:
@@ -36,7 +43,7 @@ def test_a_link_out_of_the_root_is_refused(tmp_path: Path) -> None:
     (root / "deep").symlink_to("link")
     for relative in ("link", "link/policy", "deep/policy"):
         with pytest.raises(InvalidRequest, match="leaves the run's directory"):
-            confined(root, relative)
+            confine_path(root, relative)
 
 
 def test_a_link_inside_the_root_and_a_root_that_is_a_link_are_fine(tmp_path: Path) -> None:
@@ -44,7 +51,7 @@ def test_a_link_inside_the_root_and_a_root_that_is_a_link_are_fine(tmp_path: Pat
     root = tmp_path / "run"
     root.symlink_to(tmp_path / "real")
     (root / "link").symlink_to("inner")
-    assert confined(root, "link/policy").parent.resolve() == tmp_path / "real/inner"
+    assert confine_path(root, "link/policy").parent.resolve() == tmp_path / "real/inner"
 
 
 def test_files_are_described_by_path_size_and_hash(tmp_path: Path) -> None:
@@ -110,17 +117,18 @@ def test_a_durable_write_that_fails_leaves_the_old_text_and_nothing_aside(
 
 def test_files_that_are_not_where_they_were_saved_name_the_directory_that_is_to_be_shared(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"123")
-    check_saved(tmp_path, [SavedFile("there", 3, "")])
+    check_saved_files(tmp_path, [SavedFile("there", 3, "")])
     for file in (SavedFile("there", 4, ""), SavedFile("elsewhere", 3, "")):
         with pytest.raises(
             MismatchError, match=r"run\.directory must be a path that orchestrator, actor and critic share"
         ):
-            check_saved(tmp_path, [file])
+            check_saved_files(tmp_path, [file])
 
 
 def test_what_the_system_refuses_is_said_with_the_path_and_who_may_not() -> None:
-    denied = in_words(PermissionError(errno.EACCES, "Permission denied", "models/policy"))
+    denied = describe_os_error(PermissionError(errno.EACCES, "Permission denied", "models/policy"))
     assert denied.startswith(f"models/policy: Permission denied; let user {os.getuid()} in, as chmod -R a+rX does")
     assert (
-        in_words(OSError(errno.EROFS, "Read-only file system", "/x")) == "/x: Read-only file system; give another path"
+        describe_os_error(OSError(errno.EROFS, "Read-only file system", "/x"))
+        == "/x: Read-only file system; give another path"
     )

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from quartet.processes import has_ended, this_process, with_parent
+from quartet.processes import has_ended, this_process, tied_to_parent
 
 # Starts a child, which says its process id once it is the command and no more on its way to become it, and waits. The pipe
 # that both hold ends with the last of them.
 PARENT = """
 import subprocess, time
-from quartet.processes import with_parent
-child = subprocess.Popen(with_parent(["sh", "-c", "echo $$; exec sleep 60"]), start_new_session=True)
+from quartet.processes import tied_to_parent
+child = subprocess.Popen(tied_to_parent(["sh", "-c", "echo $$; exec sleep 60"]), start_new_session=True)
 time.sleep(60)
 """
 
@@ -52,7 +52,7 @@ def is_running(process: int) -> bool:
 
 def test_the_command_keeps_its_process_id_arguments_and_status() -> None:
     command = [sys.executable, "-c", "import os, sys; print(os.getpid(), sys.argv[1]); sys.exit(7)", "a b"]
-    with subprocess.Popen(with_parent(command), stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(tied_to_parent(command), stdout=subprocess.PIPE, text=True) as child:
         said, _ = child.communicate()
         assert said.split(maxsplit=1) == [str(child.pid), "a b\n"]
         assert child.returncode == 7

@@ -9,7 +9,14 @@ import pytest
 
 from quartet import topology
 from quartet.config import Config, ServiceConfig, parse_config
-from quartet.topology import cores, free_host_bytes, listen_address, sharers, threads_of, update_threads_of
+from quartet.topology import (
+    available_cores,
+    free_memory_bytes,
+    listen_address,
+    num_memory_sharers,
+    num_threads,
+    num_update_threads,
+)
 from quartet.types import MODEL_ROLES, Role
 
 
@@ -28,40 +35,40 @@ def config(estimator: str = "gae", **services: dict[str, Any]) -> Config:
 
 @pytest.mark.parametrize(("found", "share"), [(1, 1), (2, 1), (4, 1), (8, 2), (9, 2), (64, 16)])
 def test_services_started_here_share_the_cores(found: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "cores", lambda: found)
-    assert [threads_of(config(), role) for role in MODEL_ROLES] == [share] * 4
-    assert threads_of(config(), Role.ORCHESTRATOR) == 1
+    monkeypatch.setattr(topology, "available_cores", lambda: found)
+    assert [num_threads(config(), role) for role in MODEL_ROLES] == [share] * 4
+    assert num_threads(config(), Role.ORCHESTRATOR) == 1
 
 
 def test_a_service_elsewhere_leaves_its_share_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "cores", lambda: 12)
+    monkeypatch.setattr(topology, "available_cores", lambda: 12)
     elsewhere = config(reward={"address": "far:1"}, critic={"address": "far:2"})
-    assert threads_of(elsewhere, Role.ACTOR) == 6
+    assert num_threads(elsewhere, Role.ACTOR) == 6
     # On its own machine the reward model shares with nobody who runs elsewhere.
-    assert threads_of(elsewhere, Role.REWARD) == 4
+    assert num_threads(elsewhere, Role.REWARD) == 4
 
 
 def test_told_threads_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "cores", lambda: 8)
+    monkeypatch.setattr(topology, "available_cores", lambda: 8)
     told = config(actor={"num_threads": 5})
-    assert (threads_of(told, Role.ACTOR), update_threads_of(told, Role.ACTOR)) == (5, 5)
+    assert (num_threads(told, Role.ACTOR), num_update_threads(told, Role.ACTOR)) == (5, 5)
 
 
 @pytest.mark.parametrize(("estimator", "share"), [("gae", 4), ("rloo", 8)])
 def test_services_that_learn_share_the_cores_while_they_do(
     estimator: str, share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topology, "cores", lambda: 8)
-    assert update_threads_of(config(estimator), Role.ACTOR) == share
+    monkeypatch.setattr(topology, "available_cores", lambda: 8)
+    assert num_update_threads(config(estimator), Role.ACTOR) == share
 
 
 def test_a_critic_elsewhere_leaves_the_cores_to_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "cores", lambda: 8)
-    assert update_threads_of(config(critic={"address": "far:2"}), Role.ACTOR) == 8
+    monkeypatch.setattr(topology, "available_cores", lambda: 8)
+    assert num_update_threads(config(critic={"address": "far:2"}), Role.ACTOR) == 8
 
 
 def test_there_is_at_least_one_core() -> None:
-    assert cores() >= 1
+    assert available_cores() >= 1
 
 
 @pytest.mark.parametrize(
@@ -95,7 +102,7 @@ def test_a_service_listens_as_told_or_on_loopback(service: ServiceConfig, expect
 def test_memory_is_shared_with_the_services_of_the_same_machine_and_device(
     services: dict[str, Any], expected: list[int]
 ) -> None:
-    assert [sharers(config(**services), role) for role in MODEL_ROLES] == expected
+    assert [num_memory_sharers(config(**services), role) for role in MODEL_ROLES] == expected
 
 
 def system(root: Path, available: int, limit: str = "max", used: int = 0, of_files: int = 0) -> Path:
@@ -110,20 +117,20 @@ def system(root: Path, available: int, limit: str = "max", used: int = 0, of_fil
 
 
 def test_what_the_machine_has_available_is_free(tmp_path: Path) -> None:
-    assert free_host_bytes(system(tmp_path, available=500)) == 500 * 1024
+    assert free_memory_bytes(system(tmp_path, available=500)) == 500 * 1024
 
 
 def test_no_more_is_free_than_the_control_groups_limit_leaves(tmp_path: Path) -> None:
-    assert free_host_bytes(system(tmp_path, 500, limit="9000", used=6000, of_files=1000)) == 4000
+    assert free_memory_bytes(system(tmp_path, 500, limit="9000", used=6000, of_files=1000)) == 4000
 
 
 def test_a_control_group_that_is_full_leaves_nothing(tmp_path: Path) -> None:
-    assert free_host_bytes(system(tmp_path, 500, limit="9000", used=9500)) == 0
+    assert free_memory_bytes(system(tmp_path, 500, limit="9000", used=9500)) == 0
 
 
 def test_a_limit_above_what_is_available_changes_nothing(tmp_path: Path) -> None:
-    assert free_host_bytes(system(tmp_path, 5, limit="900000", used=0)) == 5 * 1024
+    assert free_memory_bytes(system(tmp_path, 5, limit="900000", used=0)) == 5 * 1024
 
 
 def test_a_system_that_does_not_tell_is_taken_for_empty(tmp_path: Path) -> None:
-    assert free_host_bytes(tmp_path) > 0
+    assert free_memory_bytes(tmp_path) > 0

@@ -9,7 +9,7 @@ import structlog
 
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import Config
-from quartet.durable_files import check_saved
+from quartet.durable_files import check_saved_files
 from quartet.errors import StorageFailed
 from quartet.run_directory.checkpoints import Checkpoint
 from quartet.run_directory.run_files import RunFiles
@@ -121,5 +121,5 @@ class CheckpointScheduler:
                 wait_for_all([call])
             except StorageFailed as error:
                 raise StorageFailed(f"{error}; continue the run from step {step} with --resume") from None
-            check_saved(self._files.root, call.result())
+            check_saved_files(self._files.root, call.result())
             log.info("policy saved", kind=str(kind.value), path=str(path), step=step)

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from quartet import __version__
-from quartet.durable_files import check_saved, flush, write_durably
+from quartet.durable_files import check_saved_files, fsync_path, write_durably
 from quartet.errors import ServiceFailed, StorageFailed
 from quartet.failpoints import failpoint
 from quartet.rpc.clients import ActorClient, CriticClient, PendingResult
@@ -22,12 +22,12 @@ from quartet.run_directory.checkpoints import (
     Checkpoint,
     DamagedCheckpoint,
     checkpoint_folders,
-    drop_checkpoint,
+    checkpoint_step,
+    delete_checkpoint,
     read_checkpoint,
-    step_of,
-    step_to_go_back_to,
+    read_verified_checkpoint,
+    rollback_target,
     tagged_checkpoints,
-    whole_checkpoint,
 )
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.service_clients import wait_for_all, wait_until_ended
@@ -88,7 +88,7 @@ class CheckpointWriter:
         """
         for path in reversed(checkpoint_folders(self._files)):
             try:
-                checkpoint = whole_checkpoint(path) if verify else read_checkpoint(path)
+                checkpoint = read_verified_checkpoint(path) if verify else read_checkpoint(path)
                 if checkpoint.run == run:
                     return checkpoint
                 problem = f"belongs to run {checkpoint.run}"
@@ -140,7 +140,7 @@ class PendingCheckpoint:
         try:
             wait_for_all(self._calls)
             saved = [file for call in self._calls for file in call.result()]
-            check_saved(self._files.root, saved)
+            check_saved_files(self._files.root, saved)
             self._publish(saved)
         except (ServiceFailed, StorageFailed):
             # A partial checkpoint takes disk space that the next one needs. Another service may still be writing.
@@ -173,7 +173,7 @@ class PendingCheckpoint:
             if final.exists():  # It is damaged: a valid checkpoint is not saved again.
                 final.rename(replaced)
             self._partial.rename(final)
-            flush(checkpoints)
+            fsync_path(checkpoints)
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             raise StorageFailed(
@@ -183,8 +183,8 @@ class PendingCheckpoint:
     def _drop_oldest(self) -> None:
         try:
             for path in checkpoint_folders(self._files)[: -self._keep]:
-                is_rollback_target = step_of(path) == step_to_go_back_to(self._files)
+                is_rollback_target = checkpoint_step(path) == rollback_target(self._files)
                 if not is_rollback_target and path.name not in tagged_checkpoints(self._files).values():
-                    drop_checkpoint(path)
+                    delete_checkpoint(path)
         except OSError as error:
             log.warning("old checkpoint not dropped", error=str(error))

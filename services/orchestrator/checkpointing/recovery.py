@@ -144,13 +144,13 @@ class Recovery:
         returns the newest checkpoint, with verified checksums if its argument is True. ``algorithm_state`` is that before the
         first step. Raises ConfigError if the run's files are damaged.
         """
-        history = self._files.committed()
+        history = self._files.read_committed()
         plan = self._plan(newest_checkpoint(False), statuses, len(history), pending_step)
         if None in plan.start_steps.values():
             plan = self._plan(newest_checkpoint(True), statuses, len(history), pending_step)
         if plan.step < len(history):
             log.warning("sealed experience lost", first_step=plan.step + 1, last_step=len(history))
-        self._files.forget_after(plan.step)
+        self._files.truncate_after(plan.step)
         self._restore_algorithm_state(algorithm_state, plan, history[: plan.step])
         for client in self._service_clients.trained:
             self._restore_model(client, plan, history)
@@ -203,7 +203,7 @@ class Recovery:
         algorithm_state.restore(base, plan.checkpoint.state if plan.checkpoint else None, history[:base])
         sequences = self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt
         for metrics in history[base:]:
-            algorithm_state.replay(metrics, self._files.scores(int(metrics["step"]), sequences))
+            algorithm_state.replay(metrics, self._files.read_scores(int(metrics["step"]), sequences))
 
     def _restore_model(self, client: ActorClient | CriticClient, plan: _Plan, history: list[dict[str, float]]) -> None:
         """Bring one model to the plan's step: as it stands, or from the checkpoint; then repeat its updates."""

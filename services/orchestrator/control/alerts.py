@@ -40,7 +40,7 @@ class AlertHandler:
 
     def resume(self, step: int, alerts: Sequence[Alert]) -> None:
         """Apply those ``alerts`` of the last committed ``step`` that an interrupted process has not applied."""
-        written = self._files.alerts_of(step)
+        written = self._files.read_alerts(step)
         self.apply([alert for alert in alerts if asdict(alert) not in written])
         if self._control.stopping:
             self.stopped_by = next((alert for alert in alerts if alert.action == "stop"), None)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import structlog
 
-from quartet.durable_files import storing, write_durably
+from quartet.durable_files import storage_errors, write_durably
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, StorageFailed
-from quartet.run_directory.checkpoints import checkpoint_folders, checkpoints_after, step_of
+from quartet.run_directory.checkpoints import checkpoint_folders, checkpoint_step, checkpoints_after
 from quartet.run_directory.run_files import RunFiles
 
 log = structlog.get_logger()
@@ -68,7 +68,7 @@ class RunControl:
         Raises InvalidRequest if there is no such checkpoint, FailedPrecondition if a later checkpoint is tagged or the run is at
         its end, and StorageFailed if the command cannot be written.
         """
-        steps = [step_of(folder) for folder in checkpoint_folders(self._files)]
+        steps = [checkpoint_step(folder) for folder in checkpoint_folders(self._files)]
         if step not in steps:
             raise InvalidRequest(
                 f"step {step}: has no checkpoint; checkpoints exist for: {', '.join(map(str, steps)) or 'none'}"
@@ -80,7 +80,7 @@ class RunControl:
         with self._changed:
             self._check_open()
             if self._persist:
-                with storing(self._files.rolling_back):
+                with storage_errors(self._files.rolling_back):
                     write_durably(self._files.rolling_back, f"{step}\n")
             self._rollback_step = step
             self._changed.notify_all()
@@ -160,7 +160,7 @@ class RunControl:
         }
         words = [word for word, requested in pending.items() if requested]
         path = self._files.asked
-        with storing(path):
+        with storage_errors(path):
             if words:
                 write_durably(path, "\n".join(words) + "\n")
             else:

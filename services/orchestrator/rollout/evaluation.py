@@ -170,7 +170,7 @@ class EvaluationSchedule:
 
     def resume(self) -> None:
         """Continue after the last evaluation in the run's files."""
-        self._last_step = self._files.evaluated()
+        self._last_step = self._files.last_evaluated_step()
 
     def is_due(self, step: int, last: bool) -> bool:
         """Return whether to evaluate after ``step``; step 0 is before the first. ``last``: no step follows."""

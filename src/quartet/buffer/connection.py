@@ -46,7 +46,7 @@ def connect(url: str, patience: float = COMMAND_TIMEOUT) -> Redis:
             f"buffer.url {redact_url(url)}: malformed; expected redis://HOST:PORT/DB, rediss://… or unix:///PATH, "
             "special characters of a password escaped as %XX"
         ) from None
-    with translated(url):
+    with translate_errors(url):
         _ping(client, url, patience)
     return client
 
@@ -81,7 +81,7 @@ def wait_for_server(client: Redis, url: str, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while True:
         try:
-            with translated(url):
+            with translate_errors(url):
                 client.ping()
             return
         except (ServiceUnavailable, BufferFailed):
@@ -91,7 +91,7 @@ def wait_for_server(client: Redis, url: str, timeout: float) -> None:
         time.sleep(POLL)
 
 
-class Link:
+class ConnectionMonitor:
     """Whether a process reaches its server, as far as it has tried: who asks never waits for the network."""
 
     def __init__(self, client: Redis, url: str) -> None:
@@ -103,7 +103,7 @@ class Link:
         """Whether the last command did not reach the server, and nothing has since."""
         return self._lost
 
-    def lose(self) -> None:
+    def mark_lost(self) -> None:
         """Notes that a command did not reach the server, which is asked from now on, on a thread of its own, until it answers."""
         with self._lock:
             if self._lost:
@@ -121,7 +121,7 @@ class Link:
 
 
 @contextmanager
-def translated(url: str, lost: Callable[[], None] = lambda: None) -> Iterator[None]:
+def translate_errors(url: str, lost: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Turns redis-py's exceptions into domain exceptions that name the buffer. Calls ``lost`` where it could not be reached."""
     where = f"rollout buffer at {redact_url(url)}"
     try:

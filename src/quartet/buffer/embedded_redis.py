@@ -20,7 +20,7 @@ from redis.retry import Retry
 
 from quartet.buffer.connection import connect
 from quartet.errors import ConfigError, ServiceFailed, ServiceUnavailable
-from quartet.processes import with_parent
+from quartet.processes import tied_to_parent
 
 START_TIMEOUT = 20.0
 """Seconds for the server to answer."""
@@ -98,7 +98,7 @@ class EmbeddedRedis:
         with self.log.open("ab") as output:
             self._said_before = output.tell()
             self.process = subprocess.Popen(
-                with_parent(command),
+                tied_to_parent(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 
 from quartet import codec
-from quartet.buffer.connection import Redis, translated
+from quartet.buffer.connection import Redis, translate_errors
 from quartet.errors import BufferFailed, ConfigError, FailedPrecondition, InvalidRequest
 from quartet.types import Experience
 
@@ -53,7 +53,7 @@ class ExperienceStore:
                 f"{len(encoded.manifest):,} bytes, expected at most {self._chunk_bytes:,}; lower rollout.prompts_per_step or "
                 "rollout.samples_per_prompt"
             )
-        with translated(self._url):
+        with translate_errors(self._url):
             for name, chunk in encoded.chunks.items():
                 self._client.hset(self.chunks_key(experience.step), name, chunk)
             self._client.hset(
@@ -64,7 +64,7 @@ class ExperienceStore:
     def load(self, step: int) -> Experience:
         """Return a step's experience. Raises FailedPrecondition if it is not sealed, BufferFailed if it is damaged."""
         key = self.key(step)
-        with translated(self._url, self._lost):
+        with translate_errors(self._url, self._lost):
             manifest, digest = self._client.hmget(key, "manifest", "sha256")
         if manifest is None and digest is None:
             raise FailedPrecondition(f"experience of step {step} of run {self._run}: not in the buffer")
@@ -79,7 +79,7 @@ class ExperienceStore:
         return experience
 
     def _read_chunk(self, step: int, name: str) -> bytes | None:
-        with translated(self._url, self._lost):
+        with translate_errors(self._url, self._lost):
             [chunk] = self._client.hmget(self.chunks_key(step), name)
         assert chunk is None or isinstance(chunk, bytes)
         return chunk
@@ -87,7 +87,7 @@ class ExperienceStore:
     def holds(self, steps: Iterable[int]) -> bool:
         """Return whether every one of these steps is sealed."""
         keys = [self.key(step) for step in steps]
-        with translated(self._url):
+        with translate_errors(self._url):
             return not keys or int(self._client.exists(*keys)) == len(keys)
 
     def steps(self) -> list[int]:
@@ -99,7 +99,7 @@ class ExperienceStore:
         """Remove the experience of these steps."""
         keys = [key for step in steps for key in (self.key(step), self.chunks_key(step))]
         if keys:
-            with translated(self._url):
+            with translate_errors(self._url):
                 self._client.delete(*keys)
 
     def keep_only(self, steps: Iterable[int]) -> None:
@@ -107,10 +107,10 @@ class ExperienceStore:
         kept = {key for step in steps if self.holds([step]) for key in (self.key(step), self.chunks_key(step))}
         for key in self._keys():
             if key not in kept:
-                with translated(self._url):
+                with translate_errors(self._url):
                     self._client.delete(key)
 
     def _keys(self) -> list[str]:
-        with translated(self._url):
+        with translate_errors(self._url):
             keys = self._client.scan_iter(match=f"quartet:{self._run}:experience:*", count=1000)
             return [key.decode() for key in keys]

@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.exceptions import WatchError
 
-from quartet.buffer.connection import Redis, translated
+from quartet.buffer.connection import Redis, translate_errors
 from quartet.errors import FailedPrecondition, LeadershipConflict, QuartetError
 from quartet.processes import has_ended, this_process
 
@@ -47,7 +47,7 @@ class Lease:
         self._owner = f"{this_process()} {owner or secrets.token_hex(16)} "
         self._holder = self._owner + secrets.token_hex(16)
         self._ended = threading.Event()
-        with translated(url):
+        with translate_errors(url):
             while True:
                 self._take()
                 self.epoch = int(client.incr(self._epoch_key))
@@ -77,12 +77,12 @@ class Lease:
 
     def claim(self, run_id: str) -> bool:
         """Makes what the buffer holds under the run's name that of the run with this id. Gives whether it was so before."""
-        with translated(self._url):
+        with translate_errors(self._url):
             return self._client.set(f"quartet:{self._run}:owner", run_id, get=True) == run_id.encode()
 
     def check(self) -> None:
         """Renews the lease. Raises FailedPrecondition when it is lost: another may lead now."""
-        with translated(self._url):
+        with translate_errors(self._url):
             held = self._renew()
         if not held:
             raise FailedPrecondition(f"run {self._run}: the lease is lost, another orchestrator may have taken over")
@@ -91,7 +91,7 @@ class Lease:
         """Lets another lead at once. A Redis that is gone is no error: the lease ends by itself."""
         self._ended.set()
         try:
-            with translated(self._url):
+            with translate_errors(self._url):
                 self._drop(self._holder)
         except QuartetError:
             pass
@@ -137,7 +137,7 @@ class Lease:
     def _keep(self, interval: float) -> None:
         while not self._ended.wait(interval):
             try:
-                with translated(self._url):
+                with translate_errors(self._url):
                     if not self._renew():
                         return
             except QuartetError:

@@ -10,13 +10,13 @@ from quartet.config import Config
 from quartet.errors import ConfigError
 from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY, read_secret
 
-VARIABLE = "QUARTET_BUFFER_URL"
+BUFFER_URL_VARIABLE = "QUARTET_BUFFER_URL"
 """Of the environment: takes the place of ``buffer.url``, and where it has a password, of ``buffer.password_file``."""
 
 
-def settings_of_environment() -> list[str]:
+def environment_overrides() -> list[str]:
     """What the environment says of the buffer, as overrides of a config."""
-    url = os.environ.get(VARIABLE)
+    url = os.environ.get(BUFFER_URL_VARIABLE)
     if not url:
         return []
     return [f"buffer.url={url}", *(["buffer.password_file=null"] if _has_password(url) else [])]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quartet import codec
-from quartet.buffer.connection import Redis, translated
+from quartet.buffer.connection import Redis, translate_errors
 from quartet.errors import BufferFailed, InvalidRequest
 from quartet.failpoints import failpoint
 from quartet.types import Trajectory
@@ -43,14 +43,14 @@ class RolloutStream:
         still write.
         """
         self._leader_epoch = leader_epoch
-        with translated(self._url):
+        with translate_errors(self._url):
             self._client.delete(self.key)
             self._client.xgroup_create(self.key, GROUP, id="0", mkstream=True)
 
     def append(self, trajectories: Iterable[Trajectory], leader_epoch: int = 0) -> None:
         """Adds finished trajectories, in their order, in one round trip. ``leader_epoch`` is of who asked for them."""
         failpoint("actor.appending")
-        with translated(self._url, self._lost), self._client.pipeline(transaction=False) as pipeline:
+        with translate_errors(self._url, self._lost), self._client.pipeline(transaction=False) as pipeline:
             for trajectory in trajectories:
                 pipeline.xadd(
                     self.key,
@@ -70,13 +70,13 @@ class RolloutStream:
         """
         # However short a wait is, Redis looks at it ten times a second only; and it takes 0 for ever.
         wait = max(1, int(block * 1000)) if block else None
-        with translated(self._url):
+        with translate_errors(self._url):
             answer = self._client.xreadgroup(GROUP, CONSUMER, {self.key: ">"}, count=count, block=wait)
         return self._deliveries(answer)
 
     def delivered(self) -> list[Delivery]:
         """Every entry that was delivered and is not acknowledged: also one whose delivery was lost on its way."""
-        with translated(self._url):
+        with translate_errors(self._url):
             answer = self._client.xreadgroup(GROUP, CONSUMER, {self.key: "0"})
         return self._deliveries(answer)
 
@@ -101,14 +101,14 @@ class RolloutStream:
         """Marks entries as consumed and frees them. Call after the step that trained on them is committed."""
         if not entry_ids:
             return
-        with translated(self._url), self._client.pipeline(transaction=True) as pipeline:
+        with translate_errors(self._url), self._client.pipeline(transaction=True) as pipeline:
             pipeline.xack(self.key, GROUP, *entry_ids)
             pipeline.xdel(self.key, *entry_ids)
             pipeline.execute()
 
     def depth(self) -> int:
         """Entries in the stream."""
-        with translated(self._url):
+        with translate_errors(self._url):
             return int(self._client.xlen(self.key))
 
 

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from quartet.cli.start_run import run
 from quartet.config import Config, load_config
-from quartet.run_directory.run_files import RunFiles, read_metrics
+from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.step_lines import read_step_lines
 
 console = Console()
 SHOWN_COMPLETIONS = 5
@@ -49,7 +50,7 @@ def demo(directory: Path, overrides: list[str]) -> None:
     run(config, overwrite=True)
     files = RunFiles(config.run_directory)
     _print_completions(config, files)
-    print_verdict(read_metrics(files.metrics))
+    print_verdict(read_step_lines(files.metrics))
     command = Path(sys.executable).with_name("quartet")
     console.print(
         f"policy: {files.policy}\ntry it: {command} generate {files.policy} 'a quick lunch with friends :'\n"

@@ -26,7 +26,15 @@ from quartet.launcher.security_checks import check_access
 from quartet.preflight import check_inputs, looks_local
 from quartet.rpc.channels import accepts_connections
 from quartet.rpc.security.allow_list import OPERATOR
-from quartet.topology import cores, free_host_bytes, listen_address, roles_of, sharers, threads_of, update_threads_of
+from quartet.topology import (
+    available_cores,
+    free_memory_bytes,
+    listen_address,
+    model_roles,
+    num_memory_sharers,
+    num_threads,
+    num_update_threads,
+)
 from quartet.types import TRAINED_ROLES, Role
 
 console = Console()
@@ -65,7 +73,7 @@ def _machine() -> Iterator[Finding]:
     import torch
 
     yield Finding("quartet", True, f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}")
-    yield Finding("cores", True, f"{cores()} usable")
+    yield Finding("cores", True, f"{available_cores()} usable")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("memory", True, f"{total / 2**30:.1f} GiB")
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -117,7 +125,7 @@ def _requirements(config: Config) -> Iterator[Finding]:
         except QuartetError as error:
             yield Finding(what, False, str(error))
     threads = 0
-    roles = roles_of(config)
+    roles = model_roles(config)
     for role in roles:
         service = getattr(config.services, role)
         if service.address is not None:
@@ -127,24 +135,24 @@ def _requirements(config: Config) -> Iterator[Finding]:
             continue
         missing = [index for index in service.devices if index >= torch.cuda.device_count()]
         place = f"CUDA {list(service.devices)}" if service.devices else f"CPU, {_threads(config, role)}"
-        threads += 0 if service.devices else threads_of(config, role)
+        threads += 0 if service.devices else num_threads(config, role)
         listen = listen_address(service).removesuffix(":0")
         port = listen if ":" in listen else f"a free port of {listen}"
         detail = f"{place}, listens on {port}{_memory(config, role)}{_update_memory(config, role)}"
         yield Finding(role, not missing, f"{detail}; CUDA devices {missing} do not exist" if missing else detail)
-    if threads > max(cores(), len(roles)):
+    if threads > max(available_cores(), len(roles)):
         yield Finding(
             "threads",
             False,
-            f"{threads} threads for {cores()} cores slow every service down; lower services.*.num_threads",
+            f"{threads} threads for {available_cores()} cores slow every service down; lower services.*.num_threads",
         )
     if config.buffer.url is not None:
         yield _buffer(config)
 
 
 def _threads(config: Config, role: Role) -> str:
-    usual = threads_of(config, role)
-    updating = (update_threads_of(config, role) if role in TRAINED_ROLES else None) or usual
+    usual = num_threads(config, role)
+    updating = (num_update_threads(config, role) if role in TRAINED_ROLES else None) or usual
     return f"{usual} threads" if updating == usual else f"{usual} threads, {updating} in updates"
 
 
@@ -178,7 +186,7 @@ def _update_memory(config: Config, role: Role) -> str:
     devices = getattr(config.services, role).devices
     if any(index >= torch.cuda.device_count() for index in devices):
         return ""
-    free = (free_gpu_bytes(torch.device("cuda", devices[0])) if devices else free_host_bytes()) // sharers(config, role)
+    free = (free_gpu_bytes(torch.device("cuda", devices[0])) if devices else free_memory_bytes()) // num_memory_sharers(config, role)
     return f", micro_batch_tokens is chosen at its start; {free / 2**30:.1f} GiB are free for it now, including its weights"
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from quartet import __version__
-from quartet.durable_files import in_words
+from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, QuartetError
 from quartet.train_extra import explain_missing_package
 
@@ -423,7 +423,7 @@ def main() -> None:
         print(f"error: {explained}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        print(f"error: {in_words(error)}", file=sys.stderr)
+        print(f"error: {describe_os_error(error)}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -19,6 +19,14 @@ from quartet.launcher import Launcher
 from quartet.launcher.security_checks import check_access
 from quartet.preflight import check_gateway, check_inputs, check_resumable, unused_settings
 from quartet.rpc.security.credentials import Credentials
+from quartet.run_directory.lifecycle import (
+    check_unused,
+    delete_earlier_run,
+    lock_run_directory,
+    move_earlier_run_aside,
+    remove_run,
+    restore_earlier_run,
+)
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import Role
 from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
@@ -69,17 +77,17 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
     for note in unused_settings(config):
         console.print(note, highlight=False, soft_wrap=True, markup=False)
     files = RunFiles(config.run_directory)
-    with files.claimed():
+    with lock_run_directory(files):
         if overwrite:
-            files.set_aside()
+            move_earlier_run_aside(files)
         try:
             if resume:
                 check_resumable(config, files)
             else:
-                files.check_unused()
+                check_unused(files)
                 # Files of an earlier run that completed no step, such as its baseline or an embedded Redis, are not part of
                 # this run.
-                files.clear()
+                remove_run(files)
             files.write_config(config.to_yaml())
             # A start or resume overrides an earlier pause command.
             files.asked.unlink(missing_ok=True)
@@ -94,7 +102,7 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
         finally:
             files.services.unlink(missing_ok=True)
             files.gateway.unlink(missing_ok=True)
-            files.restore()
+            restore_earlier_run(files)
 
 
 def _start_services(launcher: Launcher) -> None:
@@ -190,7 +198,7 @@ def _follow(
         view.rewind(progress.step)
         view.show(progress)
         if progress.step:
-            files.forget()
+            delete_earlier_run(files)
         if progress.state == orchestrator_pb2.RUN_STATE_FAILED:
             _blame_a_service(launcher)
             kind = ConfigError if progress.exit_code == 2 else ServiceFailed

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from quartet.errors import ConfigError, ServiceFailed
-from quartet.launcher.gateway_process import Gateway
-from quartet.launcher.service_process import how_it_ended, last_lines
+from quartet.launcher.gateway_process import GatewayProcess
+from quartet.launcher.service_process import describe_exit, log_tail
 from quartet.run_directory.run_files import RunFiles
 
 console = Console()
@@ -32,13 +32,13 @@ def view_runs(directory: Path, host: str, port: int, allowed_hosts: Sequence[str
             arguments += ["--allow-host", name]
         if allow_plaintext:
             arguments.append("--allow-plaintext")
-        gateway = Gateway(arguments, log, {})
+        gateway = GatewayProcess(arguments, log, {})
         try:
             gateway.wait_until_ready(START_TIMEOUT_SECONDS)
             console.print(f"dashboard: {gateway.link(run)}", highlight=False, soft_wrap=True, markup=False)
             while gateway.process.poll() is None:
                 time.sleep(0.2)
-            raise ServiceFailed(f"gateway: {how_it_ended(gateway.process)}; {last_lines(log)}")
+            raise ServiceFailed(f"gateway: {describe_exit(gateway.process)}; {log_tail(log)}")
         finally:
             gateway.terminate()
             gateway.reap(time.monotonic() + STOP_TIMEOUT_SECONDS)
@@ -50,10 +50,10 @@ def _folder_and_run(directory: Path) -> tuple[Path, str | None]:
         raise ConfigError(
             f"{directory}: not a directory; expected a folder of runs, such as runs, or one run, such as runs/NAME"
         )
-    if RunFiles(directory).is_a_run():
+    if RunFiles(directory).is_run():
         resolved = directory.resolve()
         return resolved.parent, resolved.name
-    if not any(RunFiles(path).is_a_run() for path in directory.iterdir()):
+    if not any(RunFiles(path).is_run() for path in directory.iterdir()):
         raise ConfigError(
             f"{directory}: contains no run; expected a folder of runs, such as runs, or one run, such as runs/NAME"
         )

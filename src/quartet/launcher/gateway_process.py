@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from quartet.buffer.redis_url import VARIABLE
+from quartet.buffer.redis_url import BUFFER_URL_VARIABLE
 from quartet.config import Config
 from quartet.errors import ServiceFailed
-from quartet.launcher.service_process import Service
-from quartet.launcher.supervisor import failure_of
+from quartet.launcher.service_process import ServiceProcess
+from quartet.launcher.supervisor import exit_error
 
 NAME = "gateway"
 TOKEN = "QUARTET_GATEWAY_TOKEN"
@@ -30,7 +30,7 @@ POLL = 0.02
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - what to dial, not where to listen
 
 
-class Gateway(Service):
+class GatewayProcess(ServiceProcess):
     """Never needed by a run: it goes on where the gateway cannot."""
 
     def __init__(
@@ -54,13 +54,13 @@ class Gateway(Service):
         super().__init__(NAME, [f"quartet.{NAME}", *arguments], {**os.environ, **alone, **tokens, **environment}, log)
 
     @classmethod
-    def of_run(cls, config: Config, path: Path, url: str, log: Path) -> Gateway:
+    def of_run(cls, config: Config, path: Path, url: str, log: Path) -> GatewayProcess:
         """The one that goes with a run, whose resolved config is at ``path``. ``url`` is the buffer's."""
         settings = config.gateway
         return cls(
             ["--config", str(path)],
             log,
-            {VARIABLE: url},
+            {BUFFER_URL_VARIABLE: url},
             NICENESS,
             own_token=settings.token_file is not None,
             encrypted=settings.certificate_file is not None,
@@ -77,12 +77,12 @@ class Gateway(Service):
         deadline = time.monotonic() + patience
         while not self.ready:
             if self.process.poll() is not None:
-                self.listen_to()
-                raise failure_of(self)
+                self.read_messages()
+                raise exit_error(self)
             if time.monotonic() > deadline:
                 raise ServiceFailed(f"{self.name}: not ready within {patience:g} s")
             time.sleep(POLL)
-            self.listen_to()
+            self.read_messages()
 
     def link(self, run: str | None = None) -> str:
         """Where a browser opens the dashboard, at a ``run``. A token that was made here is in it; the user knows their own."""

@@ -11,19 +11,19 @@ from types import TracebackType
 
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
-from quartet.buffer.redis_url import VARIABLE, buffer_url
+from quartet.buffer.redis_url import BUFFER_URL_VARIABLE, buffer_url
 from quartet.config import Config, ServiceConfig
 from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
-from quartet.launcher.gateway_process import TOKENS, Gateway
-from quartet.launcher.security_checks import processes_of
-from quartet.launcher.service_process import Service, how_it_ended
-from quartet.launcher.supervisor import Part, Restarts, Supervised, failure_of, in_one_line
+from quartet.launcher.gateway_process import TOKENS, GatewayProcess
+from quartet.launcher.security_checks import local_processes
+from quartet.launcher.service_process import ServiceProcess, describe_exit
+from quartet.launcher.supervisor import ProcessSupervisor, RestartCounter, SupervisedProcess, exit_error, first_line
 from quartet.rpc.security.allow_list import OPERATOR
 from quartet.rpc.security.certificates import check_certificates
 from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.run_files import RunFiles
 from quartet.telemetry.logs import file_log
-from quartet.topology import roles_of
+from quartet.topology import model_roles
 from quartet.types import Role
 
 FAILURE_PATIENCE = 1.0
@@ -44,9 +44,9 @@ class Launcher:
         self.credentials = Credentials(OPERATOR, config.security)
         self._logs = RunFiles(config.run_directory).logs
         self._redis: EmbeddedRedis | None = None
-        self._services: list[Service] = []
-        self._restarts: dict[str, Restarts] = {}
-        self._supervised: list[Supervised] = []
+        self._services: list[ServiceProcess] = []
+        self._restarts: dict[str, RestartCounter] = {}
+        self._supervised: list[ProcessSupervisor] = []
         self._untold: list[str] = []
         self.addresses: dict[Role, str] = {}
         self.url = ""
@@ -58,14 +58,14 @@ class Launcher:
         can mend it, ServiceFailed otherwise.
         """
         if self._config.security.certificates is not None:
-            check_certificates(self._config.security.certificates, processes_of(self._config))
+            check_certificates(self._config.security.certificates, local_processes(self._config))
         self._start_buffer()
         if self._config.gateway.enabled:
             # It loads beside the models, and is waited for last.
             self._services.append(
-                Gateway.of_run(self._config, self._config_path, self._told_url, self._logs / "gateway.log")
+                GatewayProcess.of_run(self._config, self._config_path, self._told_url, self._logs / "gateway.log")
             )
-        for role in roles_of(self._config):
+        for role in model_roles(self._config):
             service: ServiceConfig = getattr(self._config.services, role)
             if service.address is not None:
                 self.addresses[role] = service.address
@@ -80,7 +80,7 @@ class Launcher:
             self._wait_until_ready()
         log = file_log("launcher", self._logs / "launcher.log")
         recovery, load = self._config.recovery, self._config.timeouts.load_seconds
-        self._supervised = [Supervised(part, recovery, load, log) for part in self._parts()]
+        self._supervised = [ProcessSupervisor(part, recovery, load, log) for part in self._parts()]
         for line in self._untold:
             log.warning("mended", what=line)
         log.info("supervising", processes=[part.name for part in self._parts()])
@@ -103,17 +103,17 @@ class Launcher:
         # The url may hold a password: the environment is private to the user, the command line is not. The gateway's tokens are
         # nothing for services, which may run functions of the user's choice.
         inherited = {name: value for name, value in os.environ.items() if name not in TOKENS}
-        environment = {**inherited, VARIABLE: self._told_url, "PYTHONUNBUFFERED": "1"}
+        environment = {**inherited, BUFFER_URL_VARIABLE: self._told_url, "PYTHONUNBUFFERED": "1"}
         module = ["quartet.services", role.value, "--config", str(self._config_path), *arguments]
         log = self._logs / f"{role}.log"
-        self._services.append(Service(role.value, module, environment, log, self.credentials))
+        self._services.append(ServiceProcess(role.value, module, environment, log, self.credentials))
 
     @property
     def _told_url(self) -> str:
         """What children are told of the buffer: each shows it a certificate of its own, not this process's."""
         return buffer_url(self._config) or self.url
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[SupervisedProcess]:
         return [*([self._redis] if self._redis is not None else []), *self._services]
 
     def _wait_until_ready(self) -> None:
@@ -121,7 +121,7 @@ class Launcher:
         while waiting := [service for service in self._services if service is not self._gateway and not service.ready]:
             wait([service.pipe for service in waiting], timeout=0.2)
             for service in waiting:
-                service.listen_to()
+                service.read_messages()
                 if service.ready and service.address is not None:
                     self.addresses[Role(service.name)] = service.address
             for part in self._parts():
@@ -133,28 +133,28 @@ class Launcher:
                     f"{names}: not ready within timeouts.load_seconds {self._config.timeouts.load_seconds:g} s; raise it, or see {self._logs}"
                 )
 
-    def _begin_again(self, part: Part) -> bool:
+    def _begin_again(self, part: SupervisedProcess) -> bool:
         """Whether a process that has ended was started again: it was killed, and not more often than ``recovery`` allows.
 
         Raises what the end means otherwise, unless the run can go on without it.
         """
-        if isinstance(part, Service):
-            part.listen_to()
+        if isinstance(part, ServiceProcess):
+            part.read_messages()
             if part.outcome is not None:
                 return False
         given_up = ""
         # With a status of its own, or words, it says that something is wrong: it would say so again.
-        if part.process.returncode < 0 and not (isinstance(part, Service) and part.last_words):
-            restarts = self._restarts.setdefault(part.name, Restarts(self._config.recovery))
+        if part.process.returncode < 0 and not (isinstance(part, ServiceProcess) and part.reported_error):
+            restarts = self._restarts.setdefault(part.name, RestartCounter(self._config.recovery))
             now = time.monotonic()
             pause = restarts.next(now, lasted=0.0)
             if pause is not None:
-                self._untold.append(f"{part.name}: {how_it_ended(part.process)}; restarted ({restarts.count})")
+                self._untold.append(f"{part.name}: {describe_exit(part.process)}; restarted ({restarts.count})")
                 time.sleep(pause)
                 part.begin()
                 return True
             given_up = restarts.given_up(now)
-        error = failure_of(part, given_up)
+        error = exit_error(part, given_up)
         if part is not self._gateway or isinstance(error, ConfigError):
             raise error
         return False
@@ -167,8 +167,8 @@ class Launcher:
             except ServiceFailed as error:
                 self._do_without(self._gateway, error)
 
-    def _do_without(self, gateway: Gateway, error: QuartetError) -> None:
-        self._untold.append(f"{in_one_line(error)}; the run goes on without it, see {gateway.log}")
+    def _do_without(self, gateway: GatewayProcess, error: QuartetError) -> None:
+        self._untold.append(f"{first_line(error)}; the run goes on without it, see {gateway.log}")
         for supervised in self._supervised:
             if supervised.part is gateway:
                 supervised.stop()
@@ -177,8 +177,8 @@ class Launcher:
         gateway.reap(time.monotonic())
 
     @property
-    def _gateway(self) -> Gateway | None:
-        return next((service for service in self._services if isinstance(service, Gateway)), None)
+    def _gateway(self) -> GatewayProcess | None:
+        return next((service for service in self._services if isinstance(service, GatewayProcess)), None)
 
     @property
     def dashboard(self) -> str | None:
@@ -186,7 +186,7 @@ class Launcher:
         return self._gateway.link() if self._gateway is not None else None
 
     def check(self, orchestrator: bool = True) -> list[str]:
-        """Restarts what has ended and should run, kills what has stalled. Gives what has happened, a line each; never waits.
+        """Restart what has ended and should run, kills what has stalled. Gives what has happened, a line each; never waits.
 
         Raises ServiceFailed when a process is given up, and what the orchestrator said where it brought the run to its end.
         ``orchestrator`` False leaves the orchestrator out, whose news have not all been heard.
@@ -197,14 +197,14 @@ class Launcher:
             try:
                 self._untold += supervised.look()
             except QuartetError as error:
-                if not isinstance(supervised.part, Gateway):
+                if not isinstance(supervised.part, GatewayProcess):
                     raise
                 self._do_without(supervised.part, error)
         told, self._untold = self._untold, []
         return told
 
     @property
-    def _orchestrator(self) -> Service | None:
+    def _orchestrator(self) -> ServiceProcess | None:
         return next((service for service in self._services if service.name == Role.ORCHESTRATOR), None)
 
     @property
@@ -216,10 +216,10 @@ class Launcher:
         service = self._orchestrator
         if service is None or service.process.poll() is None:
             return False
-        service.listen_to()
+        service.read_messages()
         # One that did not get ready again has not taken the run up: what it says is no word about the run.
-        if service.ready and service.last_words is not None:
-            raise failure_of(service)
+        if service.ready and service.reported_error is not None:
+            raise exit_error(service)
         return service.outcome is not None or (service.ready and service.process.returncode == 0)
 
     @property

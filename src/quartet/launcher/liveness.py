@@ -13,7 +13,7 @@ AGAIN = 0.2
 """Seconds from a question that was not answered to the next one."""
 
 
-class Pulse:
+class LivenessProbe:
     """Asks a process again and again whether it lives, from a thread of its own: whoever looks never waits."""
 
     def __init__(self, name: str, answers: Callable[[float], bool], stall: float) -> None:
@@ -48,7 +48,7 @@ class Pulse:
             last = now
 
 
-def standing(pid: int) -> str:
+def process_state(pid: int) -> str:
     """What keeps a process from answering, as far as the system says it: " (its process is stopped)", or nothing."""
     try:
         # The command stands in parentheses and may hold anything.

@@ -15,13 +15,13 @@ from quartet.rpc.security.allow_list import GATEWAY, OPERATOR, PROCESSES
 from quartet.rpc.security.certificates import check_certificates
 from quartet.rpc.server import check_listen_address
 from quartet.secret_files import check_certificate, read_token
-from quartet.topology import listen_address, roles_of
+from quartet.topology import listen_address, model_roles
 from quartet.types import Role
 
 
-def processes_of(config: Config) -> tuple[str, ...]:
+def local_processes(config: Config) -> tuple[str, ...]:
     """Those that `quartet train` starts here, and itself."""
-    roles = [role for role in roles_of(config) if getattr(config.services, role).address is None]
+    roles = [role for role in model_roles(config) if getattr(config.services, role).address is None]
     return (OPERATOR, *roles, Role.ORCHESTRATOR, *([GATEWAY] if config.gateway.enabled else []))
 
 
@@ -43,7 +43,7 @@ def check_access(config: Config) -> list[str]:
 
 def _check_addresses(config: Config) -> None:
     encrypted, allowed = config.security.certificates is not None, config.security.allow_plaintext
-    for role in (*roles_of(config), Role.ORCHESTRATOR):
+    for role in (*model_roles(config), Role.ORCHESTRATOR):
         service = getattr(config.services, role)
         if _each_by_itself(config) or getattr(service, "address", None) is None:
             _check_address(f"services.{role}", listen_address(service), encrypted or allowed)
@@ -64,7 +64,7 @@ def _check_certificates(config: Config) -> list[str]:
     folder = config.security.certificates
     if folder is None:
         return []
-    processes = processes_of(config)
+    processes = local_processes(config)
     if _each_by_itself(config):
         processes = tuple(process for process in PROCESSES if _exists(folder / process))
         if not processes:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quartet.processes import of_module, with_parent
+from quartet.processes import module_command, tied_to_parent
 from quartet.rpc.channels import ServiceChannel
 from quartet.rpc.security.credentials import LOCAL, Credentials
 
@@ -19,7 +19,7 @@ LAST_LINES = 20
 """Log lines of a dead process that are shown."""
 
 
-class Service:
+class ServiceProcess:
     """One service process. It says through a pipe when it is ready, why it ended, or how the run did."""
 
     def __init__(
@@ -47,19 +47,19 @@ class Service:
             self._pipe.close()
         self._unread = b""
         self.ready = False
-        self.last_words: dict[str, Any] | None = None
+        self.reported_error: dict[str, Any] | None = None
         """``error`` and ``exit_code`` of a process that ended by itself."""
         self.outcome: str | None = None
         """How the run ended, by the word of an orchestrator that brought it to an end."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         self._pipe = os.fdopen(reader, "rb", buffering=0)
-        command = of_module(*self._module, "--ready-fd", str(writer))
+        command = module_command(*self._module, "--ready-fd", str(writer))
         if self.address is not None:
             command += ["--listen", self.address]
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                with_parent(command),
+                tied_to_parent(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -75,7 +75,7 @@ class Service:
         """What the process speaks through; changes with ``begin``."""
         return self._pipe
 
-    def listen_to(self) -> None:
+    def read_messages(self) -> None:
         """Takes in what the process has said; never waits."""
         while chunk := self._pipe.read(65536):
             self._unread += chunk
@@ -87,7 +87,7 @@ class Service:
             elif "outcome" in message:
                 self.outcome = message["outcome"]
             else:
-                self.last_words = message
+                self.reported_error = message
 
     def answers(self, timeout: float) -> bool:
         """Whether the process answers within ``timeout`` seconds, with whatever. Called from one thread only."""
@@ -121,13 +121,13 @@ class Service:
         self._pipe.close()
 
 
-def how_it_ended(process: subprocess.Popen[bytes]) -> str:
+def describe_exit(process: subprocess.Popen[bytes]) -> str:
     """In a few words."""
     code = process.returncode
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
-def last_lines(log: Path) -> str:
+def log_tail(log: Path) -> str:
     """The end of a log, to be shown below what it explains."""
     lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
     if not lines:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from quartet.config import RecoveryConfig
 from quartet.errors import ConfigError, ServiceFailed
-from quartet.launcher.liveness import Pulse, standing
-from quartet.launcher.service_process import Service, how_it_ended, last_lines
+from quartet.launcher.liveness import LivenessProbe, process_state
+from quartet.launcher.service_process import ServiceProcess, describe_exit, log_tail
 
 
-class Part(Protocol):
+class SupervisedProcess(Protocol):
     """A process that can be started again in its place: a service, or Redis."""
 
     name: str
@@ -31,7 +31,7 @@ class Part(Protocol):
         """Whether it answers within ``timeout`` seconds."""
 
 
-class Restarts:
+class RestartCounter:
     """How often in a row a process was restarted, and how long to wait before the next time."""
 
     def __init__(self, recovery: RecoveryConfig) -> None:
@@ -60,15 +60,15 @@ class Restarts:
         return f"given up after {tried} in {now - self.since:.0f} s" if self.in_a_row else ""
 
 
-class Supervised:
+class ProcessSupervisor:
     """Keeps one process running. ``look`` does what is due and never waits."""
 
-    def __init__(self, part: Part, recovery: RecoveryConfig, load: float, log: Any) -> None:
+    def __init__(self, part: SupervisedProcess, recovery: RecoveryConfig, load: float, log: Any) -> None:
         """``part`` is up. ``load`` is the time that it has for a start, in seconds; ``log`` takes what happens."""
         self.part = part
         self._recovery, self._load, self._log = recovery, load, log
-        self._restarts = Restarts(recovery)
-        self._pulse = Pulse(part.name, part.answers, recovery.hang_timeout_seconds)
+        self._restarts = RestartCounter(recovery)
+        self._pulse = LivenessProbe(part.name, part.answers, recovery.hang_timeout_seconds)
         self._begun = self._up_since = time.monotonic()
         self._up = True
         self._down_since: float | None = None
@@ -76,7 +76,7 @@ class Supervised:
         self._killed = False
 
     def look(self) -> list[str]:
-        """Restarts the process where it has ended, kills it where it has stalled. Gives what a user should know.
+        """Restart the process where it has ended, kills it where it has stalled. Gives what a user should know.
 
         Raises ServiceFailed when the restarts are used up; without any allowed, ConfigError where the process said so.
         """
@@ -87,8 +87,8 @@ class Supervised:
             return []
         if self.part.process.poll() is not None:
             return self._restart(now)
-        if isinstance(self.part, Service):
-            self.part.listen_to()
+        if isinstance(self.part, ServiceProcess):
+            self.part.read_messages()
         if self._killed:
             return []
         if not self._up:
@@ -124,7 +124,7 @@ class Supervised:
         return [f"{self.part.name}: back after {seconds:.1f} s"]
 
     def _kill(self, why: str) -> list[str]:
-        text = f"watchdog: {self.part.name} {why}{standing(self.part.process.pid)}; killed"
+        text = f"watchdog: {self.part.name} {why}{process_state(self.part.process.pid)}; killed"
         self._log.warning("stalled", process=self.part.name, why=text)
         self._down_since = self._down_since or time.monotonic()
         self._killed = True
@@ -133,8 +133,8 @@ class Supervised:
 
     def _restart(self, now: float) -> list[str]:
         part = self.part
-        if isinstance(part, Service):
-            part.listen_to()
+        if isinstance(part, ServiceProcess):
+            part.read_messages()
         self._down_since = self._down_since or now
         if self._recovery.max_restarts and (repaired := part.repair()):
             self._log.warning("mended", process=part.name, what=repaired)
@@ -153,28 +153,28 @@ class Supervised:
         return [text]
 
     def _how(self) -> str:
-        words = self.part.last_words if isinstance(self.part, Service) else None
-        return how_it_ended(self.part.process) + (f" ({words['error']})" if words else "")
+        words = self.part.reported_error if isinstance(self.part, ServiceProcess) else None
+        return describe_exit(self.part.process) + (f" ({words['error']})" if words else "")
 
     def _failure(self, before: str) -> ConfigError | ServiceFailed:
         part = self.part
         self._log.error("given up", process=part.name, ended=self._how(), restarts=self._restarts.in_a_row)
-        return failure_of(part, before)
+        return exit_error(part, before)
 
 
-def failure_of(part: Part, before: str = "") -> ConfigError | ServiceFailed:
+def exit_error(part: SupervisedProcess, before: str = "") -> ConfigError | ServiceFailed:
     """What the end of a process means: what it said, or the last lines of its log. ``before`` comes before that.
 
     ConfigError where the process said so at its first start, ServiceFailed otherwise.
     """
-    words = part.last_words if isinstance(part, Service) else None
+    words = part.reported_error if isinstance(part, ServiceProcess) else None
     if words is not None:
         kind = ConfigError if words["exit_code"] == 2 and not before else ServiceFailed
         return kind(": ".join(word for word in (part.name, before, words["error"]) if word))
-    ended = "; ".join(word for word in (before, how_it_ended(part.process)) if word)
-    return ServiceFailed(f"{part.name}: {ended}; {last_lines(part.log)}")
+    ended = "; ".join(word for word in (before, describe_exit(part.process)) if word)
+    return ServiceFailed(f"{part.name}: {ended}; {log_tail(part.log)}")
 
 
-def in_one_line(error: Exception) -> str:
-    """What ``failure_of`` gives, without the lines of the log."""
+def first_line(error: Exception) -> str:
+    """What ``exit_error`` gives, without the lines of the log."""
     return str(error).partition("; the last lines of ")[0].partition("\n")[0]

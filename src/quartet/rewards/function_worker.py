@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.errors import Cancelled, ComputationFailed, ConfigError
-from quartet.processes import of_module, with_parent
+from quartet.processes import module_command, tied_to_parent
 
 START_TIMEOUT = 120.0
 """Seconds that the function's module may take to import."""
@@ -122,12 +122,12 @@ class _Process:
     def __init__(self, function: str, quotes: bool) -> None:
         self._answers, answers = os.pipe()
         output, printed = os.pipe()
-        command = of_module(
+        command = module_command(
             "quartet.rewards.function_worker_main", function, str(answers), *(["quotes"] if quotes else [])
         )
         try:
             self._child = subprocess.Popen(
-                with_parent(command),
+                tied_to_parent(command),
                 stdin=subprocess.PIPE,
                 stdout=printed,
                 stderr=printed,

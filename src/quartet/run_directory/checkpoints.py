@@ -66,10 +66,10 @@ class DamagedCheckpoint(Exception):
 def checkpoint_folders(files: RunFiles) -> list[Path]:
     """Where checkpoints lie, the oldest first."""
     found = [path for path in files.checkpoints.glob("step-*") if _FOLDER.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    return sorted(found, key=checkpoint_step)
 
 
-def step_of(folder: Path) -> int:
+def checkpoint_step(folder: Path) -> int:
     """The step of a checkpoint, by its folder."""
     return int(folder.name.removeprefix("step-"))
 
@@ -82,7 +82,7 @@ def tagged_checkpoints(files: RunFiles) -> dict[str, str]:
     return {path.name: path.readlink().name for path in links}
 
 
-def drop_checkpoint(folder: Path) -> None:
+def delete_checkpoint(folder: Path) -> None:
     """Removes a checkpoint, unless it gets a name meanwhile: at no time is half of one there, or a name without one."""
     files = RunFiles(folder.parents[1])
     # What is called so is removed when the next checkpoint begins, if this process ends before it is gone.
@@ -94,7 +94,7 @@ def drop_checkpoint(folder: Path) -> None:
     shutil.rmtree(dropped)
 
 
-def step_to_go_back_to(files: RunFiles) -> int:
+def rollback_target(files: RunFiles) -> int:
     """The step of the checkpoint that a user has asked to go back to, 0 for none."""
     try:
         return int(files.rolling_back.read_text(encoding="utf-8"))
@@ -104,7 +104,7 @@ def step_to_go_back_to(files: RunFiles) -> int:
 
 def checkpoints_after(files: RunFiles, step: int) -> list[Path]:
     """Where the checkpoints lie that going back to ``step`` drops. Raises ConfigError when one of them is named, to be kept."""
-    later = [path for path in checkpoint_folders(files) if step_of(path) > step]
+    later = [path for path in checkpoint_folders(files) if checkpoint_step(path) > step]
     for name, folder in tagged_checkpoints(files).items():
         if folder in [path.name for path in later]:
             raise ConfigError(
@@ -120,12 +120,12 @@ def roll_back(files: RunFiles, step: int) -> None:
     Whoever is asked for it by ``rolling_back`` ends what a crash broke off. Raises ConfigError when a later checkpoint is named.
     """
     for path in checkpoints_after(files, step):
-        drop_checkpoint(path)
+        delete_checkpoint(path)
     for result in (files.policy, files.adapter):
         shutil.rmtree(result, ignore_errors=True)
     # Before the steps that they are for: otherwise a crash between the two would leave them to other steps.
-    files.forget_changes_after(step)
-    files.forget_after(step)
+    files.truncate_changes_after(step)
+    files.truncate_after(step)
     files.rolling_back.unlink(missing_ok=True)
 
 
@@ -151,7 +151,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return found
 
 
-def whole_checkpoint(path: Path) -> Checkpoint:
+def read_verified_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint of which every file is there with its checksum. Raises DamagedCheckpoint."""
     found = read_checkpoint(path)
     problem = found.problem()

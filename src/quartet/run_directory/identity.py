@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import Config
-from quartet.durable_files import sha256, storing, write_durably
+from quartet.durable_files import sha256, storage_errors, write_durably
 from quartet.errors import ConfigError
 from quartet.types import Role
 
@@ -75,7 +75,7 @@ class Identity:
             "micro_batch_tokens": self.micro_batch_tokens,
             "settings": self.settings,
         }
-        with storing(path):
+        with storage_errors(path):
             write_durably(path, json.dumps(content, indent=2) + "\n")
 
     @classmethod

@@ -32,7 +32,7 @@ def append_timeline(path: Path, line: Mapping[str, Any]) -> None:
             raise
 
 
-def keep_timeline(path: Path, step: int) -> None:
+def truncate_timeline(path: Path, step: int) -> None:
     """Drops the lines after that of ``step``. Raises OSError."""
     end = _end_of(path, step)
     if end == path.stat().st_size:

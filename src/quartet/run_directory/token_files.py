@@ -87,7 +87,7 @@ def _place(lengths: NDArray[Any], index: int) -> slice:
     return slice(start, start + int(lengths[index]))
 
 
-def kept_tokens(folder: Path) -> list[tuple[int, Path]]:
+def token_files(folder: Path) -> list[tuple[int, Path]]:
     """The steps whose tokens are kept, and where, the oldest first."""
     files = folder.glob("step-*.safetensors")
     return sorted((int(path.stem.removeprefix("step-")), path) for path in files)

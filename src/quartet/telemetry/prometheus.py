@@ -110,7 +110,7 @@ def _by_role(
     return family
 
 
-REQUEST_WITHIN = 10.0
+REQUEST_TIMEOUT = 10.0
 """Seconds in which a connection must have asked, its handshake included."""
 
 
@@ -129,7 +129,7 @@ class MetricsServer:
             raise ConfigError(
                 f"metrics {listen}: cannot listen there ({error.strerror or error}); choose another port, or null for a free one"
             ) from None
-        self._server.RequestHandlerClass.timeout = REQUEST_WITHIN  # type: ignore[attr-defined]
+        self._server.RequestHandlerClass.timeout = REQUEST_TIMEOUT  # type: ignore[attr-defined]
         if certificates is not None and not is_loopback(host):
             # Hands are shaken by each connection's own thread: one that stays silent keeps nobody else waiting.
             self._server.socket = _context(certificates).wrap_socket(

@@ -80,7 +80,7 @@ class Traces:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(
             BatchSpanProcessor(
-                _said_once(exporter, endpoint),
+                _log_failures_once(exporter, endpoint),
                 schedule_delay_millis=DELAY_MS,
                 export_timeout_millis=EXPORT_SECONDS * 1000,
             )
@@ -172,7 +172,7 @@ class _Outgoing:
         self._finish(self._span, code)
 
 
-def _said_once(exporter: SpanExporter, endpoint: str) -> SpanExporter:
+def _log_failures_once(exporter: SpanExporter, endpoint: str) -> SpanExporter:
     """The exporter, which says in the log when it fails first, and when it works again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 

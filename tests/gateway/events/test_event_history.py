@@ -136,7 +136,7 @@ def test_a_run_that_goes_back_says_so_and_its_steps_come_anew(files: RunFiles) -
     reader, _ = history.start(None)
     of_the_first = events(history.read(history.start(EventCursor())[0]))[0][2]
     behind, _ = history.start(EventCursor.parse(of_the_first))
-    files.forget_after(2)
+    files.truncate_after(2)
     commit(files, 3, seconds=2.0)
     files.append_alert(alert(3))
     history.refresh()
@@ -150,7 +150,7 @@ def test_an_id_of_steps_that_were_taken_back_is_told_everything_anew(files: RunF
     commit(files, 1, 2, 3)
     history = EventHistory(files)
     place = history.start(None)[0].cursor
-    files.forget_after(1)
+    files.truncate_after(1)
     later = EventHistory(files)
     reader, said = later.start(place)
     assert outline(events(said) + everything(later, reader)) == [("rewind", 0), ("step", 1)]
@@ -173,7 +173,7 @@ def test_a_change_that_was_taken_back_hides_none_that_comes_in_its_place(files: 
     first.refresh()
     place = EventCursor.parse(everything(first, live)[-1][2])
 
-    files.forget_changes_after(committed)
+    files.truncate_changes_after(committed)
     first.refresh()
     files.append_changes([change(committed + 2, 2.0)])
     first.refresh()
@@ -193,7 +193,7 @@ def test_files_that_are_written_anew_with_the_same_lines_are_no_way_back(files: 
     files.write_evaluation(0, {"win_rate": 0.5}, [])
     history = EventHistory(files)
     reader, _ = history.start(None)
-    files.forget_after(2)
+    files.truncate_after(2)
     files.write_evaluation(2, {"win_rate": 0.6}, [])
     history.refresh()
     assert outline(everything(history, reader)) == [("evaluation", 2)]

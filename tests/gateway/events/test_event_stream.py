@@ -56,7 +56,7 @@ def test_a_run_that_goes_back_is_told_and_so_is_whoever_comes_back_later(tmp_pat
     with serving(tmp_path) as gateway:
         with gateway.stream("some") as stream:
             place = next(iter(stream)).identity
-            files.forget_after(1)
+            files.truncate_after(1)
             commit(files, 2, seconds=9.0)
             heard = stream.until("step", step=2)
             assert [(event.kind, event.data["step"]) for event in heard if event.identity] == [

@@ -15,7 +15,7 @@ from quartet.cli.report.command import report
 from quartet.cli.report.curves import POINTS, figures
 from quartet.config import parse_config
 from quartet.errors import ConfigError
-from quartet.run_directory.run_files import MARK, RunFiles
+from quartet.run_directory.run_files import FIRST_CONFIG_LINE, RunFiles
 from quartet.types import Alert
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
@@ -90,7 +90,9 @@ def test_a_report_says_how_far_a_run_has_come(files: RunFiles) -> None:
 
 
 def test_a_report_of_an_earlier_version_s_run_and_of_one_without_a_step_is_written(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(MARK + yaml.safe_dump({"run": {"name": "old", "steps": 9}, "gone": 1}))
+    (tmp_path / "config.yaml").write_text(
+        FIRST_CONFIG_LINE + yaml.safe_dump({"run": {"name": "old", "steps": 9}, "gone": 1})
+    )
     report(tmp_path, tmp_path / "other.html")
     text = (tmp_path / "other.html").read_text()
     assert "Run old" in text

@@ -12,7 +12,7 @@ import pytest
 
 from quartet.config import Config, parse_config
 from quartet.errors import ConfigError
-from quartet.launcher.gateway_process import NICENESS, TOKEN, Gateway
+from quartet.launcher.gateway_process import NICENESS, TOKEN, GatewayProcess
 from quartet.run_directory.run_files import RunFiles
 
 PATIENCE = 60.0
@@ -36,9 +36,9 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def gateway(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+def gateway(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GatewayProcess]:
     monkeypatch.delenv(TOKEN, raising=False)
-    gateway = Gateway.of_run(
+    gateway = GatewayProcess.of_run(
         config, RunFiles(config.run_directory).config, "redis://nowhere/0", tmp_path / "gateway.log"
     )
     try:
@@ -48,7 +48,7 @@ def gateway(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         gateway.reap(time.monotonic())
 
 
-def test_it_answers_unless_it_stands_still_and_comes_back_where_it_was(gateway: Gateway) -> None:
+def test_it_answers_unless_it_stands_still_and_comes_back_where_it_was(gateway: GatewayProcess) -> None:
     assert gateway.answers(PATIENCE)
     assert os.getpriority(os.PRIO_PROCESS, gateway.process.pid) == os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
     os.kill(gateway.process.pid, signal.SIGSTOP)
@@ -67,7 +67,7 @@ def test_a_token_of_the_user_s_is_not_printed_and_one_that_is_too_short_is_refus
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN, "short")
-    gateway = Gateway.of_run(
+    gateway = GatewayProcess.of_run(
         config, RunFiles(config.run_directory).config, "redis://nowhere/0", tmp_path / "gateway.log"
     )
     try:

@@ -12,7 +12,7 @@ import pytest
 from quartet.config import parse_config
 from quartet.errors import ConfigError
 from quartet.launcher import launcher as module
-from quartet.launcher.gateway_process import Gateway
+from quartet.launcher.gateway_process import GatewayProcess
 from quartet.launcher.launcher import Launcher
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.run_directory.run_files import RunFiles
@@ -36,16 +36,16 @@ def test_a_gateway_that_hangs_at_its_start_is_given_up_before_training_begins(
     files = RunFiles(config.run_directory)
     files.write_config(config.to_yaml())
     files.logs.mkdir(exist_ok=True)
-    real = Gateway.of_run
-    gateways: list[Gateway] = []
+    real = GatewayProcess.of_run
+    gateways: list[GatewayProcess] = []
 
-    def hanging(*arguments: object) -> Gateway:
+    def hanging(*arguments: object) -> GatewayProcess:
         gateways.append(real(*arguments))  # type: ignore[arg-type]
         os.kill(gateways[0].process.pid, signal.SIGSTOP)
         return gateways[0]
 
     begun: list[tuple[Role, int | None]] = []
-    monkeypatch.setattr(Gateway, "of_run", hanging)
+    monkeypatch.setattr(GatewayProcess, "of_run", hanging)
     monkeypatch.setattr(module, "GATEWAY_PATIENCE", 0.1)
     monkeypatch.setattr(Launcher, "_start_buffer", lambda _: None)
     # No process: only when it would begin matters, and how it stands with the gateway then.

@@ -11,8 +11,8 @@ import structlog
 
 from quartet.config import RecoveryConfig
 from quartet.errors import ConfigError, ServiceFailed
-from quartet.launcher.service_process import Service
-from quartet.launcher.supervisor import Supervised
+from quartet.launcher.service_process import ServiceProcess
+from quartet.launcher.supervisor import ProcessSupervisor
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,14 @@ def test_a_service_that_refuses_its_config_counts_as_crashed_and_its_words_are_k
     restarts: int, kind: type[Exception], said: str, tmp_path: Path
 ) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    service = Service(
+    service = ServiceProcess(
         "reward",
-        ["services", "reward", "--config", str(tmp_path / "missing.yaml")],
+        ["quartet.services", "reward", "--config", str(tmp_path / "missing.yaml")],
         environment,
         tmp_path / "reward.log",
     )
     recovery = RecoveryConfig(max_restarts=restarts, backoff_seconds=0.05)
-    supervised = Supervised(service, recovery, 600.0, structlog.wrap_logger(structlog.ReturnLogger()))
+    supervised = ProcessSupervisor(service, recovery, 600.0, structlog.wrap_logger(structlog.ReturnLogger()))
     told: list[str] = []
     try:
         with pytest.raises(kind, match=said):
@@ -45,7 +45,7 @@ def test_a_service_that_refuses_its_config_counts_as_crashed_and_its_words_are_k
     assert [line[-len("restarted (1 of 1 in a row)") :] for line in told] == ["restarted (1 of 1 in a row)"] * restarts
 
 
-def look_until_it_raises(supervised: Supervised, told: list[str]) -> None:
+def look_until_it_raises(supervised: ProcessSupervisor, told: list[str]) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         told += supervised.look()

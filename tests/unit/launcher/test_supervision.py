@@ -16,25 +16,25 @@ import structlog
 
 from quartet.config import RecoveryConfig
 from quartet.errors import ServiceFailed
-from quartet.launcher.liveness import standing
-from quartet.launcher.supervisor import Restarts, Supervised, failure_of
+from quartet.launcher.liveness import process_state
+from quartet.launcher.supervisor import ProcessSupervisor, RestartCounter, exit_error
 
 
 def test_the_backoff_doubles_up_to_half_a_minute_and_ends_with_the_restarts() -> None:
-    restarts = Restarts(RecoveryConfig(max_restarts=8, backoff_seconds=0.5))
+    restarts = RestartCounter(RecoveryConfig(max_restarts=8, backoff_seconds=0.5))
     waits = [restarts.next(now=100.0 + number, lasted=0.0) for number in range(9)]
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, None]
     assert (restarts.in_a_row, restarts.since) == (8, 100.0)
 
 
 def test_restarts_are_counted_anew_after_a_calm_time() -> None:
-    restarts = Restarts(RecoveryConfig(max_restarts=2, backoff_seconds=0.5, restart_reset_seconds=60.0))
+    restarts = RestartCounter(RecoveryConfig(max_restarts=2, backoff_seconds=0.5, restart_reset_seconds=60.0))
     assert [restarts.next(now, lasted) for now, lasted in ((0.0, 5.0), (10.0, 59.9), (90.0, 60.0))] == [0.5, 1.0, 0.5]
     assert (restarts.in_a_row, restarts.since) == (1, 90.0)
 
 
 def test_no_restarts_means_none() -> None:
-    assert Restarts(RecoveryConfig(max_restarts=0)).next(now=0.0, lasted=1e9) is None
+    assert RestartCounter(RecoveryConfig(max_restarts=0)).next(now=0.0, lasted=1e9) is None
 
 
 class Echo:
@@ -61,7 +61,7 @@ class Echo:
     def answers(self, timeout: float) -> bool:
         up = b"up" in self.log.read_bytes()[self._said :]
         self.ready = self.ready or up
-        return up and not standing(self.process.pid)
+        return up and not process_state(self.process.pid)
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def echo(tmp_path: Path) -> Iterator[Echo]:
     found.process.communicate()
 
 
-def supervise(echo: Echo, load: float = 600.0, **recovery: float) -> Supervised:
+def supervise(echo: Echo, load: float = 600.0, **recovery: float) -> ProcessSupervisor:
     wait_for_start(echo)
     settings = RecoveryConfig.model_validate({"backoff_seconds": 0.05, **recovery})
-    return Supervised(echo, settings, load, structlog.wrap_logger(structlog.ReturnLogger()))
+    return ProcessSupervisor(echo, settings, load, structlog.wrap_logger(structlog.ReturnLogger()))
 
 
 def wait_for_start(echo: Echo) -> None:
@@ -85,7 +85,7 @@ def wait_for_start(echo: Echo) -> None:
         time.sleep(0.005)
 
 
-def lines_until(supervised: Supervised, wanted: str, seconds: float = 20.0) -> list[str]:
+def lines_until(supervised: ProcessSupervisor, wanted: str, seconds: float = 20.0) -> list[str]:
     """What is told until a line matches."""
     deadline = time.monotonic() + seconds
     told: list[str] = []
@@ -140,7 +140,7 @@ def test_one_that_said_nothing_is_given_up_without_lines_of_its_log(tmp_path: Pa
     silent = Echo(tmp_path / "silent.log")
     end(silent)
     silent.log.write_text("")
-    assert str(failure_of(silent)) == f"echo: killed by SIGKILL; its log {silent.log} is empty"
+    assert str(exit_error(silent)) == f"echo: killed by SIGKILL; its log {silent.log} is empty"
 
 
 def test_one_that_dies_as_soon_as_it_starts_does_not_get_calm(echo: Echo) -> None:

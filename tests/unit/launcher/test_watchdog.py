@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from quartet.launcher.liveness import Pulse, standing
+from quartet.launcher.liveness import LivenessProbe, process_state
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -22,7 +22,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 def test_silence_grows_until_there_is_an_answer() -> None:
     living = threading.Event()
-    pulse = Pulse("critic", lambda _: living.is_set(), stall=0.4)
+    pulse = LivenessProbe("critic", lambda _: living.is_set(), stall=0.4)
     begun = time.monotonic()
     wait_for(lambda: pulse.silent > 0.4)
     assert time.monotonic() - begun > 0.3, "it ran ahead of the clock"
@@ -40,7 +40,7 @@ def test_a_question_counts_for_no_longer_than_it_may_take() -> None:
         asked.set()
         return go_on.wait(1.0) and False
 
-    pulse = Pulse("critic", answers, stall=0.4)
+    pulse = LivenessProbe("critic", answers, stall=0.4)
     assert asked.wait(10)
     time.sleep(0.5)  # As long as a stop of the whole launcher, in the middle of its question.
     pulse.stop()
@@ -56,7 +56,7 @@ def test_a_process_that_was_started_again_is_asked_at_once_and_counted_anew() ->
         questions.append(time.monotonic())
         return True
 
-    pulse = Pulse("critic", answers, stall=1e6)
+    pulse = LivenessProbe("critic", answers, stall=1e6)
     pulse.silent = 7.0
     assert not questions
     pulse.reset()
@@ -68,9 +68,9 @@ def test_a_process_that_was_started_again_is_asked_at_once_and_counted_anew() ->
 def test_a_stopped_process_is_called_that() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         try:
-            wait_for(lambda: standing(process.pid) == "")  # At its start it may wait for a device.
+            wait_for(lambda: process_state(process.pid) == "")  # At its start it may wait for a device.
             os.kill(process.pid, signal.SIGSTOP)
-            wait_for(lambda: standing(process.pid) == " (its process is stopped)")
+            wait_for(lambda: process_state(process.pid) == " (its process is stopped)")
         finally:
             process.kill()
-    assert standing(process.pid) == ""
+    assert process_state(process.pid) == ""

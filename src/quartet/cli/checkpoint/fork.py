@@ -14,6 +14,7 @@ from quartet.errors import ConfigError
 from quartet.preflight import check_inputs
 from quartet.run_directory.checkpoints import MANIFEST, Checkpoint
 from quartet.run_directory.identity import Identity
+from quartet.run_directory.lifecycle import check_unused, lock_run_directory, remove_run
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import TRAINED_ROLES, Role
 
@@ -24,7 +25,7 @@ def fork(run: Path, which: str, name: str, overrides: list[str]) -> None:
     The KL coefficient and the running moments of the scores are reset if their settings change.
     """
     files = run_files(run)
-    with files.claimed():
+    with lock_run_directory(files):
         checkpoint, before = checkpoint_at(files, which), load_config(files.config)
         config = load_config(files.config, [f"run.directory={files.root.parent}", *overrides, f"run.name={name}"])
         _check_models(before, config, checkpoint)
@@ -32,9 +33,9 @@ def fork(run: Path, which: str, name: str, overrides: list[str]) -> None:
         _check_run(before, config, checkpoint)
         identity = Identity.new(config, _micro_batch_tokens(files))
         new = RunFiles(config.run_directory)
-        with new.claimed():
-            new.check_unused()
-            new.clear()
+        with lock_run_directory(new):
+            check_unused(new)
+            remove_run(new)
             new.write_config(config.to_yaml())
             identity.write(new.identity)
             _copy_until(files, new, checkpoint.step)
@@ -141,7 +142,7 @@ def _copy_until(old: RunFiles, new: RunFiles, step: int) -> None:
     for source, target in ((old.trajectories, new.trajectories), (old.evaluations, new.evaluations)):
         if source.exists():
             shutil.copytree(source, target)
-    new.forget_after(step)
+    new.truncate_after(step)
 
 
 def _copy_changes(before: Config, config: Config, old: RunFiles, new: RunFiles, step: int) -> None:

@@ -14,12 +14,13 @@ from quartet.run_directory.checkpoints import (
     Checkpoint,
     DamagedCheckpoint,
     checkpoint_folders,
+    checkpoint_step,
     read_checkpoint,
+    read_verified_checkpoint,
     roll_back,
-    step_of,
     tagged_checkpoints,
-    whole_checkpoint,
 )
+from quartet.run_directory.lifecycle import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 
 console = Console()
@@ -39,12 +40,12 @@ def list_checkpoints(run: Path, verify: bool) -> bool:
     for path in folders:
         tags = ", ".join(tag for tag, folder in tagged.items() if folder == path.name)
         try:
-            checkpoint = whole_checkpoint(path) if verify else read_checkpoint(path)
+            checkpoint = read_verified_checkpoint(path) if verify else read_checkpoint(path)
             size, epoch = f"{checkpoint.bytes / 2**20:.1f} MiB", str(checkpoint.leader_epoch)
             table.add_row(str(checkpoint.step), tags, size, epoch, "verified" if verify else "not verified")
         except DamagedCheckpoint as damage:
             usable = False
-            table.add_row(str(step_of(path)), tags, "", "", f"damaged: {damage}")
+            table.add_row(str(checkpoint_step(path)), tags, "", "", f"damaged: {damage}")
     if folders:
         console.print(table)
     else:
@@ -77,7 +78,7 @@ def tag_checkpoint(run: Path, which: str, tag: str) -> None:
         link.unlink(missing_ok=True)
         raise ConfigError(f"checkpoint {folder}: the run has just deleted it; choose another checkpoint")
     console.print(
-        f"{run}: checkpoint of step {step_of(folder)} is tagged {tag} and is kept", highlight=False, soft_wrap=True
+        f"{run}: checkpoint of step {checkpoint_step(folder)} is tagged {tag} and is kept", highlight=False, soft_wrap=True
     )
 
 
@@ -93,7 +94,7 @@ def untag_checkpoint(run: Path, tag: str) -> None:
 def rollback(run: Path, which: str) -> None:
     """Remove everything that a run recorded after a checkpoint. Raises ConfigError, also if the run is active."""
     files = run_files(run)
-    with files.claimed():
+    with lock_run_directory(files):
         config, step = load_config(files.config), checkpoint_at(files, which).step
         roll_back(files, step)
     console.print(
@@ -119,9 +120,9 @@ def checkpoint_at(files: RunFiles, which: str) -> Checkpoint:
     """Return the checkpoint of a step or tag, with every file verified. Raises ConfigError."""
     tagged = tagged_checkpoints(files).get(which)
     for path in checkpoint_folders(files):
-        if path.name == tagged or (which.isdecimal() and step_of(path) == int(which)):
+        if path.name == tagged or (which.isdecimal() and checkpoint_step(path) == int(which)):
             try:
-                return whole_checkpoint(path)
+                return read_verified_checkpoint(path)
             except DamagedCheckpoint as damage:
                 raise ConfigError(f"checkpoint {path}: {damage}; choose another checkpoint") from None
     what = f"of step {which}" if which.isdecimal() else f"with the tag {which}"
@@ -129,7 +130,7 @@ def checkpoint_at(files: RunFiles, which: str) -> Checkpoint:
 
 
 def _available(files: RunFiles) -> str:
-    steps = ", ".join(str(step_of(path)) for path in checkpoint_folders(files)) or "none"
+    steps = ", ".join(str(checkpoint_step(path)) for path in checkpoint_folders(files)) or "none"
     tags = ", ".join(tagged_checkpoints(files))
     return f"available steps: {steps}" + (f"; tags: {tags}" if tags else "")
 
@@ -137,6 +138,6 @@ def _available(files: RunFiles) -> str:
 def run_files(run: Path) -> RunFiles:
     """Return the files of the run in this directory. Raises ConfigError if it is not a run."""
     files = RunFiles(run)
-    if not files.is_a_run():
+    if not files.is_run():
         raise ConfigError(f"run {run}: is not the directory of a run; expected a directory such as runs/NAME")
     return files

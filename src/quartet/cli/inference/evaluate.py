@@ -37,7 +37,8 @@ from quartet.preflight import looks_local
 from quartet.rewards.factory import build_reward
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.reward_source import RewardSource
-from quartet.run_directory.run_files import RunFiles, find_run
+from quartet.run_directory.lifecycle import find_run
+from quartet.run_directory.run_files import RunFiles
 from quartet.types import GenerationRequest, Prompt, SamplingParameters, TokenBatch, Trajectory
 
 SHOWN_PROMPTS = 3
@@ -76,7 +77,7 @@ def _policy_in(directory: str) -> str:
     path = Path(directory)
     if (path / "manifest.json").is_file() and (path / "actor").is_dir():
         return str(path / "actor")
-    if RunFiles(path).is_a_run() and RunFiles(path).policy.is_dir():
+    if RunFiles(path).is_run() and RunFiles(path).policy.is_dir():
         return str(RunFiles(path).policy)
     return directory
 

@@ -35,11 +35,12 @@ from quartet.errors import ConfigError
 from quartet.run_directory.checkpoints import (
     DamagedCheckpoint,
     checkpoint_folders,
+    checkpoint_step,
     read_checkpoint,
-    step_of,
     tagged_checkpoints,
 )
-from quartet.run_directory.run_files import RunFiles, read_metrics
+from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.step_lines import read_step_lines
 
 console = Console()
 WINDOW = 10
@@ -105,7 +106,7 @@ def _page_of(files: RunFiles) -> str:
 
 
 def _lines_of(path: Path) -> list[dict[str, Any]]:
-    return read_metrics(path) if path.exists() else []
+    return read_step_lines(path) if path.exists() else []
 
 
 def _setting(config: Mapping[str, Any], key: str) -> Any:
@@ -254,9 +255,9 @@ def _checkpoints(files: RunFiles) -> str:
     for path in folders:
         names = ", ".join(name for name, folder in named.items() if folder == path.name)
         try:
-            rows.append([step_of(path), names, f"{read_checkpoint(path).bytes / 2**20:.1f} MiB", ""])
+            rows.append([checkpoint_step(path), names, f"{read_checkpoint(path).bytes / 2**20:.1f} MiB", ""])
         except DamagedCheckpoint as damage:
-            rows.append([step_of(path), names, "", str(damage)])
+            rows.append([checkpoint_step(path), names, "", str(damage)])
     return table(["step", "name", "size", "problem"], rows) if rows else paragraph("None are kept.")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from quartet.durable_files import describe_files
 from quartet.errors import MismatchError, ServiceFailed, ServiceUnavailable, StorageFailed
-from quartet.run_directory.checkpoints import checkpoint_folders, drop_checkpoint, read_checkpoint, tagged_checkpoints
+from quartet.run_directory.checkpoints import checkpoint_folders, delete_checkpoint, read_checkpoint, tagged_checkpoints
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing import checkpoint_writer as module
 from quartet.services.orchestrator.checkpointing.checkpoint_writer import CheckpointWriter
@@ -232,7 +232,7 @@ def test_a_full_disk_at_the_manifest_keeps_the_earlier_checkpoint(
     save(checkpoints, 1, savers)
     pending = checkpoints.start("run", 2, 1, savers, {})
     with monkeypatch.context() as patch:
-        patch.setattr(*((os, "fsync") if place == "manifest" else (module, "flush")), full)
+        patch.setattr(*((os, "fsync") if place == "manifest" else (module, "fsync_path")), full)
         with pytest.raises(
             StorageFailed, match=r"step-000002: cannot be written \(No space left on device\); free space"
         ):
@@ -286,7 +286,7 @@ def test_a_checkpoint_tagged_while_it_is_dropped_is_kept(
         return moved
 
     monkeypatch.setattr(Path, "rename", rename)
-    drop_checkpoint(files.checkpoints / "step-000001")
+    delete_checkpoint(files.checkpoints / "step-000001")
     assert names(files) == ["best", "step-000001"]
     assert (files.checkpoints / "best" / "manifest.json").is_file()
 
@@ -299,6 +299,6 @@ def test_a_checkpoint_that_cannot_be_dropped_does_not_fail_the_new_one(
 
     checkpoints = CheckpointWriter(files, 1, "")
     save(checkpoints, 1, savers)
-    monkeypatch.setattr(module, "drop_checkpoint", refuse)
+    monkeypatch.setattr(module, "delete_checkpoint", refuse)
     save(checkpoints, 2, savers)
     assert names(files) == ["step-000001", "step-000002"]

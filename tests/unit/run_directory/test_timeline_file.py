@@ -19,15 +19,15 @@ def test_later_steps_are_dropped(tmp_path: Path) -> None:
     for step in range(1, 13):
         files.append_timeline({"step": step, "spans": []})
     before = files.timeline.stat()
-    files.forget_after(12)
+    files.truncate_after(12)
     assert files.timeline.stat().st_ino == before.st_ino
-    files.forget_after(9)
+    files.truncate_after(9)
     assert steps(files) == list(range(1, 10))
     # Whoever reads on from where it was sees another file.
     assert files.timeline.stat().st_ino != before.st_ino
     files.append_timeline({"step": 10})
     assert steps(files) == list(range(1, 11))
-    files.forget_after(0)
+    files.truncate_after(0)
     assert files.timeline.read_text() == ""
 
 
@@ -38,7 +38,7 @@ def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
         file.write('{"step": 2, "spa')
     files.append_timeline({"step": 3})
     assert files.timeline.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "spa', '{"step": 3}']
-    files.forget_after(2)
+    files.truncate_after(2)
     assert files.timeline.read_text().startswith('{"step": 1}\n')
     assert '"step": 3' not in files.timeline.read_text()
 

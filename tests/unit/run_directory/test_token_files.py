@@ -93,7 +93,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         "step-1000000.safetensors",
         "step-1000001.safetensors",
     ]
-    files.forget_after(1_000_000)
+    files.truncate_after(1_000_000)
     assert [path.name for path in files.tokens.iterdir()] == ["step-1000000.safetensors"]
 
 

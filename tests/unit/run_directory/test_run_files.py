@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from quartet.errors import ConfigError, StorageFailed
-from quartet.run_directory.run_files import RunFiles, find_run, read_metrics
+from quartet.run_directory.lifecycle import (
+    check_unused,
+    delete_earlier_run,
+    find_run,
+    lock_run_directory,
+    move_earlier_run_aside,
+    remove_run,
+    restore_earlier_run,
+)
+from quartet.run_directory.run_files import RunFiles
+from quartet.run_directory.step_lines import read_step_lines
 from quartet.types import Alert
 
 
@@ -32,72 +42,72 @@ RUN = [
     "config.yaml",
     "evaluations",
     "evaluations.jsonl",
+    "failed_trajectories.jsonl",
     "logs",
     "metrics.jsonl",
-    "failed_trajectories.jsonl",
     "thesis.tex",
     "trajectories",
 ]
 
 
-def test_a_directory_has_one_run_at_a_time(tmp_path: Path) -> None:
+def test_only_one_run_can_lock_a_directory(tmp_path: Path) -> None:
     with (
-        RunFiles(tmp_path / "run").claimed(),
-        pytest.raises(ConfigError, match="a run is going on there"),
-        RunFiles(tmp_path / "run").claimed(),
+        lock_run_directory(RunFiles(tmp_path / "run")),
+        pytest.raises(ConfigError, match="a run is active there"),
+        lock_run_directory(RunFiles(tmp_path / "run")),
     ):
         pass
-    with RunFiles(tmp_path / "run").claimed():
+    with lock_run_directory(RunFiles(tmp_path / "run")):
         pass
 
 
-def test_a_file_in_the_place_of_the_directory_is_an_error(tmp_path: Path) -> None:
+def test_a_file_at_the_path_of_the_run_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"), RunFiles(tmp_path / "run").claimed():
+    with pytest.raises(ConfigError, match="cannot be written"), lock_run_directory(RunFiles(tmp_path / "run")):
         pass
 
 
-def test_a_name_that_the_system_refuses_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written"), RunFiles(tmp_path / ("x" * 300)).claimed():
+def test_a_directory_name_that_the_file_system_refuses_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"), lock_run_directory(RunFiles(tmp_path / ("x" * 300))):
         pass
 
 
-def test_an_earlier_run_comes_back_unless_it_is_forgotten(tmp_path: Path) -> None:
+def test_an_earlier_run_is_restored_unless_it_was_deleted(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     leave_a_run(files)
-    files.set_aside()
+    move_earlier_run_aside(files)
     assert names(tmp_path) == [".earlier", "thesis.tex"]
     files.write_config("run: {name: new}\n")
-    files.restore()
+    restore_earlier_run(files)
     assert names(tmp_path) == RUN
     assert "new" not in files.config.read_text()
-    files.set_aside()
-    files.forget()
-    files.restore()
+    move_earlier_run_aside(files)
+    delete_earlier_run(files)
+    restore_earlier_run(files)
     assert names(tmp_path) == ["thesis.tex"]
 
 
-def test_what_is_not_a_runs_is_never_set_aside(tmp_path: Path) -> None:
+def test_files_of_no_run_are_never_moved_aside(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("foo: bar\n")
     (tmp_path / "policy").mkdir()
-    with pytest.raises(ConfigError, match="is not of a run of Quartet's"):
-        RunFiles(tmp_path).set_aside()
+    with pytest.raises(ConfigError, match="does not belong to a run of Quartet"):
+        move_earlier_run_aside(RunFiles(tmp_path))
     assert names(tmp_path) == ["config.yaml", "policy"]
 
 
-def test_a_used_directory_is_refused(tmp_path: Path) -> None:
+def test_a_directory_with_an_earlier_run_is_refused(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
-    files.check_unused()
+    check_unused(files)
     files.append_metrics({"step": 1, "reward_mean": 0.5})
     with pytest.raises(ConfigError, match="--overwrite"):
-        files.check_unused()
-    assert read_metrics(files.metrics) == [{"step": 1, "reward_mean": 0.5}]
+        check_unused(files)
+    assert read_step_lines(files.metrics) == [{"step": 1, "reward_mean": 0.5}]
 
 
 def test_a_damaged_metrics_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n')
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not JSON"):
-        read_metrics(tmp_path / "metrics.jsonl")
+        read_step_lines(tmp_path / "metrics.jsonl")
 
 
 def test_an_evaluation_leaves_its_rows_and_a_line_of_its_means(tmp_path: Path) -> None:
@@ -108,7 +118,10 @@ def test_an_evaluation_leaves_its_rows_and_a_line_of_its_means(tmp_path: Path) -
     assert files.read_evaluation(0) == first
     assert files.read_evaluation(20) == second
     assert names(tmp_path / "evaluations") == ["step-000000.jsonl", "step-000020.jsonl"]
-    assert read_metrics(tmp_path / "evaluations.jsonl") == [{"step": 0, "eval_kl": 0.0}, {"step": 20, "eval_kl": 1.5}]
+    assert read_step_lines(tmp_path / "evaluations.jsonl") == [
+        {"step": 0, "eval_kl": 0.0},
+        {"step": 20, "eval_kl": 1.5},
+    ]
 
 
 def test_an_evaluation_that_is_repeated_replaces_what_an_earlier_attempt_left(tmp_path: Path) -> None:
@@ -116,30 +129,30 @@ def test_an_evaluation_that_is_repeated_replaces_what_an_earlier_attempt_left(tm
     for step in (0, 5, 10):
         files.write_evaluation(step, {"eval_kl": step / 10}, [])
     files.write_evaluation(5, {"eval_kl": 9.0}, [])
-    assert read_metrics(tmp_path / "evaluations.jsonl") == [{"step": 0, "eval_kl": 0.0}, {"step": 5, "eval_kl": 9.0}]
+    assert read_step_lines(tmp_path / "evaluations.jsonl") == [{"step": 0, "eval_kl": 0.0}, {"step": 5, "eval_kl": 9.0}]
 
 
-def test_poison_of_a_step_that_is_taken_again_is_written_once(tmp_path: Path) -> None:
+def test_failed_trajectories_of_a_repeated_step_are_written_once(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.write_failed_trajectories(1, [])
-    assert not files.poison.exists(), "a run without any has no such file"
+    assert not files.failed_trajectories.exists(), "a run without any has no such file"
     files.write_failed_trajectories(1, [{"step": 1, "id": "a", "response": "x\u2028y\n"}])
     files.write_failed_trajectories(3, [{"step": 3, "id": "b"}, {"step": 3, "id": "c"}])
     files.write_failed_trajectories(3, [{"step": 3, "id": "c"}])
-    assert read_metrics(files.failed_trajectories) == [
+    assert read_step_lines(files.failed_trajectories) == [
         {"step": 1, "id": "a", "response": "x\u2028y\n"},
         {"step": 3, "id": "c"},
     ]
     files.write_failed_trajectories(3, [])
-    assert [line["step"] for line in read_metrics(files.failed_trajectories)] == [1]
+    assert [line["step"] for line in read_step_lines(files.failed_trajectories)] == [1]
 
 
-def test_poison_of_forgotten_steps_is_forgotten(tmp_path: Path) -> None:
+def test_failed_trajectories_of_truncated_steps_are_removed(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     for step in (1, 2, 4):
         files.write_failed_trajectories(step, [{"step": step, "id": str(step)}])
-    files.forget_after(2)
-    assert [line["step"] for line in read_metrics(files.failed_trajectories)] == [1, 2]
+    files.truncate_after(2)
+    assert [line["step"] for line in read_step_lines(files.failed_trajectories)] == [1, 2]
 
 
 @pytest.mark.parametrize(("contents", "reason"), [(None, "No such file or directory"), ("{\n", "not JSON Lines")])
@@ -180,12 +193,12 @@ def alert(step: int) -> Alert:
 
 
 @pytest.mark.parametrize("attribute", KINDS)
-def test_a_line_that_a_crash_cut_off_is_none_and_is_gone_once_a_run_goes_on(attribute: str, tmp_path: Path) -> None:
+def test_a_line_that_a_crash_cut_off_is_ignored_and_removed_on_resume(attribute: str, tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     path: Path = getattr(files, attribute)
     path.write_text('{"step": 1}\n{"step": 2, "act')
-    assert read_metrics(path) == [{"step": 1}]
-    files.forget_after(5)
+    assert read_step_lines(path) == [{"step": 1}]
+    files.truncate_after(5)
     assert path.read_text() == '{"step": 1}\n'
 
 
@@ -196,9 +209,9 @@ def test_a_damaged_line_is_an_error_that_names_file_and_line(line: str, attribut
     path: Path = getattr(files, attribute)
     path.write_bytes(b'{"step": 1}\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(
-        ConfigError, match=rf"^{KINDS[attribute]} .*{path.name}:2: (not JSON|of no step); mend the file"
+        ConfigError, match=rf"^{KINDS[attribute]} .*{path.name}:2: (not JSON|has no step); repair the file"
     ):
-        files.forget_after(1)
+        files.truncate_after(1)
 
 
 def test_alerts_after_a_cut_off_one_are_read_back(tmp_path: Path) -> None:
@@ -206,13 +219,13 @@ def test_alerts_after_a_cut_off_one_are_read_back(tmp_path: Path) -> None:
     files.append_alert(alert(1))
     with files.alerts.open("a") as file:
         file.write('{"step": 2, "gu')
-    assert [line["step"] for line in files.alerts_of(1)] == [1]
-    files.forget_after(1)
+    assert [line["step"] for line in files.read_alerts(1)] == [1]
+    files.truncate_after(1)
     files.append_alert(alert(2))
-    assert [line["step"] for line in files.alerts_of(2)] == [2]
+    assert [line["step"] for line in files.read_alerts(2)] == [2]
 
 
-def test_an_alert_is_on_the_disk_whole_before_the_run_goes_on_or_not_at_all(
+def test_an_alert_is_flushed_to_the_disk_as_a_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = RunFiles(tmp_path)
@@ -237,13 +250,13 @@ WRITES: dict[str, Callable[[RunFiles], Any]] = {
     "append_failed_trajectories": lambda files: files.append_failed_trajectories({"step": 2}),
     "write_trajectories": lambda files: files.write_trajectories(2, [{"id": "b"}]),
     "write_evaluation": lambda files: files.write_evaluation(2, {}, [{"index": 0}]),
-    "forget_after": lambda files: files.forget_after(0),
-    "committed": lambda files: files.committed(),
+    "truncate_after": lambda files: files.truncate_after(0),
+    "committed": lambda files: files.read_committed(),
 }
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_disk_that_is_full_is_a_clear_error_and_leaves_what_was_there(
+def test_a_full_disk_is_an_error_and_leaves_the_files_as_they_were(
     write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = RunFiles(tmp_path)
@@ -268,28 +281,28 @@ def test_a_disk_that_is_full_is_a_clear_error_and_leaves_what_was_there(
     assert contents() == before
 
 
-def test_the_scores_of_a_step_are_as_many_as_its_trajectories_or_an_error(tmp_path: Path) -> None:
+def test_another_number_of_scores_than_trajectories_is_an_error(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.write_trajectories(3, [{"score": 1.5}, {"score": -2}, {"score": 0.25}])
-    assert files.scores(3, 3) == [1.5, -2.0, 0.25]
+    assert files.read_scores(3, 3) == [1.5, -2.0, 0.25]
     path = files.trajectories / "step-000003.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
     with pytest.raises(
         ConfigError, match=r"step-000003\.jsonl: has 2 lines, expected the step's 3; .*quartet rollback"
     ):
-        files.scores(3, 3)
+        files.read_scores(3, 3)
     path.unlink()
     with pytest.raises(ConfigError, match=r"step-000003\.jsonl: cannot be read; .*quartet rollback"):
-        files.scores(3, 3)
+        files.read_scores(3, 3)
 
 
-def test_what_a_run_left_is_cleared_and_nothing_of_anyone_elses(tmp_path: Path) -> None:
+def test_removing_a_run_leaves_other_files(tmp_path: Path) -> None:
     files = RunFiles(tmp_path / "run")
     files.root.mkdir()
     leave_a_run(files)
-    files.clear()
+    remove_run(files)
     assert names(files.root) == ["thesis.tex"]
     (files.root / "config.yaml").write_text("foo: bar\n")
     (files.root / "evaluations").mkdir()
-    files.clear()
+    remove_run(files)
     assert names(files.root) == ["config.yaml", "evaluations", "thesis.tex"]

@@ -1,0 +1,101 @@
+"""Lock a run directory, replace an earlier run in it, remove a run from it."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quartet.errors import ConfigError
+from quartet.run_directory.run_files import RunFiles
+
+
+@contextmanager
+def lock_run_directory(files: RunFiles) -> Iterator[None]:
+    """Create the directory and lock it for one run. Raises ConfigError if another run holds the lock."""
+    try:
+        files.root.mkdir(parents=True, exist_ok=True)
+        lock = (files.root / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"run directory {files.root}: cannot be written ({error.strerror}); set run.directory to a folder of yours"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run directory {files.root}: a run is active there; wait until it ends, or choose another run.name"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"run directory {files.root}: cannot be locked ({error.strerror}); set run.directory to a folder on a file "
+                "system that supports flock"
+            ) from None
+        yield
+
+
+def check_unused(files: RunFiles) -> None:
+    """Raise ConfigError if a run has left its files here."""
+    if files.metrics.exists() or files.policy.exists():
+        raise ConfigError(
+            f"run directory {files.root}: holds an earlier run; use --resume to continue it, --overwrite to replace it, "
+            "or choose another run.name"
+        )
+
+
+def move_earlier_run_aside(files: RunFiles) -> None:
+    """Move an earlier run to a hidden folder, until ``restore_earlier_run`` or ``delete_earlier_run``.
+
+    Raises ConfigError if the files there do not belong to a run of Quartet.
+    """
+    existing = [path for path in files.all_paths() if path.exists()]
+    if existing and not files.is_run():
+        raise ConfigError(
+            f"--overwrite: {existing[0]} does not belong to a run of Quartet; choose another run.name, or move it away"
+        )
+    shutil.rmtree(files.earlier, ignore_errors=True)
+    files.earlier.mkdir()
+    for path in existing:
+        path.rename(files.earlier / path.name)
+
+
+def restore_earlier_run(files: RunFiles) -> None:
+    """Put back the run that ``move_earlier_run_aside`` moved, in place of what was written since. Does nothing without one."""
+    if not files.earlier.exists():
+        return
+    for path in files.all_paths():
+        _remove(path)
+    for path in files.earlier.iterdir():
+        path.rename(files.root / path.name)
+    files.earlier.rmdir()
+
+
+def delete_earlier_run(files: RunFiles) -> None:
+    """Delete the run that ``move_earlier_run_aside`` moved."""
+    shutil.rmtree(files.earlier, ignore_errors=True)
+
+
+def remove_run(files: RunFiles) -> None:
+    """Remove the files of a run, and no others. For a run that took no step, so that a new one finds nothing of it."""
+    if files.is_run():
+        for path in files.all_paths():
+            _remove(path)
+
+
+def find_run(path: Path) -> RunFiles | None:
+    """Return the innermost run whose directory contains ``path``, or None."""
+    for folder in path.absolute().parents:
+        files = RunFiles(folder)
+        if files.is_run():
+            return files
+    return None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,59 @@
+"""JSON Lines files whose lines are objects with a ``step``: ``metrics.jsonl``, ``alerts.jsonl`` and others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quartet.durable_files import append_durably, storage_errors, write_durably
+from quartet.errors import ConfigError
+
+
+def to_json_lines(items: Iterable[Mapping[str, Any]], ensure_ascii: bool = True) -> str:
+    """Return one line of JSON for each item."""
+    return "".join(json.dumps(item, ensure_ascii=ensure_ascii) + "\n" for item in items)
+
+
+def append_step_lines(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
+    """Append lines and flush them to the disk. Raises StorageFailed, with nothing appended, if the disk refuses."""
+    with storage_errors(path):
+        append_durably(path, to_json_lines(items))
+
+
+def rewrite_step_lines(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
+    """Replace the file in one step. Raises StorageFailed if the disk refuses."""
+    text = to_json_lines(items)
+    with storage_errors(path):
+        write_durably(path, text)
+
+
+def truncate_step_lines(path: Path, step: int) -> None:
+    """Remove the lines of steps after ``step``. Does nothing if there is no file."""
+    if path.exists():
+        rewrite_step_lines(path, (line for line in read_step_lines(path) if line["step"] <= step))
+
+
+def read_step_lines(path: Path) -> list[dict[str, Any]]:
+    """Return every line, or nothing if there is no file. Ignores a last line that a crash cut off.
+
+    Raises ConfigError naming the line that is not JSON or has no step.
+    """
+    if not path.exists():
+        return []
+    *complete, _cut_off = path.read_bytes().split(b"\n")
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(complete, 1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            raise _damaged(path, number, "not JSON") from None
+        if not isinstance(line, dict) or "step" not in line:
+            raise _damaged(path, number, "has no step")
+        lines.append(line)
+    return lines
+
+
+def _damaged(path: Path, number: int, problem: str) -> ConfigError:
+    return ConfigError(f"{path.stem} {path}:{number}: {problem}; repair the file, or start a new run")
