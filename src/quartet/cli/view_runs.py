@@ -41,7 +41,7 @@ def view_runs(directory: Path, host: str, port: int, allowed_hosts: Sequence[str
             raise ServiceFailed(f"gateway: {describe_exit(gateway.process)}; {log_tail(log)}")
         finally:
             gateway.terminate()
-            gateway.reap(time.monotonic() + STOP_TIMEOUT_SECONDS)
+            gateway.wait_or_kill(time.monotonic() + STOP_TIMEOUT_SECONDS)
 
 
 def _folder_and_run(directory: Path) -> tuple[Path, str | None]:

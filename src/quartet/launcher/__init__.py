@@ -1,4 +1,4 @@
-"""Starting a run's processes on this machine, watching and restarting them, and leaving none behind."""
+"""Start a run's processes on this machine, supervise and restart them, and stop all of them at the end."""
 
 from quartet.launcher.launcher import Launcher
 

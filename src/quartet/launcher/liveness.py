@@ -1,4 +1,4 @@
-"""The watchdog's ear: how long a process has not answered."""
+"""Liveness of a child process: whether it responds, and what its process is doing if it does not."""
 
 from __future__ import annotations
 
@@ -8,52 +8,54 @@ from collections.abc import Callable
 from pathlib import Path
 
 MAX_INTERVAL = 5.0
-"""Seconds between two questions, at most."""
-AGAIN = 0.2
-"""Seconds from a question that was not answered to the next one."""
+"""Most seconds between two probes."""
+RETRY_INTERVAL = 0.2
+"""Seconds from a failed probe to the next one."""
 
 
 class LivenessProbe:
-    """Asks a process again and again whether it lives, from a thread of its own: whoever looks never waits."""
+    """Probes a process repeatedly from a separate thread, so that reading the result never waits."""
 
-    def __init__(self, name: str, answers: Callable[[float], bool], stall: float) -> None:
-        """``answers`` takes a deadline in seconds; ``stall`` is the silence that matters, in seconds."""
-        self._answers = answers
-        self._interval, self._deadline = min(MAX_INTERVAL, stall / 8), min(MAX_INTERVAL, stall / 4)
-        self._ended, self._hurry = False, threading.Event()
-        self.silent = 0.0
-        """Seconds without an answer."""
-        threading.Thread(target=self._ask, name=f"watchdog {name}", daemon=True).start()
+    def __init__(self, name: str, responds: Callable[[float], bool], hang_timeout: float) -> None:
+        """``responds`` takes a timeout in seconds. The probe's intervals derive from ``hang_timeout``, in seconds."""
+        self._responds = responds
+        self._interval, self._timeout = min(MAX_INTERVAL, hang_timeout / 8), min(MAX_INTERVAL, hang_timeout / 4)
+        self._stopped, self._wake = False, threading.Event()
+        self.silent_seconds = 0.0
+        """Seconds without a response."""
+        threading.Thread(target=self._probe_until_stopped, name=f"watchdog {name}", daemon=True).start()
 
     def reset(self) -> None:
-        """Counts anew, and asks at once: for a process that was started again."""
-        self.silent = 0.0
-        self._hurry.set()
+        """Restart the count and probe immediately. For a process that was restarted."""
+        self.silent_seconds = 0.0
+        self._wake.set()
 
     def stop(self) -> None:
-        """Asks no more. May be called again."""
-        self._ended = True
-        self._hurry.set()
+        """Stop probing. Can be called more than once."""
+        self._stopped = True
+        self._wake.set()
 
-    def _ask(self) -> None:
-        last, answered = time.monotonic(), True
-        while not self._ended:
-            self._hurry.wait(self._interval if answered else min(self._interval, AGAIN))
-            self._hurry.clear()
-            answered = self._answers(self._deadline)
+    def _probe_until_stopped(self) -> None:
+        last, responded = time.monotonic(), True
+        while not self._stopped:
+            self._wake.wait(self._interval if responded else min(self._interval, RETRY_INTERVAL))
+            self._wake.clear()
+            responded = self._responds(self._timeout)
             now = time.monotonic()
-            # A question counts for no longer than it may take: where it took longer, this process was stopped itself (Ctrl-Z),
-            # and nobody can say what the others did.
-            self.silent = 0.0 if answered else self.silent + min(now - last, self._interval + self._deadline)
+            # A probe counts for at most its timeout. If it took longer, this process itself was suspended (Ctrl-Z), and the
+            # silence says nothing about the other one.
+            self.silent_seconds = (
+                0.0 if responded else self.silent_seconds + min(now - last, self._interval + self._timeout)
+            )
             last = now
 
 
 def process_state(pid: int) -> str:
-    """What keeps a process from answering, as far as the system says it: " (its process is stopped)", or nothing."""
+    """Return why the kernel keeps a process from running, such as " (its process is stopped)", or "" if it does not."""
     try:
-        # The command stands in parentheses and may hold anything.
+        # The command is in parentheses and may contain any character.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
-    words = {"T": "is stopped", "t": "is held by a debugger", "D": "waits for a device"}
-    return f" (its process {words[state]})" if state in words else ""
+    reasons = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits for a device"}
+    return f" (its process {reasons[state]})" if state in reasons else ""

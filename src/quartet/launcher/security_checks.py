@@ -1,7 +1,7 @@
-"""What a config names to let processes in, looked at before anything is started: certificates, tokens, passwords.
+"""Check certificates, tokens and passwords of a config before any process starts.
 
-Of processes that `quartet train` starts all of it has to be there. Where each is started by itself, as in containers, each has
-its own part, so what is not on this machine is only noted.
+For processes that `quartet train` starts, every file must be on this machine. Processes that are started separately, as in
+containers, read their own files, so a file that is not on this machine is only reported.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from quartet.types import Role
 
 
 def local_processes(config: Config) -> tuple[str, ...]:
-    """Those that `quartet train` starts here, and itself."""
+    """Return the processes that `quartet train` starts on this machine, and itself."""
     roles = [role for role in model_roles(config) if getattr(config.services, role).address is None]
     return (OPERATOR, *roles, Role.ORCHESTRATOR, *([GATEWAY] if config.gateway.enabled else []))
 
 
 def check_access(config: Config) -> list[str]:
-    """Looks at every file that ``security``, ``buffer`` and ``gateway`` name; says what it found, one line each.
+    """Check every secret file and listen address of the config. Return one line for each file.
 
-    And at every address that is listened on: beyond loopback it is encrypted, or meant not to be. Raises ConfigError.
+    Raises ConfigError for an unusable file, or for an unencrypted address beyond loopback unless plaintext is allowed.
     """
     _check_addresses(config)
     notes = _check_certificates(config)
     for key, path in _files(config).items():
-        if _each_by_itself(config) and not _exists(path):
+        if _is_distributed(config) and not _exists(path):
             notes.append(_not_here(key, path))
             continue
         _check(key, path, config)
-        notes.append(f"{key} {path}: can be used")
+        notes.append(f"{key} {path}: usable")
     return notes
 
 
@@ -45,10 +45,10 @@ def _check_addresses(config: Config) -> None:
     encrypted, allowed = config.security.certificates is not None, config.security.allow_plaintext
     for role in (*model_roles(config), Role.ORCHESTRATOR):
         service = getattr(config.services, role)
-        if _each_by_itself(config) or getattr(service, "address", None) is None:
+        if _is_distributed(config) or getattr(service, "address", None) is None:
             _check_address(f"services.{role}", listen_address(service), encrypted or allowed)
             _check_address(f"services.{role}.metrics_listen", service.metrics_listen, encrypted or allowed)
-    if config.gateway.enabled or _each_by_itself(config):
+    if config.gateway.enabled or _is_distributed(config):
         _check_address("gateway", config.gateway.listen, config.gateway.certificate_file is not None or allowed)
 
 
@@ -65,15 +65,15 @@ def _check_certificates(config: Config) -> list[str]:
     if folder is None:
         return []
     processes = local_processes(config)
-    if _each_by_itself(config):
+    if _is_distributed(config):
         processes = tuple(process for process in PROCESSES if _exists(folder / process))
         if not processes:
             return [_not_here("security.certificates", folder)]
     check_certificates(folder, processes)
-    return [f"security.certificates {folder}: those of {', '.join(processes)} can be used"]
+    return [f"security.certificates {folder}: usable for {', '.join(processes)}"]
 
 
-def _each_by_itself(config: Config) -> bool:
+def _is_distributed(config: Config) -> bool:
     return config.services.orchestrator.address is not None
 
 
@@ -81,18 +81,18 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError:
-        return True  # Somebody's who may not look: reading it says so.
+        return True  # This user may not look. Reading the file gives a clear error.
 
 
 def _not_here(key: str, path: Path) -> str:
-    return f"{key} {path}: not on this machine; the processes that are started elsewhere read theirs"
+    return f"{key} {path}: not on this machine; processes on other machines read their own"
 
 
 def _files(config: Config) -> dict[str, Path]:
-    """The secrets that are to be read, by key."""
+    """Return the configured secret files by config key."""
     gateway = config.gateway
     found = {"security.token_file": config.security.token_file, "buffer.password_file": config.buffer.password_file}
-    if gateway.enabled or _each_by_itself(config):
+    if gateway.enabled or _is_distributed(config):
         found |= {
             "gateway.token_file": gateway.token_file,
             "gateway.viewer_token_file": gateway.viewer_token_file,
@@ -105,7 +105,7 @@ def _check(key: str, path: Path, config: Config) -> None:
     if key == "buffer.password_file":
         buffer_url(config)
     elif key == "gateway.certificate_file":
-        assert config.gateway.key_file is not None  # They are given both or not at all.
+        assert config.gateway.key_file is not None  # The config requires both or neither.
         check_certificate(path, config.gateway.key_file)
     else:
         read_token(path, key)

@@ -1,4 +1,4 @@
-"""One service process of a run: started, started again at the same address, asked whether it lives."""
+"""One service process of a run: start it, restart it at the same address, check that it responds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from quartet.processes import module_command, tied_to_parent
 from quartet.rpc.channels import ServiceChannel
 from quartet.rpc.security.credentials import LOCAL, Credentials
 
-LAST_LINES = 20
-"""Log lines of a dead process that are shown."""
+LOG_TAIL_LINES = 20
+"""Log lines of a dead process that an error message shows."""
 
 
 class ServiceProcess:
-    """One service process. It says through a pipe when it is ready, why it ended, or how the run did."""
+    """One service process. It reports through a pipe when it is ready, why it ended, or how the run ended."""
 
     def __init__(
         self,
@@ -30,27 +30,27 @@ class ServiceProcess:
         log: Path,
         credentials: Credentials = LOCAL,
     ) -> None:
-        """Starts ``python -m MODULE...`` and does not wait for it; ``module`` is followed by its arguments.
+        """Start ``python -m MODULE...`` without waiting for it. ``module`` includes the arguments.
 
-        ``credentials`` are what it is shown when it is asked.
+        ``credentials`` authenticate liveness probes.
         """
         self.name, self.log, self._credentials = name, log, credentials
         self._module, self._environment = module, environment
         self._pipe: Any = None
-        self._peer: ServiceChannel | None = None
+        self._channel: ServiceChannel | None = None
         self.address: str | None = None
-        self.begin()
+        self.start()
 
-    def begin(self) -> None:
-        """Starts the process, anew where it has ended: then at the address that it had."""
+    def start(self) -> None:
+        """Start the process. A restarted process listens at the address that it had before."""
         if self._pipe is not None:
             self._pipe.close()
         self._unread = b""
         self.ready = False
         self.reported_error: dict[str, Any] | None = None
-        """``error`` and ``exit_code`` of a process that ended by itself."""
+        """``error`` and ``exit_code``, if the process ended with an error that it reported."""
         self.outcome: str | None = None
-        """How the run ended, by the word of an orchestrator that brought it to an end."""
+        """How the run ended, if this is an orchestrator that finished it: "finished" or "stopped"."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         self._pipe = os.fdopen(reader, "rb", buffering=0)
@@ -65,18 +65,18 @@ class ServiceProcess:
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 pass_fds=(writer,),
-                # A session of its own: Ctrl-C in the terminal reaches Quartet, and Quartet stops its children in order.
+                # A separate session: Ctrl-C in the terminal reaches only Quartet, which stops its children in order.
                 start_new_session=True,
             )
         os.close(writer)
 
     @property
     def pipe(self) -> Any:
-        """What the process speaks through; changes with ``begin``."""
+        """The pipe with the messages of the process. ``start`` replaces it."""
         return self._pipe
 
     def read_messages(self) -> None:
-        """Takes in what the process has said; never waits."""
+        """Read what the process has reported. Never waits."""
         while chunk := self._pipe.read(65536):
             self._unread += chunk
         *lines, self._unread = self._unread.split(b"\n")
@@ -89,30 +89,30 @@ class ServiceProcess:
             else:
                 self.reported_error = message
 
-    def answers(self, timeout: float) -> bool:
-        """Whether the process answers within ``timeout`` seconds, with whatever. Called from one thread only."""
+    def responds(self, timeout: float) -> bool:
+        """Return whether the process sends any response within ``timeout`` seconds. Must be called from one thread only."""
         if self.address is None:
             return False
-        if self._peer is None:
-            self._peer = ServiceChannel(self.name, self.address, self._credentials)
-        return self._peer.answers(timeout)
+        if self._channel is None:
+            self._channel = ServiceChannel(self.name, self.address, self._credentials)
+        return self._channel.answers(timeout)
 
-    def close(self) -> None:
-        """Ends the questions; the process is left as it is."""
-        if self._peer is not None:
-            self._peer.close()
+    def close_channel(self) -> None:
+        """Close the channel of the liveness probes. The process keeps running."""
+        if self._channel is not None:
+            self._channel.close()
 
     def repair(self) -> str:
-        """Nothing that a restart needs."""
+        """Return "": a service needs no repair before a restart."""
         return ""
 
     def terminate(self) -> None:
-        """Asks the process to drain and end."""
+        """Ask the process to drain and end."""
         if self.process.poll() is None:
             self.process.terminate()
 
-    def reap(self, deadline: float) -> None:
-        """Waits until ``deadline`` (monotonic), then kills."""
+    def wait_or_kill(self, deadline: float) -> None:
+        """Wait for the end of the process until ``deadline`` (monotonic), then kill it."""
         try:
             self.process.wait(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -122,14 +122,14 @@ class ServiceProcess:
 
 
 def describe_exit(process: subprocess.Popen[bytes]) -> str:
-    """In a few words."""
+    """Return how a process ended, such as "killed by SIGKILL"."""
     code = process.returncode
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
 def log_tail(log: Path) -> str:
-    """The end of a log, to be shown below what it explains."""
-    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    """Return the last lines of a log, for the end of an error message."""
+    lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     if not lines:
         return f"its log {log} is empty"
     return f"the last lines of {log}:\n" + "\n".join(f"  {line}" for line in lines)

@@ -1,4 +1,4 @@
-"""One process under supervision: restarted where it ends or stalls, given up where that does not help."""
+"""Supervise one process: restart it when it ends or hangs, and give up if restarts do not help."""
 
 from __future__ import annotations
 
@@ -14,167 +14,177 @@ from quartet.launcher.service_process import ServiceProcess, describe_exit, log_
 
 
 class SupervisedProcess(Protocol):
-    """A process that can be started again in its place: a service, or Redis."""
+    """A process that can be restarted at its address: a service, the gateway, or Redis."""
 
     name: str
     log: Path
     process: subprocess.Popen[bytes]
     ready: bool
 
-    def begin(self) -> None:
-        """Starts the process, at the address that it had; does not wait for it."""
+    def start(self) -> None:
+        """Start the process at the address that it had. Does not wait for it."""
 
     def repair(self) -> str:
-        """Removes what made the process end, where that can be done, and says so. Otherwise empty."""
+        """Remove the cause of the process's end if that is possible, and describe it. Return "" otherwise."""
 
-    def answers(self, timeout: float) -> bool:
-        """Whether it answers within ``timeout`` seconds."""
+    def responds(self, timeout: float) -> bool:
+        """Return whether the process responds within ``timeout`` seconds."""
 
 
 class RestartCounter:
-    """How often in a row a process was restarted, and how long to wait before the next time."""
+    """Counts the consecutive restarts of a process and gives the pause before the next one."""
 
     def __init__(self, recovery: RecoveryConfig) -> None:
         self._recovery = recovery
-        self.in_a_row = 0
+        self.consecutive = 0
         self.since = 0.0
-        """Monotonic time of the first end of the row."""
+        """Monotonic time of the first exit in this series."""
 
-    def next(self, now: float, lasted: float) -> float | None:
-        """Seconds until the process may be started again; None: it is given up. ``lasted``: seconds for which it ran."""
-        if self.in_a_row == 0 or lasted >= self._recovery.restart_reset_seconds:
-            self.in_a_row, self.since = 0, now
-        if self.in_a_row == self._recovery.max_restarts:
+    def next_pause(self, now: float, uptime: float) -> float | None:
+        """Count a restart and return the seconds to wait before it, or None if no restart is left.
+
+        ``uptime`` is how long the process ran, in seconds. A long one resets the count.
+        """
+        if self.consecutive == 0 or uptime >= self._recovery.restart_reset_seconds:
+            self.consecutive, self.since = 0, now
+        if self.consecutive == self._recovery.max_restarts:
             return None
-        self.in_a_row += 1
-        return self._recovery.pause(self.in_a_row)
+        self.consecutive += 1
+        return self._recovery.pause(self.consecutive)
 
     @property
     def count(self) -> str:
-        """Which of those that are allowed the newest is."""
-        return f"{self.in_a_row} of {self._recovery.max_restarts} in a row"
+        """The number of the newest restart, such as "2 of 5 in a row"."""
+        return f"{self.consecutive} of {self._recovery.max_restarts} in a row"
 
-    def given_up(self, now: float) -> str:
-        """After how many, and in which time; empty where none was allowed."""
-        tried = "1 restart" if self.in_a_row == 1 else f"{self.in_a_row} restarts"
-        return f"given up after {tried} in {now - self.since:.0f} s" if self.in_a_row else ""
+    def gave_up(self, now: float) -> str:
+        """Return after how many restarts and how long the process was given up; "" if no restart was allowed."""
+        tried = "1 restart" if self.consecutive == 1 else f"{self.consecutive} restarts"
+        return f"given up after {tried} in {now - self.since:.0f} s" if self.consecutive else ""
 
 
 class ProcessSupervisor:
-    """Keeps one process running. ``look`` does what is due and never waits."""
+    """Keeps one process running. ``poll`` does what is due and never waits."""
 
-    def __init__(self, part: SupervisedProcess, recovery: RecoveryConfig, load: float, log: Any) -> None:
-        """``part`` is up. ``load`` is the time that it has for a start, in seconds; ``log`` takes what happens."""
-        self.part = part
-        self._recovery, self._load, self._log = recovery, load, log
+    def __init__(self, process: SupervisedProcess, recovery: RecoveryConfig, load_timeout: float, log: Any) -> None:
+        """``process`` is ready. ``load_timeout`` is the time that a restart may take, in seconds; events go to ``log``."""
+        self.supervised = process
+        self._recovery, self._load_timeout, self._log = recovery, load_timeout, log
         self._restarts = RestartCounter(recovery)
-        self._pulse = LivenessProbe(part.name, part.answers, recovery.hang_timeout_seconds)
-        self._begun = self._up_since = time.monotonic()
+        self._probe = LivenessProbe(process.name, process.responds, recovery.hang_timeout_seconds)
+        self._started = self._up_since = time.monotonic()
         self._up = True
         self._down_since: float | None = None
-        self._due: float | None = None
+        self._restart_at: float | None = None
         self._killed = False
 
-    def look(self) -> list[str]:
-        """Restart the process where it has ended, kills it where it has stalled. Gives what a user should know.
+    def poll(self) -> list[str]:
+        """Restart the process if it has ended, kill it if it hangs. Return messages for the user.
 
-        Raises ServiceFailed when the restarts are used up; without any allowed, ConfigError where the process said so.
+        Raises ServiceFailed if no restart is left. If none was allowed, raises ConfigError if the process reported one.
         """
         now = time.monotonic()
-        if self._due is not None:
-            if now >= self._due:
-                self._begin(now)
+        if self._restart_at is not None:
+            if now >= self._restart_at:
+                self._start(now)
             return []
-        if self.part.process.poll() is not None:
-            return self._restart(now)
-        if isinstance(self.part, ServiceProcess):
-            self.part.read_messages()
+        if self.supervised.process.poll() is not None:
+            return self._schedule_restart(now)
+        if isinstance(self.supervised, ServiceProcess):
+            self.supervised.read_messages()
         if self._killed:
             return []
         if not self._up:
-            if self.part.ready:
-                return self._welcome(now)
-            if now - self._begun > self._load:
-                return self._kill(f"is not ready within timeouts.load_seconds {self._load:g} s")
+            if self.supervised.ready:
+                return self._report_recovery(now)
+            if now - self._started > self._load_timeout:
+                return self._kill(f"is not ready within timeouts.load_seconds {self._load_timeout:g} s")
             return []
-        if self._pulse.silent > self._recovery.hang_timeout_seconds:
-            return self._kill(f"has not answered for {self._recovery.hang_timeout_seconds:g} s")
+        if self._probe.silent_seconds > self._recovery.hang_timeout_seconds:
+            return self._kill(f"has not responded for {self._recovery.hang_timeout_seconds:g} s")
         return []
 
-    def blame(self) -> None:
-        """Raises ServiceFailed when the process is down."""
-        if self.part.process.poll() is not None:
+    def raise_if_down(self) -> None:
+        """Raise ServiceFailed if the process has ended."""
+        if self.supervised.process.poll() is not None:
             raise self._failure("")
 
     def stop(self) -> None:
-        """Watches no more; the process is left as it is."""
-        self._pulse.stop()
+        """Stop supervising. The process keeps running."""
+        self._probe.stop()
 
-    def _begin(self, now: float) -> None:
-        self._due, self._begun, self._up, self._killed = None, now, False, False
-        self.part.begin()
-        self._pulse.reset()
+    def _start(self, now: float) -> None:
+        self._restart_at, self._started, self._up, self._killed = None, now, False, False
+        self.supervised.start()
+        self._probe.reset()
 
-    def _welcome(self, now: float) -> list[str]:
+    def _report_recovery(self, now: float) -> list[str]:
         self._up, self._up_since = True, now
-        self._pulse.reset()
+        self._probe.reset()
         seconds = now - (self._down_since or now)
         self._down_since = None
-        self._log.info("back", process=self.part.name, seconds=round(seconds, 3))
-        return [f"{self.part.name}: back after {seconds:.1f} s"]
+        self._log.info("process recovered", process=self.supervised.name, seconds=round(seconds, 3))
+        return [f"{self.supervised.name}: back after {seconds:.1f} s"]
 
-    def _kill(self, why: str) -> list[str]:
-        text = f"watchdog: {self.part.name} {why}{process_state(self.part.process.pid)}; killed"
-        self._log.warning("stalled", process=self.part.name, why=text)
+    def _kill(self, reason: str) -> list[str]:
+        text = f"watchdog: {self.supervised.name} {reason}{process_state(self.supervised.process.pid)}; killed"
+        self._log.warning("process killed", process=self.supervised.name, reason=text)
         self._down_since = self._down_since or time.monotonic()
         self._killed = True
-        self.part.process.kill()
+        self.supervised.process.kill()
         return [text]
 
-    def _restart(self, now: float) -> list[str]:
-        part = self.part
-        if isinstance(part, ServiceProcess):
-            part.read_messages()
+    def _schedule_restart(self, now: float) -> list[str]:
+        process = self.supervised
+        if isinstance(process, ServiceProcess):
+            process.read_messages()
         self._down_since = self._down_since or now
-        if self._recovery.max_restarts and (repaired := part.repair()):
-            self._log.warning("mended", process=part.name, what=repaired)
-            self._begin(now)
+        if self._recovery.max_restarts and (repaired := process.repair()):
+            self._log.warning("process repaired", process=process.name, repair=repaired)
+            self._start(now)
             return [repaired]
-        lasted = now - self._up_since if self._up else 0.0
-        wait = self._restarts.next(now, lasted)
-        if wait is None:
-            raise self._failure(self._restarts.given_up(now))
-        self._due = now + wait
+        pause = self._restarts.next_pause(now, uptime=now - self._up_since if self._up else 0.0)
+        if pause is None:
+            raise self._failure(self._restarts.gave_up(now))
+        self._restart_at = now + pause
         self._up = False
-        text = f"{part.name}: {self._how()}; restarted ({self._restarts.count})"
+        exit_text = self._describe_exit()
         self._log.warning(
-            "restarted", process=part.name, ended=self._how(), number=self._restarts.in_a_row, after_seconds=wait
+            "process restarted",
+            process=process.name,
+            exit=exit_text,
+            restart=self._restarts.consecutive,
+            pause_seconds=pause,
         )
-        return [text]
+        return [f"{process.name}: {exit_text}; restarted ({self._restarts.count})"]
 
-    def _how(self) -> str:
-        words = self.part.reported_error if isinstance(self.part, ServiceProcess) else None
-        return describe_exit(self.part.process) + (f" ({words['error']})" if words else "")
+    def _describe_exit(self) -> str:
+        reported = self.supervised.reported_error if isinstance(self.supervised, ServiceProcess) else None
+        return describe_exit(self.supervised.process) + (f" ({reported['error']})" if reported else "")
 
-    def _failure(self, before: str) -> ConfigError | ServiceFailed:
-        part = self.part
-        self._log.error("given up", process=part.name, ended=self._how(), restarts=self._restarts.in_a_row)
-        return exit_error(part, before)
+    def _failure(self, prefix: str) -> ConfigError | ServiceFailed:
+        self._log.error(
+            "process given up",
+            process=self.supervised.name,
+            exit=self._describe_exit(),
+            restarts=self._restarts.consecutive,
+        )
+        return exit_error(self.supervised, prefix)
 
 
-def exit_error(part: SupervisedProcess, before: str = "") -> ConfigError | ServiceFailed:
-    """What the end of a process means: what it said, or the last lines of its log. ``before`` comes before that.
+def exit_error(process: SupervisedProcess, prefix: str = "") -> ConfigError | ServiceFailed:
+    """Return the error that the end of a process means: the one that it reported, or the last lines of its log.
 
-    ConfigError where the process said so at its first start, ServiceFailed otherwise.
+    Return ConfigError if the process reported one at its first start, else ServiceFailed. ``prefix`` comes before the cause.
     """
-    words = part.reported_error if isinstance(part, ServiceProcess) else None
-    if words is not None:
-        kind = ConfigError if words["exit_code"] == 2 and not before else ServiceFailed
-        return kind(": ".join(word for word in (part.name, before, words["error"]) if word))
-    ended = "; ".join(word for word in (before, describe_exit(part.process)) if word)
-    return ServiceFailed(f"{part.name}: {ended}; {log_tail(part.log)}")
+    reported = process.reported_error if isinstance(process, ServiceProcess) else None
+    if reported is not None:
+        kind = ConfigError if reported["exit_code"] == 2 and not prefix else ServiceFailed
+        return kind(": ".join(text for text in (process.name, prefix, reported["error"]) if text))
+    cause = "; ".join(text for text in (prefix, describe_exit(process.process)) if text)
+    return ServiceFailed(f"{process.name}: {cause}; {log_tail(process.log)}")
 
 
 def first_line(error: Exception) -> str:
-    """What ``exit_error`` gives, without the lines of the log."""
+    """Return the message of an ``exit_error`` without the lines of the log."""
     return str(error).partition("; the last lines of ")[0].partition("\n")[0]

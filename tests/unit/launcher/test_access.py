@@ -1,4 +1,4 @@
-"""What is found wrong with certificates, tokens and passwords before anything is started."""
+"""Checks of certificates, tokens, passwords and listen addresses before any process starts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refusal(*given: Any, **sections: Any) -> str:
     return str(refused.value)
 
 
-def test_what_can_be_used_is_said_in_one_line_each(folder: Path) -> None:
+def test_each_usable_file_gets_one_line(folder: Path) -> None:
     own = folder / "certificates"
     notes = check_access(
         config(
@@ -70,22 +70,22 @@ def test_what_can_be_used_is_said_in_one_line_each(folder: Path) -> None:
         "security.certificates", "security.token_file", "buffer.password_file", "gateway.token_file",
         "gateway.viewer_token_file", "gateway.certificate_file",
     ]  # fmt: skip
-    assert all(note.endswith("can be used") for note in notes)
+    assert all("usable" in note for note in notes)
     assert ", ".join(HERE) in notes[0]
     assert SECRET not in "".join(notes)
 
 
-def test_a_run_that_names_no_secrets_needs_none(folder: Path) -> None:
+def test_a_config_without_secrets_needs_no_files(folder: Path) -> None:
     assert check_access(config(folder, security={})) == []
 
 
 @pytest.mark.parametrize("process", HERE)
-def test_every_process_that_is_started_here_needs_its_certificate(folder: Path, process: str) -> None:
+def test_every_local_process_needs_its_certificate(folder: Path, process: str) -> None:
     (folder / "certificates" / process / "tls.key").unlink()
     assert f"certificates/{process}/tls.key cannot be read (No such file" in refusal(folder)
 
 
-def test_a_process_that_is_not_started_here_needs_none(folder: Path) -> None:
+def test_a_process_on_another_machine_needs_no_certificate_here(folder: Path) -> None:
     shutil.rmtree(folder / "certificates/reward")
     shutil.rmtree(folder / "certificates/gateway")
     services = {"reward": {"address": "far:7001"}}
@@ -102,7 +102,7 @@ def test_a_process_that_is_not_started_here_needs_none(folder: Path) -> None:
         ("foreign", "tls.key", "cannot be used (KEY_VALUES_MISMATCH)"),
     ],
 )
-def test_a_certificate_that_would_not_do_is_refused(folder: Path, other: str, files: str, text: str) -> None:
+def test_an_unusable_certificate_is_refused(folder: Path, other: str, files: str, text: str) -> None:
     for path in (folder / other).glob(files):
         shutil.copy(path, folder / "certificates/actor" / path.name)
     assert text in refusal(folder)
@@ -110,7 +110,7 @@ def test_a_certificate_that_would_not_do_is_refused(folder: Path, other: str, fi
 
 @pytest.mark.parametrize("key", ["security.token_file", "gateway.token_file", "gateway.viewer_token_file"])
 @pytest.mark.parametrize(("file", "text"), [("absent", "cannot be read (No such file"), ("short", "has 7 characters")])
-def test_a_token_that_would_not_do_is_refused(folder: Path, key: str, file: str, text: str) -> None:
+def test_a_missing_or_short_token_is_refused(folder: Path, key: str, file: str, text: str) -> None:
     section, _, name = key.partition(".")
     assert refusal(folder, **{"security": {}, section: {name: str(folder / file)}}).startswith(
         f"{key} {folder / file}: "
@@ -124,24 +124,24 @@ def test_a_password_file_is_read_and_needs_a_url(folder: Path) -> None:
     assert "is for a Redis at buffer.url" in refusal(folder, buffer={"password_file": there})
 
 
-def test_the_gateways_own_certificate_must_be_good_and_have_its_key(folder: Path) -> None:
+def test_the_gateways_certificate_must_be_valid_and_match_its_key(folder: Path) -> None:
     def pair(certificate: str, key: str) -> dict[str, str]:
-        return {"certificate": str(folder / certificate / "tls.crt"), "key": str(folder / key / "tls.key")}
+        return {"certificate_file": str(folder / certificate / "tls.crt"), "key_file": str(folder / key / "tls.key")}
 
     assert "give two PEM files that belong together" in refusal(folder, gateway=pair("foreign", "misnamed"))
     assert "cannot be used (No such file" in refusal(folder, gateway=pair("absent", "absent"))
     assert "has expired" in refusal(folder, gateway=pair("expired", "expired"))
 
 
-def test_where_each_process_is_started_by_itself_what_is_elsewhere_is_only_noted(folder: Path) -> None:
+def test_files_of_processes_on_other_machines_are_only_reported(folder: Path) -> None:
     for process in HERE:
         if process != "orchestrator":
             shutil.rmtree(folder / "certificates" / process)
     secrets = {"certificates": str(folder / "certificates"), "token_file": "/nowhere/token"}
     notes = check_access(config(folder, "far:1", security=secrets))
     assert notes == [
-        f"security.certificates {folder}/certificates: those of orchestrator can be used",
-        "security.token_file /nowhere/token: not on this machine; the processes that are started elsewhere read theirs",
+        f"security.certificates {folder}/certificates: usable for orchestrator",
+        "security.token_file /nowhere/token: not on this machine; processes on other machines read their own",
     ]
     assert "not on this machine" in check_access(config(folder, "far:1", security={"certificates": "/nowhere"}))[0]
     assert "has 7 characters" in refusal(folder, "far:1", security={"token_file": str(folder / "short")})
@@ -158,9 +158,7 @@ def test_where_each_process_is_started_by_itself_what_is_elsewhere_is_only_noted
         ({"gateway": {"listen": "0.0.0.0:80"}}, "gateway: listen 0.0.0.0:80: not a loopback"),
     ],
 )
-def test_an_address_that_would_be_listened_on_in_plaintext_is_refused(
-    folder: Path, sections: dict[str, Any], text: str
-) -> None:
+def test_a_plaintext_address_beyond_loopback_is_refused(folder: Path, sections: dict[str, Any], text: str) -> None:
     assert refusal(folder, **{"security": {}, **sections}).startswith(text)
     check_access(config(folder, **{**sections, "security": {"allow_plaintext": True}}))
     actor = {"address": "far:1", "listen": "0.0.0.0:5551"}
@@ -168,7 +166,7 @@ def test_an_address_that_would_be_listened_on_in_plaintext_is_refused(
     check_access(config(folder, **{"security": {}, **elsewhere}))
 
 
-def test_a_chain_is_followed_to_its_authority(folder: Path) -> None:
+def test_a_certificate_chain_is_verified_up_to_its_authority(folder: Path) -> None:
     own, foreign = folder / "certificates" / "actor" / "tls.crt", folder / "foreign" / "tls.crt"
     good = own.read_bytes()
     own.write_bytes(good + foreign.read_bytes())

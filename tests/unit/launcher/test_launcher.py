@@ -1,4 +1,4 @@
-"""The order in which a run's processes begin: nothing waits for the gateway once training has begun."""
+"""The order in which a run's processes start. Training never waits for the gateway."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.types import Role
 
 
-def test_a_gateway_that_hangs_at_its_start_is_given_up_before_training_begins(
+def test_a_gateway_that_hangs_at_its_start_is_given_up_before_training_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = parse_config(
@@ -36,7 +36,7 @@ def test_a_gateway_that_hangs_at_its_start_is_given_up_before_training_begins(
     files = RunFiles(config.run_directory)
     files.write_config(config.to_yaml())
     files.logs.mkdir(exist_ok=True)
-    real = GatewayProcess.of_run
+    real = GatewayProcess.for_run
     gateways: list[GatewayProcess] = []
 
     def hanging(*arguments: object) -> GatewayProcess:
@@ -44,20 +44,20 @@ def test_a_gateway_that_hangs_at_its_start_is_given_up_before_training_begins(
         os.kill(gateways[0].process.pid, signal.SIGSTOP)
         return gateways[0]
 
-    begun: list[tuple[Role, int | None]] = []
-    monkeypatch.setattr(GatewayProcess, "of_run", hanging)
-    monkeypatch.setattr(module, "GATEWAY_PATIENCE", 0.1)
+    started: list[tuple[Role, int | None]] = []
+    monkeypatch.setattr(GatewayProcess, "for_run", hanging)
+    monkeypatch.setattr(module, "GATEWAY_START_SECONDS", 0.1)
     monkeypatch.setattr(Launcher, "_start_buffer", lambda _: None)
-    # No process: only when it would begin matters, and how it stands with the gateway then.
+    # No process starts: the test records when it would, and whether the gateway has ended by then.
     monkeypatch.setattr(
-        Launcher, "_start_service", lambda _, role, __: begun.append((role, gateways[0].process.returncode))
+        Launcher, "_start_service", lambda _, role, __: started.append((role, gateways[0].process.returncode))
     )
     with Launcher(config, files.config) as launcher:
         launcher.start()
-        assert begun == [(Role.ORCHESTRATOR, -signal.SIGKILL)]
-        assert launcher.dashboard is None
+        assert started == [(Role.ORCHESTRATOR, -signal.SIGKILL)]
+        assert launcher.dashboard_link is None
         assert launcher.check() == [
-            f"gateway: not ready within 0.1 s; the run goes on without it, see {files.logs / 'gateway.log'}"
+            f"gateway: not ready within 0.1 s; the run continues without it, see {files.logs / 'gateway.log'}"
         ]
 
 

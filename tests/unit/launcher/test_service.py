@@ -1,4 +1,4 @@
-"""A real service process under supervision that cannot start again: its words are what the user sees."""
+"""Supervision of a real service process that cannot start: the user sees the error that it reports."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from quartet.launcher.supervisor import ProcessSupervisor
 
 
 @pytest.mark.parametrize(
-    ("restarts", "kind", "said"),
+    ("restarts", "kind", "message"),
     [
         (0, ConfigError, r"^reward: config .*missing\.yaml: .*"),
         (1, ServiceFailed, r"^reward: given up after 1 restart in \d+ s: config .*missing\.yaml: .*"),
     ],
 )
-def test_a_service_that_refuses_its_config_counts_as_crashed_and_its_words_are_kept(
-    restarts: int, kind: type[Exception], said: str, tmp_path: Path
+def test_the_error_of_a_service_that_refuses_its_config_reaches_the_user(
+    restarts: int, kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     service = ServiceProcess(
@@ -33,20 +33,22 @@ def test_a_service_that_refuses_its_config_counts_as_crashed_and_its_words_are_k
         tmp_path / "reward.log",
     )
     recovery = RecoveryConfig(max_restarts=restarts, backoff_seconds=0.05)
-    supervised = ProcessSupervisor(service, recovery, 600.0, structlog.wrap_logger(structlog.ReturnLogger()))
-    told: list[str] = []
+    supervisor = ProcessSupervisor(service, recovery, 600.0, structlog.wrap_logger(structlog.ReturnLogger()))
+    messages: list[str] = []
     try:
-        with pytest.raises(kind, match=said):
-            look_until_it_raises(supervised, told)
+        with pytest.raises(kind, match=message):
+            poll_until_it_raises(supervisor, messages)
     finally:
-        supervised.stop()
-        service.reap(time.monotonic())
-    assert all(line.startswith("reward: ended with status 2 (config ") for line in told)
-    assert [line[-len("restarted (1 of 1 in a row)") :] for line in told] == ["restarted (1 of 1 in a row)"] * restarts
+        supervisor.stop()
+        service.wait_or_kill(time.monotonic())
+    assert all(line.startswith("reward: ended with status 2 (config ") for line in messages)
+    assert [line[-len("restarted (1 of 1 in a row)") :] for line in messages] == [
+        "restarted (1 of 1 in a row)"
+    ] * restarts
 
 
-def look_until_it_raises(supervised: ProcessSupervisor, told: list[str]) -> None:
+def poll_until_it_raises(supervisor: ProcessSupervisor, messages: list[str]) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        told += supervised.look()
+        messages += supervisor.poll()
         time.sleep(0.01)

@@ -22,80 +22,84 @@ from quartet.launcher.supervisor import ProcessSupervisor, RestartCounter, exit_
 
 def test_the_backoff_doubles_up_to_half_a_minute_and_ends_with_the_restarts() -> None:
     restarts = RestartCounter(RecoveryConfig(max_restarts=8, backoff_seconds=0.5))
-    waits = [restarts.next(now=100.0 + number, lasted=0.0) for number in range(9)]
-    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, None]
-    assert (restarts.in_a_row, restarts.since) == (8, 100.0)
+    pauses = [restarts.next_pause(now=100.0 + number, uptime=0.0) for number in range(9)]
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, None]
+    assert (restarts.consecutive, restarts.since) == (8, 100.0)
 
 
-def test_restarts_are_counted_anew_after_a_calm_time() -> None:
+def test_a_long_uptime_resets_the_restart_count() -> None:
     restarts = RestartCounter(RecoveryConfig(max_restarts=2, backoff_seconds=0.5, restart_reset_seconds=60.0))
-    assert [restarts.next(now, lasted) for now, lasted in ((0.0, 5.0), (10.0, 59.9), (90.0, 60.0))] == [0.5, 1.0, 0.5]
-    assert (restarts.in_a_row, restarts.since) == (1, 90.0)
+    assert [restarts.next_pause(now, uptime) for now, uptime in ((0.0, 5.0), (10.0, 59.9), (90.0, 60.0))] == [
+        0.5,
+        1.0,
+        0.5,
+    ]
+    assert (restarts.consecutive, restarts.since) == (1, 90.0)
 
 
-def test_no_restarts_means_none() -> None:
-    assert RestartCounter(RecoveryConfig(max_restarts=0)).next(now=0.0, lasted=1e9) is None
+def test_zero_max_restarts_allows_no_restart() -> None:
+    assert RestartCounter(RecoveryConfig(max_restarts=0)).next_pause(now=0.0, uptime=1e9) is None
 
 
 class Echo:
-    """A process that is ready when it says so, and answers as long as it is not stopped."""
+    """A process that is ready when it prints "up", and responds unless it is suspended."""
 
     name = "echo"
 
     def __init__(self, log: Path) -> None:
         self.log, self.ready, self.starts, self.damage = log, False, 0, ""
         self.program = "print('up', flush=True); input()"
-        self.begin()
+        self.start()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self.starts, self.ready = self.starts + 1, False
         with self.log.open("ab") as output:
-            said = output.tell()
+            start = output.tell()
             self.process = subprocess.Popen([sys.executable, "-c", self.program], stdin=subprocess.PIPE, stdout=output)
-        self._said = said
+        self._start = start
 
     def repair(self) -> str:
-        found, self.damage = self.damage, ""
-        return found
+        damage, self.damage = self.damage, ""
+        return damage
 
-    def answers(self, timeout: float) -> bool:
-        up = b"up" in self.log.read_bytes()[self._said :]
+    def responds(self, timeout: float) -> bool:
+        up = b"up" in self.log.read_bytes()[self._start :]
         self.ready = self.ready or up
         return up and not process_state(self.process.pid)
 
 
 @pytest.fixture
 def echo(tmp_path: Path) -> Iterator[Echo]:
-    found = Echo(tmp_path / "echo.log")
-    yield found
-    found.process.kill()
-    found.process.communicate()
+    echo = Echo(tmp_path / "echo.log")
+    yield echo
+    echo.process.kill()
+    echo.process.communicate()
 
 
-def supervise(echo: Echo, load: float = 600.0, **recovery: float) -> ProcessSupervisor:
+def supervise(echo: Echo, load_timeout: float = 600.0, **recovery: float) -> ProcessSupervisor:
     wait_for_start(echo)
     settings = RecoveryConfig.model_validate({"backoff_seconds": 0.05, **recovery})
-    return ProcessSupervisor(echo, settings, load, structlog.wrap_logger(structlog.ReturnLogger()))
+    return ProcessSupervisor(echo, settings, load_timeout, structlog.wrap_logger(structlog.ReturnLogger()))
 
 
 def wait_for_start(echo: Echo) -> None:
     deadline = time.monotonic() + 20
-    while not echo.answers(1.0):
+    while not echo.responds(1.0):
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def lines_until(supervised: ProcessSupervisor, wanted: str, seconds: float = 20.0) -> list[str]:
-    """What is told until a line matches."""
+def lines_until(supervisor: ProcessSupervisor, wanted: str, seconds: float = 20.0) -> list[str]:
+    """Return the messages up to one that matches ``wanted``."""
     deadline = time.monotonic() + seconds
-    told: list[str] = []
-    while not any(re.search(wanted, line) for line in told):
-        assert time.monotonic() < deadline, told
-        begun = time.monotonic()
-        told += supervised.look()
-        assert time.monotonic() - begun < 1.0, "it waited"
+    messages: list[str] = []
+    while not any(re.search(wanted, line) for line in messages):
+        assert time.monotonic() < deadline, messages
+        started = time.monotonic()
+        messages += supervisor.poll()
+        assert time.monotonic() - started < 1.0, "it waited"
         time.sleep(0.005)
-    return told
+    return messages
 
 
 def end(echo: Echo) -> None:
@@ -103,82 +107,82 @@ def end(echo: Echo) -> None:
     echo.process.communicate()
 
 
-def test_what_ends_is_started_again_after_its_backoff(echo: Echo) -> None:
-    supervised = supervise(echo, backoff_seconds=0.3)
-    assert supervised.look() == []
+def test_a_process_that_ends_is_restarted_after_its_backoff(echo: Echo) -> None:
+    supervisor = supervise(echo, backoff_seconds=0.3)
+    assert supervisor.poll() == []
     end(echo)
     died = time.monotonic()
-    assert supervised.look() == ["echo: killed by SIGKILL; restarted (1 of 5 in a row)"]
-    assert supervised.look() == []
+    assert supervisor.poll() == ["echo: killed by SIGKILL; restarted (1 of 5 in a row)"]
+    assert supervisor.poll() == []
     assert echo.starts == 1
-    assert re.fullmatch(r"echo: back after \d+\.\d s", lines_until(supervised, "back")[-1])
+    assert re.fullmatch(r"echo: back after \d+\.\d s", lines_until(supervisor, "back")[-1])
     assert echo.starts == 2
     assert time.monotonic() - died > 0.3
-    supervised.stop()
+    supervisor.stop()
 
 
-def test_an_end_in_order_is_an_end_too(echo: Echo) -> None:
-    supervised = supervise(echo)
+def test_a_process_that_exits_normally_is_restarted_too(echo: Echo) -> None:
+    supervisor = supervise(echo)
     echo.process.communicate(b"\n")
-    assert lines_until(supervised, "back")[0] == "echo: ended with status 0; restarted (1 of 5 in a row)"
-    supervised.stop()
+    assert lines_until(supervisor, "back")[0] == "echo: ended with status 0; restarted (1 of 5 in a row)"
+    supervisor.stop()
 
 
-def test_more_ends_than_restarts_give_it_up_with_the_last_lines_of_its_log(echo: Echo) -> None:
-    supervised = supervise(echo, max_restarts=2)
+def test_a_process_without_restarts_left_is_given_up_with_its_log_tail(echo: Echo) -> None:
+    supervisor = supervise(echo, max_restarts=2)
     for number in (1, 2):
         end(echo)
-        assert lines_until(supervised, "back")[0].endswith(f"restarted ({number} of 2 in a row)")
+        assert lines_until(supervisor, "back")[0].endswith(f"restarted ({number} of 2 in a row)")
     end(echo)
     said = rf"^echo: given up after 2 restarts in \d+ s; killed by SIGKILL; the last lines of {echo.log}:\n  up"
     with pytest.raises(ServiceFailed, match=said):
-        supervised.look()
-    supervised.stop()
+        supervisor.poll()
+    supervisor.stop()
 
 
-def test_one_that_said_nothing_is_given_up_without_lines_of_its_log(tmp_path: Path) -> None:
+def test_the_error_of_a_process_with_an_empty_log_says_so(tmp_path: Path) -> None:
     silent = Echo(tmp_path / "silent.log")
     end(silent)
     silent.log.write_text("")
     assert str(exit_error(silent)) == f"echo: killed by SIGKILL; its log {silent.log} is empty"
 
 
-def test_one_that_dies_as_soon_as_it_starts_does_not_get_calm(echo: Echo) -> None:
-    supervised = supervise(echo, max_restarts=3, restart_reset_seconds=0.001)
+def test_a_process_that_crashes_at_its_start_does_not_reset_the_count(echo: Echo) -> None:
+    supervisor = supervise(echo, max_restarts=3, restart_reset_seconds=0.001)
     echo.program = "raise SystemExit(3)"
     end(echo)
     with pytest.raises(ServiceFailed, match=r"given up after 3 restarts in .* ended with status 3"):
-        lines_until(supervised, "back")
+        lines_until(supervisor, "back")
     assert echo.starts == 4
-    supervised.stop()
+    supervisor.stop()
 
 
-def test_what_does_not_answer_is_named_killed_and_restarted(echo: Echo) -> None:
-    supervised = supervise(echo, hang_timeout_seconds=0.5)
+def test_a_process_that_hangs_is_killed_and_restarted(echo: Echo) -> None:
+    supervisor = supervise(echo, hang_timeout_seconds=0.5)
     os.kill(echo.process.pid, signal.SIGSTOP)
-    assert lines_until(supervised, "back")[:2] == [
-        "watchdog: echo has not answered for 0.5 s (its process is stopped); killed",
+    assert lines_until(supervisor, "back")[:2] == [
+        "watchdog: echo has not responded for 0.5 s (its process is stopped); killed",
         "echo: killed by SIGKILL; restarted (1 of 5 in a row)",
     ]
-    supervised.stop()
+    supervisor.stop()
 
 
-def test_a_start_may_take_longer_than_a_stall_but_not_than_a_start(echo: Echo) -> None:
-    supervised = supervise(echo, hang_timeout_seconds=0.7, load=1.5)
+def test_a_start_is_limited_by_the_load_timeout_and_not_by_the_hang_timeout(echo: Echo) -> None:
+    supervisor = supervise(echo, hang_timeout_seconds=0.7, load_timeout=1.5)
     echo.program = "input()"
     end(echo)
-    begun = time.monotonic()
-    told = lines_until(supervised, "watchdog")
-    assert time.monotonic() - begun > 1.5
-    assert told[-1] == "watchdog: echo is not ready within timeouts.load_seconds 1.5 s; killed"
-    supervised.stop()
+    started = time.monotonic()
+    messages = lines_until(supervisor, "watchdog")
+    assert time.monotonic() - started > 1.5
+    assert messages[-1] == "watchdog: echo is not ready within timeouts.load_seconds 1.5 s; killed"
+    supervisor.stop()
 
 
-def test_what_could_be_mended_is_started_at_once_and_costs_no_restart(echo: Echo) -> None:
-    supervised = supervise(echo, max_restarts=1)
+def test_a_repaired_process_is_restarted_immediately_without_counting(echo: Echo) -> None:
+    supervisor = supervise(echo, max_restarts=1)
     echo.damage = "echo: its data is damaged"
     end(echo)
-    assert lines_until(supervised, "back")[:-1] == ["echo: its data is damaged"]
+    assert lines_until(supervisor, "back")[:-1] == ["echo: its data is damaged"]
     end(echo)
-    assert lines_until(supervised, "back")[0].endswith("restarted (1 of 1 in a row)")
-    supervised.stop()
+    assert lines_until(supervisor, "back")[0].endswith("restarted (1 of 1 in a row)")
+    supervisor.stop()

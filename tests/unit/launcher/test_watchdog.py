@@ -1,4 +1,4 @@
-"""The watchdog's ear, against answers that come, do not come, and come late because the launcher itself stood still."""
+"""Liveness probes of processes that respond, that do not, and while the launcher itself is suspended."""
 
 from __future__ import annotations
 
@@ -20,55 +20,55 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-def test_silence_grows_until_there_is_an_answer() -> None:
+def test_silence_grows_until_a_response() -> None:
     living = threading.Event()
-    pulse = LivenessProbe("critic", lambda _: living.is_set(), stall=0.4)
-    begun = time.monotonic()
-    wait_for(lambda: pulse.silent > 0.4)
-    assert time.monotonic() - begun > 0.3, "it ran ahead of the clock"
+    probe = LivenessProbe("critic", lambda _: living.is_set(), hang_timeout=0.4)
+    started = time.monotonic()
+    wait_for(lambda: probe.silent_seconds > 0.4)
+    assert time.monotonic() - started > 0.3, "it ran ahead of the clock"
     living.set()
-    wait_for(lambda: pulse.silent == 0.0)
-    pulse.stop()
+    wait_for(lambda: probe.silent_seconds == 0.0)
+    probe.stop()
 
 
-def test_a_question_counts_for_no_longer_than_it_may_take() -> None:
-    asked = threading.Event()
-    go_on = threading.Event()
+def test_a_probe_counts_for_at_most_its_timeout() -> None:
+    probing = threading.Event()
+    resume = threading.Event()
 
-    def answers(deadline: float) -> bool:
-        assert deadline == 0.1
-        asked.set()
-        return go_on.wait(1.0) and False
+    def responds(timeout: float) -> bool:
+        assert timeout == 0.1
+        probing.set()
+        return resume.wait(1.0) and False
 
-    pulse = LivenessProbe("critic", answers, stall=0.4)
-    assert asked.wait(10)
-    time.sleep(0.5)  # As long as a stop of the whole launcher, in the middle of its question.
-    pulse.stop()
-    go_on.set()
-    wait_for(lambda: pulse.silent > 0)
-    assert pulse.silent <= 0.4 / 8 + 0.4 / 4
+    probe = LivenessProbe("critic", responds, hang_timeout=0.4)
+    assert probing.wait(10)
+    time.sleep(0.5)  # As if the launcher was suspended in the middle of the probe.
+    probe.stop()
+    resume.set()
+    wait_for(lambda: probe.silent_seconds > 0)
+    assert probe.silent_seconds <= 0.4 / 8 + 0.4 / 4
 
 
-def test_a_process_that_was_started_again_is_asked_at_once_and_counted_anew() -> None:
-    questions: list[float] = []
+def test_a_reset_probes_immediately_and_restarts_the_count() -> None:
+    probes: list[float] = []
 
-    def answers(_: float) -> bool:
-        questions.append(time.monotonic())
+    def responds(_: float) -> bool:
+        probes.append(time.monotonic())
         return True
 
-    pulse = LivenessProbe("critic", answers, stall=1e6)
-    pulse.silent = 7.0
-    assert not questions
-    pulse.reset()
-    wait_for(lambda: len(questions) == 1, 2.0)
-    assert pulse.silent == 0.0
-    pulse.stop()
+    probe = LivenessProbe("critic", responds, hang_timeout=1e6)
+    probe.silent_seconds = 7.0
+    assert not probes
+    probe.reset()
+    wait_for(lambda: len(probes) == 1, 2.0)
+    assert probe.silent_seconds == 0.0
+    probe.stop()
 
 
-def test_a_stopped_process_is_called_that() -> None:
+def test_the_state_of_a_stopped_process_says_that_it_is_stopped() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         try:
-            wait_for(lambda: process_state(process.pid) == "")  # At its start it may wait for a device.
+            wait_for(lambda: process_state(process.pid) == "")  # While it starts, it may wait for a device.
             os.kill(process.pid, signal.SIGSTOP)
             wait_for(lambda: process_state(process.pid) == " (its process is stopped)")
         finally:
