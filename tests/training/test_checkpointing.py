@@ -146,7 +146,7 @@ def test_a_checkpoint_that_cannot_be_written_is_noted_and_the_run_continues(
     notes = [note for note in run.progress.notes if note.startswith("checkpoint of step")]
     assert [note.split(" failed: ")[0] for note in notes] == ["checkpoint of step 4", "checkpoint of step 6"]
     assert all(f"{role} at " in note and "No space left on device" in note for note in notes)
-    assert all("; step 2's stays; " in note for note in notes)
+    assert all("; the checkpoint of step 2 is kept; " in note for note in notes)
     assert run.files.policy.exists()
     experience = ExperienceStore(redis_client, redis_url, config.run.name)
     assert experience.holds(range(3, 7)), "what no checkpoint covers may have to be replayed"

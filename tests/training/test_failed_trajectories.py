@@ -137,7 +137,7 @@ def test_a_failed_trajectory_is_replaced_counted_and_reported(kind: str, runs: R
     for line in lines:
         assert line["attempts"] == 3
         first, newest = int(line["id"].split("/")[3]) < samples, line["step"] - 1
-        behind = run.metrics[newest].get("staleness", 0)
+        behind = run.metrics[newest].get("off_policy_steps", 0)
         # What takes another's place is generated after the update before, whichever policy generated the others.
         assert line["policy_version"] == newest - (behind if first else 0)
         assert "mine:raises" in line["error"]

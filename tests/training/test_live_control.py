@@ -114,7 +114,7 @@ def test_a_crashed_run_with_changes_resumes_bit_identically(
         real = StepTransaction._prepare
 
         def prepare(self: Any, now: int, leadership: Any) -> Any:
-            changes = self._updates._changes
+            changes = self._updater._live_settings
             if now == 3 and changes.settings()[0].value != 0.4:
                 changes.change(values, "somebody")
             return real(self, now, leadership)

@@ -48,7 +48,7 @@ def test_a_step_is_generated_one_update_behind_with_importance_weights(undisturb
     found = [{line["policy_version"] for line in undisturbed.trajectories(step)} for step in range(1, STEPS + 1)]
     assert found == [{version} for version in VERSIONS]
     behind = [step - 1 - version for step, version in enumerate(VERSIONS, 1)]
-    assert [metrics["staleness"] for metrics in undisturbed.metrics] == behind
+    assert [metrics["off_policy_steps"] for metrics in undisturbed.metrics] == behind
     mismatch = [metrics["rollout_mismatch_kl"] for metrics in undisturbed.metrics]
     assert [kl > 1e-9 for kl in mismatch] == [bool(steps) for steps in behind], mismatch
 
