@@ -87,7 +87,7 @@ def test_a_buffer_that_the_services_cannot_reach_for_longer_than_all_pauses_toge
     moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = BUFFER_OF_THE_SERVICES
-    run = cut_and_run(link, moment, "reset", 2.0, make, monkeypatch, backoff=0.01, attempts=3)
+    run = cut_and_run(link, moment, "reset", 2.0, make, monkeypatch, backoff_seconds=0.01, max_recoveries=3)
     assert_same(run, undisturbed)
     assert run.progress.recoveries >= 1
 

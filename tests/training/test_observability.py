@@ -58,7 +58,7 @@ def test_the_orchestrator_exports_progress_and_totals(observed: Observed) -> Non
     assert len(states) == 7
     assert value(found, "quartet_steps_total", run=run) == STEPS
     assert value(found, "quartet_trajectories_total", run=run) == STEPS * 4
-    assert value(found, "quartet_failed_trajectories_total", run=run) == 0
+    assert value(found, "quartet_trajectory_failures_total", run=run) == 0
     assert value(found, "quartet_recoveries_total", run=run) == 0
     assert value(found, "quartet_buffer_depth", run=run) == 0
     for phase in ("generate", "score", "update"):

@@ -65,13 +65,13 @@ def test_measured_micro_batches_are_stored_and_noted(small: Run) -> None:
     found = recorded(small.files)
     assert found.keys() == {"actor", "critic"}
     assert all(tokens < 4096 and tokens & (tokens - 1) == 0 for tokens in found.values())
-    assert any(note.startswith(f"actor: updates of {found['actor']} tokens at a time") for note in small.progress.notes)
+    assert any(note.startswith(f"actor: updates use micro-batches of {found['actor']} tokens") for note in small.progress.notes)
 
 
 def test_ample_memory_is_not_noted(make: MakeConfig) -> None:
     run = run_to_the_end(make(**COMMON))
     assert recorded(run.files) == {"actor": 4096, "critic": 4096}
-    assert not any("tokens at a time" in note for note in run.progress.notes)
+    assert not any("micro-batches of" in note for note in run.progress.notes)
 
 
 @pytest.mark.parametrize("free", [2**40, SMALL * 0.5])

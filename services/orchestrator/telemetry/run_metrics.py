@@ -109,7 +109,7 @@ class RunMetrics(Collector):
             )
         yield self._counter("steps", "Steps committed by this process.", self._steps)
         yield self._counter("trajectories", "Trajectories trained on by this process.", self._steps * self._per_step)
-        yield self._counter("failed_trajectories", "Trajectories that could not be scored.", self._failed_trajectories)
+        yield self._counter("trajectory_failures", "Trajectories that could not be scored.", self._failed_trajectories)
         yield self._counters("phase_seconds", "Seconds of committed steps, by phase.", "phase", self._phases)
         yield self._counters("alerts", "Alerts raised by the guards.", "guard", self._alerts)
         for name, value in self._metrics.items():
