@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
+from tests.every_case import every_case
 
 STATIC = Path(__file__).parents[2] / "gateway" / "static"
 FILES = sorted(path for path in STATIC.rglob("*") if path.suffix in (".js", ".css", ".html"))
@@ -15,7 +15,7 @@ FORBIDDEN = re.compile(
 ELSEWHERE = re.compile(r"(?:https?:)?//(?!www\.w3\.org/)[a-z0-9-]+\.[a-z]")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(STATIC)))
+@every_case("path", FILES, ids=lambda path: str(path.relative_to(STATIC)))
 def test_text_stays_text_and_nothing_comes_from_elsewhere(path: Path) -> None:
     text = path.read_text()
     assert FORBIDDEN.search(text) is None

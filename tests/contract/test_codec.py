@@ -31,6 +31,7 @@ from quartet.types import (
 from quartet.v1 import actor_pb2, critic_pb2, experience_pb2, status_pb2, tensor_pb2, trajectory_pb2, update_pb2
 from tests.contract import strategies
 from tests.contract.strategies import check
+from tests.every_case import every_case
 
 FLOAT, INT = tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_INT32
 
@@ -341,7 +342,7 @@ def test_optimization_settings_out_of_range_are_refused(wrong: dict[str, float])
         codec.optimization_from_proto(update_pb2.OptimizationSettings(**{**good, **wrong}))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@every_case(
     "wrong",
     [{"temperature": 0.0}, {"temperature": NAN}, {"dual_clip": 1.0}, {"dual_clip": 0.5}]
     + [{name: number} for name in ("kl_loss", "ratio_level", "aggregation") for number in (0, 9)]

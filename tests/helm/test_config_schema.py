@@ -11,6 +11,7 @@ import yaml
 
 from helm import values_schema
 from quartet.config import Config, invalid_keys, load_config
+from tests.every_case import every_case
 from tests.helm.rendering import CHART, ROOT, changed, chart, manifests
 from tests.helm.test_components import files
 from tests.helm.test_values import refusal
@@ -117,8 +118,8 @@ FEWEST = {
 }
 
 
-@pytest.mark.parametrize("setting", [{}, FEWEST], ids=["most", "fewest"])
-@pytest.mark.parametrize("path", sorted(OWNED))
+@every_case("setting", [{}, FEWEST], ids=["most", "fewest"])
+@every_case("path", sorted(OWNED))
 def test_what_is_the_chart_s_to_set_is_refused_whether_it_sets_it_or_not(path: str, setting: dict[str, Any]) -> None:
     value = VALUES.get(path.rpartition("__")[2], "/models/x")
     said = refusal(changed("cpu-kind", **setting, **{path: value}))
@@ -164,8 +165,8 @@ TELEMETRY = [
 ]
 
 
-@pytest.mark.parametrize("key", ["otlp_endpoint", "mlflow.tracking_uri"])
-@pytest.mark.parametrize("address", TELEMETRY)
+@every_case("key", ["otlp_endpoint", "mlflow.tracking_uri"])
+@every_case("address", TELEMETRY)
 def test_a_telemetry_address_with_a_password_is_refused_as_the_tree_does_and_not_quoted(address: str, key: str) -> None:
     telemetry = {"otlp_endpoint": address} if key == "otlp_endpoint" else {"mlflow": {"tracking_uri": address}}
     values = changed("cpu-kind", config__telemetry=telemetry)

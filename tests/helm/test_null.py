@@ -8,6 +8,7 @@ from typing import Any
 import helm_python
 import pytest
 
+from tests.every_case import every_case
 from tests.helm.rendering import Values, changed, chart, example, manifests, of_kind, with_keys
 from tests.helm.test_components import containers
 from tests.helm.test_values import refusal
@@ -45,7 +46,7 @@ def kept(values: Values) -> list[dict[str, Any]]:
     return [item for item in manifests(values) if item["kind"] != "Secret"]
 
 
-@pytest.mark.parametrize("path", NEEDED)
+@every_case("path", NEEDED)
 def test_what_is_needed_cannot_be_taken_away(path: str) -> None:
     *above, last = path.split("__")
     with pytest.raises(helm_python.HelmValuesError) as error:
@@ -65,7 +66,7 @@ def test_a_component_that_is_null_is_switched_off() -> None:
     assert kept(changed("cpu-kind", components__gateway=None)) == kept(off)
 
 
-@pytest.mark.parametrize("name", ["actor", "critic", "reference", "orchestrator"])
+@every_case("name", ["actor", "critic", "reference", "orchestrator"])
 def test_a_component_that_the_run_needs_cannot_be_null(name: str) -> None:
     assert f"no enabled component has the role {name}" in refusal(changed("cpu-kind", **{f"components__{name}": None}))
 

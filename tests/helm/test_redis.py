@@ -25,6 +25,7 @@ from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import ConfigError, FailedPrecondition, LeadershipConflict, ServiceUnavailable
 from quartet.processes import tied_to_parent
 from tests.buffer.samples import experience, trajectory
+from tests.every_case import every_case
 from tests.helm.rendering import Values, changed, manifests, of_kind
 
 PLAIN = changed("cpu-kind", security={"allowPlaintext": True, "tls": {"enabled": False}})
@@ -190,7 +191,7 @@ def test_all_that_is_let_through_is_needed(tmp_path: Path) -> None:
     assert counted - {"hello", "client|setinfo"} == {word[1:] for word in users.split() if word.startswith("+")}
 
 
-@pytest.mark.parametrize("command", REFUSED)
+@every_case("command", REFUSED)
 def test_nothing_else_is_let_through(server: Started, command: str) -> None:
     client = server.client()
     with pytest.raises(redis.exceptions.NoPermissionError):

@@ -10,6 +10,7 @@ from typing import Any
 import helm_python
 import pytest
 
+from tests.every_case import every_case
 from tests.helm.rendering import CHART, Values, changed, chart, example, manifests, texts
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
@@ -61,7 +62,7 @@ def refusal(values: dict[str, Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("path", TYPOS)
+@every_case("path", TYPOS)
 def test_a_typo_is_refused_with_its_path(path: str) -> None:
     place, word = TYPOS[path]
     said = refusal(changed("cpu-kind", **{path: {}}))
@@ -212,7 +213,7 @@ def test_a_password_in_an_address_is_refused() -> None:
     assert "secret@" not in said
 
 
-@pytest.mark.parametrize(
+@every_case(
     "url",
     [
         "valkey://quartet:sesame@redis.example:6379/0",  # pragma: allowlist secret - an example

@@ -29,6 +29,7 @@ from quartet.v1 import (
     update_pb2,
 )
 from tests.buffer.samples import experience
+from tests.every_case import every_case
 from tests.rpc.conftest import Services
 from tests.unit.models import tiny
 
@@ -241,7 +242,7 @@ def call(channels: dict[str, grpc.Channel], method: str, request: Any) -> Any:
     return getattr(STUBS[service](channels.get(method, channels[service])), name)(request, timeout=30)
 
 
-@pytest.mark.parametrize(("method", "case"), [(method, case) for method, cases in CASES.items() for case in cases])
+@every_case(("method", "case"), [(method, case) for method, cases in CASES.items() for case in cases])
 def test_a_malformed_request_is_refused_and_a_good_one_right_after_succeeds(
     method: str, case: str, channels: dict[str, grpc.Channel]
 ) -> None:

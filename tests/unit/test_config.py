@@ -12,6 +12,7 @@ from quartet.cli.config_reference import reference
 from quartet.config import Config, load_config, parse_config
 from quartet.errors import ConfigError
 from quartet.topology import model_roles
+from tests.every_case import every_case
 from tests.unit.config_files import MINIMAL, REQUIRED, write
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,7 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         load_config(minimal).run.steps = 3
 
 
-@pytest.mark.parametrize(
+@every_case(
     ("changes", "message"),
     [
         ({"services": {"actor": {"address": "far:1"}}}, "buffer.url: an actor or critic at an address needs a Redis"),

@@ -10,6 +10,7 @@ import yaml
 
 from quartet.config import load_config
 from quartet.errors import ConfigError
+from tests.every_case import every_case
 from tests.unit.config_files import MINIMAL, REQUIRED, refusal, write
 
 
@@ -96,7 +97,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@every_case("name", WRONG)
 def test_a_wrong_value_is_refused_with_file_line_key_and_expectation(name: str, tmp_path: Path) -> None:
     text, expected = WRONG[name]
     path = write(tmp_path, MINIMAL + text)

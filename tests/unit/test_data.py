@@ -27,6 +27,7 @@ from quartet.data import (
 )
 from quartet.errors import ConfigError, DataError
 from quartet.types import Prompt
+from tests.every_case import every_case
 from tests.unit.models import tiny
 
 check = settings(max_examples=60, deadline=None, derandomize=True)
@@ -75,7 +76,7 @@ def test_all_that_a_line_says_but_token_ids_are_its_fields_as_compact_json(
     assert prompt.fields == fields
 
 
-@pytest.mark.parametrize(
+@every_case(
     ("line", "problem"),
     [
         ('{"text": "open', "not JSON"),

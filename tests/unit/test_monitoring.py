@@ -18,6 +18,7 @@ import yaml
 from quartet.config import GuardsConfig
 from quartet.services.orchestrator.control.progress import RunState
 from quartet.types import Role
+from tests.every_case import every_case
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker/monitoring"
@@ -67,7 +68,7 @@ def problem_of(expression: str) -> str:
     return f"{open_brackets[-1]} is not closed" if open_brackets else ""
 
 
-@pytest.mark.parametrize(("where", "expression"), expressions())
+@every_case(("where", "expression"), expressions())
 def test_expressions_are_whole(where: str, expression: str) -> None:
     assert problem_of(expression) == ""
     assert re.search(r"\b(quartet|process)_\w+|\bup\b", expression), "asks for nothing"

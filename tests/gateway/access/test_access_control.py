@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from quartet.gateway.access.access_control import MAX_WRONG_TOKENS, SECURITY_HEADERS
 from quartet.gateway.access.message_limits import MAX_BODY_BYTES
+from tests.every_case import every_case
 from tests.gateway.serving import TOKEN, Gateway, a_run, serving
 
 VIEWER = "only-for-looking-at-things"
@@ -41,10 +42,10 @@ def ask(
     return response
 
 
-@pytest.mark.parametrize(
+@every_case(
     "path", ["/api/v1/session", "/api/v1/runs/some/events", "/api/v1/openapi.json", "/metrics", "/else"]
 )
-@pytest.mark.parametrize(
+@every_case(
     "token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "tökén-tökén-tökén".encode().decode("latin-1")]
 )
 def test_without_the_token_nothing_is_told(gateway: Gateway, path: str, token: str | None) -> None:

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from quartet import errors
 from quartet.gateway.http import http_errors
+from tests.every_case import every_case
 from tests.gateway.serving import Gateway, a_run, serving
 
 
@@ -24,7 +25,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         yield found
 
 
-@pytest.mark.parametrize(
+@every_case(
     ("path", "field", "text"),
     [
         ("/runs?limit=0", "query.limit", "greater than or equal to 1, not '0'"),
