@@ -126,7 +126,7 @@ class ServiceClients:
 
 
 class ServiceHandshake:
-    """Waits for the buffer and the services, at the start of a run and after every failure, and checks their statuses."""
+    """Handshake with the buffer and the services, at the start of a run and after every failure."""
 
     def __init__(
         self,

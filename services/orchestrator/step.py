@@ -23,7 +23,7 @@ from quartet.types import Alert, Role, UpdateResult
 
 
 class StepTransaction:
-    """Takes steps, one at a time. Until a step is committed, nothing that the next step builds on has changed.
+    """Transaction over one step at a time. Until a step is committed, nothing that the next step builds on has changed.
 
     A prepared step stays pending across failures of the services, because a model may already have applied it.
     """

@@ -89,7 +89,7 @@ def start_update(
 
 
 class ModelUpdater:
-    """Starts the updates of a step at all trained models, with the current live settings."""
+    """Sender of a step's update requests to all trained models, with the current live settings."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 class CheckpointScheduler:
-    """Tracks the checkpoint in progress, the newest checkpoint, and the last one that failed."""
+    """Scheduler of checkpoints: one in progress, the newest one, and the last one that failed."""
 
     def __init__(
         self,

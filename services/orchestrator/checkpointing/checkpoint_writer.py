@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run: ``checkpoints/step-000020/{actor,critic}/`` with a ``manifest.json``."""
+    """Writer of the checkpoints of one run: ``checkpoints/step-000020/{actor,critic}/`` with a ``manifest.json``."""
 
     def __init__(self, files: RunFiles, keep: int, config_yaml: str) -> None:
         self._files, self._keep = files, keep

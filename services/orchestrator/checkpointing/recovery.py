@@ -36,7 +36,7 @@ TRANSIENT_ERRORS = (ServiceUnavailable, ServiceFailed, ServiceBusy, BufferFailed
 
 
 class RecoveryAttempts:
-    """Counts the recoveries since the run's last progress, and sets the pause before the next one."""
+    """Number of recoveries since the run's last progress, and the pause before the next one."""
 
     def __init__(self, config: RecoveryConfig) -> None:
         self._config = config
@@ -65,7 +65,7 @@ class RecoveryAttempts:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPoint:
-    """Where a run continues: after ``step``. ``checkpoint`` is the step of the newest checkpoint, 0 without one.
+    """Point where a run continues: after ``step``. ``checkpoint`` is the step of the newest checkpoint, 0 without one.
 
     ``committed`` is the last committed step. If ``step`` is before it, the experience in between is lost, and the steps are
     recomputed. ``replayable``: whether the buffer still holds all experience between checkpoint and ``step``.
@@ -95,7 +95,7 @@ class RecoveryPoint:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How to reach ``step``. ``start_steps``: where each model starts, None for a model to restore from ``checkpoint``.
+    """Plan to reach ``step``. ``start_steps``: where each model starts, None to restore it from ``checkpoint``.
 
     ``policy_step``: the step to which the actor is replayed.
     """
@@ -164,7 +164,7 @@ class Recovery:
         if last < base:
             raise ConfigError(
                 f"metrics {self._files.metrics}: end at step {last}, the newest checkpoint is of step {base}; put the file back, "
-                "or start the run anew"
+                "or start a new run"
             )
 
         def plan(step: int, applied: int) -> _Plan:

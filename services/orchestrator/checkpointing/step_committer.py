@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 class StepCommitter:
-    """Writes a run's steps to the buffer and to the run's files."""
+    """Writer of a run's steps to the buffer and to the run's files."""
 
     def __init__(
         self,

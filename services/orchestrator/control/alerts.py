@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 class AlertHandler:
-    """Reports alerts, carries out their actions, and remembers which alert stopped the run."""
+    """Handler of alerts: reports them, carries out their actions, and remembers which one stopped the run."""
 
     def __init__(self, files: RunFiles, board: ProgressBoard, telemetry: RunTelemetry, control: RunControl) -> None:
         self._files, self._board, self._telemetry, self._control = files, board, telemetry, control

@@ -66,7 +66,7 @@ BASELINE_STEPS = 2
 
 
 class Guards:
-    """Checks the metrics of every step. A rule that keeps firing raises at most one alert per window."""
+    """Rules over the metrics of every step. A rule that keeps firing raises at most one alert per window."""
 
     def __init__(self, config: GuardsConfig) -> None:
         self._config = config

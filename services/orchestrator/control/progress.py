@@ -30,7 +30,7 @@ class RunState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether this state is final."""
+        """True for a final state."""
         return self in (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
 
 

@@ -112,19 +112,19 @@ class RunControl:
 
     @property
     def idle(self) -> bool:
-        """Whether no command is pending."""
+        """True if no command is pending."""
         with self._changed:
             return not (self._stopping or self._pausing or self._checkpoint or self._rollback_step)
 
     @property
     def stopping(self) -> bool:
-        """Whether the run is to stop."""
+        """True if the run is to stop."""
         with self._changed:
             return self._stopping
 
     @property
     def paused(self) -> bool:
-        """Whether the run is to wait. Stop takes precedence over pause."""
+        """True if the run is to wait. Stop takes precedence over pause."""
         with self._changed:
             return self._pausing and not self._stopping
 

@@ -46,7 +46,7 @@ class ReplacementRule:
 
 
 class Collector:
-    """Reads one run's rollout stream step by step, and scores what arrives."""
+    """Reader of one run's rollout stream, which scores trajectories as they arrive."""
 
     def __init__(
         self,

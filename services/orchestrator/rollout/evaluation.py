@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 
 class Evaluator:
-    """Generates two responses to each validation prompt, greedy and sampled, and compares them with the initial policy's.
+    """Evaluator of the policy: two responses to each validation prompt, greedy and sampled, compared with the initial policy's.
 
     The evaluation before the first step is the baseline of all later ones. If another process made it, it is read from the run's
     files.
@@ -150,7 +150,7 @@ class Evaluator:
 
 
 class EvaluationSchedule:
-    """Decides when to evaluate, and reports the results.
+    """Schedule of the evaluations, which reports their results.
 
     A failed evaluation does not stop training, except the one before the first step, which is the baseline of all others.
     """

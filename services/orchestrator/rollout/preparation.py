@@ -28,7 +28,7 @@ class PendingStep:
 
 
 class StepPreparation:
-    """Requests a step's trajectories and their scores, and computes its experience."""
+    """Preparation of steps: requests trajectories and scores, and computes the experience."""
 
     def __init__(
         self,

@@ -103,9 +103,9 @@ class ScoringServices:
 
 
 StartCall = Callable[[Sequence[Trajectory], TokenBatch], PendingResult[Any]]
-"""Sends trajectories to one service. The batch holds their tokens."""
+"""Function that sends trajectories to one service. The batch holds their tokens."""
 SplitResult = Callable[[Any, Sequence[Trajectory]], list[Any]]
-"""Splits the result of a service into one entry per trajectory."""
+"""Function that splits the result of a service into one entry per trajectory."""
 
 
 def max_batches_in_flight(replicas: int) -> int:
@@ -130,7 +130,7 @@ class _BatchCall:
 
     @property
     def ended(self) -> bool:
-        """Whether every trajectory has a result."""
+        """True if every trajectory has a result."""
         return self._call is None and self._unsent_batch is None
 
     @property

@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 class RunTelemetry:
-    """Writes the optional files and feeds the sinks. An output that fails is noted once and skipped."""
+    """Writer of the optional files and sinks. An output that fails is noted once and skipped."""
 
     def __init__(self, config: Config, files: RunFiles, board: ProgressBoard, timeline: Timeline) -> None:
         """Raises ConfigError if the config requests a sink whose package is not installed."""
@@ -87,7 +87,7 @@ class RunTelemetry:
         """Note the first failure to write ``output`` for the user, and only log the next ones."""
         try:
             yield
-        except Exception as error:  # On a full disk, libraries raise exceptions of their own types.
+        except Exception as error:  # On a full disk, libraries raise other exceptions than OSError.
             log.warning("output not written", output=output, error=str(error), kind=type(error).__name__)
             if output not in self._failed:
                 self._failed.add(output)

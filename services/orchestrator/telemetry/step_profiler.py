@@ -14,7 +14,7 @@ from quartet.services.orchestrator.telemetry.timeline import Timeline
 from quartet.telemetry.traces import NoTraces, StepTraces
 
 CallObserver = Callable[[str, str, PendingResult[Any]], None]
-"""Receives a call that has just started: the service, the phase and the pending result."""
+"""Function that receives a call that has just started: the service, the phase and the pending result."""
 
 
 def ignore_call(service: str, phase: str, call: PendingResult[Any]) -> None:
@@ -29,7 +29,7 @@ class SpanTimer:
 
 
 class StepProfiler:
-    """Measures the blocks of each step on the training thread, and the calls that the block starts."""
+    """Profiler of the training thread's blocks in each step, and of the calls that they start."""
 
     def __init__(self, traces: StepTraces | None = None) -> None:
         """``traces`` export every step as one trace. Defaults to no traces."""

@@ -13,7 +13,9 @@ from quartet.errors import (
     Cancelled,
     ComputationFailed,
     FailedPrecondition,
+    ModelError,
     NoResponse,
+    OutOfMemory,
     QuartetError,
     ServiceBusy,
     ServiceFailed,
@@ -87,7 +89,15 @@ def test_a_batch_of_one_has_all_its_attempts(stream: RolloutStream, run: str) ->
 @pytest.mark.parametrize("service", SERVICES)
 @pytest.mark.parametrize(
     "error",
-    [NoResponse("late"), ServiceUnavailable("gone"), ServiceBusy("full"), FailedPrecondition("no"), Cancelled("gone")],
+    [
+        NoResponse("late"),
+        OutOfMemory("gpu"),
+        ModelError("no"),
+        ServiceUnavailable("gone"),
+        ServiceBusy("full"),
+        FailedPrecondition("no"),
+        Cancelled("gone"),
+    ],
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_of_the_service_is_raised_at_once(

@@ -1,0 +1,76 @@
+"""Failures of a checkpoint: a full disk is noted, any other failure ends the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from quartet.config import parse_config
+from quartet.errors import OutOfMemory, QuartetError, ServiceFailed, StorageFailed
+from quartet.run_directory.run_files import RunFiles
+from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
+from quartet.services.orchestrator.control.progress import ProgressBoard
+from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
+from quartet.types import Role
+from tests.services.orchestrator.checkpointing.test_checkpoint_writer import Saver
+
+
+class Trained:
+    """Clients of the trained models."""
+
+    def __init__(self, *savers: Saver) -> None:
+        self.trained = savers
+
+
+class NoExperience:
+    """A buffer without experience."""
+
+    def discard(self, steps: range) -> None:
+        pass
+
+
+def scheduler(folder: Path, board: ProgressBoard, *savers: Saver) -> CheckpointScheduler:
+    tree: dict[str, Any] = {
+        "run": {"directory": str(folder), "name": "run"},
+        "data": {"prompts": "p"},
+        "actor": {"model": "a"},
+        "reward": {"model": "r"},
+        "checkpoint": {"every_steps": 2},
+    }
+    config = parse_config(tree, "test")
+    return CheckpointScheduler(
+        config, RunFiles(folder), cast(Any, Trained(*savers)), cast(Any, NoExperience()), board, StepProfiler()
+    )
+
+
+def no_lease() -> None:
+    pass
+
+
+def test_a_full_disk_is_noted_and_the_run_continues(tmp_path: Path) -> None:
+    saver, board = Saver(Role.ACTOR, tmp_path), ProgressBoard("run", 4)
+    checkpoints = scheduler(tmp_path, board, saver)
+    saver.failure = StorageFailed("actor: No space left on device")
+    checkpoints.start(2, 1, {})
+    checkpoints.finish(no_lease)
+    assert checkpoints.newest_step == 0
+    [note] = board.current().notes
+    assert note.startswith("checkpoint of step 2 failed: actor: No space left on device; there is none yet")
+
+
+@pytest.mark.parametrize("failure", [ServiceFailed("actor: internal error"), OutOfMemory("actor: out of GPU memory")])
+def test_any_other_failure_of_a_save_is_raised(tmp_path: Path, failure: QuartetError) -> None:
+    saver, board = Saver(Role.ACTOR, tmp_path), ProgressBoard("run", 4)
+    checkpoints = scheduler(tmp_path, board, saver)
+    saver.failure = failure
+    checkpoints.start(2, 1, {})
+    with pytest.raises(type(failure), match="actor: "):
+        checkpoints.finish(no_lease)
+    assert board.current().notes == []
+    saver.failure = None
+    assert checkpoints.is_due(2, last=False, requested=False), "the failed checkpoint is due again after recovery"
+    checkpoints.start(2, 1, {})
+    checkpoints.finish(no_lease)
+    assert checkpoints.newest_step == 2
