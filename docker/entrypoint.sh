@@ -1,8 +1,7 @@
 #!/bin/sh
-# `docker run quartet services actor`, `... gateway`, `... quartet generate ...`; anything else is run as it stands.
+# Entrypoint of the image: `docker run quartet services actor`, `... gateway`, or any other command such as `... quartet generate ...`.
 #
-# Services and the gateway that are given no --config take the run's, /quartet/config.yaml, and lay over it what is in
-# /quartet/deployment, in the order of the names.
+# Without --config, services and the gateway load /quartet/config.yaml and the layers in /quartet/deployment, in the order of their names.
 set -eu
 
 case "${1:-}" in
@@ -15,8 +14,8 @@ esac
 set -- "$@" --config config.yaml
 for layer in deployment/*.yaml; do
     if [ -d "$layer" ]; then
-        echo "error: $layer: is a folder, which Docker made because there was no such file to mount; for *-roles-*.yaml correct" \
-            "QUARTET_ROLES in .env, remove the folder from docker/deployment, and bring the stack up again" >&2
+        echo "error: $layer: is a folder, which Docker creates if the file to mount does not exist; for *-roles-*.yaml correct" \
+            "QUARTET_ROLES in .env, remove the folder from docker/deployment, and start the stack again" >&2
         exit 2
     fi
     [ -e "$layer" ] && set -- "$@" --config "$layer"

@@ -123,7 +123,7 @@ FEWEST = {
 def test_what_is_the_chart_s_to_set_is_refused_whether_it_sets_it_or_not(path: str, setting: dict[str, Any]) -> None:
     value = VALUES.get(path.rpartition("__")[2], "/models/x")
     said = refusal(changed("cpu-kind", **setting, **{path: value}))
-    assert f"{path.replace('__', '.')}: the chart sets it; leave it out, and see " in said
+    assert f"{path.replace('__', '.')}: the chart sets it; remove it, and see " in said
 
 
 @pytest.mark.parametrize("setting", [{}, FEWEST], ids=["most", "fewest"])
@@ -136,7 +136,7 @@ def test_the_rate_of_the_gateway_is_given_in_one_place() -> None:
     said = refusal(
         changed("cpu-kind", gateway__maxRequestsPerSecond=50, config__gateway={"max_requests_per_second": 5})
     )
-    assert "config.gateway.max_requests_per_second: the chart sets it; leave it out, and see gateway" in said
+    assert "config.gateway.max_requests_per_second: the chart sets it; remove it, and see gateway" in said
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_the_rate_of_the_gateway_is_given_in_one_place() -> None:
 )
 def test_what_is_refused_says_what_to_set_instead(path: str, value: object, instead: str) -> None:
     said = refusal(changed("cpu-kind", **{path: value}))
-    assert instead in said.partition("leave it out, and see ")[2]
+    assert instead in said.partition("remove it, and see ")[2]
 
 
 TELEMETRY = [
@@ -172,7 +172,7 @@ def test_a_telemetry_address_with_a_password_is_refused_as_the_tree_does_and_not
     values = changed("cpu-kind", config__telemetry=telemetry)
     assert "telemetry" in str(invalid_keys(values["config"]))
     said = refusal(values)
-    assert f"config.telemetry.{key}: holds a user, a password" in said
+    assert f"config.telemetry.{key}: contains a user, a password" in said
     assert "sesame" not in said
 
 

@@ -108,7 +108,7 @@ def homes_of(cluster: Cluster) -> dict[str, str]:
         if container["command"][-1] == "quartet.services":
             for role in container["args"][: container["args"].index("--config")]:
                 homes[role] = component
-        elif container["command"][-1] == "gateway":
+        elif container["command"][-1] == "quartet.gateway":
             homes["gateway"] = component
     return homes
 

@@ -123,7 +123,7 @@ def test_a_role_that_is_missing_is_named() -> None:
 
 def test_a_role_that_is_twice_there_is_named() -> None:
     said = refusal(changed("single-node-4-gpus", components__critic__roles=["critic", "reward"]))
-    assert "components.reward.roles: reward is in components.critic, too" in said
+    assert "components.reward.roles: reward is also in components.critic" in said
 
 
 def test_a_pod_that_holds_the_critic_is_not_multiplied() -> None:
@@ -209,7 +209,7 @@ def test_plaintext_is_refused_unless_it_is_said_in_words() -> None:
 
 def test_a_password_in_an_address_is_refused() -> None:
     said = refusal(changed("two-node-actor", redis__external__url="rediss://quartet:secret@redis.example:6379/0"))
-    assert "redis.external.url: holds a password" in said
+    assert "redis.external.url: contains a password" in said
     assert "secret@" not in said
 
 

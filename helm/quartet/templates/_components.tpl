@@ -1,6 +1,6 @@
 {{/*
-The components of this run, by name: values over defaults, roles that the run needs, and what follows from them.
-Everything else loops over this map.
+Components of this run by name: values merged over defaults, needed roles, and derived settings.
+All other templates loop over this map.
 */}}
 {{- define "quartet.components" -}}
 {{- $root := . -}}
@@ -8,10 +8,10 @@ Everything else loops over this map.
 {{- $found := dict -}}
 {{- $places := dict -}}
 {{- range $name := list "actor" "critic" "reward" "reference" "orchestrator" "gateway" -}}
-{{- /* Null takes the default away, and so the component. */ -}}
+{{- /* Null removes the default, and so disables the component. */ -}}
 {{- $given := default (dict "enabled" false) (get $root.Values.components $name) -}}
 {{- $component := mergeOverwrite (deepCopy $root.Values.defaults) (deepCopy $given) -}}
-{{- /* Where it may run is one thing: half of it from here and half from there would be nobody's wish. */ -}}
+{{- /* A component replaces these maps as a whole: a mixture of two selectors would match no node. */ -}}
 {{- range list "nodeSelector" "affinity" -}}
 {{- if hasKey $given . }}{{ $_ := set $component . (get $given .) }}{{ end -}}
 {{- end -}}
@@ -22,7 +22,7 @@ Everything else loops over this map.
 {{- if and $component.enabled $roles -}}
 {{- range $roles -}}
 {{- if hasKey $places . -}}
-{{- fail (printf "components.%s.roles: %s is in components.%s, too; disable one of them, or take the role out" $name . (get $places .)) -}}
+{{- fail (printf "components.%s.roles: %s is also in components.%s; disable one of them, or remove the role" $name . (get $places .)) -}}
 {{- end -}}
 {{- $_ := set $places . $name -}}
 {{- end -}}
@@ -39,7 +39,7 @@ Everything else loops over this map.
 {{- $found | toJson -}}
 {{- end -}}
 
-{{/* Roles that this run has no need of; as has_critic and has_reference of the config tree. */}}
+{{/* Roles that this run does not need, as has_critic and has_reference of the config tree. */}}
 {{- define "quartet.absentRoles" -}}
 {{- $absent := list -}}
 {{- $withCritic := (.Files.Get "files/estimators.json" | fromJson).with_critic -}}
@@ -50,7 +50,7 @@ Everything else loops over this map.
 {{- $absent | toJson -}}
 {{- end -}}
 
-{{/* What follows from a component's name and roles. */}}
+{{/* Settings derived from the name and roles of a component. */}}
 {{- define "quartet.derived" -}}
 {{- $root := .root -}}{{- $name := .name -}}{{- $roles := .roles -}}{{- $component := .component -}}
 {{- $trained := or (has "actor" $roles) (has "critic" $roles) -}}
@@ -58,17 +58,17 @@ Everything else loops over this map.
 {{- $nodes := 1 -}}
 {{- if dig "multiNode" "enabled" false $component }}{{ $nodes = int $component.multiNode.nodes }}{{ end -}}
 {{- if and (gt (int $component.replicas) 1) (not $scoring) (ne $name "gateway") -}}
-{{- fail (printf "components.%s.replicas: %d; only reward, reference and gateway may have several, and not beside actor or critic" $name (int $component.replicas)) -}}
+{{- fail (printf "components.%s.replicas: %d; expected 1, as only reward, reference and gateway may have several replicas, and not together with actor or critic" $name (int $component.replicas)) -}}
 {{- end -}}
 {{- $scaling := dig "autoscaling" "kind" "none" $component -}}
 {{- if and (ne $scaling "none") (not $scoring) -}}
-{{- fail (printf "components.%s.autoscaling: a pod that holds actor or critic cannot be scaled; set kind none" $name) -}}
+{{- fail (printf "components.%s.autoscaling: a pod with actor or critic cannot be scaled; set kind none" $name) -}}
 {{- end -}}
 {{- if ne $scaling "none" -}}
 {{- $fewest := int $component.autoscaling.minReplicas -}}{{- $most := int $component.autoscaling.maxReplicas -}}
 {{- if gt $fewest $most -}}
 {{- $where := printf "components.%s.autoscaling" $name -}}
-{{- fail (printf "%s.minReplicas: %d, and %s.maxReplicas: %d; expected at most as many, raise the second or lower the first" $where $fewest $where $most) -}}
+{{- fail (printf "%s.minReplicas: %d, and %s.maxReplicas: %d; expected minReplicas to be at most maxReplicas; lower it, or raise maxReplicas" $where $fewest $where $most) -}}
 {{- end -}}
 {{- end -}}
 {{- $workload := "Deployment" -}}
@@ -101,7 +101,7 @@ Everything else loops over this map.
   | toJson -}}
 {{- end -}}
 
-{{/* The processes that have a certificate, and the names in it: {process: [names]}. */}}
+{{/* Processes with a certificate, and the names in it: {process: [names]}. */}}
 {{- define "quartet.processes" -}}
 {{- $root := . -}}
 {{- $fullname := include "quartet.fullname" . -}}
@@ -121,12 +121,12 @@ Everything else loops over this map.
 {{- $found | toJson -}}
 {{- end -}}
 
-{{/* The Secret with a process's certificate. Takes root and process. */}}
+{{/* Name of the Secret with the certificate of a process. Arguments: root and process. */}}
 {{- define "quartet.certificateSecret" -}}
 {{- $tls := .root.Values.security.tls -}}
 {{- if eq $tls.source "existing" -}}
 {{- if not (hasKey $tls.existingSecrets .process) -}}
-{{- fail (printf "security.tls.existingSecrets.%s: missing; name a Secret with tls.crt, tls.key and ca.crt, or set security.tls.source" .process) -}}
+{{- fail (printf "security.tls.existingSecrets.%s: missing; set it to a Secret with tls.crt, tls.key and ca.crt, or change security.tls.source" .process) -}}
 {{- end -}}
 {{- get $tls.existingSecrets .process -}}
 {{- else -}}
@@ -134,7 +134,7 @@ Everything else loops over this map.
 {{- end -}}
 {{- end -}}
 
-{{/* The names by which the gateway may be addressed. */}}
+{{/* Host names that the gateway accepts. */}}
 {{- define "quartet.gatewayHosts" -}}
 {{- $names := include "quartet.serviceNames" (dict "root" . "name" (printf "%s-gateway" (include "quartet.fullname" .))) | fromJsonArray -}}
 {{- $names = concat $names (default list .Values.gateway.allowedHosts) -}}

@@ -1,9 +1,9 @@
-{{/* What the chart lays over the run's config: where everything is and how it is let in. */}}
+{{/* Config layer of the chart: addresses, credentials and the buffer. It overrides the config of the run. */}}
 {{- define "quartet.deployment" -}}
 {{- $root := . -}}
 {{- $tls := .Values.security.tls.enabled -}}
 {{- if not (or $tls .Values.security.allowPlaintext) -}}
-{{- fail "security.tls.enabled: false, so everything would travel in plaintext; say so with security.allowPlaintext true, inside a network that you trust" -}}
+{{- fail "security.tls.enabled: false, so all traffic would be plaintext; set security.allowPlaintext true if you trust the network, or enable TLS" -}}
 {{- end -}}
 {{- $components := include "quartet.components" . | fromJson -}}
 {{- $services := dict -}}
@@ -33,7 +33,7 @@
 {{- toYaml $found -}}
 {{- end -}}
 
-{{/* Refuses what the chart decides, whether it sets it this time or not. Null and an empty list say nothing. */}}
+{{/* Refuse settings that the chart controls, even if it does not set them with these values. Null and an empty list are accepted. */}}
 {{- define "quartet.refuseOwned" -}}
 {{- $config := .Values.config -}}
 {{- $instead := dict "run" "storage.runs" "services" "components" "buffer" "redis" "security" "security" -}}
@@ -50,19 +50,19 @@
 {{- range $section, $keys := $owned -}}
 {{- range $key, $given := $keys -}}
 {{- if not (or (kindIs "invalid" $given) (eq (toJson $given) "[]")) -}}
-{{- fail (printf "config.%s.%s: the chart sets it; leave it out, and see %s of the values" $section $key (get $instead (first (splitList "." $section)))) -}}
+{{- fail (printf "config.%s.%s: the chart sets it; remove it, and see %s of the values" $section $key (get $instead (first (splitList "." $section)))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{/* Refuses a telemetry address with a user or a password, as the config tree does, before it is in a ConfigMap. Never quotes it. */}}
+{{/* Refuse a telemetry address with a user or password before it is stored in a ConfigMap, as the config does. Does not quote it. */}}
 {{- define "quartet.refuseSecrets" -}}
 {{- $telemetry := default dict .Values.config.telemetry -}}
 {{- $addresses := dict "otlp_endpoint" $telemetry.otlp_endpoint "mlflow.tracking_uri" (default dict $telemetry.mlflow).tracking_uri -}}
 {{- range $key, $address := $addresses -}}
 {{- if regexMatch `(?is)://([^/]*@|[^/:]*:(/|[0-9]*[^0-9/]).*@)|[?&#][^=&]*(password|%)[^=&]*=` (default "" $address) -}}
-{{- fail (printf "config.telemetry.%s: holds a user, a password or an option whose name is escaped; give user and password in the environment (components.NAME.env), as OTEL_EXPORTER_OTLP_HEADERS, or as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" $key) -}}
+{{- fail (printf "config.telemetry.%s: contains a user, a password or an option with an escaped name; give user and password in the environment (components.NAME.env), as OTEL_EXPORTER_OTLP_HEADERS, or as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" $key) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

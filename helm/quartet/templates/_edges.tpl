@@ -1,6 +1,6 @@
 {{/*
-Who connects to whom, in one place: a list of {from, to, port}. NetworkPolicies are made of it and of nothing else.
-Names are components, redis and test; prometheus and ingress are pods of others, told by networkPolicy.prometheus and .ingress.
+All allowed connections, as a list of {from, to, port}. The NetworkPolicies are derived from this list only.
+Names are components, redis and test. prometheus and ingress are pods selected by networkPolicy.prometheus and .ingress.
 Port 0 means all ports.
 */}}
 {{- define "quartet.edges" -}}

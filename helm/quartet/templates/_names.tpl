@@ -11,7 +11,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What belongs to this release: never changes, so selectors may use it. */}}
+{{/* Selector labels. They never change for a release. */}}
 {{- define "quartet.selector" -}}
 app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -29,7 +29,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- default (include "quartet.fullname" .) .Values.serviceAccount.name -}}
 {{- end -}}
 
-{{/* An image's address. Takes the merged image and the version that a tag defaults to. */}}
+{{/* Image reference. Arguments: the merged image settings and the default tag. */}}
 {{- define "quartet.image" -}}
 {{- $image := .image -}}
 {{- $name := $image.repository -}}
@@ -41,7 +41,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{/* The names under which a Service is reached inside the cluster. Takes root and name. */}}
+{{/* DNS names of a Service inside the cluster. Arguments: root and name. */}}
 {{- define "quartet.serviceNames" -}}
 {{- $namespace := .root.Release.Namespace -}}
 {{ list .name (printf "%s.%s" .name $namespace) (printf "%s.%s.svc" .name $namespace) (printf "%s.%s.svc.cluster.local" .name $namespace) | toJson }}

@@ -1,4 +1,4 @@
-{{/* The pod of a component. Takes root, component and part: "", or leader or worker of a LeaderWorkerSet. */}}
+{{/* Pod of a component. Arguments: root, component and part ("", or leader or worker of a LeaderWorkerSet). */}}
 {{- define "quartet.pod" -}}
 {{- $root := .root -}}{{- $component := .component -}}{{- $part := default "" .part -}}
 {{- $gateway := eq $component.name "gateway" -}}
@@ -53,7 +53,7 @@ spec:
       {{- range $kind := list "startup" "readiness" "liveness" }}
       {{ $kind }}Probe:
         {{- if $gateway }}
-        # Kubelet asks at the pod's address, which is no name of the gateway's.
+        # The kubelet uses the address of the pod, which the gateway does not accept as a host name.
         httpGet:
           path: /healthz
           port: 8080
@@ -127,7 +127,7 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{/* The program. tini is the image's own first process; it is named here so that nothing hangs on the image's entry point. */}}
+{{/* Command. It names tini explicitly, so that it does not depend on the entrypoint of the image. */}}
 {{- define "quartet.command" -}}
 {{- $component := .component -}}
 {{- if and (eq $component.workload "LeaderWorkerSet") $component.multiNode.command -}}
@@ -148,7 +148,7 @@ spec:
 {{- toYaml $arguments -}}
 {{- end -}}
 
-{{/* The volumes that a component reads or writes; nobody has one that it has no need of. */}}
+{{/* Volumes that a component needs. */}}
 {{- define "quartet.claims" -}}
 {{- $claims := list -}}
 {{- if or .model (eq .name "orchestrator") }}{{ $claims = append $claims "models" }}{{ end -}}
@@ -157,7 +157,7 @@ spec:
 {{- toJson $claims -}}
 {{- end -}}
 
-{{/* The secrets that a component needs, as files. Takes root and component. */}}
+{{/* Secrets that a component needs, as files. Arguments: root and component. */}}
 {{- define "quartet.secretSources" -}}
 {{- $root := .root -}}{{- $component := .component -}}
 {{- $fullname := include "quartet.fullname" $root -}}
@@ -184,7 +184,7 @@ spec:
 {{- default (printf "%s-gateway-tokens" (include "quartet.fullname" .)) .Values.gateway.tokens.existingSecret -}}
 {{- end -}}
 
-{{/* Where a pod may run. */}}
+{{/* Scheduling of a pod. */}}
 {{- define "quartet.placement" -}}
 {{- range $key := list "runtimeClassName" "priorityClassName" "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
 {{- with get $ $key }}
@@ -193,7 +193,7 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* What is asked for, and the GPUs, which are asked for by their limit. */}}
+{{/* Resources of a container. GPUs are requested by their limit. */}}
 {{- define "quartet.resources" -}}
 {{- $resources := deepCopy (default dict .resources) -}}
 {{- if gt (int .gpus) 0 -}}
@@ -202,7 +202,7 @@ spec:
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{/* What Pod Security "restricted" wants, and a root file system that nobody writes to. Takes the user's number. */}}
+{{/* Security context for Pod Security "restricted", with a read-only root file system. Argument: the user id. */}}
 {{- define "quartet.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: {{ . }}

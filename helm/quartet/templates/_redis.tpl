@@ -1,6 +1,6 @@
-{{/* Where Redis is, and how one gets in. */}}
+{{/* Address and credentials of Redis. */}}
 
-{{/* The url of the buffer, without a password. */}}
+{{/* URL of the buffer, without the password. */}}
 {{- define "quartet.redisUrl" -}}
 {{- if .Values.redis.enabled -}}
 {{- printf "%s://quartet@%s-redis:6379/0" (.Values.security.tls.enabled | ternary "rediss" "redis") (include "quartet.fullname" .) -}}
@@ -8,7 +8,7 @@
 {{- $url := required "redis.external.url: needed where redis.enabled is false; such as rediss://quartet@redis.example:6379/0" .Values.redis.external.url -}}
 {{- /* Neither message quotes the url: nor may the schema, so it has no pattern. Templates cannot unescape an option's name. */ -}}
 {{- if regexMatch `://[^/?#]*:[^/?#]*@|(?i)[?&][^=&]*(password|%)[^=&]*=` $url -}}
-{{- fail "redis.external.url: holds a password, or an option whose name is escaped; put the password into a Secret and name that in redis.external.existingSecret" -}}
+{{- fail "redis.external.url: contains a password, or an option with an escaped name; store the password in a Secret, and set redis.external.existingSecret" -}}
 {{- end -}}
 {{- if not (regexMatch `^rediss?://([^:/?#@\s]*@)?(\[[^\]/?#@\s]+\]|[^\[\]:/?#@\s]+)(:[0-9]{1,5})?(/[0-9]*)?(\?[^#\s]*)?$` $url) -}}
 {{- fail "redis.external.url: expected redis://USER@HOST:PORT/DB, or rediss:// for TLS, with numbers for PORT and DB, without a fragment" -}}
@@ -25,7 +25,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The Secret with the password; empty where an external Redis wants none. */}}
+{{/* Name of the Secret with the password. Empty if an external Redis needs none. */}}
 {{- define "quartet.redisSecret" -}}
 {{- if .Values.redis.enabled -}}
 {{- default (printf "%s-redis" (include "quartet.fullname" .)) .Values.redis.password.existingSecret -}}
@@ -38,7 +38,7 @@
 {{- .Values.redis.enabled | ternary .Values.redis.password.key .Values.redis.external.key -}}
 {{- end -}}
 
-{{/* The users. PASSWORD stands for the digest, which the container puts in when it starts. */}}
+{{/* ACL users. The container replaces PASSWORD by the digest when it starts. */}}
 {{- define "quartet.redisUsers" -}}
 user default off resetpass resetkeys resetchannels -@all
 {{- /* What src/quartet/buffer sends, and no more: tests/helm runs the real buffer against it. */}}
@@ -59,13 +59,13 @@ tls-protocols "TLSv1.2 TLSv1.3"
 port 6379
 {{- end }}
 bind * -::*
-# Nobody gets in without a user: the default one is off.
+# Clients need a user: the default user is disabled.
 protected-mode no
 aclfile /run/redis/users.acl
 dir /data
 appendonly yes
 appendfsync everysec
-# A crash cuts the file's last command off; all before it is whole.
+# A crash may truncate the last command in the file. All earlier commands are intact.
 aof-load-truncated yes
 save ""
 maxmemory {{ .Values.redis.maxmemory }}

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Whether Redis answers the user that the run's processes are.
+# Health check: ping Redis as the user of the services.
 set -eu
 folder=/run/certificates/redis
 if [ -s "$folder/ca.crt" ]; then
