@@ -186,4 +186,4 @@ def test_a_redis_outside_is_reached_at_its_port_and_the_notes_say_where_it_may_b
         assert rule in policies[f"quartet-{name}"]["spec"]["egress"]
     assert rule not in (policies["quartet-reward"]["spec"]["egress"] or [])
     notes = texts(values)["quartet/templates/NOTES.txt"]
-    assert ("may connect to any address at port 6380" in notes) == (not cidrs)
+    assert ("may connect to any address on port 6380" in notes) == (not cidrs)
