@@ -139,16 +139,16 @@ class _Side:
 
 def moves(rate: float) -> Moves:
     """One update of the review policy in each type, from the same weights as far as it can hold them."""
-    (wide, _), (masters, rounded) = (_moves(dtype, rate) for dtype in DTYPES)
-    parts = (float((move != 0).double().mean()) for move in (wide, masters, rounded))
+    (wide, _), (masters, parameter_of_master) = (_moves(dtype, rate) for dtype in DTYPES)
+    parts = (float((move != 0).double().mean()) for move in (wide, masters, parameter_of_master))
     return Moves(rate, *parts, float(torch.cosine_similarity(wide, masters, dim=0)))
 
 
 def _moves(dtype: str, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Of what the steps are taken in, and of the same weights as the model has them."""
     work = of_policy(load_config(REVIEWS, [f"actor.dtype={dtype}", f"actor.learning_rate={rate}"]), "cpu", False)
-    weights = work.optimizer.learning()
-    seen = [work.optimizer.rounded.get(weight, weight) for weight in weights]
+    weights = work.optimizer.stepped_parameters()
+    seen = [work.optimizer.parameter_of_master.get(weight, weight) for weight in weights]
     before = _flat(weights), _flat(seen)
     work.take()
     return _flat(weights) - before[0], _flat(seen) - before[1]

@@ -31,7 +31,7 @@ from quartet.models.forward.inspection import vocabulary_size
 from quartet.models.forward.onednn_linear import linear
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.loading import DTYPES, load_causal_lm, load_critic
-from quartet.models.training.optimizer import MasterAdamW, create_optimizer
+from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of, value_loss_of
 from quartet.types import Experience, TokenBatch
@@ -144,7 +144,7 @@ def experience(config: Config, model: Any, full: bool = False) -> Experience:
 class Work:
     """An update that can be taken again and again, and what it is about."""
 
-    optimizer: MasterAdamW
+    optimizer: MasterWeightAdamW
     take: Callable[[], None]
     learned: Experience
     flops: float
@@ -215,7 +215,7 @@ def _packing(packed: bool) -> Iterator[None]:
     if packed:
         yield
         return
-    with mock.patch.object(batching, "packs", return_value=False):
+    with mock.patch.object(batching, "supports_packing", return_value=False):
         yield
 
 

@@ -10,7 +10,7 @@ import structlog
 from quartet.config import MAX_MICRO_BATCH_TOKENS, TrainedModelConfig
 from quartet.errors import ConfigError
 from quartet.models.forward.inspection import device_of
-from quartet.models.training.update_memory import SHARE, UpdateMemory, free_gpu_bytes
+from quartet.models.training.update_memory import MEMORY_FRACTION, UpdateMemory, free_gpu_bytes
 from quartet.topology import free_memory_bytes
 from quartet.types import Role, ServiceStatus
 
@@ -52,7 +52,10 @@ class Budget:
         """Whether an update in micro-batches of so many tokens is to use gradient checkpointing. It decides no bits."""
         if self.gradient_checkpointing is not None or self.memory is None:
             return bool(self.gradient_checkpointing)
-        return self.memory.recomputed is not None and self.memory.bytes(tokens, False) > SHARE * self.free
+        return (
+            self.memory.with_checkpointing is not None
+            and self.memory.bytes(tokens, False) > MEMORY_FRACTION * self.free
+        )
 
     def settle(self, asked: int) -> tuple[int, bool]:
         """Most tokens of an update's micro-batches, ``asked`` or its own, and whether it is to use gradient checkpointing."""
@@ -76,13 +79,13 @@ class Budget:
     def _ways(self) -> list[bool]:
         assert self.memory is not None
         ways = [False, True] if self.gradient_checkpointing is None else [self.gradient_checkpointing]
-        return [again for again in ways if not again or self.memory.recomputed is not None] or [False]
+        return [again for again in ways if not again or self.memory.with_checkpointing is not None] or [False]
 
 
 def find_budget(role: Role, config: TrainedModelConfig, memory: UpdateMemory, free: int) -> Budget:
     """The budget of ``free`` bytes. Raises ConfigError where they do not hold the longest sequence, unless a number is given."""
     asked, again = config.micro_batch_tokens, config.gradient_checkpointing
-    if again and memory.recomputed is None:
+    if again and memory.with_checkpointing is None:
         raise ConfigError(
             f"{role}.gradient_checkpointing: this model's architecture has no layers that can be computed again; set it to false"
         )
@@ -114,14 +117,14 @@ def _most_tokens(memory: UpdateMemory, free: int, recomputes: bool) -> int:
 
 
 def _too_small(role: Role, config: TrainedModelConfig, memory: UpdateMemory, free: int) -> str:
-    may = config.gradient_checkpointing is not False and memory.recomputed is not None
+    may = config.gradient_checkpointing is not False and memory.with_checkpointing is not None
     how = "even with gradient checkpointing" if may else "without gradient checkpointing"
     more = f"set {role}.gradient_checkpointing to null, " if config.gradient_checkpointing is False else ""
     adapter = "" if config.lora else f"train an adapter ({role}.lora), "
     return (
         f"{role}.micro_batch_tokens: an update with one sequence of {memory.longest} tokens needs "
         f"{_gib(memory.bytes(memory.longest, may))} {how}, {_gib(memory.state)} of it for gradients and optimizer, and may take "
-        f"{_gib(SHARE * free)}: {SHARE:.0%} of this service's part of the memory that is free; {more}lower "
+        f"{_gib(MEMORY_FRACTION * free)}: {MEMORY_FRACTION:.0%} of this service's part of the memory that is free; {more}lower "
         f"rollout.max_response_tokens or data.max_prompt_tokens, {adapter}leave it more memory, or give a number and nobody looks"
     )
 

@@ -19,7 +19,7 @@ from quartet.models.generation.engine import EngineFactory, Policy
 from quartet.models.loading import load_causal_lm, snapshot_model, stop_token_ids
 from quartet.models.lora import Adapter
 from quartet.models.snapshot import Writer
-from quartet.models.training.activation_checkpointing import recomputing
+from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.update_memory import UpdateMemory, measure_policy
 from quartet.models.training.updates import update_policy
 from quartet.ppo.losses import PolicyLossFunction, checked_policy_loss
@@ -187,7 +187,7 @@ class Actor(TrainedModel):
             experience = self._buffer(run).experience.load(step)
             self._engine.release()
             tokens, again = self._budget.settle(settings.micro_batch_tokens)
-            with recomputing(self._model, again):
+            with activation_checkpointing(self._model, again):
                 metrics = update_policy(
                     self._model, self._optimizer, experience, settings, loss, tokens, self._loss_function
                 )

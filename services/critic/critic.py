@@ -13,7 +13,7 @@ from quartet.models.forward.scoring import response_values
 from quartet.models.loading import load_critic
 from quartet.models.lora import Adapter
 from quartet.models.snapshot import Writer
-from quartet.models.training.activation_checkpointing import recomputing
+from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.update_memory import UpdateMemory, measure_value
 from quartet.models.training.updates import update_value
 from quartet.services.memory_budget import UpdateLimits
@@ -87,7 +87,7 @@ class Critic(TrainedModel):
         def apply() -> dict[str, float]:
             experience = self._experience(run).load(step)
             tokens, again = self._budget.settle(settings.micro_batch_tokens)
-            with recomputing(self._model, again):
+            with activation_checkpointing(self._model, again):
                 metrics = update_value(self._model, self._optimizer, experience, settings, loss, tokens)
             if settings.num_epochs:
                 self._tokens["trained"] += len(experience.advantages)

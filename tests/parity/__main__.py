@@ -60,11 +60,11 @@ def _compared(scenario: Any, folder: Path) -> Any:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    toy_task = scenario.toy_task(folder)
-    config = scenario.config(toy_task)
+    models = scenario.models(folder)
+    config = scenario.config(models)
     is_ppo = scenario in scenarios.PPO
-    theirs = (trl_ppo if is_ppo else trl_rloo).run(toy_task, config, scenario.micro_batches)
-    ours = quartet_update.run(toy_task, theirs.rollouts, config, same_order=not is_ppo)
+    theirs = (trl_ppo if is_ppo else trl_rloo).run(models, config, scenario.micro_batches)
+    ours = quartet_update.run(models, theirs.rollouts, config, same_order=not is_ppo)
 
     figures: list[Figure] = [
         compare(name, ours.figures[name], theirs.figures[name])
@@ -76,7 +76,7 @@ def _compared(scenario: Any, folder: Path) -> Any:
         figures.append(
             compare_change("critic_weights", ours.critic_before, ours.critic, theirs.critic, WEIGHTS_TOLERANCE)
         )
-    shipped = trl_ppo.run(toy_task, config, scenario.micro_batches, as_shipped=True).figures if is_ppo else {}
+    shipped = trl_ppo.run(models, config, scenario.micro_batches, as_shipped=True).figures if is_ppo else {}
     return page.Comparison(
         scenario.name,
         scenario.about,

@@ -19,7 +19,7 @@ _CHANNEL = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class ToyTask:
+class ScenarioModels:
     """Four checkpoint directories of one vocabulary, each with the tokenizer, and the prompts as token ids."""
 
     policy: Path
@@ -33,7 +33,7 @@ class ToyTask:
         return [" ".join(f"t{token}" for token in prompt) for prompt in self.prompts]
 
 
-def make_toy_task(directory: Path, prompts: int, eos_logit: float, seed: int) -> ToyTask:
+def make_scenario_models(directory: Path, prompts: int, eos_logit: float, seed: int) -> ScenarioModels:
     """Writes the checkpoints. ``eos_logit`` is about what EOS's logit has more than the others': it sets the responses' lengths.
 
     The pad token is made all but impossible, since the two sides tell pads apart in different ways.
@@ -42,17 +42,17 @@ def make_toy_task(directory: Path, prompts: int, eos_logit: float, seed: int) ->
     policy = _causal_lm(seed, eos_logit)
     reference = _disturbed(policy, seed + 1, 0.06)
     reward, critic = (_classifier(seed + offset) for offset in (2, 3))
-    toy_task = ToyTask(
+    models = ScenarioModels(
         *(directory / name for name in ("policy", "reference", "reward", "critic")), _prompts(prompts, seed)
     )
     for path, model in zip(
-        (toy_task.policy, toy_task.reference, toy_task.reward, toy_task.critic),
+        (models.policy, models.reference, models.reward, models.critic),
         (policy, reference, reward, critic),
         strict=True,
     ):
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
-    return toy_task
+    return models
 
 
 def make_tokenizer() -> Any:

@@ -15,15 +15,16 @@ from quartet import random_streams
 from quartet.config import Config
 from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
 from quartet.models.loading import load_causal_lm, load_critic, load_reward_model
-from quartet.models.training import mini_batches as walk
+from quartet.models.training import mini_batches
 from quartet.models.training import updates as training
 from quartet.models.training.optimizer import create_optimizer
 from quartet.ppo.kl import kl_estimate
+from quartet.ppo.losses import policy_loss
 from quartet.services.orchestrator.algorithm.experience import prepare_step
 from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of, value_loss_of
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 from quartet.types import Experience, FinishReason, TokenBatch, Trajectory, TrajectoryId
-from tests.parity.checkpoints import ToyTask
+from tests.parity.checkpoints import ScenarioModels
 from tests.parity.figures import Number, Weights
 from tests.parity.rollouts import Rollouts
 from tests.parity.scenarios import STEP
@@ -40,18 +41,18 @@ class QuartetUpdate:
     critic: Weights = field(default_factory=dict)
 
 
-def run(toy_task: ToyTask, rollouts: Rollouts, config: Config, same_order: bool = False) -> QuartetUpdate:
+def run(models: ScenarioModels, rollouts: Rollouts, config: Config, same_order: bool = False) -> QuartetUpdate:
     """Scores the rollouts, prepares the step and takes both updates, with the settings that ``config`` makes of an update.
 
     ``same_order``: every epoch walks in the first one's order.
     """
     with_critic = config.algorithm.has_critic
     batch = TokenBatch.of(_trajectories(rollouts))
-    policy, max_tokens = load_causal_lm(toy_task.policy), config.actor.micro_batch_tokens
+    policy, max_tokens = load_causal_lm(models.policy), config.actor.micro_batch_tokens
     temperature = config.rollout.temperature
-    reference = response_log_probs(load_causal_lm(toy_task.reference), batch, temperature, max_tokens)
-    scores = sequence_scores(load_reward_model(toy_task.reward), batch, max_tokens)
-    critic = load_critic(toy_task.critic) if with_critic else None
+    reference = response_log_probs(load_causal_lm(models.reference), batch, temperature, max_tokens)
+    scores = sequence_scores(load_reward_model(models.reward), batch, max_tokens)
+    critic = load_critic(models.critic) if with_critic else None
     values = response_values(critic, batch, max_tokens) if critic else np.zeros_like(reference)
     ends = np.cumsum(rollouts.lengths)[:-1]
     scored = [
@@ -111,15 +112,13 @@ def _update_policy(
 ) -> tuple[dict[str, float], float]:
     """Metrics, and the k2 estimate of KL(old || new) in nats per token, which is TRL's where Quartet reports k3."""
     sums = {"kl": 0.0, "tokens": 0}
-    original = training.policy_loss
 
     def recorded(log_probs: torch.Tensor, old_log_probs: torch.Tensor, *rest: Any, **named: Any) -> Any:
         sums["kl"] += kl_estimate(log_probs.detach(), old_log_probs, "k2").double().sum().item()
         sums["tokens"] += len(log_probs)
-        return original(log_probs, old_log_probs, *rest, **named)
+        return policy_loss(log_probs, old_log_probs, *rest, **named)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(training, "policy_loss", recorded))
         if same_order:
             stack.enter_context(_first_order())
         metrics = training.update_policy(
@@ -129,6 +128,7 @@ def _update_policy(
             optimization_at(config, config.actor, STEP),
             policy_loss_of(config.algorithm, config.rollout.temperature),
             config.actor.micro_batch_tokens,
+            recorded,
         )
     return metrics, sums["kl"] / sums["tokens"]
 
@@ -138,7 +138,7 @@ def _first_order() -> Iterator[None]:
     def permutation(seed: int, step: int, epoch: int, n: int) -> Any:
         return random_streams.permutation(seed, step, 0, n)
 
-    with mock.patch.object(walk, "permutation", permutation):
+    with mock.patch.object(mini_batches, "permutation", permutation):
         yield
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quartet.config import Config
 from quartet.random_streams import permutation
-from tests.parity.checkpoints import ToyTask, make_toy_task
+from tests.parity.checkpoints import ScenarioModels, make_scenario_models
 
 SEED = 11
 STEP = 1
@@ -39,11 +39,11 @@ class Scenario:
         """Whether TRL's first epoch is at the weights that generated: no optimizer step comes before its end."""
         return self.algorithm.get("num_mini_batches", 1) == 1
 
-    def toy_task(self, directory: Path) -> ToyTask:
+    def models(self, directory: Path) -> ScenarioModels:
         """The checkpoints, and prompts for two steps: on the last batch of a data set accelerate accumulates no gradients."""
-        return make_toy_task(directory / self.name, 2 * self.rollout["prompts_per_step"], self.eos_logit, SEED)
+        return make_scenario_models(directory / self.name, 2 * self.rollout["prompts_per_step"], self.eos_logit, SEED)
 
-    def config(self, toy_task: ToyTask) -> Config:
+    def config(self, models: ScenarioModels) -> Config:
         """The settings, as a run's config would have them."""
         trained = {
             "learning_rate": self.learning_rate,
@@ -56,10 +56,10 @@ class Scenario:
                 "data": {"prompts": "prompts.jsonl"},
                 "algorithm": {"importance_sampling_cap": None, **self.algorithm},
                 "rollout": {"max_response_tokens": 16, **self.rollout},
-                "actor": {"model": str(toy_task.policy), **trained},
-                "critic": {"model": str(toy_task.critic), **trained},
-                "reward": {"model": str(toy_task.reward)},
-                "reference": {"model": str(toy_task.reference)},
+                "actor": {"model": str(models.policy), **trained},
+                "critic": {"model": str(models.critic), **trained},
+                "reward": {"model": str(models.reward)},
+                "reference": {"model": str(models.reference)},
             }
         )
 

@@ -22,7 +22,7 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
 from benchmarks.trl_settings import ppo_settings
 from quartet.config import Config
-from tests.parity.checkpoints import EOS, PAD, ToyTask, make_tokenizer
+from tests.parity.checkpoints import EOS, PAD, ScenarioModels, make_tokenizer
 from tests.parity.figures import Number, Weights
 from tests.parity.rewriting import rewritten
 from tests.parity.rollouts import Rollouts, TrlUpdate
@@ -59,12 +59,12 @@ class _Captured(PPOTrainer):
         self.found, self.logged = dict(frame.f_back.f_locals), dict(logs)
 
 
-def run(toy_task: ToyTask, config: Config, micro_batches: int, as_shipped: bool = False) -> TrlUpdate:
+def run(models: ScenarioModels, config: Config, micro_batches: int, as_shipped: bool = False) -> TrlUpdate:
     """Takes the update. ``as_shipped`` leaves on all that differs from Quartet on purpose, but for the settings."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        trainer = _trainer(toy_task, config, micro_batches, folder)
+        trainer = _trainer(models, config, micro_batches, folder)
         stack.enter_context(mock.patch.object(np.random, "permutation", _orders(config)))
         train = trainer.train
         if not as_shipped:
@@ -90,7 +90,7 @@ def _population_variance() -> Iterator[None]:
         yield
 
 
-def _trainer(toy_task: ToyTask, config: Config, micro_batches: int, folder: str) -> _Captured:
+def _trainer(models: ScenarioModels, config: Config, micro_batches: int, folder: str) -> _Captured:
     algorithm, batch = config.algorithm, responses(config)
     accumulation = algorithm.num_mini_batches * micro_batches
     settings = PPOConfig(
@@ -105,11 +105,11 @@ def _trainer(toy_task: ToyTask, config: Config, micro_batches: int, folder: str)
     return _Captured(
         args=settings,
         processing_class=make_tokenizer(),
-        model=causal_lm.from_pretrained(toy_task.policy, dtype=torch.float32),
-        ref_model=causal_lm.from_pretrained(toy_task.reference, dtype=torch.float32),
-        reward_model=classifier.from_pretrained(toy_task.reward, dtype=torch.float32),
-        value_model=classifier.from_pretrained(toy_task.critic, dtype=torch.float32),
-        train_dataset=datasets.Dataset.from_dict({"input_ids": toy_task.prompts}),
+        model=causal_lm.from_pretrained(models.policy, dtype=torch.float32),
+        ref_model=causal_lm.from_pretrained(models.reference, dtype=torch.float32),
+        reward_model=classifier.from_pretrained(models.reward, dtype=torch.float32),
+        value_model=classifier.from_pretrained(models.critic, dtype=torch.float32),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": models.prompts}),
     )
 
 

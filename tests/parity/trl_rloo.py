@@ -19,7 +19,7 @@ from trl.trainer import rloo_trainer
 
 from benchmarks.trl_settings import rloo_settings
 from quartet.config import Config
-from tests.parity.checkpoints import EOS, ToyTask, make_tokenizer
+from tests.parity.checkpoints import EOS, ScenarioModels, make_tokenizer
 from tests.parity.figures import Number
 from tests.parity.rewriting import rewritten
 from tests.parity.rollouts import Rollouts, TrlUpdate
@@ -70,14 +70,14 @@ class _Captured(RLOOTrainer):
             self.grad_norms.append(float(logs["grad_norm"]))
 
 
-def run(toy_task: ToyTask, config: Config, micro_batches: int) -> TrlUpdate:
+def run(models: ScenarioModels, config: Config, micro_batches: int) -> TrlUpdate:
     """Generates once and takes the optimizer steps on it: epochs times mini-batches."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        trainer = _trainer(toy_task, config, micro_batches, folder)
+        trainer = _trainer(models, config, micro_batches, folder)
         # The initial policy would be the reference: the KL to it is 0.
-        trainer.ref_model = transformers.AutoModelForCausalLM.from_pretrained(toy_task.reference, dtype=torch.float32)
+        trainer.ref_model = transformers.AutoModelForCausalLM.from_pretrained(models.reference, dtype=torch.float32)
         rows = torch.from_numpy(order(config, 0))
         stack.enter_context(mock.patch.object(rloo_trainer, "shuffle_sequence_dict", functools.partial(_take, rows)))
         stack.enter_context(
@@ -91,7 +91,7 @@ def _take(rows: torch.Tensor, batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value[rows] for name, value in batch.items()}
 
 
-def _trainer(toy_task: ToyTask, config: Config, micro_batches: int, folder: str) -> _Captured:
+def _trainer(models: ScenarioModels, config: Config, micro_batches: int, folder: str) -> _Captured:
     algorithm = config.algorithm
     steps_per_generation = algorithm.num_mini_batches * micro_batches
     settings = RLOOConfig(
@@ -104,15 +104,15 @@ def _trainer(toy_task: ToyTask, config: Config, micro_batches: int, folder: str)
     return _Captured(
         args=settings,
         processing_class=make_tokenizer(),
-        model=transformers.AutoModelForCausalLM.from_pretrained(toy_task.policy, dtype=torch.float32),
-        reward_funcs=_score_ids(toy_task),
-        train_dataset=datasets.Dataset.from_dict({"prompt": toy_task.texts()}),
+        model=transformers.AutoModelForCausalLM.from_pretrained(models.policy, dtype=torch.float32),
+        reward_funcs=_score_ids(models),
+        train_dataset=datasets.Dataset.from_dict({"prompt": models.texts()}),
     )
 
 
-def _score_ids(toy_task: ToyTask) -> Callable[..., list[float]]:
+def _score_ids(models: ScenarioModels) -> Callable[..., list[float]]:
     """The reward model on the very token ids; TRL's own way would decode them, drop EOS, and tokenise again."""
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(toy_task.reward, dtype=torch.float32).eval()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(models.reward, dtype=torch.float32).eval()
     tokenizer = make_tokenizer()
 
     def score_ids(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:

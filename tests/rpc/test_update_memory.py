@@ -12,7 +12,7 @@ from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import Config
 from quartet.errors import ConfigError
-from quartet.models.training.update_memory import SHARE, measure_policy
+from quartet.models.training.update_memory import MEMORY_FRACTION, measure_policy
 from quartet.models.training.updates import update_policy, update_value
 from quartet.services import memory_budget as budget
 from quartet.services import trainable_model as trained
@@ -50,7 +50,7 @@ def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Leaves a service so much free memory: bytes that updates may take."""
 
     def set_free(size: float) -> None:
-        monkeypatch.setattr(trained, "free_bytes", lambda model, limits: int(size / SHARE) + 1)
+        monkeypatch.setattr(trained, "free_bytes", lambda model, limits: int(size / MEMORY_FRACTION) + 1)
 
     return set_free
 

@@ -27,7 +27,10 @@ WRONG = {
         "algorithm:\n  kl_controller:\n    kind: fixed\n    targett: 3\n",
         ":10: algorithm.kl_controller.targett: unknown key; did you mean 'target'?",
     ),
-    "a key like no other": ("checkpoint:\n  zzz: 1\n", ":8: checkpoint.zzz: unknown key; known keys: every_steps, keep_last"),
+    "a key like no other": (
+        "checkpoint:\n  zzz: 1\n",
+        ":8: checkpoint.zzz: unknown key; known keys: every_steps, keep_last",
+    ),
     "steps of 0": ("run:\n  steps: 0\n", ":8: run.steps: Input should be greater than or equal to 1, not 0"),
     "a word for a number": ("run:\n  steps: many\n", ":8: run.steps: Input should be a valid integer"),
     "a negative seed": ("run:\n  seed: -1\n", ":8: run.seed: Input should be greater than or equal to 0, not -1"),

@@ -29,7 +29,7 @@ def test_what_learns_is_said_to_take_what_it_keeps(dtype: torch.dtype, tmp_path:
     update_policy(model, optimizer, updates.experience(model), updates.settings(), updates.LOSS, 1000)
     moments = [entry[name] for entry in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     # A gradient is of its parameter's type.
-    kept = [*model.parameters(), *model.parameters(), *optimizer.rounded, *moments]
+    kept = [*model.parameters(), *model.parameters(), *optimizer.parameter_of_master, *moments]
     total, count = sum(t.nbytes for t in kept), sum(p.numel() for p in model.parameters())
     assert total == TRAINED_BYTES * count
     for role in (Role.ACTOR, Role.CRITIC):

@@ -132,7 +132,9 @@ def test_grafana_finds_the_dashboard_and_prometheus() -> None:
 
 
 def test_every_metric_that_is_asked_for_is_documented() -> None:
-    documented = set(re.findall(r"`(\w+?)(?:\{[^`]*\})?`", (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")))
+    documented = set(
+        re.findall(r"`(\w+?)(?:\{[^`]*\})?`", (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8"))
+    )
     from_the_step = {f"quartet_{name}" for name in documented}
     families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in names_in_expressions()}
     assert families - documented - from_the_step == {"up"}

@@ -15,7 +15,7 @@ _restore: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def suppress_hf_logging() -> Iterator[None]:
     """No progress bars and load reports: what matters of them is raised. May be entered by several threads at once."""
     _enter()
     try:

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 
 from quartet.errors import ModelError
 from quartet.models.forward.onednn_linear import use_onednn_linear
-from quartet.models.hf_logging import quiet
+from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.lora import Adapter, adapter_base, adapter_chain, is_adapter, merge_adapter
 from quartet.models.snapshot import Writer, host_state
 from quartet.tokenizer_files import check_tokenizer, has_tokenizer
@@ -180,7 +180,7 @@ def snapshot_model(model: Any, adapter: Adapter | None = None) -> Writer:
 
 
 def _merge(model: Any, adapter: Path) -> None:
-    with _explained(adapter, "LoRA adapter"), quiet():
+    with _explained(adapter, "LoRA adapter"), suppress_hf_logging():
         merge_adapter(model, adapter)
 
 
@@ -225,7 +225,7 @@ def _load_config(model: str | Path) -> Any:
 def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) -> Any:
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
-    with _explained(model, "weights"), _loading, quiet():
+    with _explained(model, "weights"), _loading, suppress_hf_logging():
         loaded, report = kind.from_pretrained(
             str(model), config=config, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True, **_SAFE
         )

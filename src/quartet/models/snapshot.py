@@ -10,7 +10,7 @@ from torch import nn
 
 from quartet.durable_files import replace_directory
 from quartet.errors import QuartetError, StorageFailed
-from quartet.models.hf_logging import quiet
+from quartet.models.hf_logging import suppress_hf_logging
 
 Writer = Callable[[Path], None]
 """Writes its part of a model into an existing directory, on any thread. To be called once."""
@@ -46,7 +46,7 @@ def write_model(directory: Path, *writers: Writer) -> None:
             write(target)
 
     try:
-        with quiet():
+        with suppress_hf_logging():
             replace_directory(directory, fill)
     except QuartetError:
         raise

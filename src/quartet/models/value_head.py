@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quartet.errors import ModelError
-from quartet.models.forward.packing import Packing, hidden_states, read
+from quartet.models.forward.packing import Packing, hidden_states, select_positions
 from quartet.models.lora import Adapter
 from quartet.models.snapshot import Writer, host_copy, host_state
 
@@ -69,12 +69,12 @@ class ValueModel(nn.Module):
         return self.backbone
 
     def forward(self, input_ids: torch.Tensor, keep: torch.Tensor, packing: Packing | None = None) -> torch.Tensor:
-        """Values at the positions ``keep``, which are as of ``logits_at``: float32 [n].
+        """Values at the positions ``keep``, which are as of ``logits_at_positions``: float32 [n].
 
         ``input_ids`` int64 [rows, longest], padded on the right, or [1, tokens] with a ``packing``.
         """
         hidden = hidden_states(self.backbone, input_ids, packing)
-        values: torch.Tensor = self.head(read(hidden, keep).float()).squeeze(-1)
+        values: torch.Tensor = self.head(select_positions(hidden, keep).float()).squeeze(-1)
         return values
 
     def snapshot(self, adapter: Adapter | None = None) -> Writer:

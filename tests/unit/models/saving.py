@@ -8,7 +8,7 @@ from typing import Any
 from quartet.models.loading import snapshot_model
 from quartet.models.lora import Adapter
 from quartet.models.snapshot import Writer, write_model
-from quartet.models.training.optimizer import OPTIMIZER_FILE, MasterAdamW, snapshot_optimizer
+from quartet.models.training.optimizer import OPTIMIZER_FILE, MasterWeightAdamW, snapshot_optimizer
 from quartet.models.value_head import ValueModel
 
 
@@ -32,7 +32,7 @@ def save_critic_adapter(critic: ValueModel, directory: Path, adapter: Adapter, t
     write_model(directory, critic.snapshot_adapter(adapter), *_of(tokenizer))
 
 
-def save_optimizer(optimizer: MasterAdamW, path: Path) -> None:
+def save_optimizer(optimizer: MasterWeightAdamW, path: Path) -> None:
     """The optimizer's state in a file of this name."""
     folder = path.with_name(f"{path.name}-folder")
     folder.mkdir()

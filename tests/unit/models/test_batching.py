@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.errors import InvalidRequest
-from quartet.models.forward.batching import MAX_ATTENTION_EXPANSION, lay_out, micro_batches, right_pad
+from quartet.models.forward.batching import MAX_ATTENTION_EXPANSION, build_micro_batch, micro_batches, right_pad
 from tests.unit.models import tiny
 
 
@@ -51,11 +51,11 @@ def test_padding_is_on_the_right_and_zero() -> None:
 
 def test_layout_finds_each_response_token_and_the_position_before_it() -> None:
     batch = tiny.batch([2, 3, 1], [2, 1, 3])
-    sequences, micro_batch = batch.sequences(), lay_out(batch, [2, 0], "cpu")
+    sequences, micro_batch = batch.sequences(), build_micro_batch(batch, [2, 0], "cpu")
     assert micro_batch.input_ids.tolist() == [[*sequences[2][:-1]], [*sequences[0][:-1]]]
     assert micro_batch.predicts.tolist() == [[True, True, True], [False, True, True]]
     assert micro_batch.targets.tolist() == [*sequences[2][1:], *sequences[0][2:]]
-    assert micro_batch.places.tolist() == [3, 4, 5, 0, 1]
+    assert micro_batch.token_indices.tolist() == [3, 4, 5, 0, 1]
     assert micro_batch.lengths.tolist() == [3, 2]
     assert len(micro_batch) == 5
 
@@ -63,7 +63,7 @@ def test_layout_finds_each_response_token_and_the_position_before_it() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_whole_sequence_has_its_last_token_too(packed: bool) -> None:
     batch = tiny.batch([2, 3], [2, 1])
-    micro_batch = lay_out(batch, [0, 1], "cpu", packed, whole=True)
+    micro_batch = build_micro_batch(batch, [0, 1], "cpu", packed, include_last_token=True)
     ends = [sequence[-1] for sequence in batch.sequences()]
     assert micro_batch.input_ids.flatten()[micro_batch.last].tolist() == ends
     predicts = micro_batch.predicts if packed else micro_batch.predicts.flatten().nonzero().flatten()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quartet.models.forward.packing import packs
+from quartet.models.forward.packing import supports_packing
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.sampling import draw
 from quartet.models.generation.torch_engine import TorchEngine
@@ -73,7 +73,7 @@ def test_the_same_call_gives_the_same_bits() -> None:
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_packing_fits(kind: str) -> None:
-    assert packs(pair(kind)[1])
+    assert supports_packing(pair(kind)[1])
 
 
 def test_an_update_is_that_of_float32_as_near_as_its_bits_allow_and_the_same_every_time() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quartet.models.forward import log_probs as log_probs_module
-from quartet.models.forward.batching import lay_out
+from quartet.models.forward.batching import build_micro_batch
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs
 from tests.unit.models import tiny
 
@@ -18,7 +18,7 @@ AT_A_TIME = 4
 
 def figures(model: Any, entropy_use: EntropyUse) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """Log-probs, entropies, and the gradients of a sum of both."""
-    micro_batch = lay_out(tiny.batch(PROMPTS, RESPONSES), range(4), "cpu", packed=True)
+    micro_batch = build_micro_batch(tiny.batch(PROMPTS, RESPONSES), range(4), "cpu", packed=True)
     model.zero_grad()
     found, entropies = forward_log_probs(model, micro_batch, 0.7, entropy_use)
     weights = torch.arange(len(found), dtype=torch.float32)

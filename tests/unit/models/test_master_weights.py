@@ -16,7 +16,7 @@ from quartet.errors import ModelError
 from quartet.models.freezing import freeze_parameters
 from quartet.models.loading import load_causal_lm, load_critic
 from quartet.models.lora import add_adapter
-from quartet.models.training.optimizer import MasterAdamW, apply_gradients, create_optimizer, load_optimizer
+from quartet.models.training.optimizer import MasterWeightAdamW, apply_gradients, create_optimizer, load_optimizer
 from quartet.models.training.updates import update_policy, update_value
 from quartet.types import ValueLossSettings
 from tests.unit.models import tiny, updates
@@ -34,8 +34,8 @@ def learn(model: Any, optimizer: torch.optim.Optimizer, seed: int = 0, rate: flo
     return update_policy(model, optimizer, data, updates.settings(learning_rate=rate), updates.LOSS, 40)
 
 
-def learning(optimizer: MasterAdamW) -> torch.Tensor:
-    return torch.cat([weight.detach().flatten() for weight in optimizer.learning()]).double()
+def learning(optimizer: MasterWeightAdamW) -> torch.Tensor:
+    return torch.cat([weight.detach().flatten() for weight in optimizer.stepped_parameters()]).double()
 
 
 def plain_adamw(parameters: list[Any], decay: float) -> torch.optim.AdamW:
@@ -50,8 +50,8 @@ def test_float32_learns_to_the_bits_of_plain_adamw_and_has_no_copy(tmp_path: Pat
     for seed in range(3):
         assert learn(ours, optimizer, seed) == learn(theirs, plain, seed)
     assert updates.largest_difference(ours, theirs) == 0
-    assert not optimizer.rounded
-    assert {id(weight) for weight in optimizer.learning()} == {id(p) for p in ours.parameters()}
+    assert not optimizer.parameter_of_master
+    assert {id(weight) for weight in optimizer.stepped_parameters()} == {id(p) for p in ours.parameters()}
     save_optimizer(optimizer, tmp_path / "o")
     names = {name.partition(".")[2] for name in safetensors.torch.load_file(tmp_path / "o")}
     assert names == {"step", "exp_avg", "exp_avg_sq"}
@@ -76,7 +76,7 @@ def test_a_step_is_that_of_float32_copies_clipped_there_and_then_rounded(dtype: 
         for parameter, wide in zip(model.parameters(), copies, strict=True):
             assert torch.equal(parameter, wide.to(dtype))
             assert parameter.grad is None
-    masters = {id(parameter): master for master, parameter in optimizer.rounded.items()}
+    masters = {id(parameter): master for master, parameter in optimizer.parameter_of_master.items()}
     for parameter, wide in zip(model.parameters(), copies, strict=True):
         assert torch.equal(masters[id(parameter)], wide)
     assert [p.data_ptr() for p in model.parameters()] == addresses
@@ -101,7 +101,7 @@ def test_at_a_small_rate_the_masters_move_as_float32_does_and_the_weights_follow
         learn(half, optimizer, seed, 1e-5)
     changed = [float((p != old).double().mean()) for p, old in zip(half.parameters(), weights, strict=True)]
     assert np.mean(changed) > 0.05
-    assert all(torch.equal(parameter, master.bfloat16()) for master, parameter in optimizer.rounded.items())
+    assert all(torch.equal(parameter, master.bfloat16()) for master, parameter in optimizer.parameter_of_master.items())
 
 
 def test_what_takes_no_gradient_has_no_master_and_keeps_its_bits() -> None:
@@ -110,7 +110,7 @@ def test_what_takes_no_gradient_has_no_master_and_keeps_its_bits() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = create_optimizer(model, 0.1, weight_decay=0.1)
     trained = {id(p) for p in model.parameters() if p.requires_grad}
-    assert {id(p) for p in optimizer.rounded.values()} == trained
+    assert {id(p) for p in optimizer.parameter_of_master.values()} == trained
     learn(model, optimizer)
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, old) is (id(parameter) not in trained)
@@ -119,10 +119,10 @@ def test_what_takes_no_gradient_has_no_master_and_keeps_its_bits() -> None:
 def test_adapter_and_value_head_are_float32_already_and_have_no_copy(tmp_path: Path) -> None:
     model = narrow()
     add_adapter(model, "base", rank=2, alpha=4.0)
-    assert not create_optimizer(model, 0.1).rounded
+    assert not create_optimizer(model, 0.1).parameter_of_master
     critic = load_critic(tiny.saved(tiny.classifier("llama"), tmp_path / "m"), dtype="bfloat16")
     optimizer = create_optimizer(critic, 0.1)
-    assert {id(p) for p in optimizer.rounded.values()} == {id(p) for p in critic.backbone.parameters()}
+    assert {id(p) for p in optimizer.parameter_of_master.values()} == {id(p) for p in critic.backbone.parameters()}
     head = critic.head.weight.detach().clone()
     data = updates.experience(None)
     update_value(critic, optimizer, data, updates.settings(), ValueLossSettings(), 40)
@@ -135,10 +135,10 @@ def test_a_mini_batch_that_is_given_up_leaves_no_gradient_behind() -> None:
     loss = dataclasses.replace(updates.LOSS, target_kl=1e-9)
     chosen = updates.settings(num_epochs=3)
     assert update_policy(model, optimizer, updates.experience(model), chosen, loss, 40)["optimizer_steps"] == 1
-    assert all(p.grad is None for p in [*model.parameters(), *optimizer.learning()])
+    assert all(p.grad is None for p in [*model.parameters(), *optimizer.stepped_parameters()])
 
 
-def saved(folder: Path, dtype: str = "bfloat16") -> tuple[Any, MasterAdamW]:
+def saved(folder: Path, dtype: str = "bfloat16") -> tuple[Any, MasterWeightAdamW]:
     """A policy that has learned a little, in ``folder`` with its optimizer, as a checkpoint has both."""
     model = load_causal_lm(tiny.saved(tiny.causal("llama"), folder / "start"), dtype)
     optimizer = create_optimizer(model, 1e-3, weight_decay=0.1)
@@ -173,32 +173,22 @@ def without_masters(path: Path, drop: Any = lambda name: True) -> None:
     safetensors.torch.save_file(kept, path, metadata=metadata)
 
 
-def test_a_checkpoint_without_masters_begins_with_the_weights(tmp_path: Path) -> None:
-    model, optimizer = saved(tmp_path)
-    without_masters(tmp_path / "optimizer")
-    resumed = load_causal_lm(tmp_path / "policy", "bfloat16")
-    other = create_optimizer(resumed, 0.0)
-    load_optimizer(other, tmp_path / "optimizer")
-    assert all(torch.equal(master, parameter.float()) for master, parameter in other.rounded.items())
-    assert len(other.state) == len(list(model.parameters()))
-    for ours, theirs in zip(optimizer.learning(), other.learning(), strict=True):
-        assert all(torch.equal(other.state[theirs][name], value) for name, value in optimizer.state[ours].items())
-
-
 def test_masters_that_do_not_fit_are_refused_with_the_file_and_nothing_is_changed(tmp_path: Path) -> None:
     saved(tmp_path)
     path = tmp_path / "optimizer"
     wide = load_causal_lm(tmp_path / "policy", "float32")
-    with pytest.raises(ModelError, match=rf"{path}: has float32 masters of \d+ parameters, the model 0 "):
+    with pytest.raises(ModelError, match=rf"{path}: has float32 master weights of \d+ parameters, the model 0 "):
         load_optimizer(create_optimizer(wide, 0.1), path)
     for start in (tmp_path / "start", tmp_path / "policy"):
         # Of another checkpoint; in another type.
         dtype = "bfloat16" if start.name == "start" else "float16"
         optimizer = create_optimizer(load_causal_lm(start, dtype), 0.1)
         before = learning(optimizer)
-        with pytest.raises(ModelError, match=rf"{path}: the master of parameter \d+, .* does not round to"):
+        with pytest.raises(ModelError, match=rf"{path}: the master weight of parameter \d+, .* does not round to"):
             load_optimizer(optimizer, path)
         assert torch.equal(learning(optimizer), before)
-    without_masters(path, lambda name: name == "3.master")
-    with pytest.raises(ModelError, match=rf"{path}: has float32 masters of (\d+) parameters"):
-        load_optimizer(create_optimizer(load_causal_lm(tmp_path / "policy", "bfloat16"), 0.1), path)
+    half = create_optimizer(load_causal_lm(tmp_path / "policy", "bfloat16"), 0.1)
+    for missing in (lambda name: name == "3.master", lambda name: True):
+        without_masters(path, missing)
+        with pytest.raises(ModelError, match=rf"{path}: has float32 master weights of \d+ parameters"):
+            load_optimizer(half, path)

@@ -11,21 +11,21 @@ import torch
 
 from quartet.cli.doctor import TRAINED_BYTES
 from quartet.errors import ModelError
-from quartet.models.forward.batching import lay_out
+from quartet.models.forward.batching import build_micro_batch
 from quartet.models.forward.log_probs import forward_log_probs
-from quartet.models.forward.packing import packs
+from quartet.models.forward.packing import supports_packing
 from quartet.models.forward.scoring import forward_values
 from quartet.models.lora import add_adapter
 from quartet.models.training import update_memory as memory
-from quartet.models.training.activation_checkpointing import recomputing
+from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.update_memory import (
     Activations,
-    Kept,
+    SavedActivations,
     UpdateMemory,
     free_gpu_bytes,
-    kept_bytes,
     measure_policy,
     measure_value,
+    saved_bytes,
 )
 from quartet.models.value_head import ValueModel
 from quartet.types import TokenBatch
@@ -44,18 +44,20 @@ def test_storages_count_once_and_parameters_not_at_all() -> None:
         return hidden * hidden.view(5, 8) + layer(data)
 
     # The input, which both products keep, and the hidden states with their view.
-    assert kept_bytes(layer, forward) == data.nbytes + 5 * 8 * 4
+    assert saved_bytes(layer, forward) == data.nbytes + 5 * 8 * 4
 
 
 def micro_batch(model: Any, lengths: list[int]) -> Any:
     sizes = np.array(lengths, np.int32)
     token_ids = np.arange(sizes.sum() + len(sizes), dtype=np.int32) % tiny.VOCABULARY
-    return lay_out(TokenBatch(token_ids, np.ones_like(sizes), sizes), range(len(sizes)), "cpu", packs(model))
+    return build_micro_batch(
+        TokenBatch(token_ids, np.ones_like(sizes), sizes), range(len(sizes)), "cpu", supports_packing(model)
+    )
 
 
 def worst(model: Any) -> Any:
     """Sequences of 60 tokens, and for a packed model shorter ones that attention spreads out to as many."""
-    return micro_batch(model, [60, *[36] * 3] * 11 if packs(model) else [60] * 20)
+    return micro_batch(model, [60, *[36] * 3] * 11 if supports_packing(model) else [60] * 20)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -63,10 +65,10 @@ def worst(model: Any) -> Any:
 def test_what_a_larger_pass_keeps_is_foretold(kind: str, recomputes: bool) -> None:
     model = tiny.causal(kind)
     large, even = worst(model), micro_batch(model, [60] * 20)
-    with recomputing(model, recomputes):
-        found = memory.kept(model, memory.policy_forward(model, "report", whole=True), 60)
+    with activation_checkpointing(model, recomputes):
+        found = memory.activations_saved_by(model, memory.policy_forward(model, "report", whole=True), 60)
         counted, of_even = (
-            kept_bytes(model, lambda given=given: forward_log_probs(model, given, 1.0, "report"))
+            saved_bytes(model, lambda given=given: forward_log_probs(model, given, 1.0, "report"))
             for given in (large, even)
         )
     assert found.bytes(large.input_ids.numel(), 60) == pytest.approx(counted, rel=0.01)
@@ -77,15 +79,15 @@ def test_what_a_larger_pass_keeps_is_foretold(kind: str, recomputes: bool) -> No
 def test_so_is_what_a_value_model_keeps(kind: str) -> None:
     model = ValueModel.of_causal_lm(tiny.causal(kind))
     large = worst(model)
-    counted = kept_bytes(model, lambda: forward_values(model, large))
-    assert measure_value(model, 60).kept.bytes(large.input_ids.numel(), 60) == pytest.approx(counted, rel=0.01)
+    counted = saved_bytes(model, lambda: forward_values(model, large))
+    assert measure_value(model, 60).plain.bytes(large.input_ids.numel(), 60) == pytest.approx(counted, rel=0.01)
 
 
 def test_attention_that_keeps_a_score_for_each_pair_of_tokens_counts_with_the_longest_sequence() -> None:
     scores = measure_value(ValueModel.of_causal_lm(tiny.causal("bloom")), 60)
     none = measure_value(ValueModel.of_causal_lm(tiny.causal("llama")), 60)
-    assert scores.kept.whole.pair >= 4 * 2 * 4  # heads, layers, bytes
-    assert none.kept.whole.pair == 0
+    assert scores.plain.whole.pair >= 4 * 2 * 4  # heads, layers, bytes
+    assert none.plain.whole.pair == 0
 
 
 def test_gradients_and_moments_are_of_what_learns() -> None:
@@ -103,7 +105,7 @@ def test_moments_of_half_precision_are_float32_and_with_weight_and_master_make_w
 
 
 def test_logits_that_are_made_some_at_a_time_are_not_kept() -> None:
-    found = measure_policy(tiny.causal("llama"), 60, "report").kept
+    found = measure_policy(tiny.causal("llama"), 60, "report").plain
     assert found.whole.token - found.parts.token >= 4 * tiny.VOCABULARY * 0.8
     few = Activations(found.whole, found.parts, rows=8, logits=found.logits)
     assert few.bytes(1000, 60) < found.bytes(1000, 60)
@@ -132,7 +134,9 @@ def test_sequences_may_be_short(longest: int) -> None:
 
 def needs(longest: int) -> UpdateMemory:
     """8 bytes of state and 8 a token, 2 a token with gradient checkpointing."""
-    plain, again = (Activations(Kept(0, size, 0), Kept(0, size, 0), 0, 0) for size in (8.0, 2.0))
+    plain, again = (
+        Activations(SavedActivations(0, size, 0), SavedActivations(0, size, 0), 0, 0) for size in (8.0, 2.0)
+    )
     return UpdateMemory(8, plain, again, longest)
 
 
@@ -155,9 +159,9 @@ def needs(longest: int) -> UpdateMemory:
 def test_the_most_tokens_are_a_power_of_two_that_fits_beside_the_longest_sequence(
     tokens: int, longest: int, expected: int
 ) -> None:
-    free = (8 + 8 * tokens) / memory.SHARE + 0.1
+    free = (8 + 8 * tokens) / memory.MEMORY_FRACTION + 0.1
     assert needs(longest).most_tokens(4096, free, False) == expected
-    assert needs(longest).most_tokens(4096, (8 + 2 * tokens) / memory.SHARE + 0.1, True) == expected
+    assert needs(longest).most_tokens(4096, (8 + 2 * tokens) / memory.MEMORY_FRACTION + 0.1, True) == expected
 
 
 def test_what_the_allocator_of_a_gpu_holds_in_reserve_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from quartet.models.forward import packing as packing_module
-from quartet.models.forward.batching import laid_out, lay_out, micro_batches
+from quartet.models.forward.batching import build_micro_batch, iter_micro_batches, micro_batches
 from quartet.models.forward.log_probs import forward_log_probs
-from quartet.models.forward.packing import NAME, Packing, hidden_states, packs
+from quartet.models.forward.packing import ATTENTION_NAME, Packing, hidden_states, supports_packing
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.value_head import ValueModel
 from quartet.types import TokenBatch
@@ -23,14 +23,14 @@ PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_packed_sequences_give_what_each_gives_alone(kind: str) -> None:
     model, batch = tiny.causal(kind), tiny.batch(PROMPTS, RESPONSES)
-    assert packs(model)
+    assert supports_packing(model)
     assert model.config._attn_implementation == "sdpa", "as it was"
-    [together] = laid_out(model, batch, 1000)
+    [together] = iter_micro_batches(model, batch, 1000)
     assert tuple(together.input_ids.shape) == (1, sum(PROMPTS) + sum(RESPONSES) - 4)
     expected = np.concatenate([response_log_probs(model, one, 0.7, 1000) for one in alone(PROMPTS, RESPONSES, batch)])
     found = torch.empty(sum(RESPONSES))
     with torch.no_grad():
-        found[together.places] = forward_log_probs(model, together, 0.7)[0]
+        found[together.token_indices] = forward_log_probs(model, together, 0.7)[0]
     assert np.allclose(found.numpy(), expected, atol=1e-5)
 
 
@@ -48,7 +48,7 @@ def test_gradients_are_those_of_padded_sequences(kind: str) -> None:
     batch, found = tiny.batch(PROMPTS, RESPONSES), {}
     for packed in (False, True):
         model = tiny.causal(kind)
-        micro_batch = lay_out(batch, range(len(batch)), "cpu", packed)
+        micro_batch = build_micro_batch(batch, range(len(batch)), "cpu", packed)
         log_probs, _ = forward_log_probs(model, micro_batch, 1.0)
         (log_probs * torch.arange(len(log_probs))).sum().backward()
         found[packed] = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -60,10 +60,10 @@ def test_a_value_model_packs_by_its_backbone() -> None:
     critic = ValueModel.of_causal_lm(tiny.causal("llama"))
     torch.nn.init.normal_(critic.head.weight)
     batch = tiny.batch(PROMPTS, RESPONSES)
-    assert packs(critic)
+    assert supports_packing(critic)
     values = {}
     for packed in (False, True):
-        micro_batch = lay_out(batch, range(len(batch)), "cpu", packed)
+        micro_batch = build_micro_batch(batch, range(len(batch)), "cpu", packed)
         values[packed] = critic(micro_batch.input_ids, micro_batch.predicts, micro_batch.packing)
     assert torch.allclose(values[True], values[False], atol=1e-5)
 
@@ -71,8 +71,8 @@ def test_a_value_model_packs_by_its_backbone() -> None:
 @pytest.mark.parametrize("kind", ["mistral", "bloom"])
 def test_models_that_see_more_than_positions_and_whole_sequences_are_padded(kind: str) -> None:
     model = tiny.causal(kind)
-    assert not packs(model)
-    [micro_batch] = laid_out(model, tiny.batch(PROMPTS, RESPONSES), 1000)
+    assert not supports_packing(model)
+    [micro_batch] = iter_micro_batches(model, tiny.batch(PROMPTS, RESPONSES), 1000)
     assert micro_batch.packing is None
     assert tuple(micro_batch.input_ids.shape) == (4, 11)
 
@@ -85,8 +85,8 @@ def test_a_model_that_computes_something_else_packed_is_padded(monkeypatch: pyte
         output, weights = forward(*arguments, packing=packing, **more)
         return output.roll(1, 1), weights
 
-    monkeypatch.setitem(packing_module.AttentionInterface._global_mapping, NAME, mixed)
-    assert not packs(model)
+    monkeypatch.setitem(packing_module.AttentionInterface._global_mapping, ATTENTION_NAME, mixed)
+    assert not supports_packing(model)
 
 
 def test_the_attention_of_a_model_is_put_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +95,8 @@ def test_the_attention_of_a_model_is_put_back_after_a_failure(monkeypatch: pytes
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no memory")
 
-    monkeypatch.setitem(packing_module.AttentionInterface._global_mapping, NAME, fails)
-    batch = lay_out(tiny.batch(PROMPTS, RESPONSES), range(4), "cpu", packed=True)
+    monkeypatch.setitem(packing_module.AttentionInterface._global_mapping, ATTENTION_NAME, fails)
+    batch = build_micro_batch(tiny.batch(PROMPTS, RESPONSES), range(4), "cpu", packed=True)
     with pytest.raises(RuntimeError, match="no memory"):
         hidden_states(model.base_model, batch.input_ids, batch.packing)
     assert model.config._attn_implementation == "sdpa"
@@ -106,7 +106,7 @@ def test_sequences_of_much_the_same_length_are_attended_to_together() -> None:
     ends = np.cumsum([10, 6, 5, 3, 1])
     packing = Packing.of([np.arange(end - size, end) for end, size in zip(ends, [10, 6, 5, 3, 1], strict=True)], "cpu")
     assert packing.blocks == ((2, 10), (2, 5), (1, 1))
-    assert packing.places.tolist() == [*range(16), *range(20, 28), 30]
+    assert packing.token_indices.tolist() == [*range(16), *range(20, 28), 30]
     assert packing.sources.tolist()[20:28] == [16, 17, 18, 19, 20, 21, 22, 23]
     assert packing.position_ids[0, 14:18].tolist() == [4, 5, 0, 1]
 
@@ -133,12 +133,12 @@ def test_a_prompt_of_several_samples_is_computed_once_and_means_the_same(
     kind: str, prompts: list[int], responses: list[list[int]]
 ) -> None:
     model, batch = tiny.causal(kind), samples_of(prompts, responses)
-    [together] = laid_out(model, batch, 1000)
+    [together] = iter_micro_batches(model, batch, 1000)
     assert together.input_ids.numel() == sum(prompts) + sum(map(sum, responses)) - len(batch)
     found, gradients = {}, {}
     for packed in (False, True):
         model.zero_grad()
-        micro_batch = together if packed else lay_out(batch, together.rows, "cpu")
+        micro_batch = together if packed else build_micro_batch(batch, together.rows, "cpu")
         log_probs, _ = forward_log_probs(model, micro_batch, 0.7)
         (log_probs * torch.arange(len(log_probs))).sum().backward()
         found[packed] = log_probs.detach()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quartet.errors import ComputationFailed, InvalidRequest
-from quartet.models.forward.batching import lay_out
+from quartet.models.forward.batching import build_micro_batch
 from quartet.models.forward.scoring import (
     forward_log_probs,
     response_log_probs,
@@ -46,7 +46,7 @@ def test_vocabulary_logits_are_computed_for_response_tokens_only() -> None:
 
 def test_entropy_agrees_with_its_definition_and_trains_only_when_asked() -> None:
     model, batch = tiny.causal("llama"), tiny.batch([2], [3])
-    micro_batch = lay_out(batch, [0], "cpu")
+    micro_batch = build_micro_batch(batch, [0], "cpu")
     log_probs, reported = forward_log_probs(model, micro_batch, 1.3, "report")
     _, trained = forward_log_probs(model, micro_batch, 1.3, "train")
     with torch.no_grad():

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from quartet.errors import StorageFailed
-from quartet.models.hf_logging import quiet
+from quartet.models.hf_logging import suppress_hf_logging
 from quartet.models.loading import load_causal_lm, load_critic, snapshot_model
 from quartet.models.lora import add_adapter
 from quartet.models.snapshot import Writer, host_state, write_model
@@ -187,12 +187,12 @@ def test_two_threads_that_are_quiet_leave_the_settings_as_they_were() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with quiet():
+        with suppress_hf_logging():
             inside.set()
             assert leave.wait(20)
 
     thread = threading.Thread(target=other)
-    with quiet():
+    with suppress_hf_logging():
         thread.start()
         assert inside.wait(20)
     # The other is still in.

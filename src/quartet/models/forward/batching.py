@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from quartet.errors import InvalidRequest
 from quartet.models.forward.inspection import device_of
-from quartet.models.forward.packing import Packing, Places, packs
+from quartet.models.forward.packing import Packing, TokenIndices, supports_packing
 from quartet.types import IntArray, TokenBatch
 
 MAX_ATTENTION_EXPANSION = 4
@@ -83,7 +83,7 @@ class MicroBatch:
     ``rows``: the sequences, by index in the batch. ``input_ids`` int64 [rows, longest], or [1, tokens] where there is a
     ``packing``. ``predicts``: the positions [p-1, p+r-1) of each sequence, whose outputs are about its response tokens (the
     logits at t-1 score token t); bool of the same shape, or int64 [n] in the packed row. Read in order they give n tokens, for
-    which ``targets`` int64 [n] are the token ids and ``places`` int64 [n] the indices into flat [response tokens] arrays.
+    which ``targets`` int64 [n] are the token ids and ``token_indices`` int64 [n] the indices into flat [response tokens] arrays.
     ``lengths`` int64 [rows]: how many of them are each sequence's. ``last`` int64 [rows]: where each ends, in the flat
     ``input_ids``.
     """
@@ -93,7 +93,7 @@ class MicroBatch:
     packing: Packing | None
     predicts: torch.Tensor
     targets: torch.Tensor
-    places: torch.Tensor
+    token_indices: torch.Tensor
     lengths: torch.Tensor
     last: torch.Tensor
 
@@ -102,37 +102,41 @@ class MicroBatch:
         return self.targets.shape[0]
 
 
-def laid_out(
+def iter_micro_batches(
     model: Any,
     batch: TokenBatch,
     max_tokens: int,
     rows: IntArray | NDArray[np.int64] | None = None,
-    whole: bool = False,
+    include_last_token: bool = False,
 ) -> Iterator[MicroBatch]:
     """The sequences of ``batch``, or ``rows`` of them, in micro-batches of at most ``max_tokens``, as ``model`` takes them.
 
-    The last token of a sequence predicts none of it and is left out, unless they are to be ``whole``.
+    The last token of a sequence predicts none of it and is left out, unless they are to be ``include_last_token``.
     """
     chosen = np.arange(len(batch)) if rows is None else rows
-    packed = packs(model)
+    packed = supports_packing(model)
     prompts = _prompts(batch, chosen) if packed else None
-    for group in micro_batches(batch.lengths[chosen] - (not whole), max_tokens, packed, prompts):
-        yield lay_out(batch, chosen[group].tolist(), device_of(model), packed, whole)
+    for group in micro_batches(batch.lengths[chosen] - (not include_last_token), max_tokens, packed, prompts):
+        yield build_micro_batch(batch, chosen[group].tolist(), device_of(model), packed, include_last_token)
 
 
-def lay_out(
-    batch: TokenBatch, rows: Sequence[int], device: torch.device | str, packed: bool = False, whole: bool = False
+def build_micro_batch(
+    batch: TokenBatch,
+    rows: Sequence[int],
+    device: torch.device | str,
+    packed: bool = False,
+    include_last_token: bool = False,
 ) -> MicroBatch:
-    """The sequences ``rows`` of ``batch`` as one micro-batch on ``device``, in the order given; ``whole`` as of ``laid_out``."""
+    """The sequences ``rows`` of ``batch`` as one micro-batch on ``device``, in the order given; ``include_last_token`` as of ``iter_micro_batches``."""
     starts = _starts(batch.lengths)
     response_starts = _starts(batch.response_lengths)
-    sequences, targets, places, predicts = [], [], [], []
+    sequences, targets, token_indices, predicts = [], [], [], []
     for row in rows:
         prompt, response = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
         sequence = batch.token_ids[starts[row] : starts[row] + prompt + response]
-        sequences.append(sequence if whole else sequence[:-1])
+        sequences.append(sequence if include_last_token else sequence[:-1])
         targets.append(sequence[prompt:])
-        places.append(np.arange(response_starts[row], response_starts[row] + response))
+        token_indices.append(np.arange(response_starts[row], response_starts[row] + response))
         predicts.append(slice(prompt - 1, prompt + response - 1))
     if packed:
         input_ids, where = _in_one_row(sequences, batch.prompt_lengths[list(rows)].tolist(), device)
@@ -148,7 +152,7 @@ def lay_out(
         packing=Packing.of(where, device) if packed else None,
         predicts=positions if packed else _marked(positions, input_ids),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
-        places=torch.from_numpy(np.concatenate(places).astype(np.int64)).to(device),
+        token_indices=torch.from_numpy(np.concatenate(token_indices).astype(np.int64)).to(device),
         lengths=torch.tensor([len(target) for target in targets]).to(device),
         last=torch.tensor([int(at[-1]) for at in where]).to(device),
     )
@@ -156,10 +160,10 @@ def lay_out(
 
 def _in_one_row(
     sequences: Sequence[IntArray], prompt_lengths: Sequence[int], device: torch.device | str
-) -> tuple[torch.Tensor, list[Places]]:
+) -> tuple[torch.Tensor, list[TokenIndices]]:
     """Token ids int64 [1, tokens], each prompt once, and where each sequence's tokens stand."""
-    prompts: dict[bytes, Places] = {}
-    own, where, tokens = [], list[Places](), 0
+    prompts: dict[bytes, TokenIndices] = {}
+    own, where, tokens = [], list[TokenIndices](), 0
     for sequence, length in zip(sequences, prompt_lengths, strict=True):
         prompt = prompts.get(key := sequence[:length].tobytes(), np.zeros(0, np.int64))
         own.append(sequence[len(prompt) :])

@@ -22,7 +22,7 @@ def attends_to_all(model: Any) -> bool:
     return set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
 
 
-def takes(model: nn.Module, argument: str) -> bool:
+def accepts_argument(model: nn.Module, argument: str) -> bool:
     """Whether the model's forward method has a parameter of this name."""
     kind: Any = type(model)
     return argument in _parameters(kind)

@@ -15,15 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from quartet.models.forward.batching import MicroBatch
 from quartet.models.forward.inspection import device_of, vocabulary_size
-from quartet.models.forward.packing import hidden_states, logits_at, read
+from quartet.models.forward.packing import hidden_states, logits_at_positions, select_positions
 from quartet.ppo.distributions import entropy, token_log_probs
 
 EntropyUse = Literal["none", "report", "train"]
 MAX_LOGITS = 2**26
 """Logits at a time: 256 MiB in float32."""
-_found: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_head_checks: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
-Figures = tuple[torch.Tensor, torch.Tensor | None]
+TokenOutputs = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def forward_log_probs(
@@ -32,53 +32,59 @@ def forward_log_probs(
     temperature: float,
     entropy_use: EntropyUse = "none",
     at_a_time: int | None = None,
-) -> Figures:
+) -> TokenOutputs:
     """Log-probs and, if asked for, entropies of one micro-batch's response tokens, in nats: float32 [n] each.
 
     With gradients where the caller has them on; the entropy's only for "train" (its backward pass costs as much again).
-    ``at_a_time``: tokens whose logits are made at a time, None for ``tokens_at_a_time``.
+    ``at_a_time``: tokens whose logits are made at a time, None for ``logit_chunk_tokens``.
     """
-    rows = at_a_time or tokens_at_a_time(model)
-    if len(micro_batch) <= rows or not _head_is_apart(model):
-        logits = logits_at(model, micro_batch.input_ids, micro_batch.predicts, micro_batch.packing, use_cache=False)
-        return _figures(logits, micro_batch.targets, temperature, entropy_use)
+    rows = at_a_time or logit_chunk_tokens(model)
+    if len(micro_batch) <= rows or not _head_is_separate(model):
+        logits = logits_at_positions(
+            model, micro_batch.input_ids, micro_batch.predicts, micro_batch.packing, use_cache=False
+        )
+        return _token_outputs(logits, micro_batch.targets, temperature, entropy_use)
     hidden = hidden_states(model.base_model, micro_batch.input_ids, micro_batch.packing)
     head = model.get_output_embeddings()
 
-    def of_some(states: torch.Tensor, targets: torch.Tensor) -> Figures:
-        return _figures(head(states), targets, temperature, entropy_use)
+    def compute_chunk(states: torch.Tensor, targets: torch.Tensor) -> TokenOutputs:
+        return _token_outputs(head(states), targets, temperature, entropy_use)
 
     found = [
-        checkpoint(of_some, states, targets, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(compute_chunk, states, targets, use_reentrant=False, preserve_rng_state=False)
         for states, targets in zip(
-            torch.split(read(hidden, micro_batch.predicts), rows), torch.split(micro_batch.targets, rows), strict=True
+            torch.split(select_positions(hidden, micro_batch.predicts), rows),
+            torch.split(micro_batch.targets, rows),
+            strict=True,
         )
     ]
     log_probs, entropies = zip(*found, strict=True)
     return torch.cat(log_probs), None if entropy_use == "none" else torch.cat(entropies)
 
 
-def tokens_at_a_time(model: Any) -> int:
+def logit_chunk_tokens(model: Any) -> int:
     """Tokens whose logits are made at a time, where they are more."""
     return max(1, MAX_LOGITS // vocabulary_size(model))
 
 
-def _figures(logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy_use: EntropyUse) -> Figures:
+def _token_outputs(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy_use: EntropyUse
+) -> TokenOutputs:
     log_probs = token_log_probs(logits, targets, temperature)
     if entropy_use == "none":
         return log_probs, None
     return log_probs, entropy(logits if entropy_use == "train" else logits.detach(), temperature)
 
 
-def _head_is_apart(model: Any) -> bool:
+def _head_is_separate(model: Any) -> bool:
     """Whether the logits are what the head makes of the last hidden states, and nothing else: tried once, on a token."""
-    if model not in _found:
-        _found[model] = _is_apart(model)
-    return _found[model]
+    if model not in _head_checks:
+        _head_checks[model] = _compare_head(model)
+    return _head_checks[model]
 
 
 @torch.no_grad()
-def _is_apart(model: Any) -> bool:
+def _compare_head(model: Any) -> bool:
     head = model.get_output_embeddings()
     if head is None:
         return False

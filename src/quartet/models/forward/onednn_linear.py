@@ -1,13 +1,13 @@
-"""The products of linear layers on a CPU, by oneDNN where that is the faster of the two libraries that torch has.
+"""Linear layers that compute with oneDNN on a CPU. Opt-in: set QUARTET_ONEDNN_LINEAR=1 in the environment of every process of a run.
 
-torch gives a float32 product to MKL, which leaves AVX-512 alone on AMD's processors; oneDNN, which torch has for other types,
-does not, and takes half of the time there (docs/adr/0025-onednn-linear-layers.md).
+torch gives a float32 matmul to MKL, which does not use AVX-512 on AMD processors. oneDNN does, and takes about half of the time
+there. See docs/adr/0025-onednn-linear-layers.md.
 """
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
+import os
 from typing import Any
 
 import torch
@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-LEAST = 2**20
-"""Multiplications of a product from which on oneDNN is called: below, the call takes longer than the product."""
-_CPU = Path("/proc/cpuinfo")
+VARIABLE = "QUARTET_ONEDNN_LINEAR"
+"""The environment variable; 1 turns these layers on."""
+MIN_MULTIPLICATIONS = 2**20
+"""A matmul with fewer multiplications goes to torch: the call of oneDNN would take longer than the matmul."""
 
 
 def use_onednn_linear(model: nn.Module) -> None:
-    """Has the linear layers of ``model`` compute by oneDNN, where that is faster on this machine; their weights stay what they
-    are, and so does all else.
+    """Make the linear layers of ``model`` compute with oneDNN if the environment asks for it. The weights stay what they are.
 
-    Decided by the processor alone, so that a run has the same bits on machines of one kind.
+    The environment alone decides, so a run has the same bits on every machine of one kind.
     """
-    if not onednn_is_faster():
+    if not is_enabled():
         return
     for module in model.modules():
-        # Of exactly these classes: others compute in their own way.
+        # Exactly these classes: subclasses compute in their own way.
         if type(module) is nn.Linear:
             module.__class__ = _Linear
         elif type(module) is Conv1D:
@@ -37,88 +37,86 @@ def use_onednn_linear(model: nn.Module) -> None:
 
 
 @functools.cache
-def onednn_is_faster() -> bool:
-    """Whether this is a processor on which MKL does not use the widest instructions that there are, and oneDNN does."""
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    return _CPU.is_file() and "AuthenticAMD" in _CPU.read_text()
+def is_enabled() -> bool:
+    """Whether the environment asks for oneDNN and torch has its operator."""
+    return os.environ.get(VARIABLE) == "1" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``inputs`` [..., in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [..., out]. With gradients.
+    """``inputs`` [..., in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [..., out]. Differentiable.
 
-    By oneDNN where that is faster: float32 on such a processor, and not too few.
+    Computes with oneDNN if it is enabled, the tensors are float32 on a CPU and the matmul is large enough. Else with torch.
     """
     rows = inputs.numel() // inputs.shape[-1] if inputs.shape[-1] else 0
-    single = inputs.device.type == "cpu" and inputs.dtype == torch.float32
-    if not single or rows * weight.numel() < LEAST or not onednn_is_faster():
+    is_float32_on_cpu = inputs.device.type == "cpu" and inputs.dtype == torch.float32
+    if not is_float32_on_cpu or rows * weight.numel() < MIN_MULTIPLICATIONS or not is_enabled():
         return functional.linear(inputs, weight, bias)
     flat = inputs.reshape(rows, inputs.shape[-1]).contiguous()
     if torch.is_grad_enabled():
-        found: Tensor = _Product.apply(flat, weight, bias)  # type: ignore[no-untyped-call]
+        outputs: Tensor = _OneDnnLinear.apply(flat, weight, bias)  # type: ignore[no-untyped-call]
     else:
-        found = _product(flat, weight, bias)
-    return found.view(*inputs.shape[:-1], weight.shape[0])
+        outputs = _matmul(flat, weight, bias)
+    return outputs.view(*inputs.shape[:-1], weight.shape[0])
 
 
-def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+def _matmul(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """``left`` [n, k] times ``right`` [m, k] transposed: [n, m].
 
-    oneDNN keeps what it has generated for each number of rows, so it is given round ones: filled up with zeros, or the few rows
-    above by torch, whichever copies less.
+    oneDNN keeps the code that it generates for each number of rows, so it gets round numbers of rows only. The remaining rows are
+    either filled up with zeros or computed by torch, whichever copies less.
     """
-    rows, over = len(left), len(left) % _step(len(left))
-    if over == 0:
+    rows, remainder = len(left), len(left) % _row_step(len(left))
+    if remainder == 0:
         return _onednn(left, right, bias)
     if left.shape[1] <= right.shape[0]:
-        filled = left.new_zeros(rows + _step(rows) - over, left.shape[1])
+        filled = left.new_zeros(rows + _row_step(rows) - remainder, left.shape[1])
         filled[:rows] = left
         return _onednn(filled, right, bias)[:rows]
-    some = rows - over
-    return torch.cat([_onednn(left[:some], right, bias), functional.linear(left[some:], right, bias)])
+    round_rows = rows - remainder
+    return torch.cat([_onednn(left[:round_rows], right, bias), functional.linear(left[round_rows:], right, bias)])
 
 
-def _step(rows: int) -> int:
-    """Round are multiples of it: sixteen numbers from each power of 2 to the next."""
+def _row_step(rows: int) -> int:
+    """The step between round numbers of rows: there are sixteen of them from each power of 2 to the next."""
     return 1 << max(0, rows.bit_length() - 5)
 
 
 def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``left`` is copied unless its rows are contiguous."""
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
-    return found
+    """``left`` [n, k] times ``right`` [m, k] transposed by oneDNN: [n, m]. Copies ``left`` unless its rows are contiguous."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+    return product
 
 
-class _Product(torch.autograd.Function):
-    """A linear layer with its three products: the outputs', and on the way back the inputs' and the weight's."""
+class _OneDnnLinear(torch.autograd.Function):
+    """A linear layer with its three matmuls: outputs, and in the backward pass the gradients of inputs and weight."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        return _product(inputs, weight, bias)
+        return _matmul(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         inputs, weight = ctx.saved_tensors
-        of_inputs, of_weight, of_bias = ctx.needs_input_grad
-        # One that was expanded would be multiplied by the slowest of all ways.
+        needs_inputs, needs_weight, needs_bias = ctx.needs_input_grad
+        # oneDNN is very slow with an expanded tensor.
         gradient = gradient.contiguous()
         return (
-            _product(gradient, weight.t()) if of_inputs else None,
-            _weight_gradient(gradient, inputs) if of_weight else None,
-            gradient.sum(0) if of_bias else None,
+            _matmul(gradient, weight.t()) if needs_inputs else None,
+            _weight_gradient(gradient, inputs) if needs_weight else None,
+            gradient.sum(0) if needs_bias else None,
         )
 
 
 def _weight_gradient(gradient: Tensor, inputs: Tensor) -> Tensor:
-    """``gradient`` [n, out] transposed times ``inputs`` [n, in]: [out, in]. The narrower of them is the one that is copied."""
+    """``gradient`` [n, out] transposed times ``inputs`` [n, in]: [out, in]. Copies the narrower of the two."""
     rows = len(gradient)
-    some = rows - rows % _step(rows)
+    round_rows = rows - rows % _row_step(rows)
     if gradient.shape[1] <= inputs.shape[1]:
-        found = _onednn(gradient[:some].t(), inputs[:some].t())
+        product = _onednn(gradient[:round_rows].t(), inputs[:round_rows].t())
     else:
-        found = _onednn(inputs[:some].t(), gradient[:some].t()).t().contiguous()
-    return found if some == rows else found.addmm_(gradient[some:].t(), inputs[some:])
+        product = _onednn(inputs[:round_rows].t(), gradient[:round_rows].t()).t().contiguous()
+    return product if round_rows == rows else product.addmm_(gradient[round_rows:].t(), inputs[round_rows:])
 
 
 class _Linear(nn.Linear):
@@ -127,7 +125,7 @@ class _Linear(nn.Linear):
 
 
 class _Conv1D(Conv1D):
-    """GPT-2's linear layer, whose weight is [in, out]."""
+    """The linear layer of GPT-2, whose weight is [in, out]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight.t(), self.bias)

@@ -20,17 +20,17 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from quartet.models.forward.inspection import attends_to_all, device_of, takes, vocabulary_size
+from quartet.models.forward.inspection import accepts_argument, attends_to_all, device_of, vocabulary_size
 
 MIN_LENGTH_RATIO = 0.6
 """Sequences are computed together while the shortest has at least this share of the longest one's tokens."""
-NAME = "quartet_packed"
+ATTENTION_NAME = "quartet_packed"
 """Of the attention here, among transformers' own."""
-Places = NDArray[np.int64]
+TokenIndices = NDArray[np.int64]
 """Where the tokens of a sequence stand in the row of all, int64 [tokens], rising."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest difference of a hidden state, over the largest hidden state, between packed and padded."""
-_found: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_packing_checks: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,41 +39,41 @@ class Packing:
 
     ``position_ids`` int64 [1, tokens]: from 0 in each sequence. ``blocks``: rows and longest of the sequences that are attended
     to together; spread out, one block's rows x longest follow another's. ``sources`` int64 [all of these]: which token of the row
-    stands there, any where there is none. ``places`` int64 [tokens]: where each token stands among them, in the first of its
+    stands there, any where there is none. ``token_indices`` int64 [tokens]: where each token stands among them, in the first of its
     sequences.
     """
 
     position_ids: torch.Tensor
     blocks: tuple[tuple[int, int], ...]
     sources: torch.Tensor
-    places: torch.Tensor
+    token_indices: torch.Tensor
 
     @classmethod
-    def of(cls, sequences: Sequence[Places], device: torch.device | str) -> Packing:
+    def of(cls, sequences: Sequence[TokenIndices], device: torch.device | str) -> Packing:
         """The packing of sequences, each given by where its tokens stand in the row of all; the fewest blocks where the longest
         come first. Tokens that no sequence before has stand behind those of all before.
         """
         positions = np.zeros((1, 1 + max(int(sequence[-1]) for sequence in sequences)), np.int64)
-        blocks, sources, places = list[tuple[int, int]](), list[Places](), list[Places]()
+        blocks, sources, token_indices = list[tuple[int, int]](), list[TokenIndices](), list[TokenIndices]()
         seen = start = 0
-        for together in _alike(sequences):
+        for together in _group_by_length(sequences):
             longest = max(map(len, together))
             blocks.append((len(together), longest))
             for sequence in together:
                 positions[0, sequence] = np.arange(len(sequence))
-                places.append(start + np.flatnonzero(sequence >= seen))
+                token_indices.append(start + np.flatnonzero(sequence >= seen))
                 start += longest
                 # What follows a sequence's end it never sees, and nobody reads.
                 sources.append(np.pad(sequence, (0, longest - len(sequence))))
                 seen = max(seen, 1 + int(sequence[-1]))
-        flat = (positions, np.concatenate(sources), np.concatenate(places))
+        flat = (positions, np.concatenate(sources), np.concatenate(token_indices))
         position_ids, at, taken = (torch.from_numpy(array).to(device) for array in flat)
         return cls(position_ids, tuple(blocks), at, taken)
 
 
-def _alike(sequences: Sequence[Places]) -> list[list[Places]]:
+def _group_by_length(sequences: Sequence[TokenIndices]) -> list[list[TokenIndices]]:
     """The sequences, those together that are computed together."""
-    found: list[list[Places]] = []
+    found: list[list[TokenIndices]] = []
     shortest = longest = 0
     for sequence in sequences:
         shortest, longest = min(shortest, len(sequence)), max(longest, len(sequence))
@@ -94,14 +94,14 @@ def packed_attention(model: Any, packing: Packing | None) -> Iterator[dict[str, 
         yield {}
         return
     before = model.config._attn_implementation
-    model.config._attn_implementation = NAME
+    model.config._attn_implementation = ATTENTION_NAME
     try:
         yield {"position_ids": packing.position_ids, "packing": packing}
     finally:
         model.config._attn_implementation = before
 
 
-def logits_at(
+def logits_at_positions(
     model: nn.Module, input_ids: torch.Tensor, keep: torch.Tensor, packing: Packing | None = None, **arguments: Any
 ) -> torch.Tensor:
     """The logits at the positions ``keep``: [n, vocabulary].
@@ -112,7 +112,7 @@ def logits_at(
     """
     # As many positions as tokens: nothing would be spared, and the answer's shape would not tell which they are.
     some = packing is None or len(keep) != input_ids.shape[1]
-    if some and takes(model, "logits_to_keep"):
+    if some and accepts_argument(model, "logits_to_keep"):
         arguments["logits_to_keep"] = keep
     with packed_attention(model, packing) as more:
         logits: torch.Tensor = model(input_ids=input_ids, **arguments, **more).logits
@@ -120,11 +120,11 @@ def logits_at(
         # Not [0], whose gradient is a copy among zeros.
         return logits.squeeze(0)
     # A model that does not know the form of ``keep``, or has no such argument, answers for every position.
-    return logits if logits.ndim == 2 else read(logits, keep)
+    return logits if logits.ndim == 2 else select_positions(logits, keep)
 
 
-def read(states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """``states`` [rows, longest, size], or [1, tokens, size], at the positions ``keep``, as of ``logits_at``: [n, size]."""
+def select_positions(states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """``states`` [rows, longest, size], or [1, tokens, size], at the positions ``keep``, as of ``logits_at_positions``: [n, size]."""
     return states[keep] if keep.dtype == torch.bool else states.squeeze(0).index_select(0, keep)
 
 
@@ -135,20 +135,22 @@ def hidden_states(backbone: Any, input_ids: torch.Tensor, packing: Packing | Non
     return hidden
 
 
-def packs(model: Any) -> bool:
+def supports_packing(model: Any) -> bool:
     """Whether a model, or a value model, computes the same for packed sequences as for padded ones: tried once, on some."""
     base = model.base_model
-    if base not in _found:
-        _found[base] = _can_be_tried(base) and _computes_the_same(base)
-    return _found[base]
+    if base not in _packing_checks:
+        _packing_checks[base] = _is_candidate(base) and _matches_padded(base)
+    return _packing_checks[base]
 
 
-def _can_be_tried(base: Any) -> bool:
-    return attends_to_all(base) and base.config._attn_implementation == "sdpa" and takes(base, "position_ids")
+def _is_candidate(base: Any) -> bool:
+    return (
+        attends_to_all(base) and base.config._attn_implementation == "sdpa" and accepts_argument(base, "position_ids")
+    )
 
 
 @torch.no_grad()
-def _computes_the_same(base: Any) -> bool:
+def _matches_padded(base: Any) -> bool:
     device = device_of(base)
     ids = torch.arange(9, device=device) % vocabulary_size(base)
     # The first two in one block, with two tokens in common, the last in another.
@@ -176,15 +178,15 @@ def _attention(
     """Of transformers: query, key and value [1, heads, tokens, head size] -> [1, tokens, heads, head size]."""
     packing: Packing = arguments.pop("packing")
     # All blocks at once: each for itself would have a gradient of its own for the whole row on the way back.
-    spread = [_spread(states.squeeze(0), packing) for states in (query, key, value)]
+    spread = [_unpack(states.squeeze(0), packing) for states in (query, key, value)]
     outputs = []
     for q, k, v in zip(*spread, strict=True):
         output, _ = sdpa_attention_forward(module, q, k, v, None, **arguments)
         outputs.append(output.flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packing.places)[None], None
+    return torch.cat(outputs).index_select(0, packing.token_indices)[None], None
 
 
-def _spread(states: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
+def _unpack(states: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
     """[heads, tokens, head size] -> for each block [rows, heads, longest, head size]."""
     found = states.transpose(0, 1).index_select(0, packing.sources)
     parts = torch.split(found, [rows * longest for rows, longest in packing.blocks])
@@ -194,4 +196,4 @@ def _spread(states: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
     ]
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(ATTENTION_NAME, _attention)

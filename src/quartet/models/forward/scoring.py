@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from quartet.errors import ComputationFailed
-from quartet.models.forward.batching import MicroBatch, laid_out, micro_batches, right_pad
+from quartet.models.forward.batching import MicroBatch, iter_micro_batches, micro_batches, right_pad
 from quartet.models.forward.inspection import check_batch, device_of
 from quartet.models.forward.log_probs import forward_log_probs
 from quartet.models.forward.packing import hidden_states
@@ -32,9 +32,9 @@ def response_log_probs(model: Any, batch: TokenBatch, temperature: float, max_to
     check_batch(model, batch)
     found = np.empty(int(batch.response_lengths.sum()), np.float32)
     with torch.inference_mode():
-        for micro_batch in laid_out(model, batch, max_tokens):
+        for micro_batch in iter_micro_batches(model, batch, max_tokens):
             log_probs, _ = forward_log_probs(model, micro_batch, temperature)
-            found[micro_batch.places.cpu().numpy()] = log_probs.float().cpu().numpy()
+            found[micro_batch.token_indices.cpu().numpy()] = log_probs.float().cpu().numpy()
     return _finite(found, "log-probs", model)
 
 
@@ -47,8 +47,8 @@ def response_values(value_model: ValueModel, batch: TokenBatch, max_tokens: int)
     check_batch(value_model, batch)
     found = np.empty(int(batch.response_lengths.sum()), np.float32)
     with torch.inference_mode():
-        for micro_batch in laid_out(value_model, batch, max_tokens):
-            found[micro_batch.places.cpu().numpy()] = forward_values(value_model, micro_batch).cpu().numpy()
+        for micro_batch in iter_micro_batches(value_model, batch, max_tokens):
+            found[micro_batch.token_indices.cpu().numpy()] = forward_values(value_model, micro_batch).cpu().numpy()
     return _finite(found, "values", value_model)
 
 
@@ -70,7 +70,7 @@ def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Fl
 
 def _decoder_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Sequences of the batch, and their scores [rows, 1]."""
-    for part in laid_out(reward_model, batch, max_tokens, whole=True):
+    for part in iter_micro_batches(reward_model, batch, max_tokens, include_last_token=True):
         hidden = hidden_states(reward_model.base_model, part.input_ids, part.packing)
         yield part.rows, reward_model.score(hidden.flatten(0, 1)[part.last])
 

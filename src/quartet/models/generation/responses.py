@@ -18,7 +18,7 @@ MIN_LOG_PROB = -1e4
 """Less than any token has that was drawn."""
 
 
-def checked_requests(
+def validate_requests(
     model: Any, requests: Sequence[GenerationRequest], sampling: SamplingParameters
 ) -> list[GenerationRequest]:
     """The requests by id. Raises InvalidRequest for what the model cannot generate."""

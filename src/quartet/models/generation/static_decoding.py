@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from quartet.models.forward.inspection import attends_to_all, device_of, takes, vocabulary_size
+from quartet.models.forward.inspection import accepts_argument, attends_to_all, device_of, vocabulary_size
 from quartet.models.forward.packing import TOLERANCE
 from quartet.models.generation.kv_cache import BufferLayer, prefill_cache
 
@@ -209,7 +209,7 @@ def unsupported_reason(model: Any, capture: bool) -> str | None:
 
     Too little memory is no reason but an error: a run's bits must not depend on what happens to be free.
     """
-    if not (attends_to_all(model) and takes(model, "position_ids") and _attention(model) == "sdpa"):
+    if not (attends_to_all(model) and accepts_argument(model, "position_ids") and _attention(model) == "sdpa"):
         return "attention with a window, positions from the padding mask, or an attention other than sdpa"
     try:
         difference = _difference(model, capture)

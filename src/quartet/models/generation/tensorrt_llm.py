@@ -18,7 +18,7 @@ from typing import Any
 from quartet.errors import Cancelled, ConfigError, ServiceFailed
 from quartet.models.forward.inspection import max_positions
 from quartet.models.generation.engine import Policy
-from quartet.models.generation.responses import Answer, checked_requests, trajectories
+from quartet.models.generation.responses import Answer, trajectories, validate_requests
 from quartet.models.loading import snapshot_model
 from quartet.random_streams import engine_seed
 from quartet.types import GenerationRequest, SamplingParameters, Trajectory
@@ -71,7 +71,7 @@ class TensorRTLLMEngine:
 
         Raises InvalidRequest at the call; while iterating Cancelled, ServiceFailed, ComputationFailed.
         """
-        ordered = checked_requests(self._policy.model, requests, sampling)
+        ordered = validate_requests(self._policy.model, requests, sampling)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
 
     def release(self) -> None:

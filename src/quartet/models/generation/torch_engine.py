@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
 from quartet.models.forward.batching import micro_batches, right_pad
-from quartet.models.forward.inspection import attends_to_all, device_of, takes, vocabulary_size
-from quartet.models.forward.packing import logits_at
+from quartet.models.forward.inspection import accepts_argument, attends_to_all, device_of, vocabulary_size
+from quartet.models.forward.packing import logits_at_positions
 from quartet.models.generation.kv_cache import DecodeCache, check_cacheable, prefill_cache
-from quartet.models.generation.responses import checked_requests
+from quartet.models.generation.responses import validate_requests
 from quartet.models.generation.sampling import draw
 from quartet.models.generation.static_decoding import StaticDecoder, unsupported_reason
 from quartet.random_streams import uniforms
@@ -49,7 +49,7 @@ class TorchEngine:
     ) -> None:
         if max_concurrent_sequences < 1:
             raise InvalidRequest(f"max_concurrent_sequences {max_concurrent_sequences}: expected at least 1")
-        if not takes(model, "past_key_values"):
+        if not accepts_argument(model, "past_key_values"):
             raise ModelError(f"{type(model).__name__}: expected a causal language model with a key-value cache")
         check_cacheable(model)
         self._model = model
@@ -75,7 +75,7 @@ class TorchEngine:
         top_k or top_p truncated it, so that they are the ones the trainer computes. Raises InvalidRequest at the call; while
         iterating, Cancelled (``cancelled`` is asked before every token) and ComputationFailed (logits that are not finite).
         """
-        ordered = checked_requests(self._model, requests, sampling)
+        ordered = validate_requests(self._model, requests, sampling)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
 
     def _generate(
@@ -241,7 +241,7 @@ class _Slots:
             keep = torch.zeros_like(input_ids, dtype=torch.bool)
             keep[torch.arange(len(group)), torch.tensor([lengths[index] - 1 for index in group])] = True
             cache = prefill_cache()
-            last = logits_at(self._model, input_ids, keep, past_key_values=cache, use_cache=True)
+            last = logits_at_positions(self._model, input_ids, keep, past_key_values=cache, use_cache=True)
             place = {index: row for row, index in enumerate(group)}
             rows = [row for row, index in enumerate(owner) if index in place]
             sources = [place[owner[row]] for row in rows]
@@ -311,7 +311,7 @@ class _WindowDecoder:
         if self._cache.full:
             self._padding.move(self._cache.move_left())
         arguments = self._padding.arguments(rows, self._cache.start, self._cache.end + 1)
-        if takes(self._model, "position_ids"):
+        if accepts_argument(self._model, "position_ids"):
             arguments["position_ids"] = self._positions[:rows]
         logits: torch.Tensor = self._model(
             input_ids=token_ids[:, None], past_key_values=self._cache.layers, use_cache=True, **arguments
@@ -383,4 +383,4 @@ def _takes_additive_mask(model: Any) -> bool:
     not for models that count positions from the padding mask (ALiBi).
     """
     plain = getattr(model.config.get_text_config(), "_attn_implementation", None) in ("sdpa", "eager")
-    return plain and attends_to_all(model) and takes(model, "position_ids")
+    return plain and attends_to_all(model) and accepts_argument(model, "position_ids")

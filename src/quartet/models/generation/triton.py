@@ -27,7 +27,7 @@ from quartet.errors import (
 )
 from quartet.models.generation.engine import Policy
 from quartet.models.generation.lora_tensors import LoraTensors, lora_tensors
-from quartet.models.generation.responses import Answer, checked_requests, trajectories
+from quartet.models.generation.responses import Answer, trajectories, validate_requests
 from quartet.models.generation.triton_tensors import Dialect, Partial, Served, Tensors, dialect_of
 from quartet.types import GenerationRequest, SamplingParameters, Trajectory
 
@@ -90,7 +90,7 @@ class TritonEngine:
         ``log_probs`` are the server's where it gives them. Raises InvalidRequest at the call; while iterating Cancelled,
         ServiceUnavailable, ServiceFailed, MismatchError, AccessRefused, ComputationFailed.
         """
-        ordered = checked_requests(self._policy.model, requests, sampling)
+        ordered = validate_requests(self._policy.model, requests, sampling)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
 
     def release(self) -> None:

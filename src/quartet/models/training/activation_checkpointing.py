@@ -9,13 +9,13 @@ from typing import Any
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
-def recomputed_layers(model: Any) -> int:
+def count_checkpointed_layers(model: Any) -> int:
     """Layers of a model, or of a value model, that can be computed again: 0 where its architecture has none."""
     return len(_layers(model)) if model.base_model.supports_gradient_checkpointing else 0
 
 
 @contextmanager
-def recomputing(model: Any, on: bool = True) -> Iterator[None]:
+def activation_checkpointing(model: Any, on: bool = True) -> Iterator[None]:
     """While it lasts and is ``on``, a backward pass computes the layers of its forward pass again. The bits stay the same.
 
     Both passes belong inside.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from quartet.errors import ComputationFailed, InvalidRequest
-from quartet.models.forward.batching import MicroBatch, laid_out
+from quartet.models.forward.batching import MicroBatch, iter_micro_batches
 from quartet.models.forward.inspection import check_batch, device_of
 from quartet.models.training.optimizer import apply_gradients
 from quartet.random_streams import permutation
@@ -50,7 +50,7 @@ class MiniBatchIterator:
         return torch.from_numpy(np.array(values, np.float32)).to(self._device)
 
     def _mini_batch(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> MiniBatch:
-        return list(laid_out(self._model, self._batch, self._max_tokens, rows))
+        return list(iter_micro_batches(self._model, self._batch, self._max_tokens, rows))
 
 
 class MetricSums:

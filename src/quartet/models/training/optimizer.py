@@ -21,11 +21,11 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 """Its name in a checkpoint."""
 _STEPPING = {"policy": "actor.stepping", "value": "critic.stepping"}
 _STEPPED = {"policy": "actor.stepped", "value": "critic.stepped"}
-_MASTER = "master"
+_MASTER_WEIGHT = "master"
 """What a master weight is called in the file, beside the names that AdamW has for its moments."""
 
 
-class MasterAdamW(torch.optim.AdamW):
+class MasterWeightAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov & Hutter 2019) that steps in float32 (master weights: Micikevicius et al. 2018).
 
     A parameter of less than float32 has a master, a float32 copy that the steps are taken in; after each the parameter is the
@@ -34,19 +34,19 @@ class MasterAdamW(torch.optim.AdamW):
 
     def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
         """``groups`` of the model's parameters; the rest is as of torch's AdamW."""
-        self.rounded: dict[torch.Tensor, nn.Parameter] = {}
+        self.parameter_of_master: dict[torch.Tensor, nn.Parameter] = {}
         """The model's parameter, by its master."""
         super().__init__(
             [{**group, "params": [self._learning(p) for p in group["params"]]} for group in groups], **settings
         )
 
-    def learning(self) -> list[torch.Tensor]:
+    def stepped_parameters(self) -> list[torch.Tensor]:
         """What the steps are taken in: masters, and parameters without one."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def take_gradients(self) -> None:
+    def move_gradients(self) -> None:
         """Gives each master the gradient of its parameter, which has none afterwards."""
-        for master, parameter in self.rounded.items():
+        for master, parameter in self.parameter_of_master.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
 
@@ -54,21 +54,21 @@ class MasterAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         """One step from the gradients that were taken; the model's parameters follow."""
         loss = super().step(closure)
-        for master, parameter in self.rounded.items():
+        for master, parameter in self.parameter_of_master.items():
             parameter.copy_(master)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, also those that were not taken yet."""
         super().zero_grad(set_to_none)
-        for parameter in self.rounded.values():
+        for parameter in self.parameter_of_master.values():
             parameter.grad = None
 
     def _learning(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.dtype.itemsize >= torch.float32.itemsize:
             return parameter
         master = nn.Parameter(parameter.detach().float())
-        self.rounded[master] = parameter
+        self.parameter_of_master[master] = parameter
         return master
 
 
@@ -78,7 +78,7 @@ def create_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-) -> MasterAdamW:
+) -> MasterWeightAdamW:
     """AdamW over the parameters that take gradients; none of the decay on biases and norms (one dimension).
 
     The fused kernel: one pass over each parameter, the same bits every time for the same number of threads.
@@ -88,7 +88,7 @@ def create_optimizer(
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return MasterAdamW(
+    return MasterWeightAdamW(
         [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
     )
 
@@ -107,8 +107,8 @@ def apply_gradients(
     ``losses`` are the losses [] that the gradients came from. Raises ComputationFailed, before any weight is touched, when one of
     them or the norm is not finite.
     """
-    if isinstance(optimizer, MasterAdamW):
-        optimizer.take_gradients()
+    if isinstance(optimizer, MasterWeightAdamW):
+        optimizer.move_gradients()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm if max_grad_norm > 0 else math.inf)
     # One transfer for everything: each would otherwise wait for the device.
@@ -126,21 +126,21 @@ def apply_gradients(
     return float(norm_value)
 
 
-def snapshot_optimizer(optimizer: MasterAdamW) -> Writer:
+def snapshot_optimizer(optimizer: MasterWeightAdamW) -> Writer:
     """Copies masters, moments, step counts and hyperparameters; what it gives writes them to one safetensors file."""
     state = optimizer.state_dict()
     tensors = {
         f"{index}.{name}": host_copy(value) for index, entry in state["state"].items() for name, value in entry.items()
     }
-    for index, weight in enumerate(optimizer.learning()):
-        if weight in optimizer.rounded:
-            tensors[f"{index}.{_MASTER}"] = host_copy(weight)
+    for index, weight in enumerate(optimizer.stepped_parameters()):
+        if weight in optimizer.parameter_of_master:
+            tensors[f"{index}.{_MASTER_WEIGHT}"] = host_copy(weight)
     # One metadata entry: safetensors writes several in no fixed order.
     metadata = {"param_groups": json.dumps(state["param_groups"], sort_keys=True)}
     return lambda directory: safetensors.torch.save_file(tensors, directory / OPTIMIZER_FILE, metadata=metadata)
 
 
-def load_optimizer(optimizer: MasterAdamW, path: str | Path) -> None:
+def load_optimizer(optimizer: MasterWeightAdamW, path: str | Path) -> None:
     """Puts back the masters, moments and step counts that ``snapshot_optimizer`` copied; the hyperparameters stay the
     optimizer's own.
 
@@ -160,23 +160,22 @@ def load_optimizer(optimizer: MasterAdamW, path: str | Path) -> None:
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         index, _, key = name.partition(".")
-        if key == _MASTER:
+        if key == _MASTER_WEIGHT:
             masters[int(index)] = tensor
         else:
             state.setdefault(int(index), {})[key] = tensor
     _check_shapes(optimizer, groups, state, path)
-    if masters:
-        _load_master_weights(optimizer, masters, path)
+    _load_master_weights(optimizer, masters, path)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _check_shapes(
-    optimizer: MasterAdamW, groups: list[dict[str, Any]], state: dict[int, dict[str, Any]], path: Path
+    optimizer: MasterWeightAdamW, groups: list[dict[str, Any]], state: dict[int, dict[str, Any]], path: Path
 ) -> None:
     sizes = [[len(group["params"]) for group in optimizer.param_groups], [len(group["params"]) for group in groups]]
     if sizes[0] != sizes[1]:
         raise ModelError(f"optimizer state {path}: is for {sizes[1]} parameters in groups, the model has {sizes[0]}")
-    parameters = optimizer.learning()
+    parameters = optimizer.stepped_parameters()
     for index, entry in state.items():
         shape, expected = tuple(entry["exp_avg"].shape), tuple(parameters[index].shape)
         if shape != expected:
@@ -184,18 +183,22 @@ def _check_shapes(
 
 
 @torch.no_grad()
-def _load_master_weights(optimizer: MasterAdamW, masters: dict[int, torch.Tensor], path: Path) -> None:
-    expected = {index: weight for index, weight in enumerate(optimizer.learning()) if weight in optimizer.rounded}
+def _load_master_weights(optimizer: MasterWeightAdamW, masters: dict[int, torch.Tensor], path: Path) -> None:
+    expected = {
+        index: weight
+        for index, weight in enumerate(optimizer.stepped_parameters())
+        if weight in optimizer.parameter_of_master
+    }
     if masters.keys() != expected.keys():
         raise ModelError(
-            f"optimizer state {path}: has float32 masters of {len(masters)} parameters, the model {len(expected)} in half "
+            f"optimizer state {path}: has float32 master weights of {len(masters)} parameters, the model {len(expected)} in half "
             "precision; expected the state of this model, in the dtype that it was trained in"
         )
     for index, master in expected.items():
-        parameter, found = optimizer.rounded[master], masters[index].to(master.device)
+        parameter, found = optimizer.parameter_of_master[master], masters[index].to(master.device)
         if found.dtype != master.dtype or not torch.equal(found.to(parameter.dtype), parameter):
             raise ModelError(
-                f"optimizer state {path}: the master of parameter {index}, {found.dtype} {tuple(found.shape)}, does not round to "
+                f"optimizer state {path}: the master weight of parameter {index}, {found.dtype} {tuple(found.shape)}, does not round to "
                 f"the model's, {parameter.dtype} {tuple(parameter.shape)}; expected weights and state of one checkpoint"
             )
     for index, master in expected.items():

@@ -14,26 +14,26 @@ import numpy as np
 import torch
 
 from quartet.errors import ModelError
-from quartet.models.forward.batching import MicroBatch, lay_out
+from quartet.models.forward.batching import MicroBatch, build_micro_batch
 from quartet.models.forward.inspection import device_of, vocabulary_size
-from quartet.models.forward.log_probs import EntropyUse, forward_log_probs, tokens_at_a_time
-from quartet.models.forward.packing import packs
+from quartet.models.forward.log_probs import EntropyUse, forward_log_probs, logit_chunk_tokens
+from quartet.models.forward.packing import supports_packing
 from quartet.models.forward.scoring import forward_values
-from quartet.models.training.activation_checkpointing import recomputed_layers, recomputing
+from quartet.models.training.activation_checkpointing import activation_checkpointing, count_checkpointed_layers
 from quartet.types import TokenBatch
 
-SHARE = 0.8
+MEMORY_FRACTION = 0.8
 """Of the free memory, for what is counted here: the rest is for the backward pass's own gradients, and for fragments."""
-COPIES = 5
+LOGIT_COPIES = 5
 """Of the logits that are made at a time, in float32, beside those that are kept: scaled, as probabilities, as gradients."""
-LONG, SHORT, SHORTS = 40, 24, 3
+LONG_TRIAL_TOKENS, SHORT_TRIAL_TOKENS, SHORT_TRIAL_SEQUENCES = 40, 24, 3
 """Tokens of a trial's sequences, one long and some short: packed, attention spreads them out nearly as far as it may."""
 
 Forward = Callable[[MicroBatch], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedActivations:
     """Bytes kept for the backward pass: constant, of each token, and of each pair of a token and one of the longest sequence."""
 
     constant: float
@@ -49,7 +49,7 @@ class Kept:
         return self.token + self.pair * longest
 
 
-def kept_bytes(model: Any, forward: Callable[[], Any]) -> int:
+def saved_bytes(model: Any, forward: Callable[[], Any]) -> int:
     """Bytes that ``forward`` keeps for its backward pass: each storage once, and none of the model's own."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     found: dict[int, int] = {}
@@ -66,20 +66,24 @@ def kept_bytes(model: Any, forward: Callable[[], Any]) -> int:
     return sum(found.values())
 
 
-def kept(model: Any, forward: Forward, longest: int) -> Kept:
+def activations_saved_by(model: Any, forward: Forward, longest: int) -> SavedActivations:
     """What ``forward`` keeps of a micro-batch, from three of sequences of at most ``longest`` tokens."""
-    long = max(1, min(LONG, longest // 2))
-    lengths = [long, *[max(1, long * SHORT // LONG)] * SHORTS] if packs(model) else [long, long]
+    long = max(1, min(LONG_TRIAL_TOKENS, longest // 2))
+    lengths = (
+        [long, *[max(1, long * SHORT_TRIAL_TOKENS // LONG_TRIAL_TOKENS)] * SHORT_TRIAL_SEQUENCES]
+        if supports_packing(model)
+        else [long, long]
+    )
 
     def trial(times: int, factor: int) -> tuple[int, int]:
         micro_batch = _trial_batch(model, lengths * times, factor)
-        return kept_bytes(model, lambda: forward(micro_batch)), micro_batch.input_ids.numel()
+        return saved_bytes(model, lambda: forward(micro_batch)), micro_batch.input_ids.numel()
 
     (once, tokens), (twice, _), (longer, _) = trial(1, 1), trial(2, 1), trial(1, 2)
     # Both have twice the tokens; the second has sequences twice as long, too.
     pair = max(0.0, (longer - twice) / (2 * tokens * long))
     token = max(0.0, (twice - once) / tokens - pair * long)
-    return Kept(max(0.0, once - tokens * (token + pair * long)), token, pair)
+    return SavedActivations(max(0.0, once - tokens * (token + pair * long)), token, pair)
 
 
 def _trial_batch(model: Any, lengths: list[int], factor: int) -> MicroBatch:
@@ -88,7 +92,7 @@ def _trial_batch(model: Any, lengths: list[int], factor: int) -> MicroBatch:
     ones = np.ones_like(sizes)
     token_ids = (np.arange(sizes.sum() + len(sizes)) % vocabulary_size(model)).astype(np.int32)
     batch = TokenBatch(token_ids, ones, sizes)
-    return lay_out(batch, range(len(sizes)), device_of(model), packs(model))
+    return build_micro_batch(batch, range(len(sizes)), device_of(model), supports_packing(model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +102,14 @@ class Activations:
     ``logits``: bytes of a token's logits in float32, 0 for a model without.
     """
 
-    whole: Kept
-    parts: Kept
+    whole: SavedActivations
+    parts: SavedActivations
     rows: int
     logits: int
 
     def bytes(self, tokens: int, longest: int) -> float:
         """Most that a micro-batch with so many tokens needs."""
-        passing = COPIES * self.logits * min(tokens, self.rows)
+        passing = LOGIT_COPIES * self.logits * min(tokens, self.rows)
         if tokens <= self.rows:
             return self.whole.bytes(tokens, longest) + passing
         # Those of one part are kept while the part is on its way back.
@@ -117,29 +121,29 @@ class Activations:
 class UpdateMemory:
     """What an update needs: bytes of ``state`` (gradients, optimizer), and of the activations.
 
-    ``recomputed`` is of gradient checkpointing, None for a model that has none. ``longest``: tokens of the longest sequence,
+    ``with_checkpointing`` is of gradient checkpointing, None for a model that has none. ``longest``: tokens of the longest sequence,
     which may be alone in a micro-batch.
     """
 
     state: int
-    kept: Activations
-    recomputed: Activations | None
+    plain: Activations
+    with_checkpointing: Activations | None
     longest: int
 
     def bytes(self, tokens: int, recomputes: bool) -> float:
         """For micro-batches of at most so many tokens."""
-        found = self.recomputed if recomputes and self.recomputed is not None else self.kept
+        found = self.with_checkpointing if recomputes and self.with_checkpointing is not None else self.plain
         return self.state + found.bytes(max(tokens, self.longest), self.longest)
 
     def token_bytes(self, recomputes: bool) -> int:
         """Of activations for each token, in the longest sequence."""
-        found = self.recomputed if recomputes and self.recomputed is not None else self.kept
+        found = self.with_checkpointing if recomputes and self.with_checkpointing is not None else self.plain
         return round(found.bytes(self.longest, self.longest) / self.longest)
 
     def most_tokens(self, at_most: int, free: float, recomputes: bool) -> int:
         """Most tokens that ``free`` bytes hold: ``at_most``, or a half, a quarter, ...; 0 where none do."""
         tokens = at_most
-        while tokens and self.bytes(tokens, recomputes) > SHARE * free:
+        while tokens and self.bytes(tokens, recomputes) > MEMORY_FRACTION * free:
             # A longer sequence would be alone in any of them.
             tokens = tokens // 2 if tokens > self.longest else 0
         return tokens
@@ -148,16 +152,18 @@ class UpdateMemory:
 def policy_forward(model: Any, entropy_use: EntropyUse, whole: bool) -> Forward:
     """The policy update's forward pass, with the logits of all tokens or of a few at a time."""
     return lambda micro_batch: forward_log_probs(
-        model, micro_batch, 1.0, entropy_use, len(micro_batch) if whole else SHORTS
+        model, micro_batch, 1.0, entropy_use, len(micro_batch) if whole else SHORT_TRIAL_SEQUENCES
     )
 
 
 def measure_policy(model: Any, longest: int, entropy_use: EntropyUse) -> UpdateMemory:
     """What updates of the policy need, with sequences of at most ``longest`` tokens."""
-    logits, rows = 4 * vocabulary_size(model), tokens_at_a_time(model)
+    logits, rows = 4 * vocabulary_size(model), logit_chunk_tokens(model)
 
     def activations() -> Activations:
-        whole, parts = (kept(model, policy_forward(model, entropy_use, of_all), longest) for of_all in (True, False))
+        whole, parts = (
+            activations_saved_by(model, policy_forward(model, entropy_use, of_all), longest) for of_all in (True, False)
+        )
         return Activations(whole, parts, rows, logits)
 
     return _measure(model, longest, activations)
@@ -167,17 +173,17 @@ def measure_value(value_model: Any, longest: int) -> UpdateMemory:
     """What updates of the value model need, with sequences of at most ``longest`` tokens."""
 
     def activations() -> Activations:
-        found = kept(value_model, lambda micro_batch: forward_values(value_model, micro_batch), longest)
+        found = activations_saved_by(value_model, lambda micro_batch: forward_values(value_model, micro_batch), longest)
         return Activations(found, found, 0, 0)
 
     return _measure(value_model, longest, activations)
 
 
 def _measure(model: Any, longest: int, activations: Callable[[], Activations]) -> UpdateMemory:
-    layers, recomputed = recomputed_layers(model), None
+    layers, with_checkpointing = count_checkpointed_layers(model), None
     try:
         plain = activations()
-        with recomputing(model, layers > 0):
+        with activation_checkpointing(model, layers > 0):
             again = activations()
     except torch.OutOfMemoryError as error:
         raise ModelError(
@@ -185,25 +191,25 @@ def _measure(model: Any, longest: int, activations: Callable[[], Activations]) -
             "more memory, or give it a device of its own"
         ) from None
     if layers:
-        recomputed = Activations(
+        with_checkpointing = Activations(
             _with_one_layer(again.whole, plain.whole, layers),
             _with_one_layer(again.parts, plain.parts, layers),
             plain.rows,
             plain.logits,
         )
-    return UpdateMemory(_state_bytes(model), plain, recomputed, longest)
+    return UpdateMemory(_state_bytes(model), plain, with_checkpointing, longest)
 
 
-def _with_one_layer(recomputed: Kept, plain: Kept, layers: int) -> Kept:
+def _with_one_layer(with_checkpointing: SavedActivations, plain: SavedActivations, layers: int) -> SavedActivations:
     """On the way back there is one layer at a time as if nothing was computed again."""
 
     def both(few: float, all_layers: float) -> float:
         return few + max(0.0, all_layers - few) / layers
 
-    return Kept(
-        both(recomputed.constant, plain.constant),
-        both(recomputed.token, plain.token),
-        both(recomputed.pair, plain.pair),
+    return SavedActivations(
+        both(with_checkpointing.constant, plain.constant),
+        both(with_checkpointing.token, plain.token),
+        both(with_checkpointing.pair, plain.pair),
     )
 
 

@@ -65,19 +65,19 @@ def update_policy(
     mini-batch's step (the steps before it stay: go back to the checkpoint). Under ``settings.skip_non_finite`` that step is left
     out instead.
     """
-    walk = MiniBatchIterator(model, experience, settings, max_tokens)
-    policy = _PolicyExperience(model, walk, experience, loss, loss_function)
-    totals = UpdateStats()
+    batches = MiniBatchIterator(model, experience, settings, max_tokens)
+    policy = _PolicyExperience(model, batches, experience, loss, loss_function)
+    stats = UpdateStats()
     if settings.num_epochs == 0:
-        policy.recompute(walk.mini_batches(0), settings.skip_non_finite)
+        policy.recompute(batches.mini_batches(0), settings.skip_non_finite)
     else:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.zero_grad(set_to_none=True)
-        _take_policy_steps(walk, policy, optimizer, settings, loss, totals)
+        _take_policy_steps(batches, policy, optimizer, settings, loss, stats)
     return {
-        **totals.means(per_step={"policy_loss": "policy_loss"}, per_token=_POLICY_TOKEN_MEANS),
+        **stats.means(per_step={"policy_loss": "policy_loss"}, per_token=_POLICY_TOKEN_MEANS),
         **policy.observations(),
-        **totals.metrics(settings),
+        **stats.metrics(settings),
     }
 
 
@@ -96,42 +96,42 @@ def update_value(
     ``grad_norm`` (before clipping), means over optimizer steps; ``value_clip_fraction``, mean over tokens of all epochs;
     ``learning_rate``; and always ``optimizer_steps`` and ``skipped_steps``. Raises, or skips, as ``update_policy``.
     """
-    walk = MiniBatchIterator(value_model, experience, settings, max_tokens)
-    old_values, returns = walk.tensor(experience.values), walk.tensor(experience.returns)
-    totals = UpdateStats()
+    batches = MiniBatchIterator(value_model, experience, settings, max_tokens)
+    old_values, returns = batches.tensor(experience.values), batches.tensor(experience.returns)
+    stats = UpdateStats()
     if settings.num_epochs:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.zero_grad(set_to_none=True)
 
     for epoch in range(settings.num_epochs):
-        for mini_batch in walk.mini_batches(epoch):
+        for mini_batch in batches.mini_batches(epoch):
             count = sum(map(len, mini_batch))
             losses, seen = [], MetricSums()
             for micro_batch in mini_batch:
                 values = forward_values(value_model, micro_batch)
-                places = micro_batch.places
-                result = value_loss(values, old_values[places], returns[places], loss.value_clip, count)
+                token_indices = micro_batch.token_indices
+                result = value_loss(values, old_values[token_indices], returns[token_indices], loss.value_clip, count)
                 result.loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(result.loss)
                 seen.add(value_loss=result.loss, clipped=result.clipped_tokens)
-            totals.take_step(optimizer, losses, settings, "value", count, seen)
+            stats.take_step(optimizer, losses, settings, "value", count, seen)
 
     return {
-        **totals.means(per_step={"value_loss": "value_loss"}, per_token={"value_clip_fraction": "clipped"}),
-        **totals.metrics(settings),
+        **stats.means(per_step={"value_loss": "value_loss"}, per_token={"value_clip_fraction": "clipped"}),
+        **stats.metrics(settings),
     }
 
 
 def _take_policy_steps(
-    walk: MiniBatchIterator,
+    batches: MiniBatchIterator,
     policy: _PolicyExperience,
     optimizer: torch.optim.Optimizer,
     settings: OptimizationSettings,
     loss: PolicyLossSettings,
-    totals: UpdateStats,
+    stats: UpdateStats,
 ) -> None:
     for epoch in range(settings.num_epochs):
-        mini_batches = walk.mini_batches(epoch)
+        mini_batches = batches.mini_batches(epoch)
         counts = [policy.masked_tokens(mini_batch) for mini_batch in mini_batches]
         # The first mini-batch to be stepped on is still at the old weights when it is computed: its own forward pass serves.
         first = next((index for index, count in enumerate(counts) if count), None) if epoch == 0 else None
@@ -142,10 +142,10 @@ def _take_policy_steps(
             if count == 0:
                 continue
             losses, seen = policy.backward(mini_batch, index == first)
-            if loss.target_kl and totals.steps and seen["approx_kl"] / count > loss.target_kl:
+            if loss.target_kl and stats.steps and seen["approx_kl"] / count > loss.target_kl:
                 optimizer.zero_grad(set_to_none=True)
                 return
-            totals.take_step(optimizer, losses, settings, "policy", count, seen)
+            stats.take_step(optimizer, losses, settings, "policy", count, seen)
 
 
 class _PolicyExperience:
@@ -154,15 +154,18 @@ class _PolicyExperience:
     def __init__(
         self,
         model: Any,
-        walk: MiniBatchIterator,
+        batches: MiniBatchIterator,
         experience: Experience,
         loss: PolicyLossSettings,
         loss_function: PolicyLossFunction,
     ) -> None:
         self._model, self._loss, self._actor_mask = model, loss, experience.actor_mask
         self._loss_function = loss_function
-        self._mask, self._advantages = walk.tensor(experience.actor_mask), walk.tensor(experience.advantages)
-        self._reference, self._rollout = walk.tensor(experience.reference_log_probs), walk.tensor(experience.log_probs)
+        self._mask, self._advantages = batches.tensor(experience.actor_mask), batches.tensor(experience.advantages)
+        self._reference, self._rollout = (
+            batches.tensor(experience.reference_log_probs),
+            batches.tensor(experience.log_probs),
+        )
         self._weights = torch.zeros_like(self._mask)
         self._rollout_log_probs = experience.log_probs
         self._entropy = MetricSums()
@@ -170,7 +173,7 @@ class _PolicyExperience:
 
     def masked_tokens(self, mini_batch: MiniBatch) -> int:
         """How many of its tokens count in the policy loss."""
-        return int(sum(np.count_nonzero(self._actor_mask[part.places.cpu().numpy()]) for part in mini_batch))
+        return int(sum(np.count_nonzero(self._actor_mask[part.token_indices.cpu().numpy()]) for part in mini_batch))
 
     def recompute(self, mini_batches: list[MiniBatch], skip_non_finite: bool) -> None:
         """Fills in the old log-probs at the present weights, in the shapes in which they will be trained, and the entropy.
@@ -184,7 +187,7 @@ class _PolicyExperience:
                 log_probs, entropies = forward_log_probs(self._model, micro_batch, self._loss.temperature, "report")
                 finite = log_probs.isfinite()
                 seen.add(not_finite=(~finite).sum())
-                self.old[micro_batch.places] = torch.where(finite, log_probs, torch.nan)
+                self.old[micro_batch.token_indices] = torch.where(finite, log_probs, torch.nan)
                 self._observe(entropies)
         if seen["not_finite"] and not skip_non_finite:
             raise ComputationFailed(
@@ -200,17 +203,17 @@ class _PolicyExperience:
         loss, losses, seen = self._loss, [], MetricSums()
         self._weigh(mini_batch)
         for micro_batch in mini_batch:
-            places = micro_batch.places
+            token_indices = micro_batch.token_indices
             entropy_use: EntropyUse = "train" if loss.entropy_coefficient else "report" if is_first else "none"
             log_probs, entropies = forward_log_probs(self._model, micro_batch, loss.temperature, entropy_use)
             if is_first:
-                self.old[places] = log_probs.detach()
-            weights = self._weights[places]
+                self.old[token_indices] = log_probs.detach()
+            weights = self._weights[token_indices]
             result = self._loss_function(
                 log_probs,
-                self.old[places],
-                self._advantages[places],
-                self._trusted(weights, places),
+                self.old[token_indices],
+                self._advantages[token_indices],
+                self._trusted(weights, token_indices),
                 micro_batch.lengths,
                 clip_low=loss.clip_low,
                 clip_high=loss.clip_high,
@@ -221,7 +224,7 @@ class _PolicyExperience:
             if loss.entropy_coefficient and entropies is not None:
                 total = total - loss.entropy_coefficient * weighted_sum(entropies, weights)
             if loss.kl_loss != "none" and loss.kl_loss_coefficient:
-                penalty = kl_loss(log_probs, self._reference[places], weights, loss.kl_loss)
+                penalty = kl_loss(log_probs, self._reference[token_indices], weights, loss.kl_loss)
                 total = total + loss.kl_loss_coefficient * penalty
             total.backward()  # type: ignore[no-untyped-call]
             losses.append(total)
@@ -252,15 +255,17 @@ class _PolicyExperience:
         self._entropy.add(entropy=entropies[finite].sum(), tokens=finite.sum())
 
     def _weigh(self, mini_batch: MiniBatch) -> None:
-        places = torch.cat([micro_batch.places for micro_batch in mini_batch])
+        token_indices = torch.cat([micro_batch.token_indices for micro_batch in mini_batch])
         lengths = torch.cat([micro_batch.lengths for micro_batch in mini_batch])
-        self._weights[places] = loss_weights(self._mask[places], lengths, self._loss.aggregation)
+        self._weights[token_indices] = loss_weights(self._mask[token_indices], lengths, self._loss.aggregation)
 
-    def _trusted(self, weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """``weights`` [n] of the tokens at ``places``, less where the engine sampled them from another distribution."""
+    def _trusted(self, weights: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor:
+        """``weights`` [n] of the tokens at ``token_indices``, less where the engine sampled them from another distribution."""
         if not self._loss.importance_sampling_cap:
             return weights
-        trust = importance_weights(self.old[places], self._rollout[places], self._loss.importance_sampling_cap)
+        trust = importance_weights(
+            self.old[token_indices], self._rollout[token_indices], self._loss.importance_sampling_cap
+        )
         # Not 0 * NaN where the mask leaves a token out.
         return torch.where(weights != 0, weights * trust, 0.0)
 

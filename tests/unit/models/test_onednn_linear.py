@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from quartet.models.forward import onednn_linear as products
-from quartet.models.forward.onednn_linear import linear, onednn_is_faster, use_onednn_linear
+from quartet.models.forward import onednn_linear
+from quartet.models.forward.onednn_linear import VARIABLE, is_enabled, linear, use_onednn_linear
 from quartet.models.loading import load_causal_lm
 from quartet.models.lora import add_adapter
 from tests.unit.models import tiny
@@ -27,18 +27,18 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """oneDNN on any processor and for any product; gives the shapes of those that it was called for."""
+def matmuls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Turns oneDNN on for matmuls of any size; gives the shapes of those that it computes."""
     called: list[tuple[int, ...]] = []
-    product = products._onednn
+    product = onednn_linear._onednn
 
     def noted(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         called.append((*left.shape, right.shape[0]))
         return product(left, right, bias)
 
-    monkeypatch.setattr(products, "LEAST", 0)
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-    monkeypatch.setattr(products, "_onednn", noted)
+    monkeypatch.setattr(onednn_linear, "MIN_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(onednn_linear, "is_enabled", lambda: True)
+    monkeypatch.setattr(onednn_linear, "_onednn", noted)
     return called
 
 
@@ -69,8 +69,8 @@ def test_outputs_and_gradients_are_those_of_a_linear_layer(
         return [found.detach(), *(argument.grad for argument in arguments if argument.grad is not None)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "LEAST", 0)
-        patch.setattr(products, "onednn_is_faster", lambda: True)
+        patch.setattr(onednn_linear, "MIN_MULTIPLICATIONS", 0)
+        patch.setattr(onednn_linear, "is_enabled", lambda: True)
         found = all_of(linear, torch.float32)
     expected = all_of(functional.linear, torch.float64)
     assert len(found) == len(expected) == 1 + len(of)
@@ -80,7 +80,7 @@ def test_outputs_and_gradients_are_those_of_a_linear_layer(
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_model_computes_the_same_and_keeps_its_weights(kind: str, everywhere: list[tuple[int, ...]]) -> None:
+def test_a_converted_model_computes_the_same_and_keeps_its_weights(kind: str, matmuls: list[tuple[int, ...]]) -> None:
     ids, found = torch.arange(24).view(2, 12), []
     plain = tiny.causal(kind)
     fast = copy.deepcopy(plain)
@@ -89,31 +89,33 @@ def test_a_model_computes_the_same_and_keeps_its_weights(kind: str, everywhere: 
         logits = model(input_ids=ids).logits
         logits.logsumexp(-1).sum().backward()
         found.append((logits.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
-    assert everywhere
+    assert matmuls
     assert torch.allclose(found[0][0], found[1][0], atol=1e-5)
     for name, gradient in found[0][1].items():
         assert torch.allclose(found[1][1][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())), name
     assert plain.state_dict().keys() == fast.state_dict().keys()
 
 
-def test_what_does_not_learn_costs_no_product_on_the_way_back(everywhere: list[tuple[int, ...]]) -> None:
+def test_inputs_and_weights_without_gradients_cost_no_matmul_in_the_backward_pass(
+    matmuls: list[tuple[int, ...]],
+) -> None:
     inputs, weight = torch.randn(6, 4), torch.randn(5, 4)
     linear(inputs, weight.requires_grad_()).sum().backward()
-    assert everywhere == [(6, 4, 5), (4, 6, 5)], "outputs and the weight's gradient"
-    everywhere.clear()
+    assert matmuls == [(6, 4, 5), (4, 6, 5)], "outputs and the weight's gradient"
+    matmuls.clear()
     linear(inputs.requires_grad_(), weight.detach()).sum().backward()
-    assert everywhere == [(6, 4, 5), (6, 5, 4)], "outputs and the inputs' gradient"
+    assert matmuls == [(6, 4, 5), (6, 5, 4)], "outputs and the inputs' gradient"
 
 
-def test_onednn_sees_sixteen_numbers_of_rows_from_a_power_of_two_to_the_next(everywhere: list[tuple[int, ...]]) -> None:
+def test_onednn_gets_sixteen_numbers_of_rows_per_power_of_two(matmuls: list[tuple[int, ...]]) -> None:
     wide, narrow = torch.randn(8, 4).requires_grad_(), torch.randn(4, 8).requires_grad_()
     for rows in range(64, 256):
         linear(linear(torch.randn(rows, 4).requires_grad_(), wide), narrow).sum().backward()
-    seen = {shape[0] for shape in everywhere} | {shape[1] for shape in everywhere}
+    seen = {shape[0] for shape in matmuls} | {shape[1] for shape in matmuls}
     assert seen == {4, 8, *range(64, 128, 4), *range(128, 257, 8)}
 
 
-def test_a_gradient_that_was_expanded_is_multiplied_as_one_that_was_not(everywhere: list[tuple[int, ...]]) -> None:
+def test_an_expanded_gradient_is_copied_before_the_matmul(matmuls: list[tuple[int, ...]]) -> None:
     inputs, weight = torch.randn(33, 4), torch.randn(5, 4, requires_grad=True)
     strides = list[tuple[int, ...]]()
     found = linear(inputs, weight)
@@ -124,21 +126,23 @@ def test_a_gradient_that_was_expanded_is_multiplied_as_one_that_was_not(everywhe
     assert torch.allclose(weight.grad, inputs.sum(0).expand(5, 4), atol=1e-5)
 
 
-def test_small_products_and_other_types_are_left_to_torch(
-    everywhere: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+def test_small_matmuls_and_other_dtypes_are_left_to_torch(
+    matmuls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = torch.randn(3, 2)
     linear(torch.randn(4, 2, dtype=torch.bfloat16), weight.bfloat16())
     assert linear(torch.randn(0, 2), weight).shape == (0, 3)
-    everywhere.clear()
-    monkeypatch.setattr(products, "LEAST", 4 * 2 * 3 + 1)
+    matmuls.clear()
+    monkeypatch.setattr(onednn_linear, "MIN_MULTIPLICATIONS", 4 * 2 * 3 + 1)
     linear(torch.randn(4, 2), weight)
-    assert everywhere == []
+    assert matmuls == []
     linear(torch.randn(5, 2), weight)
-    assert everywhere == [(5, 2, 3)]
+    assert matmuls == [(5, 2, 3)]
 
 
-def test_layers_stay_linear_layers(everywhere: list[tuple[int, ...]]) -> None:
+def test_converted_layers_are_still_linear_layers_and_subclasses_are_not_converted(
+    matmuls: list[tuple[int, ...]],
+) -> None:
     class Own(nn.Linear):
         """Computes in its own way."""
 
@@ -153,32 +157,32 @@ def test_layers_stay_linear_layers(everywhere: list[tuple[int, ...]]) -> None:
     assert isinstance(model[2], Conv1D)
 
 
-def test_an_adapter_goes_on_such_layers(everywhere: list[tuple[int, ...]]) -> None:
+def test_an_adapter_can_be_added_to_converted_layers(matmuls: list[tuple[int, ...]]) -> None:
     model = tiny.causal("gpt2")
     use_onednn_linear(model)
     adapter = add_adapter(model, "base", rank=2, alpha=4.0, target_modules=[], seed=0)
-    everywhere.clear()
+    matmuls.clear()
     logits = model(input_ids=torch.arange(6)[None]).logits
     with adapter.off():
         assert torch.equal(model(input_ids=torch.arange(6)[None]).logits, logits), "an adapter starts at 0"
-    assert everywhere
+    assert matmuls
 
 
-def test_checkpoints_are_loaded_with_fast_layers(
-    tmp_path: Path, everywhere: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+def test_loaded_checkpoints_have_converted_layers_if_enabled(
+    tmp_path: Path, matmuls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = load_causal_lm(tiny.saved(tiny.causal("llama"), tmp_path / "model"))
-    everywhere.clear()
+    matmuls.clear()
     model(input_ids=torch.zeros(1, 3, dtype=torch.int64))
-    assert len(everywhere) == 2 * 7 + 1
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+    assert len(matmuls) == 2 * 7 + 1
+    monkeypatch.setattr(onednn_linear, "is_enabled", lambda: False)
     plain: Any = load_causal_lm(tmp_path / "model")
-    everywhere.clear()
+    matmuls.clear()
     plain(input_ids=torch.zeros(1, 3, dtype=torch.int64))
-    assert everywhere == []
+    assert matmuls == []
 
 
-def test_what_is_kept_for_numbers_of_rows_is_bounded(everywhere: list[tuple[int, ...]]) -> None:
+def test_memory_for_generated_code_is_bounded(matmuls: list[tuple[int, ...]]) -> None:
     weight, inputs = torch.randn(352, 128, requires_grad=True), torch.randn(1600, 128, requires_grad=True)
 
     def kilobytes_after(numbers: range) -> int:
@@ -191,14 +195,11 @@ def test_what_is_kept_for_numbers_of_rows_is_bounded(everywhere: list[tuple[int,
     assert kilobytes_after(range(1001, 1600, 3)) - before < 60_000
 
 
-@pytest.mark.parametrize(
-    ("capability", "vendor", "faster"),
-    [("AVX512", "AuthenticAMD", True), ("AVX512", "GenuineIntel", False), ("AVX2", "AuthenticAMD", False)],
-)
-def test_the_processor_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: str, vendor: str, faster: bool
+@pytest.mark.parametrize(("value", "enabled"), [("1", True), ("0", False), (None, False)])
+def test_the_layers_are_off_unless_the_environment_asks_for_them(
+    value: str | None, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\n")
-    monkeypatch.setattr(products, "_CPU", tmp_path / "cpuinfo")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert onednn_is_faster.__wrapped__() is faster
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(VARIABLE, value)
+    assert is_enabled.__wrapped__() is enabled

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import FalconConfig, FalconForCausalLM
 
-from quartet.models.forward.packing import packs
+from quartet.models.forward.packing import supports_packing
 from quartet.models.loading import load_causal_lm
 from quartet.models.lora import add_adapter
-from quartet.models.training.activation_checkpointing import recomputed_layers, recomputing
+from quartet.models.training.activation_checkpointing import activation_checkpointing, count_checkpointed_layers
 from quartet.models.training.optimizer import create_optimizer
-from quartet.models.training.update_memory import kept_bytes
+from quartet.models.training.update_memory import saved_bytes
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
 from quartet.types import ValueLossSettings
@@ -28,7 +28,7 @@ def update(model: Any, recomputes: bool) -> tuple[dict[str, float], list[torch.T
     """The metrics and the weights after an update in several mini-batches and micro-batches."""
     learned = copy.deepcopy(model)
     optimizer = create_optimizer(learned, 0.05)
-    with recomputing(learned, recomputes):
+    with activation_checkpointing(learned, recomputes):
         if isinstance(learned, ValueModel):
             experience = updates.experience(None)
             found = update_value(learned, optimizer, experience, updates.settings(), ValueLossSettings(), 20)
@@ -45,7 +45,7 @@ def test_an_update_has_the_same_bits(kind: str, trained: str, lora: bool) -> Non
     model = policy if trained == "policy" else ValueModel.of_causal_lm(policy)
     if lora:
         add_adapter(policy if trained == "policy" else policy.base_model, "base", 2, 4.0)
-    assert packs(model) is PACKED[kind]
+    assert supports_packing(model) is PACKED[kind]
     (kept, weights), (recomputed, same) = update(model, False), update(model, True)
     assert recomputed == kept
     assert all(torch.equal(one, other) for one, other in zip(weights, same, strict=True))
@@ -64,19 +64,19 @@ def test_less_is_kept(kind: str, lora: bool) -> None:
     def forward() -> Any:
         return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
-    kept = kept_bytes(model, forward)
-    with recomputing(model):
-        recomputed = kept_bytes(model, forward)
+    kept = saved_bytes(model, forward)
+    with activation_checkpointing(model):
+        recomputed = saved_bytes(model, forward)
     assert recomputed < 0.5 * kept
     # What goes into each layer is still there.
-    assert recomputed >= recomputed_layers(model) * ids.numel() * 32 * 4
+    assert recomputed >= count_checkpointed_layers(model) * ids.numel() * 32 * 4
 
 
 def test_afterwards_it_is_off_also_after_an_error() -> None:
     model = tiny.causal("llama")
 
     def fail() -> None:
-        with recomputing(model):
+        with activation_checkpointing(model):
             assert model.is_activation_checkpointing
             raise RuntimeError
 
