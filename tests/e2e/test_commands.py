@@ -133,14 +133,14 @@ def test_a_guard_pauses_a_run_and_commands_resume_and_stop_it(start: Start, conf
     # The tiny policy seldom ends a response within twelve tokens.
     guard = settings("run.steps=100000", "guards.window_steps=2", "guards.missing_eos={below: 1.0, action: pause}")
     command = start("train", config, *guard)
-    command.wait_for(lambda: "quartet resume runs/tiny goes on" in command.out)
+    command.wait_for(lambda: "quartet resume runs/tiny continues" in command.out)
     line = next(
         line for line in command.out.splitlines() if line.startswith("guard missing_eos (pause) after step 2: ")
     )
     assert all(part in line for part in ("eos_rate", "below 1", "algorithm.truncation.treatment"))
     paused_at = committed_steps(tmp_path / "runs" / "tiny")
     resumed = start("resume", "runs/tiny").ended()
-    assert (resumed.code, resumed.out) == (0, "runs/tiny: goes on\n")
+    assert (resumed.code, resumed.out) == (0, "runs/tiny: continues\n")
     command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") > paused_at)
     assert start("pause", "runs/tiny").ended().code == 0
     assert start("stop", "runs/tiny").ended().code == 0
@@ -149,4 +149,4 @@ def test_a_guard_pauses_a_run_and_commands_resume_and_stop_it(start: Start, conf
     assert (tmp_path / "runs" / "tiny" / "policy" / "model.safetensors").is_file()
     late = start("stop", "runs/tiny").ended()
     assert late.code == 2
-    assert late.err == "error: run runs/tiny: no run is going on there; give the directory of one, such as runs/NAME\n"
+    assert late.err == "error: run runs/tiny: not active; give the directory of an active run, such as runs/NAME\n"

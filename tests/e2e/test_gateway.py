@@ -71,7 +71,7 @@ def test_a_run_is_watched_and_commanded_through_its_gateway_which_comes_back_whe
     said(start, "checkpoint", "runs/tiny")
     watching.wait_for(lambda: "checkpoint of step " in watching.out)
     said(start, "pause", "runs/tiny")
-    command.wait_for(lambda: "quartet resume runs/tiny goes on" in command.out)
+    command.wait_for(lambda: "quartet resume runs/tiny continues" in command.out)
     paused_at = committed_steps(run)
 
     before = command.child("gateway")
@@ -99,7 +99,7 @@ def test_a_run_is_watched_and_commanded_through_its_gateway_which_comes_back_whe
     asked = [json.loads(line)["command"] for line in (run / "audit.jsonl").read_text().splitlines()]
     assert asked == ["set", "set", "checkpoint", "pause", "resume", "stop"]
     late = start("pause", "runs/tiny").ended()
-    assert late.err == "error: run runs/tiny: no run is going on there; give the directory of one, such as runs/NAME\n"
+    assert late.err == "error: run runs/tiny: not active; give the directory of an active run, such as runs/NAME\n"
     assert said(start, "report", "runs/tiny") == "report: runs/tiny/report.html\n"
 
 
@@ -118,7 +118,7 @@ def test_a_run_goes_on_without_a_gateway_that_is_given_up_and_ctrl_c_ends_it(
     (run / "gateway.json").unlink()
     refused = start("stop", "runs/tiny").ended()
     assert refused.code == 2
-    assert refused.err.startswith("error: run runs/tiny: goes on without a gateway of its own")
+    assert refused.err.startswith("error: run runs/tiny: is active but has no gateway")
     command.process.send_signal(signal.SIGINT)
     asked = time.monotonic()
     ended = command.ended(30)

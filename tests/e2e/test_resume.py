@@ -35,7 +35,7 @@ def test_a_run_of_which_everything_was_killed_goes_on_to_the_same_bits(
 def test_what_cannot_be_resumed_is_refused(start: Start, config: Path, undisturbed: Run, tmp_path: Path) -> None:
     nothing = start("train", config, "--resume").ended()
     assert nothing.code == 2
-    assert "--resume: runs/tiny holds no run" in nothing.err
+    assert "--resume: runs/tiny does not contain a run" in nothing.err
     shutil.copytree(undisturbed.directory, tmp_path / "runs" / "tiny", dirs_exist_ok=True)
     other = start("train", config, *LONGER, *settings("actor.learning_rate=0.5"), "--resume").ended()
     assert other.code == 2

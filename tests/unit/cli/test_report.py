@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from quartet.cli.report.command import report
-from quartet.cli.report.curves import POINTS, figures
+from quartet.cli.report.curves import MAX_POINTS, main_charts
 from quartet.config import parse_config
 from quartet.errors import ConfigError
 from quartet.run_directory.run_files import FIRST_CONFIG_LINE, RunFiles
@@ -82,7 +82,7 @@ def test_a_report_says_how_far_a_run_has_come(files: RunFiles) -> None:
     assert "At step 4 of 4" in files.report.read_text()
     files.services.write_text("{}")
     report(files.root, None)
-    assert "Going on: step 4 of 4" in files.report.read_text()
+    assert "Active: step 4 of 4" in files.report.read_text()
     files.services.unlink()
     files.policy.mkdir()
     report(files.root, None)
@@ -103,7 +103,7 @@ def test_a_report_of_an_earlier_version_s_run_and_of_one_without_a_step_is_writt
 def test_a_report_takes_the_place_of_a_report_only(files: RunFiles, tmp_path: Path) -> None:
     mine = tmp_path / "notes.html"
     mine.write_text("<p>mine</p>")
-    with pytest.raises(ConfigError, match=re.escape(f"{mine}: is there already and is no report")):
+    with pytest.raises(ConfigError, match=re.escape(f"{mine}: exists and is not a report")):
         report(files.root, mine)
     with pytest.raises(ConfigError, match="there is no directory"):
         report(files.root, tmp_path / "absent" / "report.html")
@@ -121,14 +121,14 @@ def test_a_damaged_file_is_named(files: RunFiles) -> None:
 
 
 def test_a_long_run_s_curves_are_short_and_keep_their_means() -> None:
-    steps = [{"step": step, "reward_mean": float(step), "reward_std": 2.0} for step in range(1, 10 * POINTS + 1)]
-    line = figures(steps, None)[0]["lines"][0]
-    assert len(line["x"]) == len(line["y"]) == POINTS
+    steps = [{"step": step, "reward_mean": float(step), "reward_std": 2.0} for step in range(1, 10 * MAX_POINTS + 1)]
+    line = main_charts(steps, None)[0]["lines"][0]
+    assert len(line["x"]) == len(line["y"]) == MAX_POINTS
     assert (line["x"][0], line["y"][0], line["low"][0], line["high"][0]) == (10, 5.5, 3.5, 7.5)
-    assert line["x"][-1] == 10 * POINTS
+    assert line["x"][-1] == 10 * MAX_POINTS
 
 
 def test_what_is_no_number_is_a_gap() -> None:
-    found = {item["title"]: item["lines"][0]["y"] for item in figures([metrics(1), metrics(2)], None)}
+    found = {item["title"]: item["lines"][0]["y"] for item in main_charts([metrics(1), metrics(2)], None)}
     assert found["Entropy"] == [3.0, None]
     assert found["Throughput"] == [50.0, 50.0]

@@ -1,4 +1,4 @@
-"""`quartet report RUN`: one self-contained HTML file of a run, finished or going on."""
+"""`quartet report RUN`: write a self-contained HTML report of a finished or active run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.console import Console
 
 from quartet import __version__
 from quartet.cli.checkpoint.manage import run_files
-from quartet.cli.report.curves import evaluation_figures, figures, further_figures
+from quartet.cli.report.curves import evaluation_charts, further_charts, main_charts
 from quartet.cli.report.page import (
     MARK,
     facts,
@@ -43,14 +43,14 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.run_directory.step_lines import read_step_lines
 
 console = Console()
-WINDOW = 10
-"""Steps at each end that the summary compares."""
-SHOWN_ALERTS = 200
+WINDOW_STEPS = 10
+"""Number of first and last steps that the summary compares."""
+MAX_SHOWN_ALERTS = 200
 LIBRARIES = ("torch", "transformers", "tokenizers", "peft", "safetensors", "numpy", "grpcio", "redis")
 
 
 def report(run: Path, output: Path | None) -> None:
-    """Writes the report, by default to the run's ``report.html``. Raises ConfigError."""
+    """Write the report, by default to ``report.html`` in the directory of the run. Raises ConfigError."""
     files = run_files(run)
     target = output if output is not None else files.report
     _check_replaceable(target)
@@ -59,9 +59,9 @@ def report(run: Path, output: Path | None) -> None:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raises ConfigError when something other than an earlier report lies there."""
+    """Check that the target does not exist or is an earlier report. Raises ConfigError."""
     if not target.absolute().parent.is_dir():
-        raise ConfigError(f"--output {target}: there is no directory {target.parent}; make it, or give another file")
+        raise ConfigError(f"--output {target}: no directory {target.parent}; create it, or choose another file")
     try:
         with target.open(encoding="utf-8") as file:
             begins = file.read(len(MARK))
@@ -71,7 +71,7 @@ def _check_replaceable(target: Path) -> None:
         begins = ""
     if begins != MARK:
         raise ConfigError(
-            f"{target}: is there already and is no report; give another file by --output, or move it away"
+            f"{target}: exists and is not a report; choose another file with --output, or move it"
         )
 
 
@@ -82,7 +82,7 @@ def _page_of(files: RunFiles) -> str:
     evaluations = _lines_of(files.evaluation_summaries)
     target = _setting(config, "algorithm.kl_controller.target")
     steered = _setting(config, "algorithm.kl_controller.kind") in ("adaptive", "simple")
-    groups = [figures(steps, target if steered else None), evaluation_figures(evaluations), further_figures(steps)]
+    groups = [main_charts(steps, target if steered else None), evaluation_charts(evaluations), further_charts(steps)]
     places = [
         figure_places(group, sum(map(len, groups[:index]))) if group else "" for index, group in enumerate(groups)
     ]
@@ -90,15 +90,15 @@ def _page_of(files: RunFiles) -> str:
     sections = [
         ("Summary", facts(_summary(files, config, steps))),
         ("Curves", places[0] or nothing),
-        ("EvaluationSchedule", _evaluations(evaluations) + places[1]),
-        ("What guards found", _alerts(files)),
-        ("Settings changed on the way", _changes(files)),
-        ("Where the time went", _time(files, steps)),
+        ("Evaluations", _evaluations(evaluations) + places[1]),
+        ("Guard alerts", _alerts(files)),
+        ("Setting changes", _changes(files)),
+        ("Time per phase", _time(files, steps)),
         ("Trajectories", _trajectories(files)),
         ("Checkpoints", _checkpoints(files)),
         ("Further metrics", places[2] or nothing),
         ("Settings", preformatted(settings)),
-        ("Environment", paragraph("Of the machine that wrote this report.") + facts(_environment())),
+        ("Environment", paragraph("The machine that wrote this report.") + facts(_environment())),
     ]
     written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     subtitle = f"{_state(files, config, steps)}. Written by Quartet {__version__} on {written}."
@@ -110,17 +110,17 @@ def _lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def _setting(config: Mapping[str, Any], key: str) -> Any:
-    """None where the config has no such setting: runs of earlier versions can be reported on, too."""
-    found: Any = config
+    """Return a setting by its key, or None if it is not set."""
+    value: Any = config
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _state(files: RunFiles, config: Mapping[str, Any], steps: Sequence[Mapping[str, float]]) -> str:
     total, last = _setting(config, "run.steps"), int(steps[-1]["step"]) if steps else 0
     if files.services.exists():
-        return f"Going on: step {last} of {total}"
+        return f"Active: step {last} of {total}"
     return f"Finished after {last} steps" if last == total and files.policy.exists() else f"At step {last} of {total}"
 
 
@@ -137,7 +137,7 @@ def _summary(
             ("seed", "run.seed"),
         )
     ]
-    rows.append(("responses of a step", _product(config, "rollout.prompts_per_step", "rollout.samples_per_prompt")))
+    rows.append(("responses per step", _product(config, "rollout.prompts_per_step", "rollout.samples_per_prompt")))
     rows.append(("steps", len(steps)))
     if steps:
         seconds = math.fsum(step.get("seconds", 0.0) for step in steps)
@@ -146,13 +146,13 @@ def _summary(
         rows.append(("response tokens", int(tokens)))
         rows.append(("response tokens per second", tokens / seconds if seconds else None))
         rows += _ends(steps)
-    rows.append(("trajectories set aside", len(_lines_of(files.failed_trajectories))))
+    rows.append(("failed trajectories", len(_lines_of(files.failed_trajectories))))
     return rows
 
 
 def _ends(steps: Sequence[Mapping[str, float]]) -> list[tuple[str, object]]:
-    """What counts most, at the beginning and at the end."""
-    window = min(WINDOW, max(1, len(steps) // 2))
+    """Return the key metrics of the first and last steps."""
+    window = min(WINDOW_STEPS, max(1, len(steps) // 2))
     rows: list[tuple[str, object]] = []
     for title, name in (("reward", "reward_mean"), ("KL, nats per response", "kl_mean"), ("entropy", "entropy")):
         first, last = _mean(steps[:window], name), _mean(steps[-window:], name)
@@ -167,13 +167,13 @@ def _product(config: Mapping[str, Any], *keys: str) -> int | None:
 
 
 def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float | None:
-    found = [step[name] for step in steps if name in step]
-    return statistics.fmean(found) if found else None
+    values = [step[name] for step in steps if name in step]
+    return statistics.fmean(values) if values else None
 
 
 def _evaluations(summaries: Sequence[Mapping[str, float]]) -> str:
     if not summaries:
-        return paragraph("There was none.")
+        return paragraph("No evaluations.")
     names = list(dict.fromkeys(name for summary in summaries for name in summary if name != "step"))
     rows = [[int(summary["step"]), *(summary.get(name) for name in names)] for summary in summaries]
     return table(["step", *(name.removeprefix("eval_").replace("_", " ") for name in names)], rows)
@@ -182,10 +182,10 @@ def _evaluations(summaries: Sequence[Mapping[str, float]]) -> str:
 def _alerts(files: RunFiles) -> str:
     alerts = _lines_of(files.alerts)
     if not alerts:
-        return paragraph("Nothing.")
+        return paragraph("No alerts.")
     columns = ("step", "guard", "action", "evidence", "remedy")
-    before = paragraph(f"The last {SHOWN_ALERTS} of {len(alerts)}.") if len(alerts) > SHOWN_ALERTS else ""
-    return before + table(columns, ([alert.get(name) for name in columns] for alert in alerts[-SHOWN_ALERTS:]))
+    before = paragraph(f"The last {MAX_SHOWN_ALERTS} of {len(alerts)}.") if len(alerts) > MAX_SHOWN_ALERTS else ""
+    return before + table(columns, ([alert.get(name) for name in columns] for alert in alerts[-MAX_SHOWN_ALERTS:]))
 
 
 def _changes(files: RunFiles) -> str:
@@ -197,7 +197,7 @@ def _changes(files: RunFiles) -> str:
 
 
 def _time(files: RunFiles, steps: Sequence[Mapping[str, float]]) -> str:
-    """Each phase's share of the steps' time: by service where a timeline was kept."""
+    """Return the share of step time per phase, and per service if the run has a timeline."""
     spent: dict[tuple[str, str], float] = defaultdict(float)
     whole = 0.0
     if files.timeline.exists():
@@ -211,18 +211,18 @@ def _time(files: RunFiles, steps: Sequence[Mapping[str, float]]) -> str:
             if (seconds := math.fsum(step.get(f"{phase}_seconds", 0.0) for step in steps)) > 0:
                 spent["the step", phase] = seconds
     if not spent or not whole:
-        return paragraph("It was not kept.")
+        return paragraph("Not recorded.")
     longest = sorted(spent.items(), key=lambda item: -item[1])
     rows = [[*key, seconds, f"{100 * seconds / whole:.1f} %"] for key, seconds in longest]
-    about = "Phases go on side by side, and so do calls within a service: the shares may add up to more than the whole."
-    return paragraph(about) + table(["service", "phase", "seconds", "share of the steps' time"], rows)
+    about = "Phases overlap, and so do calls within a service, so the shares may add up to more than 100%."
+    return paragraph(about) + table(["service", "phase", "seconds", "share of step time"], rows)
 
 
 def _trajectories(files: RunFiles) -> str:
-    """The best, the median and the worst response of the first step and of the last."""
+    """Return the best, median and worst response of the last and the first recorded step."""
     paths = sorted(files.trajectories.glob("step-*.jsonl"), key=lambda path: int(path.stem.removeprefix("step-")))
-    found = "".join(_samples(path) for path in dict.fromkeys([*paths[-1:], *paths[:1]]))
-    return found or paragraph("None were kept.")
+    samples = "".join(_samples(path) for path in dict.fromkeys([*paths[-1:], *paths[:1]]))
+    return samples or paragraph("None were recorded.")
 
 
 def _samples(path: Path) -> str:
@@ -238,27 +238,27 @@ def _samples(path: Path) -> str:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"trajectories {path}: cannot be read ({type(error).__name__}); mend or remove the file"
+            f"trajectories {path}: cannot be read ({type(error).__name__}); repair or remove the file"
         ) from None
     return f"<h3>Step {int(path.stem.removeprefix('step-'))}</h3>{shown}"
 
 
 def _about(line: Mapping[str, Any]) -> str:
     parts = "".join(f", {name} {number(score)}" for name, score in line.get("parts", {}).items())
-    end = "" if line["finished"] else ", cut off at the token limit"
+    end = "" if line["finished"] else ", truncated at the token limit"
     return f"{line['id']}{parts}, KL {number(line['kl'])} nats, {line['response_tokens']} tokens{end}"
 
 
 def _checkpoints(files: RunFiles) -> str:
-    folders, named = checkpoint_folders(files), tagged_checkpoints(files)
+    folders, tagged = checkpoint_folders(files), tagged_checkpoints(files)
     rows = []
     for path in folders:
-        names = ", ".join(name for name, folder in named.items() if folder == path.name)
+        tags = ", ".join(tag for tag, folder in tagged.items() if folder == path.name)
         try:
             rows.append([checkpoint_step(path), names, f"{read_checkpoint(path).bytes / 2**20:.1f} MiB", ""])
         except DamagedCheckpoint as damage:
             rows.append([checkpoint_step(path), names, "", str(damage)])
-    return table(["step", "name", "size", "problem"], rows) if rows else paragraph("None are kept.")
+    return table(["step", "tag", "size", "problem"], rows) if rows else paragraph("No checkpoints.")
 
 
 def _environment() -> list[tuple[str, object]]:

@@ -1,4 +1,4 @@
-"""The figures of a report: which metrics belong together, and curves short enough to be drawn at once."""
+"""Charts of a report: groups of metrics, with curves reduced to a limited number of points."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-POINTS = 1500
-"""Points of a curve at most; where there are more steps, a point is the mean of several in a row."""
+MAX_POINTS = 1500
+"""Maximum number of points of a curve. With more steps, a point is the mean of several consecutive steps."""
 Metrics = Mapping[str, float]
 
 GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -26,13 +26,13 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("KL coefficient", "", ("kl_coefficient",)),
     ("Seconds of a step", "", ("seconds", "generate_seconds", "score_seconds", "update_seconds")),
 )
-"""Title, unit, and the metrics that share a figure."""
+"""Title, unit and metrics of each chart."""
 _INSIDE = {"step", "reward_std", "response_tokens", "prompt_tokens"}
-"""Metrics that other figures hold."""
+"""Metrics that are not charted separately."""
 
 
-def figures(steps: Sequence[Metrics], kl_target: float | None) -> list[dict[str, Any]]:
-    """The main figures of a run, each as the report's script draws it; those without a figure in any step are left out."""
+def main_charts(steps: Sequence[Metrics], kl_target: float | None) -> list[dict[str, Any]]:
+    """Return the main charts of a run, as input of the script of the report. Charts without data are omitted."""
     found = []
     for title, unit, names in GROUPS:
         lines = [_line(name, steps, _of(name)) for name in names if _has(steps, name)]
@@ -47,15 +47,15 @@ def figures(steps: Sequence[Metrics], kl_target: float | None) -> list[dict[str,
     return found
 
 
-def further_figures(steps: Sequence[Metrics]) -> list[dict[str, Any]]:
-    """A figure for each metric that the main ones leave out."""
+def further_charts(steps: Sequence[Metrics]) -> list[dict[str, Any]]:
+    """Return one chart for each metric that is not in a main chart."""
     shown = _INSIDE | {name for _, _, names in GROUPS for name in names}
     names = sorted({name for step in steps for name in step} - shown)
     return [{"title": name, "unit": "", "lines": [_line(name, steps, _of(name))], "target": None} for name in names]
 
 
-def evaluation_figures(summaries: Sequence[Metrics]) -> list[dict[str, Any]]:
-    """What evaluations found over the steps."""
+def evaluation_charts(summaries: Sequence[Metrics]) -> list[dict[str, Any]]:
+    """Return the charts of evaluation metrics."""
     groups = (("Validation reward", "reward"), ("Win rate against the initial policy", "win_rate"))
     found = []
     for title, word in groups:
@@ -93,12 +93,12 @@ def _band(steps: Sequence[Metrics]) -> dict[str, list[float | None]]:
 
 
 def _parts(steps: Sequence[Metrics]) -> list[Sequence[Metrics]]:
-    """The steps in at most ``POINTS`` parts."""
-    size = max(1, math.ceil(len(steps) / POINTS))
+    """Split the steps into at most ``MAX_POINTS`` parts."""
+    size = max(1, math.ceil(len(steps) / MAX_POINTS))
     return [steps[start : start + size] for start in range(0, len(steps), size)]
 
 
 def _mean(part: Sequence[Metrics], value: Callable[[Metrics], float | None]) -> float | None:
-    """Over the steps that have the figure; None, a gap in the curve, where none has."""
+    """Return the mean over the steps that have the metric. None, a gap in the curve, if no step has it."""
     found = [number for step in part if (number := value(step)) is not None and math.isfinite(number)]
     return float(f"{math.fsum(found) / len(found):.7g}") if found else None

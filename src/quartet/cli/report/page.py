@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: no network, no server, no other file."""
+"""HTML of a report: one file without external resources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 MARK = "<!doctype html>\n<!-- A report of a run of Quartet. -->\n"
-"""How every report begins: by it one is known."""
+"""First bytes of every report, which identify the file."""
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1b1f27; --dim: #566070; --back: #fbfbfd; --card: #fff; --line: #dfe3ea;
@@ -80,7 +80,7 @@ addEventListener("beforeprint", () => places.forEach(draw));
 
 
 def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], figures: Sequence[dict[str, Any]]) -> str:
-    """The whole file. ``sections`` are titles and HTML; ``figures`` are those that ``figure_places`` made room for."""
+    """Return the file. ``sections``: titles and HTML. ``figures``: charts to draw at the places of ``figure_places``."""
     plotly = (resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     # What a parser makes of line ends, so that the checksums below are of what it runs.
     plotly = plotly.replace("\r\n", "\n").replace("\r", "\n")
@@ -112,7 +112,7 @@ def _checksum(script: str) -> str:
 
 
 def figure_places(figures: Sequence[dict[str, Any]], first: int) -> str:
-    """Room for figures; ``first`` is the number of the first in the page's list."""
+    """Return places for charts. ``first`` is the number of the first chart in the list of the page."""
     return (
         '<div class="figures">'
         + "".join(
@@ -125,14 +125,14 @@ def figure_places(figures: Sequence[dict[str, Any]], first: int) -> str:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Everything in it is escaped; numbers stand to the right."""
+    """Return a table. Cells are escaped, and numbers are right-aligned."""
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def facts(rows: Iterable[tuple[str, object]]) -> str:
-    """A table of two columns: what, and its value."""
+    """Return a table of names and values."""
     body = "".join(f'<tr><th scope="row">{escape(name)}</th>{_cell(value)}</tr>' for name, value in rows)
     return f'<div class="scroll"><table><tbody>{body}</tbody></table></div>'
 
@@ -144,12 +144,12 @@ def _cell(value: object) -> str:
 
 
 def number(value: float) -> str:
-    """As a person reads it."""
+    """Format a number for readers."""
     return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def texts(title: str, about: str, prompt: str, response: str) -> str:
-    """A prompt and what was answered."""
+    """Return a prompt and its response."""
     return (
         f'<article><strong>{escape(title)}</strong> <span class="dim">{escape(about)}</span>'
         f'<div class="text prompt">{escape(prompt)}</div><div class="text">{escape(response)}</div></article>'
@@ -157,10 +157,10 @@ def texts(title: str, about: str, prompt: str, response: str) -> str:
 
 
 def preformatted(text: str) -> str:
-    """Text as it is."""
+    """Return preformatted text."""
     return f"<pre>{escape(text)}</pre>"
 
 
 def paragraph(text: str) -> str:
-    """A sentence or two."""
+    """Return a paragraph."""
     return f"<p>{escape(text)}</p>"
