@@ -105,7 +105,7 @@ def test_a_report_takes_the_place_of_a_report_only(files: RunFiles, tmp_path: Pa
     mine.write_text("<p>mine</p>")
     with pytest.raises(ConfigError, match=re.escape(f"{mine}: exists and is not a report")):
         report(files.root, mine)
-    with pytest.raises(ConfigError, match="there is no directory"):
+    with pytest.raises(ConfigError, match="no directory"):
         report(files.root, tmp_path / "absent" / "report.html")
     with pytest.raises(ConfigError, match="is not the directory of a run"):
         report(tmp_path, None)

@@ -255,9 +255,9 @@ def _checkpoints(files: RunFiles) -> str:
     for path in folders:
         tags = ", ".join(tag for tag, folder in tagged.items() if folder == path.name)
         try:
-            rows.append([checkpoint_step(path), names, f"{read_checkpoint(path).bytes / 2**20:.1f} MiB", ""])
+            rows.append([checkpoint_step(path), tags, f"{read_checkpoint(path).bytes / 2**20:.1f} MiB", ""])
         except DamagedCheckpoint as damage:
-            rows.append([checkpoint_step(path), names, "", str(damage)])
+            rows.append([checkpoint_step(path), tags, "", str(damage)])
     return table(["step", "tag", "size", "problem"], rows) if rows else paragraph("No checkpoints.")
 
 
