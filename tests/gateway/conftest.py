@@ -1,4 +1,4 @@
-"""What tests of the gateway share: the toy task, a run on it that has ended, and a gateway that shows it."""
+"""Fixtures of the gateway's tests: the toy task, a finished run, and a gateway that serves it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 3
 
 @pytest.fixture(scope="session")
 def ended(make: MakeConfig, toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A whole run with a critic, evaluations and checkpoints, alone in its folder, to which what rarely happens was added."""
+    """A finished run with a critic, evaluations and checkpoints, the only one in its folder. Rare records are added by hand."""
     folder = tmp_path_factory.mktemp("shown")
     run = run_to_the_end(
         make(
@@ -45,13 +45,13 @@ def ended(make: MakeConfig, toy_task: ToyTask, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def shown(ended: Run) -> Iterator[Gateway]:
-    """A gateway over the run that has ended."""
+    """A gateway that serves the finished run. For tests that only read."""
     with serving(ended.files.root.parent) as gateway:
         yield gateway
 
 
 def write_metrics(files: RunFiles, steps: int, names: int = 3) -> list[dict[str, float]]:
-    """A ``metrics.jsonl`` of so many steps, without waiting for the disk at each."""
+    """Write a ``metrics.jsonl`` with this many steps at once."""
     rows = [
         {"step": step, **{f"metric_{n}": float((step * (n + 7)) % 101) for n in range(names)}}
         for step in range(1, steps + 1)

@@ -1,4 +1,4 @@
-"""A gateway on a port of its own in a thread of these tests, and a client of its event stream."""
+"""A gateway in a thread of the test process, and a client of its event stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.training.runs import Underway
 
 TOKEN = "the operator's token".replace(" ", "-")
 PATIENCE = 10.0
-"""Seconds that an event, or an answer, may take before a test fails."""
+"""Seconds to wait for an event or a response before a test fails."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,19 @@ class Stream:
                 yield Event(fields["event"], json.loads(fields["data"]), fields.get("id"))
                 fields = {}
 
-    def until(self, kind: str, good: Callable[[Any], bool] = lambda _: True, **data: Any) -> list[Event]:
-        """Every event up to the first of this kind with this data that is good."""
-        found = []
+    def until(self, kind: str, condition: Callable[[Any], bool] = lambda _: True, **data: Any) -> list[Event]:
+        """Return all events up to the first of this kind with this data that meets the condition."""
+        events = []
         for event in self:
-            found.append(event)
-            if event.kind == kind and data.items() <= event.data.items() and good(event.data):
-                return found
-        raise AssertionError(f"the stream ended before {kind} {data}: {found}")
+            events.append(event)
+            if event.kind == kind and data.items() <= event.data.items() and condition(event.data):
+                return events
+        raise AssertionError(f"the stream ended before {kind} {data}: {events}")
 
 
 @dataclass
 class Gateway:
-    """One that serves: ``client`` speaks to it with the operator's token."""
+    """A running gateway; ``client`` sends the operator's token."""
 
     address: str
     client: httpx2.Client
@@ -97,7 +97,7 @@ class Gateway:
 
 @contextmanager
 def serving(folder: Path, **changes: Any) -> Iterator[Gateway]:
-    """A gateway over the runs of a folder; its streams are closed with it."""
+    """Run a gateway over the runs of a folder. Its streams are closed at the end."""
     config = uvicorn.Config(lambda scope: None, port=0, log_config=None, timeout_graceful_shutdown=1)
     bound = config.bind_socket()
     bound.listen()
@@ -128,7 +128,7 @@ def serving(folder: Path, **changes: Any) -> Iterator[Gateway]:
     ) as client:
         gateway = Gateway(f"{host}:{port}", client, app)
         try:
-            # The socket listens already: this waits until the app serves.
+            # The socket accepts connections before the app is ready; this waits for the app.
             client.get("/session").raise_for_status()
             yield gateway
         finally:
@@ -142,13 +142,13 @@ def serving(folder: Path, **changes: Any) -> Iterator[Gateway]:
 
 
 def config_of(folder: Path, name: str, **changes: Any) -> Config:
-    """A config of a run that nothing is started for."""
+    """Return a config; no process is started for it."""
     tree = {"data": {"prompts": "prompts.jsonl"}, "actor": {"model": "actor"}, "reward": {"model": "reward"}, **changes}
     return parse_config({**tree, "run": {"name": name, "steps": 4, "directory": str(folder)}}, "test")
 
 
 def a_run(folder: Path, name: str = "some", steps: int = 0) -> RunFiles:
-    """The files of a run of 4 steps that has taken ``steps``."""
+    """Create the files of a run of 4 steps that has committed ``steps`` of them."""
     config = config_of(folder, name)
     files = RunFiles(config.run_directory)
     files.write_config(config.to_yaml())
@@ -162,10 +162,10 @@ def commit(files: RunFiles, *steps: int, **metrics: float) -> None:
 
 
 @contextmanager
-def speaking(going: Underway, addresses: dict[Role, str] | None = None) -> Iterator[Server]:
-    """The orchestrator of a run under way behind its server, and the run's ``services.json``."""
-    server = Server([OrchestratorServicer(going.board, going.control, going.live_settings)], "127.0.0.1:0")
-    files = RunFiles(going.config.run_directory)
+def speaking(running: Underway, addresses: dict[Role, str] | None = None) -> Iterator[Server]:
+    """Serve the orchestrator of an active run, and write the run's ``services.json``."""
+    server = Server([OrchestratorServicer(running.board, running.control, running.live_settings)], "127.0.0.1:0")
+    files = RunFiles(running.config.run_directory)
     files.write_services({**(addresses or {}), Role.ORCHESTRATOR: server.address})
     try:
         yield server

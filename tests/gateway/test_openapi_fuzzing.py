@@ -1,6 +1,6 @@
-"""Schemathesis over the OpenAPI document: whatever is sent, the answer is one that the document has, and no server error.
+"""Schemathesis over the OpenAPI document: every generated request gets a documented response and no server error.
 
-A handful of requests for each method here; ``make fuzz-api`` sends hundreds, ten thousand in all, to a gateway's process.
+These tests send a few requests per method. ``make fuzz-api`` sends ten thousand requests to a gateway process.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from tests.training.conftest import MakeConfig
 from tests.training.runs import Run
 
 EXAMPLES = int(os.environ.get("QUARTET_FUZZ_EXAMPLES", "2"))
-"""Requests for each method."""
+"""Requests per method."""
 ENOUGH = 10_000
-"""Requests that the whole is, at least."""
+"""Minimum number of requests in total."""
 PATIENCE = 2.0
-"""Seconds in which the process answers whether it lives, whatever else is asked."""
+"""Maximum response time of the health check under load, in seconds."""
 MORE_MEMORY = 30.0
-"""MiB by which it may grow after the first requests of each kind: what its caches of runs and allocators come to. A leak of a
-request's bytes, two kilobytes with its headers, would be 20 MiB of 10,000 by itself."""
+"""Maximum memory growth after the first requests of each kind, in MiB. It covers caches and allocators. A leak of the 2 kB of
+each request would add 20 MiB in 10,000 requests."""
 MORE_FILES = 2
-"""Open files: whoever connects at the moment."""
+"""Additional open files: current connections."""
 MORE_THREADS = 8
-"""Threads: its pools start one only when all of theirs are busy."""
+"""Additional threads: pools start threads on demand."""
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 ENDLESS = "/api/v1/runs/{run}/events"
 OF_A_LIVE_RUN = {
@@ -55,8 +55,8 @@ OF_A_LIVE_RUN = {
 }
 
 
-def test_whatever_is_sent_the_answer_is_one_that_the_document_has(shown: Gateway) -> None:
-    answered = send_what_the_document_allows(shown.address, "whole", lambda path: path != ENDLESS)
+def test_generated_requests_get_documented_responses(shown: Gateway) -> None:
+    answered = send_generated_requests(shown.address, "whole", lambda path: path != ENDLESS)
     assert len({path for path, _ in answered}) > 20
     statuses = [status for _, status in answered]
     assert statuses.count(200) >= 15
@@ -64,11 +64,11 @@ def test_whatever_is_sent_the_answer_is_one_that_the_document_has(shown: Gateway
     assert shown.client.get("/runs/whole").status_code == 200
 
 
-def test_whatever_is_commanded_of_a_run_that_goes_on_too(make: MakeConfig, tmp_path: Path) -> None:
+def test_generated_commands_to_an_active_run_get_documented_responses(make: MakeConfig, tmp_path: Path) -> None:
     with live(make, tmp_path, "going", steps=100_000) as (going, _), serving(tmp_path) as gateway:
         going.control.pause()
         eventually(going.board.current, lambda progress: progress.state == "paused")
-        answered = send_what_the_document_allows(gateway.address, "going", lambda path: path in OF_A_LIVE_RUN)
+        answered = send_generated_requests(gateway.address, "going", lambda path: path in OF_A_LIVE_RUN)
         assert {path for path, _ in answered} == OF_A_LIVE_RUN
         assert {status for _, status in answered} <= {200, 202, 404, 405, 422}
         for command in ("pause", "resume", "checkpoint"):
@@ -77,7 +77,7 @@ def test_whatever_is_commanded_of_a_run_that_goes_on_too(make: MakeConfig, tmp_p
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests_leave_the_process_as_it_was(ended: Run, make: MakeConfig, tmp_path: Path) -> None:
+def test_ten_thousand_requests_do_not_leak_resources(ended: Run, make: MakeConfig, tmp_path: Path) -> None:
     examples = max(EXAMPLES, 350)
     shutil.copytree(ended.files.root, tmp_path / "whole")
     with live(make, tmp_path, "going", steps=100_000) as (going, _), process(tmp_path) as (address, pid):
@@ -85,10 +85,8 @@ def test_ten_thousand_requests_leave_the_process_as_it_was(ended: Run, make: Mak
         eventually(going.board.current, lambda progress: progress.state == "paused")
 
         def send(examples: int) -> list[tuple[str, int]]:
-            wholes = send_what_the_document_allows(address, "whole", lambda path: path != ENDLESS, examples)
-            return wholes + send_what_the_document_allows(
-                address, "going", lambda path: path in OF_A_LIVE_RUN, examples
-            )
+            wholes = send_generated_requests(address, "whole", lambda path: path != ENDLESS, examples)
+            return wholes + send_generated_requests(address, "going", lambda path: path in OF_A_LIVE_RUN, examples)
 
         send(max(1, examples // 5))
         before = look(pid, 0)
@@ -109,7 +107,7 @@ def test_ten_thousand_requests_leave_the_process_as_it_was(ended: Run, make: Mak
 
 @contextmanager
 def process(folder: Path) -> Iterator[tuple[str, int]]:
-    """A gateway as a process of its own: its address and its process id."""
+    """Start a gateway process; yield its address and process id."""
     tree = yaml.safe_load((folder / "whole" / "config.yaml").read_text())
     tree["run"]["directory"] = str(folder)
     tree["gateway"] = {"start_runs": False, "max_requests_per_second": 100_000}
@@ -118,14 +116,14 @@ def process(folder: Path) -> Iterator[tuple[str, int]]:
     with (folder / "gateway.log").open("wb") as log:
         gateway = Process("--config", str(config), output=log, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
         try:
-            yield gateway.says()["address"], gateway.process.pid
+            yield gateway.message()["address"], gateway.process.pid
         finally:
             gateway.close()
 
 
 @contextmanager
 def answering(address: str) -> Iterator[list[str]]:
-    """Asks every second, beside everything else, whether the gateway lives; gives what it did not answer in time."""
+    """Check the gateway's health every second; yield the list of late or failed responses."""
     late: list[str] = []
     done = threading.Event()
 
@@ -149,10 +147,10 @@ def answering(address: str) -> Iterator[list[str]]:
         thread.join()
 
 
-def send_what_the_document_allows(
+def send_generated_requests(
     address: str, run: str, wanted: Callable[[str], bool], examples: int = EXAMPLES
 ) -> list[tuple[str, int]]:
-    """Requests of every method of the wanted paths, most of them for ``run``; of each its path and its answer's status."""
+    """Send generated requests for the selected paths, most of them for ``run``. Return path and status of each."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
     document = httpx2.get(f"http://{address}/api/v1/openapi.json", headers=headers).json()
     schema = schemathesis.openapi.from_dict(document)
@@ -170,7 +168,7 @@ def send_what_the_document_allows(
             suppress_health_check=list(HealthCheck),
         )
         def send(case: schemathesis.Case) -> None:
-            # The run that there is, in most requests: another name never gets far.
+            # Most requests use the existing run: other names are refused early.
             if case.path_parameters and "run" in case.path_parameters and len(case.path_parameters["run"]) % 3:
                 case.path_parameters["run"] = run
             answer = case.call_and_validate(base_url=f"http://{address}", headers=headers, checks=CHECKS, timeout=20)

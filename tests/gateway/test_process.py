@@ -1,4 +1,4 @@
-"""The gateway as a process: whom it refuses to start for, what it says when it is ready, how it ends."""
+"""The gateway as a process: invalid input, readiness and shutdown."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ PATIENCE = 30.0
 
 
 class Process:
-    """A gateway's process, told to say through a pipe when it is ready."""
+    """A gateway process that reports readiness through a pipe."""
 
     def __init__(self, *arguments: str, pipe: bool = True, output: BinaryIO | None = None, **environment: str) -> None:
-        """``output`` takes what it prints and logs: what nobody reads from a pipe would stop it."""
+        """``output`` receives output and logs; an unread pipe would block the process."""
         reader, writer = os.pipe()
         command = [sys.executable, "-m", "quartet.gateway", *arguments, *(["--ready-fd", str(writer)] if pipe else [])]
         inherited = {
@@ -49,13 +49,13 @@ class Process:
         os.close(writer)
         self._pipe = os.fdopen(reader)
 
-    def says(self) -> dict[str, Any]:
-        """The next line of the pipe."""
-        found: dict[str, Any] = json.loads(self._pipe.readline())
-        return found
+    def message(self) -> dict[str, Any]:
+        """Return the next message from the pipe."""
+        message: dict[str, Any] = json.loads(self._pipe.readline())
+        return message
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, float, str]:
-        """Exit status, seconds from the signal to the end, standard error."""
+        """Send a signal; return exit status, seconds until the exit, and standard error."""
         begun = time.monotonic()
         self.process.send_signal(number)
         _, error = self.process.communicate(timeout=PATIENCE)
@@ -70,7 +70,7 @@ class Process:
 
 @pytest.fixture(autouse=True)
 def _own_logs() -> Iterator[None]:
-    """What a process does to its logs is not to last here."""
+    """Reset the log configuration that ``main`` changes."""
     yield
     structlog.reset_defaults()
 
@@ -94,10 +94,10 @@ def get(address: str, path: str, token: str = TOKEN) -> http.client.HTTPResponse
     return connection.getresponse()
 
 
-def test_it_tells_the_run_where_it_is_and_ends_at_once_though_streams_are_open(tmp_path: Path, started: Any) -> None:
+def test_it_writes_gateway_json_and_exits_at_once_with_open_streams(tmp_path: Path, started: Any) -> None:
     files = a_run(tmp_path, steps=1)
     process = started("--config", str(files.config), **{OPERATOR_TOKEN_VARIABLE: TOKEN})
-    address = process.says()["address"]
+    address = process.message()["address"]
     assert json.loads(files.gateway.read_text()) == {"url": f"http://{address}", "token": TOKEN}
     assert files.gateway.stat().st_mode & 0o777 == 0o600
     session = get(address, "/api/v1/session")
@@ -118,7 +118,7 @@ def test_it_tells_the_run_where_it_is_and_ends_at_once_though_streams_are_open(t
     assert not files.gateway.exists()
 
 
-def test_the_link_is_printed_where_nobody_else_asks_for_it(tmp_path: Path, started: Any) -> None:
+def test_the_link_with_a_generated_token_is_printed(tmp_path: Path, started: Any) -> None:
     process = started("--runs", str(tmp_path), pipe=False)
     link = process.process.stdout.readline()
     found = re.fullmatch(r"http://(127\.0\.0\.1:\d+)/#token=([\w-]{40,})\n", link)
@@ -130,7 +130,7 @@ def test_the_link_is_printed_where_nobody_else_asks_for_it(tmp_path: Path, start
     assert seconds < 2.0
 
 
-def test_a_token_that_was_given_is_not_printed(tmp_path: Path, started: Any) -> None:
+def test_a_configured_token_is_not_printed(tmp_path: Path, started: Any) -> None:
     process = started("--runs", str(tmp_path), pipe=False, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+\n", process.process.stdout.readline())
     status, _, error = process.end()
@@ -138,18 +138,18 @@ def test_a_token_that_was_given_is_not_printed(tmp_path: Path, started: Any) -> 
     assert TOKEN not in error
 
 
-def test_in_a_container_the_link_has_the_port_that_is_published(tmp_path: Path, started: Any) -> None:
+def test_the_link_has_the_published_port_of_a_container(tmp_path: Path, started: Any) -> None:
     given = {OPERATOR_TOKEN_VARIABLE: TOKEN, PUBLISHED_ADDRESS_VARIABLE: "127.0.0.1:18080"}
     process = started("--runs", str(tmp_path), pipe=False, **given)
     assert process.process.stdout.readline() == "http://127.0.0.1:18080\n"
 
 
-def test_it_comes_back_at_the_same_address_after_it_was_killed(tmp_path: Path, started: Any) -> None:
+def test_it_restarts_at_the_same_address_after_it_was_killed(tmp_path: Path, started: Any) -> None:
     files = a_run(tmp_path, steps=1)
     arguments = ("--config", str(files.config))
     first = started(*arguments, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
-    address = first.says()["address"]
-    # A connection that is open when it dies keeps the port busy for a while.
+    address = first.message()["address"]
+    # An open connection at the time of the kill leaves the port in TIME_WAIT.
     connection = http.client.HTTPConnection(address, timeout=10)
     connection.request("GET", "/healthz")
     assert connection.getresponse().read()
@@ -157,7 +157,7 @@ def test_it_comes_back_at_the_same_address_after_it_was_killed(tmp_path: Path, s
     first.process.wait()
     assert files.gateway.exists()
     second = started(*arguments, "--listen", address, **{OPERATOR_TOKEN_VARIABLE: TOKEN})
-    assert second.says() == {"address": address}
+    assert second.message() == {"address": address}
     assert get(address, "/api/v1/runs/some").status == 200
 
 
@@ -174,7 +174,7 @@ def test_it_comes_back_at_the_same_address_after_it_was_killed(tmp_path: Path, s
         (["--listen", "127.0.0.1:TAKEN"], {}, "the port is in use"),
     ],
 )
-def test_what_it_refuses_to_start_with(
+def test_invalid_input_ends_with_status_2(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -1,4 +1,4 @@
-"""Who gets in, and with what: every path but the dashboard's own files asks for a token, a known host and the same origin."""
+"""Every path except the dashboard's files requires a token, a known host and the same origin."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from quartet.gateway.access.message_limits import MAX_BODY_BYTES
 from tests.every_case import every_case
 from tests.gateway.serving import TOKEN, Gateway, a_run, serving
 
-VIEWER = "only-for-looking-at-things"
+VIEWER_TOKEN = "only-for-looking-at-things"
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("runs")
     a_run(folder, steps=2)
-    with serving(folder, viewer_token=VIEWER, allowed_hosts=("Quartet.Example",)) as found:
+    with serving(folder, viewer_token=VIEWER_TOKEN, allowed_hosts=("Quartet.Example",)) as found:
         yield found
 
 
-def ask(
+def send(
     gateway: Gateway, path: str, method: str = "GET", token: str | None = TOKEN, body: Any = None, **headers: str
 ) -> http.client.HTTPResponse:
-    """A request whose headers are as given, ``x_y`` as ``x-y``, and none besides."""
+    """Send a request with exactly these headers; ``x_y`` becomes ``x-y``."""
     connection = http.client.HTTPConnection(gateway.address, timeout=10)
     given = {name.replace("_", "-"): value for name, value in headers.items()}
     if token is not None:
@@ -48,8 +48,8 @@ def ask(
 @every_case(
     "token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "tökén-tökén-tökén".encode().decode("latin-1")]
 )
-def test_without_the_token_nothing_is_told(gateway: Gateway, path: str, token: str | None) -> None:
-    response = ask(gateway, path, token=token)
+def test_a_request_without_a_valid_token_gets_no_data(gateway: Gateway, path: str, token: str | None) -> None:
+    response = send(gateway, path, token=token)
     assert response.status in (401, 429)
     assert response.headers["content-type"] == "application/problem+json"
     if response.status == 401:
@@ -58,17 +58,17 @@ def test_without_the_token_nothing_is_told(gateway: Gateway, path: str, token: s
 
 
 @pytest.mark.parametrize("header", [f"Basic {TOKEN}", TOKEN, f"Bearer{TOKEN}"])
-def test_a_token_is_a_bearer_token(tmp_path: Path, header: str) -> None:
+def test_only_a_bearer_token_is_accepted(tmp_path: Path, header: str) -> None:
     with serving(tmp_path) as gateway:
-        assert ask(gateway, "/api/v1/session", token=None, authorization=header).status == 401
-        assert ask(gateway, f"/api/v1/session?token={TOKEN}", token=None).status == 401
+        assert send(gateway, "/api/v1/session", token=None, authorization=header).status == 401
+        assert send(gateway, f"/api/v1/session?token={TOKEN}", token=None).status == 401
 
 
-def test_the_dashboards_own_files_and_health_need_no_token(gateway: Gateway) -> None:
+def test_dashboard_files_and_health_need_no_token(gateway: Gateway) -> None:
     for path in ("/", "/static/plotly.min.js", "/healthz"):
-        assert ask(gateway, path, token=None).status == 200
-    assert ask(gateway, "/", method="HEAD", token=None).status == 200
-    assert ask(gateway, "/", method="POST", token=None).status == 401
+        assert send(gateway, path, token=None).status == 200
+    assert send(gateway, "/", method="HEAD", token=None).status == 200
+    assert send(gateway, "/", method="POST", token=None).status == 401
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_the_dashboards_own_files_and_health_need_no_token(gateway: Gateway) -> 
         "",
     ],
 )
-def test_static_files_come_from_their_folder_alone(gateway: Gateway, name: str) -> None:
-    response = ask(gateway, f"/static/{name}", token=None)
+def test_only_files_of_the_static_folder_are_served(gateway: Gateway, name: str) -> None:
+    response = send(gateway, f"/static/{name}", token=None)
     assert response.status == 404
     assert b"class" not in response.content  # type: ignore[attr-defined]
 
 
-def test_a_viewer_reads_and_does_not_command(gateway: Gateway) -> None:
-    session = ask(gateway, "/api/v1/session", token=VIEWER)
+def test_a_viewer_cannot_send_commands(gateway: Gateway) -> None:
+    session = send(gateway, "/api/v1/session", token=VIEWER_TOKEN)
     assert json.loads(session.content)["access"] == "viewer"  # type: ignore[attr-defined]
     for method, path in (
         ("POST", "/runs/some/pause"),
@@ -100,8 +100,8 @@ def test_a_viewer_reads_and_does_not_command(gateway: Gateway) -> None:
         ("POST", "/runs"),
         ("DELETE", "/runs"),
     ):
-        response = ask(
-            gateway, f"/api/v1{path}", method=method, token=VIEWER, body="{}", content_type="application/json"
+        response = send(
+            gateway, f"/api/v1{path}", method=method, token=VIEWER_TOKEN, body="{}", content_type="application/json"
         )
         assert response.status == 403
         assert "operator" in json.loads(response.content)["detail"]  # type: ignore[attr-defined]
@@ -121,30 +121,30 @@ def test_a_viewer_reads_and_does_not_command(gateway: Gateway) -> None:
         ("", 400),
     ],
 )
-def test_only_its_own_names_lead_here(gateway: Gateway, host: str, status: int) -> None:
-    assert ask(gateway, "/api/v1/session", host=host).status == status
-    assert ask(gateway, "/healthz", token=None, host=host).status == status
+def test_unknown_host_names_are_refused(gateway: Gateway, host: str, status: int) -> None:
+    assert send(gateway, "/api/v1/session", host=host).status == status
+    assert send(gateway, "/healthz", token=None, host=host).status == status
 
 
 @pytest.mark.parametrize("path", ["/api/v1/session", "/api/v1/runs/some/events"])
 @pytest.mark.parametrize(
     "origin", ["http://evil.example", "null", "https://127.0.0.1", "http://127.0.0.1.evil.example"]
 )
-def test_pages_of_other_sites_are_refused(gateway: Gateway, path: str, origin: str) -> None:
-    assert ask(gateway, path, origin=origin).status == 403
+def test_requests_from_other_origins_are_refused(gateway: Gateway, path: str, origin: str) -> None:
+    assert send(gateway, path, origin=origin).status == 403
 
 
-def test_its_own_pages_are_not(gateway: Gateway) -> None:
-    assert ask(gateway, "/api/v1/session", origin=f"http://{gateway.address}").status == 200
+def test_requests_from_the_same_origin_are_accepted(gateway: Gateway) -> None:
+    assert send(gateway, "/api/v1/session", origin=f"http://{gateway.address}").status == 200
     # Behind a proxy that ends TLS.
-    assert ask(gateway, "/api/v1/session", host="quartet.example", origin="https://quartet.example").status == 200
+    assert send(gateway, "/api/v1/session", host="quartet.example", origin="https://quartet.example").status == 200
 
 
 @pytest.mark.parametrize(
     ("path", "token"), [("/", None), ("/api/v1/session", TOKEN), ("/api/v1/session", None), ("/static/no", None)]
 )
-def test_every_answer_carries_the_security_headers(gateway: Gateway, path: str, token: str | None) -> None:
-    headers = ask(gateway, path, token=token).headers
+def test_every_response_has_the_security_headers(gateway: Gateway, path: str, token: str | None) -> None:
+    headers = send(gateway, path, token=token).headers
     assert {name: headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
     assert "unsafe-eval" not in headers["content-security-policy"]
     assert headers.get_all("access-control-allow-origin") is None
@@ -152,65 +152,65 @@ def test_every_answer_carries_the_security_headers(gateway: Gateway, path: str, 
         assert headers["cache-control"] == "no-store"
 
 
-def test_bodies_have_a_limit_whether_they_say_their_length_or_not(gateway: Gateway) -> None:
+def test_large_bodies_are_refused_with_and_without_a_declared_length(gateway: Gateway) -> None:
     path, kind = "/api/v1/runs", "application/json"
     large = b'{"config": {"x": "' + b"x" * MAX_BODY_BYTES + b'"}}'
-    assert ask(gateway, path, method="POST", body=large, content_type=kind).status == 413
+    assert send(gateway, path, method="POST", body=large, content_type=kind).status == 413
     in_pieces = (large[start : start + 65536] for start in range(0, len(large), 65536))
-    assert ask(gateway, path, method="POST", body=in_pieces, content_type=kind).status == 413
+    assert send(gateway, path, method="POST", body=in_pieces, content_type=kind).status == 413
 
 
-def test_too_many_requests_are_told_when_to_come_back(tmp_path: Path) -> None:
-    with serving(tmp_path, requests_per_second=1.0, viewer_token=VIEWER) as gateway:
-        # One was asked by the fixture itself.
-        answers = [ask(gateway, "/api/v1/session").status for _ in range(9)]
+def test_too_many_requests_get_429_with_retry_after(tmp_path: Path) -> None:
+    with serving(tmp_path, requests_per_second=1.0, viewer_token=VIEWER_TOKEN) as gateway:
+        # The fixture has already sent one request.
+        answers = [send(gateway, "/api/v1/session").status for _ in range(9)]
         assert answers == [200] * 9
-        refused = ask(gateway, "/api/v1/session")
+        refused = send(gateway, "/api/v1/session")
         assert refused.status == 429
         assert 1 <= int(refused.headers["retry-after"]) <= 10
-        assert ask(gateway, "/api/v1/session", token=VIEWER).status == 200
+        assert send(gateway, "/api/v1/session", token=VIEWER_TOKEN).status == 200
 
 
-def test_who_guesses_tokens_is_refused_and_who_has_one_is_not(tmp_path: Path) -> None:
+def test_wrong_tokens_are_limited_and_a_valid_token_is_still_accepted(tmp_path: Path) -> None:
     with serving(tmp_path) as gateway:
         answers = {
-            ask(gateway, "/api/v1/session", token=f"guess-{number}").status for number in range(MAX_WRONG_TOKENS)
+            send(gateway, "/api/v1/session", token=f"guess-{number}").status for number in range(MAX_WRONG_TOKENS)
         }
         assert answers == {401}
-        assert ask(gateway, "/api/v1/session", token="another").status == 429
-        assert ask(gateway, "/api/v1/session").status == 200
+        assert send(gateway, "/api/v1/session", token="another").status == 429
+        assert send(gateway, "/api/v1/session").status == 200
 
 
-def test_who_brings_no_token_has_a_limit_too(tmp_path: Path) -> None:
+def test_requests_without_a_token_are_limited(tmp_path: Path) -> None:
     with serving(tmp_path, requests_per_second=1.0) as gateway:
-        answers = [ask(gateway, "/api/v1/session", token=None).status for _ in range(11)]
+        answers = [send(gateway, "/api/v1/session", token=None).status for _ in range(11)]
         assert answers == [401] * 10 + [429]
-        assert ask(gateway, "/api/v1/session").status == 200
+        assert send(gateway, "/api/v1/session").status == 200
 
 
-@pytest.mark.parametrize("token", [TOKEN, VIEWER])
+@pytest.mark.parametrize("token", [TOKEN, VIEWER_TOKEN])
 @pytest.mark.parametrize("path", ["/api/v1/session", "/api/v1/runs/some/events"])
-def test_head_is_answered_as_get_without_the_body(gateway: Gateway, path: str, token: str) -> None:
+def test_head_returns_the_headers_of_get_without_a_body(gateway: Gateway, path: str, token: str) -> None:
     connection = http.client.HTTPConnection(gateway.address, timeout=10)
-    # On one connection: the second is answered only if the first has ended, also where GET would have opened a stream.
+    # On one connection: the second request is answered only if the first response has ended, also for the event stream.
     for _ in range(2):
         connection.request("HEAD", path, headers={"authorization": f"Bearer {token}"})
         response = connection.getresponse()
         assert (response.status, response.read()) == (200, b"")
         assert response.headers["content-type"].split(";")[0] in ("application/json", "text/event-stream")
     connection.close()
-    assert ask(gateway, "/api/v1/runs/some/pause", method="HEAD").status == 405
+    assert send(gateway, "/api/v1/runs/some/pause", method="HEAD").status == 405
 
 
-def test_a_viewers_command_is_in_the_log(gateway: Gateway) -> None:
+def test_a_viewers_command_is_logged(gateway: Gateway) -> None:
     with capture_logs() as logs:
-        ask(gateway, "/api/v1/runs/some/pause", method="POST", token=VIEWER)
+        send(gateway, "/api/v1/runs/some/pause", method="POST", token=VIEWER_TOKEN)
     assert [entry["path"] for entry in logs if "viewer" in entry["event"]] == ["/api/v1/runs/some/pause"]
 
 
-def test_the_figures_tell_of_requests_by_their_patterns(gateway: Gateway) -> None:
-    ask(gateway, "/api/v1/runs/some/steps")
-    text = ask(gateway, "/metrics").content.decode()  # type: ignore[attr-defined]
+def test_request_metrics_use_route_patterns_as_labels(gateway: Gateway) -> None:
+    send(gateway, "/api/v1/runs/some/steps")
+    text = send(gateway, "/metrics").content.decode()  # type: ignore[attr-defined]
     assert 'path="/api/v1/runs/{run}/steps",status="200"' in text
     assert "quartet_gateway_event_streams 0.0" in text
     assert 'role="gateway"' in text

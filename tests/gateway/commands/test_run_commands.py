@@ -1,4 +1,4 @@
-"""Commands to a real run: each has its effect, is refused where it is wrong, and is in the audit either way."""
+"""Commands to a real run take effect, or are refused if they are invalid; both are in the audit log."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def audit(going: Underway) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def pause(going: Underway, gateway: Gateway) -> int:
-    """Pauses the run; the step that it waits after."""
+    """Pause the run; return the last committed step."""
     answer = gateway.client.post("/runs/commanded/pause")
     assert answer.status_code == 202
     assert "pauses" in answer.json()["detail"]
     return int(eventually(going.board.current, lambda progress: progress.state == "paused").step)
 
 
-def test_a_run_pauses_and_goes_on(going: Underway, gateway: Gateway) -> None:
+def test_a_run_pauses_and_resumes(going: Underway, gateway: Gateway) -> None:
     step = pause(going, gateway)
     assert gateway.client.post("/runs/commanded/resume").status_code == 202
     eventually(going.board.current, lambda progress: progress.step > step)
     assert [command for command, _, outcome in audit(going) if outcome == "accepted"][-2:] == ["pause", "resume"]
 
 
-def test_a_changed_setting_shows_in_the_next_step(going: Underway, gateway: Gateway) -> None:
+def test_a_changed_setting_applies_to_the_next_step(going: Underway, gateway: Gateway) -> None:
     step = pause(going, gateway)
     bounds = {item["name"]: item for item in gateway.client.get("/runs/commanded/settings").json()["settings"]}
     assert set(bounds) == {"kl_coefficient", "actor.learning_rate", "critic.learning_rate"}
@@ -89,7 +89,7 @@ def test_a_changed_setting_shows_in_the_next_step(going: Underway, gateway: Gate
         ({}, "body"),
     ],
 )
-def test_a_wrong_value_is_refused_by_its_field_and_changes_nothing(
+def test_an_invalid_value_is_refused_with_its_field_and_changes_nothing(
     going: Underway, gateway: Gateway, body: dict[str, Any], field: str
 ) -> None:
     before = gateway.client.get("/runs/commanded/settings").json()["changes"]
@@ -100,13 +100,15 @@ def test_a_wrong_value_is_refused_by_its_field_and_changes_nothing(
     assert gateway.client.get("/runs/commanded/settings").json()["changes"] == before
 
 
-def test_true_is_no_step(gateway: Gateway) -> None:
+def test_true_is_not_a_valid_step(gateway: Gateway) -> None:
     answer = gateway.client.post("/runs/commanded/rollback", json={"step": True})
     assert answer.status_code == 422
     assert answer.json()["fields"][0]["field"] == "body.step"
 
 
-def test_a_command_does_not_fail_for_its_audit(going: Underway, gateway: Gateway, tmp_path: Path) -> None:
+def test_a_command_succeeds_if_its_audit_entry_cannot_be_written(
+    going: Underway, gateway: Gateway, tmp_path: Path
+) -> None:
     idle = a_run(tmp_path)
     running = RunFiles(going.config.run_directory).audit
     running.rename(running.with_suffix(".kept"))
@@ -123,16 +125,16 @@ def test_a_command_does_not_fail_for_its_audit(going: Underway, gateway: Gateway
         assert other.client.post("/runs/some/pause").status_code == 409
 
 
-def test_of_very_many_changes_the_newest_are_told(tmp_path: Path) -> None:
+def test_only_the_newest_changes_are_returned(tmp_path: Path) -> None:
     files = a_run(tmp_path)
     change = {"setting": "kl_coefficient", "before": 0.1, "after": 0.2, "user": "operator 127.0.0.1", "at": 1.0}
     files.append_changes({**change, "step": step} for step in range(1, 251))
     with serving(tmp_path) as gateway:
-        told = gateway.client.get("/runs/some/settings").json()["changes"]
-    assert [item["step"] for item in told] == list(range(51, 251))
+        changes = gateway.client.get("/runs/some/settings").json()["changes"]
+    assert [item["step"] for item in changes] == list(range(51, 251))
 
 
-def test_a_checkpoint_is_saved_and_gone_back_to(going: Underway, gateway: Gateway) -> None:
+def test_a_checkpoint_is_saved_and_the_run_rolled_back_to_it(going: Underway, gateway: Gateway) -> None:
     refused = gateway.client.post("/runs/commanded/rollback", json={"step": 399})
     assert refused.status_code == 422
     assert refused.json()["fields"][0]["field"] == "body.step"
@@ -150,7 +152,7 @@ def test_a_checkpoint_is_saved_and_gone_back_to(going: Underway, gateway: Gatewa
     assert [command for command, _, outcome in audit(going) if outcome == "accepted"][-2:] == ["checkpoint", "rollback"]
 
 
-def test_a_run_that_does_not_go_on_takes_no_commands(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_inactive_run_refuses_commands(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("idle")
     files = a_run(folder, steps=1)
     with serving(folder) as gateway:

@@ -1,4 +1,4 @@
-"""Starting a run over the API: it trains in processes of its own; what is wrong is refused by its field, and starts nothing."""
+"""Runs started over the API train in separate processes. An invalid config is refused with its field and starts nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gateway(tmp_path: Path) -> Iterator[Gateway]:
 
 @pytest.fixture(scope="module")
 def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """One in whose folder nothing is ever started."""
+    """A gateway for requests that are all refused, so that its folder stays empty."""
     with serving(tmp_path_factory.mktemp("refusing"), start_runs=True) as found:
         yield found
 
@@ -45,14 +45,14 @@ def fields(answer: Any) -> list[str]:
     return [item["field"] for item in answer.json()["fields"]]
 
 
-def test_a_run_is_started_in_a_process_of_its_own(
+def test_a_run_is_started_in_a_separate_process(
     gateway: Gateway, tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A Redis that is the gateway's own run's is not the new run's.
+    # The new run must not use the Redis of the gateway's own run.
     monkeypatch.setenv("QUARTET_BUFFER_URL", "redis://127.0.0.1:1/0")
-    # So long that it has not ended by itself when it is interrupted.
+    # Long enough not to finish before it is interrupted.
     tree["run"]["steps"] = 1_000_000
-    # One that took no step lies there: what was commanded of it stays known.
+    # A run without steps exists under this name: its audit log is kept.
     files = a_run(tmp_path, "started")
     write_entry(files, "operator 127.0.0.1", "stop", {"name": "started"}, "accepted")
     answer = start(gateway, tree)
@@ -61,7 +61,7 @@ def test_a_run_is_started_in_a_process_of_its_own(
         assert answer.status_code == 201, answer.text
         assert (answer.json()["name"], answer.json()["total_steps"]) == ("started", 1_000_000)
         assert answer.json()["state"] in ("starting", "training")
-        # Another session, so no signal of the gateway's terminal reaches it.
+        # Signals of the gateway's terminal do not reach another session.
         assert os.getsid(process.pid) == process.pid
         environment = Path(f"/proc/{process.pid}/environ").read_text()
         assert "QUARTET_BUFFER_URL" not in environment
@@ -72,7 +72,7 @@ def test_a_run_is_started_in_a_process_of_its_own(
         assert refused.status_code == 409
         assert process.poll() is None
     finally:
-        # Not SIGINT, which is ignored by all that a shell starts in the background.
+        # Not SIGINT, which background processes of a shell ignore.
         process.terminate()
         try:
             code = process.wait(60)
@@ -102,7 +102,7 @@ def test_a_run_is_started_in_a_process_of_its_own(
         ("gateway", "port", 1, "body.config.gateway.port"),
     ],
 )
-def test_a_config_with_a_mistake_is_refused_by_its_field(
+def test_an_invalid_config_is_refused_with_its_field(
     refusing: Gateway, tree: dict[str, Any], section: str, key: str, value: Any, field: str
 ) -> None:
     wrong = copy.deepcopy(tree)
@@ -124,14 +124,14 @@ def test_a_config_with_a_mistake_is_refused_by_its_field(
         {"run": {"name": "x", "\ud800": 1}},
     ],
 )
-def test_a_config_that_is_none_is_refused(refusing: Gateway, config: dict[str, Any]) -> None:
+def test_a_malformed_config_is_refused(refusing: Gateway, config: dict[str, Any]) -> None:
     answer = start(refusing, config)
     assert answer.status_code == 422
     assert fields(answer)
     assert list(refusing.app.state.catalog.folder.iterdir()) == []
 
 
-def test_inputs_that_are_not_there_are_told_as_the_run_tells_them(
+def test_missing_inputs_are_reported_with_the_error_of_the_run(
     gateway: Gateway, tree: dict[str, Any], tmp_path: Path
 ) -> None:
     tree["data"]["prompts"] = str(tmp_path / "nowhere.jsonl")
@@ -142,7 +142,7 @@ def test_inputs_that_are_not_there_are_told_as_the_run_tells_them(
     assert gateway.client.get("/runs").json()["items"] == []
 
 
-def test_a_name_in_use_and_nothing_to_go_on_with_are_refused(
+def test_a_name_in_use_and_a_missing_run_to_resume_are_refused(
     gateway: Gateway, tree: dict[str, Any], tmp_path: Path
 ) -> None:
     files = a_run(tmp_path, "started", steps=1)
@@ -159,7 +159,7 @@ def test_a_name_in_use_and_nothing_to_go_on_with_are_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["started"]
 
 
-def test_a_gateway_that_may_not_start_runs_starts_none(tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_a_gateway_without_permission_starts_no_runs(tmp_path: Path, tree: dict[str, Any]) -> None:
     with serving(tmp_path, start_runs=False) as gateway:
         answer = start(gateway, tree)
         assert answer.status_code == 403

@@ -1,4 +1,4 @@
-"""Events are read off a run's files: nothing is lost or told twice, whatever is appended, replaced or taken back meanwhile."""
+"""Events from a run's files: none is lost or repeated, whatever is appended, replaced or rolled back meanwhile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def alert(step: int) -> Alert:
 
 
 def events(data: bytes) -> list[tuple[str, dict[str, Any], str]]:
-    """Kind, data and id of each."""
+    """Return kind, data and id of each event."""
     found = []
     for block in data.decode().split("\n\n")[:-1]:
         fields = dict(line.split(": ", 1) for line in block.split("\n"))
@@ -49,7 +49,7 @@ def outline(found: list[tuple[str, dict[str, Any], str]]) -> list[tuple[str, int
     return [(kind, data["step"]) for kind, data, _ in found]
 
 
-def test_events_come_in_the_order_of_the_run_with_what_they_are_about(files: RunFiles) -> None:
+def test_events_are_ordered_by_step_and_carry_their_data(files: RunFiles) -> None:
     files.write_evaluation(0, {"win_rate": 0.5}, [])
     commit(files, 1)
     files.append_alert(alert(1))
@@ -87,22 +87,22 @@ def test_events_come_in_the_order_of_the_run_with_what_they_are_about(files: Run
     assert by_kind["checkpoint"]["bytes"] == 7
 
 
-def test_a_reader_goes_on_after_any_event_by_its_id_also_at_another_gateway(files: RunFiles) -> None:
+def test_a_reader_continues_after_any_event_id_at_another_gateway(files: RunFiles) -> None:
     files.write_evaluation(0, {"win_rate": 0.5}, [])
     commit(files, 1, 2, 3)
     files.append_alert(alert(2))
     first = EventHistory(files)
     reader, _ = first.start(EventCursor())
-    told = everything(first, reader)
-    assert len(told) == 5
-    for number, (_, _, identity) in enumerate(told, 1):
+    sent = everything(first, reader)
+    assert len(sent) == 5
+    for number, (_, _, identity) in enumerate(sent, 1):
         other = EventHistory(files)
         reader, said = other.start(EventCursor.parse(identity))
         assert said == b""
-        assert everything(other, reader) == told[number:]
+        assert everything(other, reader) == sent[number:]
 
 
-def test_without_a_place_a_reader_hears_what_comes_from_now_on(files: RunFiles) -> None:
+def test_without_a_cursor_a_reader_gets_only_new_events(files: RunFiles) -> None:
     commit(files, 1, 2)
     history = EventHistory(files)
     reader, _ = history.start(None)
@@ -113,7 +113,7 @@ def test_without_a_place_a_reader_hears_what_comes_from_now_on(files: RunFiles) 
     assert not history.refresh()
 
 
-def test_a_line_is_told_when_it_is_whole(files: RunFiles) -> None:
+def test_an_incomplete_line_is_not_an_event(files: RunFiles) -> None:
     commit(files, 1)
     history = EventHistory(files)
     reader, _ = history.start(None)
@@ -128,7 +128,7 @@ def test_a_line_is_told_when_it_is_whole(files: RunFiles) -> None:
     assert outline(everything(history, reader)) == [("step", 2)]
 
 
-def test_a_run_that_goes_back_says_so_and_its_steps_come_anew(files: RunFiles) -> None:
+def test_a_rollback_sends_a_rewind_and_then_the_repeated_steps(files: RunFiles) -> None:
     commit(files, 1, 2, 3, 4)
     files.append_alert(alert(2))
     files.append_alert(alert(4))
@@ -142,11 +142,11 @@ def test_a_run_that_goes_back_says_so_and_its_steps_come_anew(files: RunFiles) -
     history.refresh()
     assert history.read_cached(reader) is None
     assert outline(everything(history, reader)) == [("rewind", 2), ("step", 3), ("alert", 3)]
-    # Whoever had not come so far missed nothing.
+    # A reader that had not reached the discarded steps gets no rewind.
     assert outline(everything(history, behind)) == [("step", 2), ("alert", 2), ("step", 3), ("alert", 3)]
 
 
-def test_an_id_of_steps_that_were_taken_back_is_told_everything_anew(files: RunFiles) -> None:
+def test_an_id_of_discarded_steps_restarts_the_history(files: RunFiles) -> None:
     commit(files, 1, 2, 3)
     history = EventHistory(files)
     place = history.start(None)[0].cursor
@@ -165,7 +165,7 @@ def change(step: int, at: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("committed", [0, 3])
-def test_a_change_that_was_taken_back_hides_none_that_comes_in_its_place(files: RunFiles, committed: int) -> None:
+def test_a_discarded_change_does_not_hide_its_replacement(files: RunFiles, committed: int) -> None:
     commit(files, *range(1, committed + 1))
     first = EventHistory(files)
     live, _ = first.start(None)
@@ -177,7 +177,7 @@ def test_a_change_that_was_taken_back_hides_none_that_comes_in_its_place(files: 
     first.refresh()
     files.append_changes([change(committed + 2, 2.0)])
     first.refresh()
-    # Who listens hears that the first counts no more; who comes back later, all of it.
+    # A connected reader gets a rewind; a returning reader gets the whole history.
     assert outline(everything(first, live)) == [("rewind", committed), ("change", committed + 2)]
     for history in (first, EventHistory(files)):
         reader, said = history.start(place)
@@ -188,7 +188,7 @@ def test_a_change_that_was_taken_back_hides_none_that_comes_in_its_place(files: 
         ]
 
 
-def test_files_that_are_written_anew_with_the_same_lines_are_no_way_back(files: RunFiles) -> None:
+def test_rewriting_a_file_with_the_same_lines_is_not_a_rollback(files: RunFiles) -> None:
     commit(files, 1, 2)
     files.write_evaluation(0, {"win_rate": 0.5}, [])
     history = EventHistory(files)
@@ -199,7 +199,7 @@ def test_files_that_are_written_anew_with_the_same_lines_are_no_way_back(files: 
     assert outline(everything(history, reader)) == [("evaluation", 2)]
 
 
-def test_a_run_begun_anew_under_the_same_name_is_a_way_back_to_nothing(files: RunFiles) -> None:
+def test_a_new_run_of_the_same_name_rewinds_to_step_0(files: RunFiles) -> None:
     commit(files, 1, 2)
     history = EventHistory(files)
     reader, _ = history.start(None)
@@ -210,7 +210,7 @@ def test_a_run_begun_anew_under_the_same_name_is_a_way_back_to_nothing(files: Ru
     assert outline(everything(history, reader)) == [("rewind", 0), ("step", 1)]
 
 
-def test_a_damaged_line_is_no_event_and_hides_none_after_it(files: RunFiles) -> None:
+def test_a_damaged_line_is_skipped(files: RunFiles) -> None:
     commit(files, 1)
     with files.metrics.open("a") as file:
         file.write("{broken\n[]\n")
@@ -220,7 +220,7 @@ def test_a_damaged_line_is_no_event_and_hides_none_after_it(files: RunFiles) -> 
     assert outline(everything(history, reader)) == [("step", 1), ("step", 2)]
 
 
-def test_what_json_does_not_know_is_a_gap_wherever_it_stands(files: RunFiles) -> None:
+def test_nan_and_infinity_become_null_at_any_depth(files: RunFiles) -> None:
     files.alerts.write_text('{"step": 1, "evidence": {"values": [1e999, NaN, 0.5]}}\n')
     history = EventHistory(files)
     reader, _ = history.start(EventCursor())
@@ -228,7 +228,7 @@ def test_what_json_does_not_know_is_a_gap_wherever_it_stands(files: RunFiles) ->
     assert data["evidence"] == {"values": [None, None, 0.5]}
 
 
-def test_a_long_history_is_told_in_parts_and_whole(files: RunFiles) -> None:
+def test_a_long_history_is_read_completely_in_batches(files: RunFiles) -> None:
     steps = 2 * MAX_BATCH + 7
     files.metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, steps + 1)))
     files.alerts.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, steps + 1, 2)))
@@ -241,7 +241,7 @@ def test_a_long_history_is_told_in_parts_and_whole(files: RunFiles) -> None:
     assert outline(found) == sorted(outline(found), key=lambda event: (event[1], event[0] == "alert"))
 
 
-def test_readers_at_the_same_place_share_what_was_read(files: RunFiles) -> None:
+def test_readers_with_the_same_cursor_share_a_batch(files: RunFiles) -> None:
     commit(files, 1)
     history = EventHistory(files)
     readers = [history.start(EventCursor())[0] for _ in range(3)]
@@ -258,7 +258,7 @@ def test_a_malformed_id_is_refused(text: str) -> None:
         EventCursor.parse(text)
 
 
-def test_a_file_cut_in_place_and_grown_again_is_known_for_another(tmp_path: Path) -> None:
+def test_a_file_overwritten_in_place_is_recognised_as_changed(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text("one\ntwo\n")
     lines = JsonlTail(path)
@@ -267,6 +267,6 @@ def test_a_file_cut_in_place_and_grown_again_is_known_for_another(tmp_path: Path
         file.write("one\nTWO and more\nthree\n")
     assert lines.refresh() == 1
     assert lines.read(0, 9) == [b"one", b"TWO and more", b"three"]
-    # A reader that comes between the replacement and the next look gets none of the other file's lines.
+    # Between the replacement and the next refresh, no lines of the new file are returned.
     path.write_text("one\nnine and more\nthree\n")
     assert lines.read(0, 9) == [b"one"]

@@ -1,4 +1,4 @@
-"""The event stream: every listener hears everything that a run has on the disk, whenever it comes, however slow it is."""
+"""Every listener of an event stream gets all events in the run's files, whenever it connects and however slow it is."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def steps(events: list[Event]) -> list[int]:
     return [event.data["step"] for event in events if event.kind == "step"]
 
 
-def test_a_stream_begins_with_the_present_and_goes_on_with_each_step(tmp_path: Path, files: RunFiles) -> None:
+def test_a_stream_starts_with_the_progress_and_sends_each_new_step(tmp_path: Path, files: RunFiles) -> None:
     with serving(tmp_path) as gateway, gateway.stream("some") as stream:
         assert stream.response.headers["content-type"].startswith("text/event-stream")
         first = next(iter(stream))
@@ -36,7 +36,7 @@ def test_a_stream_begins_with_the_present_and_goes_on_with_each_step(tmp_path: P
         assert heard[-1].data["metrics"]["reward_mean"] == 2.0
 
 
-def test_a_stream_is_taken_up_again_at_another_gateway_without_a_gap(tmp_path: Path, files: RunFiles) -> None:
+def test_a_stream_resumes_at_another_gateway_without_a_gap(tmp_path: Path, files: RunFiles) -> None:
     with serving(tmp_path) as gateway, gateway.stream("some") as stream:
         first = next(iter(stream))
         commit(files, 4)
@@ -52,7 +52,7 @@ def test_a_stream_is_taken_up_again_at_another_gateway_without_a_gap(tmp_path: P
                 assert steps(stream.until("step", step=6)) == expected
 
 
-def test_a_run_that_goes_back_is_told_and_so_is_whoever_comes_back_later(tmp_path: Path, files: RunFiles) -> None:
+def test_a_rollback_is_sent_to_connected_and_to_returning_listeners(tmp_path: Path, files: RunFiles) -> None:
     with serving(tmp_path) as gateway:
         with gateway.stream("some") as stream:
             place = next(iter(stream)).identity
@@ -72,7 +72,7 @@ def test_a_run_that_goes_back_is_told_and_so_is_whoever_comes_back_later(tmp_pat
             ]
 
 
-def test_every_listener_hears_every_step_also_a_slow_one(tmp_path: Path, files: RunFiles) -> None:
+def test_every_listener_gets_every_step_even_a_slow_one(tmp_path: Path, files: RunFiles) -> None:
     last, padding = 63, "x" * 100_000
     heard: dict[int, list[int]] = {}
     ready = threading.Barrier(LISTENERS + 1)
@@ -94,7 +94,7 @@ def test_every_listener_hears_every_step_also_a_slow_one(tmp_path: Path, files: 
         for thread in threads:
             thread.start()
         ready.wait(30)
-        # More than the buffers between it and the gateway hold: the slow one is left behind for good.
+        # More data than the buffers in between can hold, so that the slow listener falls behind.
         with files.metrics.open("a") as file:
             for step in range(4, last + 1):
                 file.write(json.dumps({"step": step, "padding": padding}) + "\n")
@@ -116,7 +116,7 @@ def test_streams_end_with_the_gateway(tmp_path: Path, files: RunFiles) -> None:
     assert [event.kind for event in stream if event.kind != "services"] == []
 
 
-def test_a_wrong_id_and_an_unknown_run_are_refused(tmp_path: Path, files: RunFiles) -> None:
+def test_a_malformed_id_and_an_unknown_run_are_refused(tmp_path: Path, files: RunFiles) -> None:
     with serving(tmp_path) as gateway:
         answer = gateway.client.get("/runs/some/events", headers={"Last-Event-ID": "7"})
         assert (answer.status_code, answer.json()["fields"][0]["field"]) == (422, "header.last-event-id")
@@ -125,7 +125,7 @@ def test_a_wrong_id_and_an_unknown_run_are_refused(tmp_path: Path, files: RunFil
         assert gateway.client.get("/runs/other/events").status_code == 404
 
 
-def test_a_run_whose_files_are_damaged_says_so(tmp_path: Path, files: RunFiles) -> None:
+def test_damaged_files_are_reported_in_the_progress(tmp_path: Path, files: RunFiles) -> None:
     with files.metrics.open("a") as file:
         file.write("broken\n")
     with serving(tmp_path) as gateway, gateway.stream("some") as stream:

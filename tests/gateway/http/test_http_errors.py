@@ -1,4 +1,4 @@
-"""Errors are problems: precise about the field, and silent about what is nobody's business."""
+"""Errors are problem responses that name the field and reveal no internals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         ("/runs/some/logs/actor?lines=2001", "query.lines", "less than or equal to 2000"),
     ],
 )
-def test_a_wrong_field_is_named(gateway: Gateway, path: str, field: str, text: str) -> None:
+def test_an_invalid_field_is_named(gateway: Gateway, path: str, field: str, text: str) -> None:
     response = gateway.client.get(path)
     problem = response.json()
     assert response.status_code == 422
@@ -75,13 +75,13 @@ def test_a_wrong_field_is_named(gateway: Gateway, path: str, field: str, text: s
         ("/nothing", "openapi.json"),
     ],
 )
-def test_what_is_not_there_is_said_to_be_so(gateway: Gateway, path: str, text: str) -> None:
+def test_a_missing_resource_gets_404(gateway: Gateway, path: str, text: str) -> None:
     response = gateway.client.get(path)
     assert response.status_code == 404
     assert text in response.json()["detail"]
 
 
-def test_a_wrong_body_is_told_by_its_place(gateway: Gateway) -> None:
+def test_an_invalid_body_is_reported_with_its_fields(gateway: Gateway) -> None:
     client = gateway.client
     broken = client.post("/runs/some/rollback", content="{", headers={"content-type": "application/json"})
     assert broken.status_code == 422
@@ -92,7 +92,7 @@ def test_a_wrong_body_is_told_by_its_place(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize(("path", "allowed"), [("/runs", {"GET", "POST"}), ("/runs/some", {"GET"})])
-def test_a_method_that_a_path_does_not_take_is_told_which_it_does(
+def test_an_unsupported_method_gets_405_with_the_allowed_methods(
     gateway: Gateway, path: str, allowed: set[str]
 ) -> None:
     response = gateway.client.delete(path)
@@ -101,13 +101,13 @@ def test_a_method_that_a_path_does_not_take_is_told_which_it_does(
     assert "openapi.json" in response.json()["detail"]
 
 
-def test_long_values_are_not_told_back_whole(gateway: Gateway) -> None:
+def test_long_values_are_shortened_in_errors(gateway: Gateway) -> None:
     response = gateway.client.get("/runs", params={"limit": "9" * 3000})
     assert response.status_code == 422
     assert len(response.text) < 1000
 
 
-def test_damaged_files_are_conflicts_that_name_the_line(tmp_path: Path) -> None:
+def test_damaged_files_get_409_with_the_line_number(tmp_path: Path) -> None:
     damaged = a_run(tmp_path, "damaged", steps=2)
     damaged.metrics.write_text(damaged.metrics.read_text() + '{"step": 4}\n')
     torn = a_run(tmp_path, "torn", steps=1)
@@ -117,7 +117,7 @@ def test_damaged_files_are_conflicts_that_name_the_line(tmp_path: Path) -> None:
         assert response.status_code == 409
         assert "metrics.jsonl:3: is not step 3" in response.json()["detail"]
         assert "nonsense" in gateway.client.get("/runs/torn").json()["detail"]
-        # Neither keeps the others out of the list.
+        # Both runs are still listed.
         listed = {run["name"]: run["problem"] for run in gateway.client.get("/runs").json()["items"]}
         assert set(listed) == {"damaged", "torn"}
         assert "is not step 3" in listed["damaged"]
@@ -125,7 +125,7 @@ def test_damaged_files_are_conflicts_that_name_the_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "path"), [("changes.jsonl", "settings"), ("audit.jsonl", "audit")])
-def test_a_line_of_another_shape_is_a_conflict_that_names_it(tmp_path: Path, name: str, path: str) -> None:
+def test_a_line_with_wrong_fields_gets_409_with_the_line_number(tmp_path: Path, name: str, path: str) -> None:
     files = a_run(tmp_path)
     good = {
         "changes.jsonl": {"setting": "kl_coefficient", "before": 1, "after": 2, "step": 1, "user": "me", "at": 1},
@@ -138,12 +138,12 @@ def test_a_line_of_another_shape_is_a_conflict_that_names_it(tmp_path: Path, nam
     assert f"{name}:2: " in response.json()["detail"]
 
 
-def test_every_status_of_an_error_is_in_the_document() -> None:
+def test_the_openapi_document_contains_every_error_status() -> None:
     answered = {*http_errors.STATUS_OF.values(), 400, 401, 403, 404, 413, 421, 429, 500}
     assert answered <= http_errors.PROBLEM_RESPONSES.keys()
 
 
-def test_what_nobody_foresaw_is_a_generic_error_outside(tmp_path: Path) -> None:
+def test_an_unexpected_exception_gets_500_without_details(tmp_path: Path) -> None:
     failing = APIRouter()
 
     @failing.get("/api/v1/fails")
@@ -163,7 +163,7 @@ def test_what_nobody_foresaw_is_a_generic_error_outside(tmp_path: Path) -> None:
     ]
 
 
-def test_every_error_of_the_library_has_a_status_or_is_unforeseen() -> None:
+def test_every_exception_class_has_a_status_or_is_unexpected() -> None:
     unforeseen = {
         errors.QuartetError,
         errors.ComputationFailed,

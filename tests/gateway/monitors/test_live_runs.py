@@ -1,4 +1,4 @@
-"""What goes on now: progress, processes and buffer of a real run, also when one of them is lost."""
+"""Progress, processes and buffer of an active run, also after a process is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gateway(going: tuple[Underway, Fleet]) -> Iterator[Gateway]:
         yield found
 
 
-def test_a_stream_tells_what_the_run_does_as_it_goes_on(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
+def test_the_event_stream_follows_the_progress_of_a_run(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
     run, _ = going
     eventually(lambda: run.board.current().phase, lambda phase: phase == "paused")
     with gateway.stream("live") as stream:
@@ -60,7 +60,7 @@ def test_a_stream_tells_what_the_run_does_as_it_goes_on(going: tuple[Underway, F
     assert detail["progress"]["step"] == last.data["step"]
 
 
-def test_a_lost_service_is_unreachable_until_it_is_back(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
+def test_a_lost_service_is_unreachable_until_it_returns(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
     _, services = going
 
     def health() -> dict[str, str]:
@@ -69,18 +69,20 @@ def test_a_lost_service_is_unreachable_until_it_is_back(going: tuple[Underway, F
     def unreachable(data: Any) -> list[str]:
         return [item["role"] for item in data["services"] if item["health"] == "unreachable"]
 
-    everybody = {*MODEL_ROLES, "orchestrator", "redis"}
-    assert health() == dict.fromkeys(everybody, "serving")
+    all_processes = {*MODEL_ROLES, "orchestrator", "redis"}
+    assert health() == dict.fromkeys(all_processes, "serving")
     with gateway.stream("live") as stream:
         known = stream.until("services")[-1]
-        assert {item["role"]: item["health"] for item in known.data["services"]} == dict.fromkeys(everybody, "serving")
+        assert {item["role"]: item["health"] for item in known.data["services"]} == dict.fromkeys(
+            all_processes, "serving"
+        )
         services.lose(Role.REWARD)
         stream.until("services", lambda data: unreachable(data) == ["reward"])
         services.start(Role.REWARD)
         stream.until("services", lambda data: {item["health"] for item in data["services"]} == {"serving"})
 
 
-def test_services_say_what_they_are_and_how_busy(gateway: Gateway) -> None:
+def test_services_report_identity_and_load(gateway: Gateway) -> None:
     def actor() -> dict[str, Any]:
         services = gateway.client.get("/runs/live/services").json()
         return next(item for item in services if item["role"] == "actor")
@@ -94,13 +96,13 @@ def test_services_say_what_they_are_and_how_busy(gateway: Gateway) -> None:
     assert 0 <= found["load"] <= 1
 
 
-def test_the_buffer_shows_what_is_sealed(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
+def test_the_buffer_shows_stored_experience(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
     run, _ = going
     eventually(lambda: run.board.current().phase, lambda phase: phase == "paused")
     url = run.config.buffer.url
     assert url is not None
     stream = RolloutStream(connect(url), url, "live")
-    # A run that pauses may have begun its next step's generation: what that has made waits in the stream.
+    # A pausing run may have started to generate for the next step; those trajectories are in the stream.
     found = eventually(
         lambda: gateway.client.get("/runs/live/buffer").json(), lambda found: found["rollouts"] == stream.depth()
     )
@@ -110,7 +112,7 @@ def test_the_buffer_shows_what_is_sealed(going: tuple[Underway, Fleet], gateway:
     assert found["experience_steps"] == list(range(1, run.board.current().step + 1))
 
 
-def test_the_end_of_a_run_is_told(make: MakeConfig, tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_reported(make: MakeConfig, tmp_path: Path) -> None:
     with serving(tmp_path) as gateway, live(make, tmp_path, "short", steps=2) as (going, _):
         with gateway.stream("short") as stream:
             next(iter(stream))
@@ -123,11 +125,9 @@ def test_the_end_of_a_run_is_told(make: MakeConfig, tmp_path: Path) -> None:
         assert gateway.client.get("/runs/short/services").json() == []
 
 
-def test_a_stalled_orchestrator_keeps_one_caller_waiting_and_not_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_orchestrator_delays_one_caller_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quartet.gateway.monitors.run_monitor.TIMEOUT_SECONDS", 1.0)
-    files, orchestrator = a_run(tmp_path, steps=1), Stalling()
+    files, orchestrator = a_run(tmp_path, steps=1), HangingOrchestrator()
     server = Server([orchestrator], "127.0.0.1:0")
     files.write_services({Role.ORCHESTRATOR: server.address})
     known = RunMonitor(RunCatalog(tmp_path))
@@ -152,8 +152,8 @@ def test_a_stalled_orchestrator_keeps_one_caller_waiting_and_not_all(
         server.stop(0.0)
 
 
-class Stalling(OrchestratorServicer):
-    """An orchestrator that answers only while it may."""
+class HangingOrchestrator(OrchestratorServicer):
+    """An orchestrator that can be made to hang."""
 
     def __init__(self) -> None:
         board = ProgressBoard("some", 4)
@@ -172,7 +172,7 @@ class Stalling(OrchestratorServicer):
         return super().GetProgress(request, context)
 
 
-def test_a_run_whose_processes_were_killed_is_not_live(tmp_path: Path, unused_address: str) -> None:
+def test_a_run_with_killed_processes_is_not_active(tmp_path: Path, unused_address: str) -> None:
     files = a_run(tmp_path, steps=2)
     files.services.write_text(json.dumps({"actor": unused_address, "orchestrator": unused_address}))
     with serving(tmp_path) as gateway:
@@ -188,7 +188,7 @@ def test_a_run_whose_processes_were_killed_is_not_live(tmp_path: Path, unused_ad
 
 @pytest.fixture
 def unused_address() -> Iterator[str]:
-    """An address at which connections are refused, for as long as it is used here."""
+    """An address at which connections are refused."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{held.getsockname()[1]}"

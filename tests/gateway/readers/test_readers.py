@@ -1,4 +1,4 @@
-"""Files are read as they grow, are replaced, or are damaged; what is kept in memory is never another than the file."""
+"""Files are read as they grow, are replaced or are damaged; cached contents always match the file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def line(step: int, **metrics: float | None) -> str:
     return json.dumps({"step": step, **metrics}) + "\n"
 
 
-def test_columns_take_in_what_was_appended_and_no_line_that_is_not_whole(tmp_path: Path) -> None:
+def test_columns_read_appended_lines_and_skip_an_incomplete_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     columns = MetricColumns(path)
     columns.refresh()
@@ -45,7 +45,7 @@ def test_columns_take_in_what_was_appended_and_no_line_that_is_not_whole(tmp_pat
     assert columns.row(3) == {"a": None, "b": 7.0}
 
 
-def test_columns_follow_a_run_that_goes_back_and_another_way(tmp_path: Path) -> None:
+def test_columns_follow_rollbacks(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     columns = MetricColumns(path)
     for way in range(4):
@@ -61,7 +61,7 @@ def test_columns_follow_a_run_that_goes_back_and_another_way(tmp_path: Path) -> 
     assert columns.count() == 0
 
 
-def test_a_former_leaders_line_is_no_commit(tmp_path: Path) -> None:
+def test_a_line_of_a_former_leader_is_not_a_commit(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append(path, line(1, a=1) + line(2, a=2) + line(2, a=99) + line(3, a=3))
     columns = MetricColumns(path)
@@ -85,9 +85,7 @@ def test_a_former_leaders_line_is_no_commit(tmp_path: Path) -> None:
         ('{"step": 2, "a": [1]}\n', ":2: a is not a number"),
     ],
 )
-def test_a_damaged_line_is_an_error_each_time_and_none_once_it_is_mended(
-    tmp_path: Path, text: str, problem: str
-) -> None:
+def test_a_damaged_line_raises_until_it_is_repaired(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "metrics.jsonl"
     append(path, line(1, a=1.0) + text)
     columns = MetricColumns(path)
@@ -99,7 +97,7 @@ def test_a_damaged_line_is_an_error_each_time_and_none_once_it_is_mended(
     assert columns.count() == 2
 
 
-def test_curves_are_what_a_plain_loop_makes_of_the_rows(tmp_path: Path) -> None:
+def test_curves_match_a_plain_loop_over_the_rows(tmp_path: Path) -> None:
     steps, path = LINES_PER_READ + 1234, tmp_path / "metrics.jsonl"
     generator = np.random.default_rng(0)
     values = generator.normal(size=steps)
@@ -134,7 +132,7 @@ def test_curves_are_what_a_plain_loop_makes_of_the_rows(tmp_path: Path) -> None:
         assert begin == top + 1
 
 
-def test_a_part_of_a_run_that_is_not_there_has_empty_curves(tmp_path: Path) -> None:
+def test_steps_out_of_range_give_empty_curves(tmp_path: Path) -> None:
     files = a_run(tmp_path, steps=3)
     columns = MetricsReader().of(files.metrics)
     for first, last in ((4, 10), (3, 2)):
@@ -142,7 +140,7 @@ def test_a_part_of_a_run_that_is_not_there_has_empty_curves(tmp_path: Path) -> N
         assert (found.first, found.last, found.curves["reward_mean"].steps) == (0, 0, [])
 
 
-def test_the_columns_of_runs_not_asked_for_lately_make_way(tmp_path: Path) -> None:
+def test_the_least_recently_used_columns_are_dropped(tmp_path: Path) -> None:
     metrics = MetricsReader(max_bytes=60_000)
     runs = [a_run(tmp_path, f"run-{number}") for number in range(4)]
     for files in runs:
@@ -166,7 +164,7 @@ def test_records_are_read_again_when_their_file_changes(tmp_path: Path) -> None:
         records.of(path)
 
 
-def test_of_a_step_taken_twice_the_last_timeline_counts_and_fragments_do_not(tmp_path: Path) -> None:
+def test_the_last_timeline_of_a_repeated_step_counts_and_fragments_are_skipped(tmp_path: Path) -> None:
     timelines, path = TimelineReader(), tmp_path / "timeline.jsonl"
     assert timelines.step(path, 1) is None
     append(path, line(1, seconds=1.0) + line(2, seconds=1.0) + '{"step": 3, "sec\n' + line(2, seconds=2.0))
@@ -181,7 +179,7 @@ def test_of_a_step_taken_twice_the_last_timeline_counts_and_fragments_do_not(tmp
 
 @pytest.mark.parametrize("ending", ["\n", ""])
 @pytest.mark.parametrize("width", [1, 80, BLOCK_BYTES])
-def test_the_last_lines_of_a_log_are_its_last_lines(tmp_path: Path, ending: str, width: int) -> None:
+def test_the_last_lines_of_a_log_are_returned(tmp_path: Path, ending: str, width: int) -> None:
     path = tmp_path / "actor.log"
     whole = [f"{number} " + "x" * (width % 19_000) for number in range(30)]
     path.write_text("\n".join(whole) + ending)
@@ -189,7 +187,7 @@ def test_the_last_lines_of_a_log_are_its_last_lines(tmp_path: Path, ending: str,
         assert last_lines(path, count) == (whole[-count:], count < 30)
 
 
-def test_logs_with_lines_without_end_and_bytes_that_are_no_text_are_read_in_bounds(tmp_path: Path) -> None:
+def test_very_long_lines_and_invalid_utf8_are_read_within_bounds(tmp_path: Path) -> None:
     path = tmp_path / "actor.log"
     path.write_bytes(b"x" * (MAX_BYTES + BLOCK_BYTES) + b"\n\xff\xfe end\r\n")
     lines, truncated = last_lines(path, 1)
@@ -200,7 +198,7 @@ def test_logs_with_lines_without_end_and_bytes_that_are_no_text_are_read_in_boun
     assert last_lines(path, 5) == ([], False)
 
 
-def test_a_link_among_the_logs_is_no_log(tmp_path: Path) -> None:
+def test_links_and_folders_are_not_logs(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("no")
     logs = tmp_path / "logs"
@@ -212,7 +210,7 @@ def test_a_link_among_the_logs_is_no_log(tmp_path: Path) -> None:
 
 
 def byte_level(tmp_path: Path) -> Tokenizer:
-    """A tokenizer with a token for each byte, as the ends of byte-level BPE are."""
+    """Return a tokenizer with one token per byte, like the base of byte-level BPE."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -223,7 +221,7 @@ def byte_level(tmp_path: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve 日本 🙂!", " leading", "", "ends <eos>"])
-def test_the_texts_of_tokens_join_to_the_whole_text(tmp_path: Path, text: str) -> None:
+def test_token_texts_concatenate_to_the_whole_text(tmp_path: Path, text: str) -> None:
     byte_level(tmp_path)
     tokenizer = TokenizerCache().of(tmp_path)
     assert tokenizer is not None
@@ -235,13 +233,13 @@ def test_the_texts_of_tokens_join_to_the_whole_text(tmp_path: Path, text: str) -
         assert texts[2:4] == ["", "ï"]
 
 
-def test_half_a_character_at_the_end_is_shown_as_such(tmp_path: Path) -> None:
+def test_an_incomplete_character_at_the_end_is_shown(tmp_path: Path) -> None:
     tokenizer = byte_level(tmp_path)
     ids = tokenizer.encode("a🙂").ids[:-1]
     assert "".join(token_texts(tokenizer, ids)) == tokenizer.decode(ids) != "a"
 
 
-def test_without_a_tokenizer_tokens_are_shown_by_their_ids(tmp_path: Path) -> None:
+def test_without_a_tokenizer_token_ids_are_shown(tmp_path: Path) -> None:
     assert TokenizerCache().of(tmp_path) is None
     assert token_texts(None, [5, 12]) == ["⟨5⟩", "⟨12⟩"]
     assert token_texts(byte_level(tmp_path), [5, 10**6]) == ["⟨5⟩", "⟨1000000⟩"]

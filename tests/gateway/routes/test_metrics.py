@@ -1,4 +1,4 @@
-"""Metrics over the API: one run and several, all and few, quickly where steps are many."""
+"""Metrics over the API: of one run and of several, selected and complete, and fast with many steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.training.runs import Run
 
 MANY = 100_000
 BOUND = 0.4
-"""Seconds, loosely: other tests run beside this one. `benchmarks.gateway_metrics` measures."""
+"""Seconds; generous, because other tests run at the same time. `benchmarks.gateway_metrics` measures exactly."""
 
 
-def test_every_metric_of_a_whole_run_is_what_its_file_says(shown: Gateway, ended: Run) -> None:
+def test_all_metrics_match_the_file(shown: Gateway, ended: Run) -> None:
     found = shown.client.get("/runs/whole/metrics").json()
     assert (found["run"], found["first"], found["last"], found["bucket"]) == ("whole", 1, STEPS, 1)
     assert set(found["curves"]) == {name for row in ended.metrics for name in row} - {"step"}
@@ -27,7 +27,7 @@ def test_every_metric_of_a_whole_run_is_what_its_file_says(shown: Gateway, ended
         assert curve["mean"] == curve["low"] == curve["high"] == [row.get(name) for row in ended.metrics]
 
 
-def test_names_and_steps_are_chosen_and_new_steps_come_at_once(tmp_path: Path) -> None:
+def test_names_and_steps_are_selected_and_new_steps_are_visible_at_once(tmp_path: Path) -> None:
     files = a_run(tmp_path, steps=10)
     with serving(tmp_path) as gateway:
         for query in ("names=kl_mean,reward_mean", "names=kl_mean&names=reward_mean"):
@@ -44,7 +44,7 @@ def test_names_and_steps_are_chosen_and_new_steps_come_at_once(tmp_path: Path) -
         assert gateway.client.get("/runs/some/metrics?first=11").json()["curves"]["reward_mean"]["mean"] == [5.5]
 
 
-def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_null(tmp_path: Path) -> None:
     files = a_run(tmp_path, steps=1)
     commit(files, 2, kl_mean=float("nan"), value_loss=float("inf"))
     with serving(tmp_path) as gateway:
@@ -55,7 +55,7 @@ def test_what_is_no_number_is_null(tmp_path: Path) -> None:
         assert gateway.client.get("/runs/some/steps/2").json()["metrics"]["kl_mean"] is None
 
 
-def test_several_runs_come_in_the_order_asked_for(tmp_path: Path) -> None:
+def test_several_runs_are_returned_in_the_requested_order(tmp_path: Path) -> None:
     commit(a_run(tmp_path, "one", steps=2), 3, entropy=1.5)
     a_run(tmp_path, "two", steps=5)
     a_run(tmp_path, "new")
@@ -80,7 +80,7 @@ def long_run(tmp_path: Path) -> RunFiles:
     return files
 
 
-def test_a_run_of_many_steps_answers_quickly(tmp_path: Path, long_run: RunFiles) -> None:
+def test_a_run_with_many_steps_is_read_quickly(tmp_path: Path, long_run: RunFiles) -> None:
     with serving(tmp_path) as gateway:
         seconds = []
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""Runs and what they leave: settings, steps, evaluations, checkpoints, guards, logs, each against the files themselves."""
+"""Runs, config, steps, evaluations, checkpoints, guards and logs, compared with the run's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gateway.serving import TOKEN, Gateway, a_run, config_of, serving
 from tests.training.runs import Run
 
 
-def test_a_run_that_has_ended_is_shown_whole(shown: Gateway, ended: Run) -> None:
+def test_a_finished_run_has_all_details(shown: Gateway, ended: Run) -> None:
     found = shown.client.get("/runs/whole").json()
     last = ended.metrics[-1]
     assert (found["state"], found["live"], found["step"], found["total_steps"]) == ("finished", False, STEPS, STEPS)
@@ -29,7 +29,7 @@ def test_a_run_that_has_ended_is_shown_whole(shown: Gateway, ended: Run) -> None
     assert listed["items"] == [{name: found[name] for name in listed["items"][0]}]
 
 
-def test_runs_are_listed_by_name_in_pages_and_by_state(tmp_path: Path) -> None:
+def test_runs_are_listed_by_name_with_pages_and_state_filter(tmp_path: Path) -> None:
     names = [f"run-{number}" for number in range(5)]
     for name in names:
         a_run(tmp_path, name, steps=4 if name == "run-3" else 1)
@@ -49,7 +49,7 @@ def test_runs_are_listed_by_name_in_pages_and_by_state(tmp_path: Path) -> None:
         assert len(gateway.client.get("/runs?state=idle").json()["items"]) == 4
 
 
-def test_a_run_elsewhere_is_not_shown_by_way_of_a_link(tmp_path: Path) -> None:
+def test_a_link_to_a_run_elsewhere_is_not_served(tmp_path: Path) -> None:
     a_run(tmp_path / "elsewhere", "secret", steps=1)
     runs = tmp_path / "runs"
     a_run(runs, "own", steps=1)
@@ -59,12 +59,12 @@ def test_a_run_elsewhere_is_not_shown_by_way_of_a_link(tmp_path: Path) -> None:
         assert gateway.client.get("/runs/link").status_code == 404
 
 
-def test_a_folder_that_is_not_there_has_no_runs(tmp_path: Path) -> None:
+def test_a_missing_folder_has_no_runs(tmp_path: Path) -> None:
     with serving(tmp_path / "none") as gateway:
         assert gateway.client.get("/runs").json() == {"items": [], "total": 0, "next": None}
 
 
-def test_settings_are_shown_as_resolved_without_passwords(tmp_path: Path) -> None:
+def test_the_config_is_resolved_and_without_passwords(tmp_path: Path) -> None:
     config = config_of(tmp_path, "some", buffer={"url": "redis://user:hunter2@127.0.0.1:6379/0"})
     files = RunFiles(config.run_directory)
     # A run's own file has no password either; one that was written by hand may.
@@ -78,7 +78,7 @@ def test_settings_are_shown_as_resolved_without_passwords(tmp_path: Path) -> Non
         assert gateway.client.get("/runs/some/config").json()["config"]["algorithm"]["kl_coefficient"] == 0.7
 
 
-def test_steps_come_newest_first_with_what_was_set_aside(shown: Gateway, ended: Run) -> None:
+def test_steps_are_listed_newest_first_with_failed_trajectories(shown: Gateway, ended: Run) -> None:
     page = shown.client.get("/runs/whole/steps?limit=2").json()
     assert [item["step"] for item in page["items"]] == [3, 2]
     assert [item["failed_trajectories"] for item in page["items"]] == [0, 2]
@@ -95,7 +95,7 @@ def test_steps_come_newest_first_with_what_was_set_aside(shown: Gateway, ended: 
     assert ([item["step"] for item in bounded["items"]], bounded["total"]) == ([2], 1)
 
 
-def test_a_step_is_shown_with_who_worked_when(shown: Gateway, ended: Run) -> None:
+def test_a_step_has_metrics_and_timeline(shown: Gateway, ended: Run) -> None:
     lines = {line["step"]: line for line in lines_of(ended.files.timeline)}
     for step in range(1, STEPS + 1):
         found = shown.client.get(f"/runs/whole/steps/{step}").json()
@@ -110,7 +110,7 @@ def test_a_step_is_shown_with_who_worked_when(shown: Gateway, ended: Run) -> Non
         assert {"actor", "critic", "reward", "reference"} <= {span["service"] for span in spans}
 
 
-def test_evaluations_are_listed_and_shown_answer_by_answer(shown: Gateway, ended: Run) -> None:
+def test_evaluations_are_listed_with_their_responses(shown: Gateway, ended: Run) -> None:
     summaries = lines_of(ended.files.evaluation_summaries)
     found = shown.client.get("/runs/whole/evaluations").json()
     assert [{"step": item["step"], **item["metrics"]} for item in found["items"]] == summaries
@@ -129,7 +129,7 @@ def test_evaluations_are_listed_and_shown_answer_by_answer(shown: Gateway, ended
         assert page["total"] == len(rows) == 3
 
 
-def test_checkpoints_are_listed_with_what_is_wrong_with_them(tmp_path: Path, ended: Run) -> None:
+def test_checkpoints_are_listed_with_their_problems(tmp_path: Path, ended: Run) -> None:
     import shutil
 
     shutil.copytree(ended.files.root, tmp_path / "whole", symlinks=True)
@@ -160,7 +160,7 @@ def test_checkpoints_are_listed_with_what_is_wrong_with_them(tmp_path: Path, end
         assert "manifest.json" in str(listed()["problem"])
 
 
-def test_guards_are_shown_with_what_they_found_newest_first(shown: Gateway, ended: Run) -> None:
+def test_alerts_and_failed_trajectories_are_listed_newest_first(shown: Gateway, ended: Run) -> None:
     found = shown.client.get("/runs/whole/guards").json()
     assert [alert["guard"] for alert in found["alerts"]] == ["repetition", "kl_runaway"]
     assert found["alerts"][1]["remedy"] == "lower the learning rate"
@@ -171,14 +171,14 @@ def test_guards_are_shown_with_what_they_found_newest_first(shown: Gateway, ende
     assert (rest["items"][0]["id"], rest["next"]) == ("whole/2/0/0", None)
 
 
-def test_logs_are_shown_from_their_ends(shown: Gateway) -> None:
+def test_the_last_lines_of_a_log_are_returned(shown: Gateway) -> None:
     found = {log["name"]: log["bytes"] for log in shown.client.get("/runs/whole/logs").json()}
     assert found["actor"] > 5000
     tail = shown.client.get("/runs/whole/logs/actor?lines=2").json()
     assert tail == {"name": "actor", "lines": ["line 998", "line 999"], "truncated": True}
 
 
-def test_the_document_of_the_api_is_whole(shown: Gateway) -> None:
+def test_the_openapi_document_is_complete(shown: Gateway) -> None:
     document = shown.client.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
     for path, methods in document["paths"].items():
@@ -199,7 +199,7 @@ def test_the_document_of_the_api_is_whole(shown: Gateway) -> None:
         assert f"#/components/schemas/{name}" in text or name == "Problem"
 
 
-def test_a_run_is_shown_while_it_grows(tmp_path: Path) -> None:
+def test_new_steps_are_visible_at_once(tmp_path: Path) -> None:
     files = a_run(tmp_path)
     with serving(tmp_path) as gateway:
         assert gateway.client.get("/runs/some").json()["step"] == 0
@@ -208,7 +208,7 @@ def test_a_run_is_shown_while_it_grows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/static/plotly.min.js"])
-def test_the_dashboards_files_are_asked_about_and_not_sent_again(shown: Gateway, path: str) -> None:
+def test_dashboard_files_are_compressed_and_revalidated(shown: Gateway, path: str) -> None:
     url = f"http://{shown.address}{path}"
     first = shown.client.get(url, headers={"authorization": "", "accept-encoding": "gzip"})
     assert first.status_code == 200

@@ -1,4 +1,4 @@
-"""Trajectories are found by what they are like, in pages that neither repeat nor miss one, and shown token by token."""
+"""Trajectories are filtered and sorted in pages without gaps or repeats, and returned token by token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES = 2
 
 
 def rows_of(step: int) -> list[dict[str, Any]]:
-    """A step's trajectories. Figures are few, so that many are equal."""
+    """Return a step's trajectories. There are few distinct values, so that many are equal."""
     generator = random.Random(step)
     return [
         {
@@ -87,7 +87,7 @@ def place(row: dict[str, Any]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("sort", ["id", "score", "-score", "kl", "-kl", "response_tokens", "-response_tokens"])
-def test_pages_hold_each_trajectory_once_in_order(many: tuple[Gateway, list[dict[str, Any]]], sort: str) -> None:
+def test_pages_contain_each_trajectory_once_in_order(many: tuple[Gateway, list[dict[str, Any]]], sort: str) -> None:
     gateway, rows = many
     name, sign = sort.removeprefix("-"), -1 if sort.startswith("-") else 1
     expected = sorted(rows, key=lambda row: (sign * row[name] if name != "id" else 0, place(row)))
@@ -112,9 +112,7 @@ def test_pages_hold_each_trajectory_once_in_order(many: tuple[Gateway, list[dict
         {"text": "nowhere"},
     ],
 )
-def test_filters_leave_what_meets_all_of_them(
-    many: tuple[Gateway, list[dict[str, Any]]], query: dict[str, Any]
-) -> None:
+def test_filters_are_combined(many: tuple[Gateway, list[dict[str, Any]]], query: dict[str, Any]) -> None:
     gateway, rows = many
 
     def wanted(row: dict[str, Any]) -> bool:
@@ -133,7 +131,7 @@ def test_filters_leave_what_meets_all_of_them(
     assert pages(gateway, **query) == expected
 
 
-def test_without_steps_only_the_newest_are_looked_at_and_pages_stay_with_them(tmp_path: Path) -> None:
+def test_by_default_the_newest_steps_are_searched_on_all_pages(tmp_path: Path) -> None:
     files, _ = with_trajectories(tmp_path, DEFAULT_STEPS + 3)
     first, size = 4, PROMPTS * SAMPLES
     with serving(tmp_path) as gateway:
@@ -147,7 +145,7 @@ def test_without_steps_only_the_newest_are_looked_at_and_pages_stay_with_them(tm
         assert gateway.client.get("/runs/some/trajectories?limit=1").json()["items"][0]["step"] == first + 1
 
 
-def test_a_cursor_is_of_its_question_only(tmp_path: Path) -> None:
+def test_a_cursor_is_refused_with_another_request(tmp_path: Path) -> None:
     with_trajectories(tmp_path, 2)
     with serving(tmp_path) as gateway:
         cursor = gateway.client.get("/runs/some/trajectories?limit=1&sort=-kl").json()["next"]
@@ -160,7 +158,7 @@ def test_a_cursor_is_of_its_question_only(tmp_path: Path) -> None:
             assert response.status_code == 422
 
 
-def test_too_many_steps_at_once_are_refused(tmp_path: Path) -> None:
+def test_too_many_steps_are_refused(tmp_path: Path) -> None:
     write_metrics(a_run(tmp_path), MAX_STEPS + 1)
     with serving(tmp_path) as gateway:
         response = gateway.client.get("/runs/some/trajectories?first_step=1")
@@ -170,7 +168,7 @@ def test_too_many_steps_at_once_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ['{"id": "x"}', "[]", '{"id": "some/1/0/0", "prompt": 1}'])
-def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+def test_a_damaged_line_is_reported_with_its_number(tmp_path: Path, line: str) -> None:
     files, _ = with_trajectories(tmp_path, 1)
     with (files.trajectories / "step-000001.jsonl").open("a") as file:
         file.write(line + "\n")
@@ -180,7 +178,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
         assert f"step-000001.jsonl:{PROMPTS * SAMPLES + 1}" in response.json()["detail"]
 
 
-def test_each_token_of_a_real_run_is_shown_with_what_was_kept_of_it(shown: Gateway, ended: Run) -> None:
+def test_tokens_match_the_token_files(shown: Gateway, ended: Run) -> None:
     tokenizer = Tokenizer.from_file(str(ended.files.tokenizer / "tokenizer.json"))
     for step in range(1, STEPS + 1):
         arrays = load_file(ended.files.tokens / f"step-{step:06d}.safetensors")
@@ -215,19 +213,19 @@ def test_each_token_of_a_real_run_is_shown_with_what_was_kept_of_it(shown: Gatew
             start = end
 
 
-def test_neighbours_lead_through_the_whole_step_by_score(shown: Gateway, ended: Run) -> None:
+def test_neighbours_are_the_next_lower_and_higher_scores(shown: Gateway, ended: Run) -> None:
     rows = sorted(ended.trajectories(2), key=lambda row: row["score"])
     here: str | None = rows[0]["id"]
-    walked = []
+    visited = []
     while here is not None:
         found = shown.client.get(f"/runs/whole/trajectories/{here.split('/', 1)[1]}").json()
-        assert found["lower"] == (walked[-1] if walked else None)
-        walked.append(here)
+        assert found["lower"] == (visited[-1] if visited else None)
+        visited.append(here)
         here = found["higher"]
-    assert walked == [row["id"] for row in rows]
+    assert visited == [row["id"] for row in rows]
 
 
-def test_without_tokens_the_text_is_shown_alone(tmp_path: Path) -> None:
+def test_without_kept_tokens_only_the_text_is_returned(tmp_path: Path) -> None:
     with_trajectories(tmp_path, 1)
     with serving(tmp_path) as gateway:
         found = gateway.client.get("/runs/some/trajectories/1/2/1").json()
