@@ -158,7 +158,7 @@ class HangingOrchestrator(OrchestratorServicer):
     def __init__(self) -> None:
         board = ProgressBoard("some", 4)
         board.update(state=RunState.TRAINING, step=1)
-        super().__init__(board, None)  # type: ignore[arg-type]  # Nothing is commanded.
+        super().__init__(board, None, None)  # type: ignore[arg-type]  # No command is sent.
         self.asked = 0
         self.continues_from = threading.Event()
         self.continues_from.set()
