@@ -42,12 +42,8 @@ def send(
     return response
 
 
-@every_case(
-    "path", ["/api/v1/session", "/api/v1/runs/some/events", "/api/v1/openapi.json", "/metrics", "/else"]
-)
-@every_case(
-    "token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "tökén-tökén-tökén".encode().decode("latin-1")]
-)
+@every_case("path", ["/api/v1/session", "/api/v1/runs/some/events", "/api/v1/openapi.json", "/metrics", "/else"])
+@every_case("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "tökén-tökén-tökén".encode().decode("latin-1")])
 def test_a_request_without_a_valid_token_gets_no_data(gateway: Gateway, path: str, token: str | None) -> None:
     response = send(gateway, path, token=token)
     assert response.status in (401, 429)

@@ -61,7 +61,14 @@ def test_events_are_ordered_by_step_and_carry_their_data(files: RunFiles) -> Non
     files.write_evaluation(2, {"win_rate": float("nan")}, [])
     checkpoint = files.checkpoints / "step-000002"
     checkpoint.mkdir(parents=True)
-    manifest = {"run": "r", "step": 2, "leader_epoch": 1, "state": {}, "files": {"actor/x": {"bytes": 7, "sha256": ""}}}
+    manifest = {
+        "run": "r",
+        "step": 2,
+        "leader_epoch": 1,
+        "state": {},
+        "roles": ["actor"],
+        "files": {"actor/x": {"bytes": 7, "sha256": ""}},
+    }
     (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
     (files.checkpoints / "best").symlink_to("step-000002")
 
