@@ -121,7 +121,7 @@ class TrainedModel(ABC):
 
         The copy is in host memory, and may be written on any thread while the model goes on. With an adapter a checkpoint holds
         the adapter alone (and a critic's head), and a model is the merged one. Raises InvalidRequest for a directory elsewhere,
-        FailedPrecondition when the model is not at ``step``, when it has learned in another run, when another orchestrator leads,
+        FailedPrecondition when the model is not at ``step``, when it has learned in another run, when another orchestrator is the leader,
         when an update broke off, or when there is no adapter to save. The writing raises StorageFailed.
         """
         self._updates.check_save(run, leader_epoch, step)
@@ -177,5 +177,5 @@ class TrainedModel(ABC):
 
     @property
     def policy_version(self) -> int:
-        """Updates taken."""
+        """Number of updates applied."""
         return self._updates.policy_version

@@ -87,7 +87,7 @@ def test_text_that_is_not_its_tokens_is_an_error(server: TritonServer, subject: 
 
 def test_a_server_that_says_nothing_is_unavailable(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     engine = engine_of(server, "current", subject, tmp_path, timeout=0.5)
-    with pytest.raises(ServiceUnavailable, match=r"no answer for 0\.5 s; raise rollout\.triton\.timeout"):
+    with pytest.raises(ServiceUnavailable, match=r"no response for 0\.5 s; raise rollout\.triton\.timeout"):
         run(engine, beginning_with(57))
 
 

@@ -446,7 +446,7 @@ def test_a_restore_that_fails_leaves_a_model_that_is_not_used_until_another_succ
     (config.run_directory / "one" / "optimizer.safetensors").write_bytes(b"broken")
     with pytest.raises(FailedPrecondition, match=r"optimizer\.safetensors: cannot be read"):
         client.restore(run, 1, 1, "one").result()
-    with pytest.raises(FailedPrecondition, match="broke off"):
+    with pytest.raises(FailedPrecondition, match="was interrupted"):
         update(client, run, 2)
     assert client.restore(run, 0, 1, "").result() == 0
     assert update(client, run, 1).step == 1

@@ -305,7 +305,7 @@ def test_an_end_of_sequence_that_the_tokenizer_adds_is_taken_off_but_given_ids_s
     assert found.notes == [
         "1 of 3 prompts ended with end-of-sequence tokens; they are taken off",
         "1 of 3 prompts are token_ids that end with an end-of-sequence token; they are used as they are, "
-        "and the policy is asked to go on after the end",
+        "and the policy continues after the end",
     ]
 
 
@@ -325,7 +325,7 @@ def test_messages_that_end_with_an_end_of_sequence_are_used_as_they_are_and_coun
     assert found.prompts[0].token_ids.tolist() == ids_of("hi$")
     assert found.notes[1:] == [
         "2 of 3 prompts are messages that end with an end-of-sequence token; they are used as they are, "
-        "and the policy is asked to go on after the end"
+        "and the policy continues after the end"
     ]
 
 

@@ -80,7 +80,7 @@ def test_an_update_that_broke_off_half_way_admits_no_other() -> None:
 
     with pytest.raises(ComputationFailed):
         log.once("run", 2, 1, diverge)
-    with pytest.raises(FailedPrecondition, match="step 2 broke off"):
+    with pytest.raises(FailedPrecondition, match="step 2 was interrupted"):
         log.once("run", 2, 1, dict)
 
 

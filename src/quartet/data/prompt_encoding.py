@@ -77,7 +77,7 @@ class _Counts:
     unopened: bool = False
 
     def add_text(self, ids: list[int], stop_ids: frozenset[int], bos_id: int | None) -> list[int]:
-        """A text's ids without the ends that some tokenizers close every text with: whoever reads one has nothing to add."""
+        """A text's ids without the ends that some tokenizers close every text with: a continuation could not follow them."""
         self.lines += 1
         self.texts += 1
         self.begun_twice += bos_id is not None and ids[:2] == [bos_id, bos_id]
@@ -88,7 +88,7 @@ class _Counts:
         return ids[:length]
 
     def add_given(self, line: PromptLine, ids: list[int], stop_ids: frozenset[int]) -> list[int]:
-        """The ids of messages, or those that a line gives itself, as they are: someone chose how they end."""
+        """The ids of messages, or those that a line gives itself, as they are: they end as the user chose."""
         self.lines += 1
         ended = bool(ids) and ids[-1] in stop_ids
         if line.messages is None:
@@ -122,7 +122,7 @@ class _Counts:
             if count:
                 yield (
                     f"{count} {of_all} are {kind} that end with an end-of-sequence token; they are used as they are, "
-                    "and the policy is asked to go on after the end"
+                    "and the policy continues after the end"
                 )
         if self.after_assistant:
             yield (
@@ -195,7 +195,7 @@ def _given_ids(line: PromptLine, encoder: PromptEncoder, where: str) -> list[int
         reason = next((text.strip() for text in str(error).splitlines() if text.strip()), "no reason given")
         raise DataError(
             f"{where}: the chat template of {encoder.model} refuses these messages: {reason[:200]} "
-            f"({type(error).__name__}); mend roles and their order, or give the prompt as text"
+            f"({type(error).__name__}); correct the roles and their order, or give the prompt as text"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Which prompts a step takes, as the seed decides."""
+"""Order of prompts over the steps of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from quartet.types import Prompt
 
 
 class PromptOrder:
-    """Which prompts a step takes: passes over the data set, each in its own order, as a pure function of seed and step.
+    """Order of prompts: passes over the data set, each shuffled, as a pure function of seed and step.
 
-    The remainder of a pass that does not fill a step is left out of that pass; another pass leaves out others. A run that
-    resumes goes on where it was without any state: the prompts of a step do not depend on those before.
+        The remainder of a pass that does not fill a step is left out of that pass; another pass leaves out others. A run that
+    The remainder of a pass that does not fill a step is left out of that pass. A resumed run
+        continues without any saved state: the prompts of a step do not depend on those before.
     """
 
     def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int) -> None:

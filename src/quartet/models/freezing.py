@@ -1,4 +1,4 @@
-"""Parameters that keep their weights while the rest is trained."""
+"""Freezing of parameters."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _examples(names: Sequence[str]) -> str:
-    """Some of the names, from all over the model."""
+    """A few names, spread over the model."""
     return ", ".join(names[:: max(1, len(names) // _EXAMPLES)][:_EXAMPLES])

@@ -1,4 +1,4 @@
-"""Keeps transformers from writing to the terminal."""
+"""Suppression of transformers' progress bars and load reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _restore: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def suppress_hf_logging() -> Iterator[None]:
-    """No progress bars and load reports: what matters of them is raised. May be entered by several threads at once."""
+    """Suppress progress bars and load reports of transformers. Errors are raised as usual. Several threads may enter at once."""
     _enter()
     try:
         yield
@@ -29,7 +29,7 @@ def _enter() -> None:
     logging: Any = transformers.utils.logging
     with _lock:
         _inside += 1
-        # The settings are the process's: the last one out puts back what the first one in has found.
+        # The settings belong to the process: the last thread to leave restores what the first one replaced.
         if _inside == 1:
             level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
             _restore.append(lambda: logging.set_verbosity(level))

@@ -281,7 +281,7 @@ def _check_architecture(model: str | Path, config: Any, mapping: Any, wanted: st
     if not set(names) & _names(mapping):
         raise ModelError(
             f"model {model}: config.json says architectures {names}; expected {wanted}. "
-            "Give a checkpoint of that kind, or mend 'architectures' if it is one"
+            "Give a checkpoint of that kind, or correct 'architectures' if it is one"
         )
 
 

@@ -175,14 +175,14 @@ def is_adapter(model: str | Path) -> bool:
 def adapter_chain(model: str | Path) -> tuple[str | Path, list[Path]]:
     """The full checkpoint below an adapter directory, and the adapters on it, the lowest first.
 
-    ``(model, [])`` for a full checkpoint. Raises ModelError where an adapter names no base, or leads back to itself.
+    ``(model, [])`` for a full checkpoint. Raises ModelError where an adapter names no base, or is its own base.
     """
     adapters: list[Path] = []
     while is_adapter(model):
         directory = Path(model)
         if directory in adapters:
             raise ModelError(
-                f"adapter {directory}: is its own base (base_model_name_or_path in {CONFIG_FILE}); mend it"
+                f"adapter {directory}: is its own base (base_model_name_or_path in {CONFIG_FILE}); correct it"
             )
         adapters.append(directory)
         model = adapter_base(directory)
@@ -228,7 +228,7 @@ def _on(model: Any, settings: peft.LoraConfig) -> Any:
     import peft
 
     with warnings.catch_warnings():
-        # peft warns of what it does to transformers and of what is checked here; that is not for whoever starts a run.
+        # peft warns of what it does to transformers and of what is checked here; the user who starts a run cannot act on it.
         warnings.simplefilter("ignore")
         wrapped: Any = peft.get_peft_model(model, settings, _NAME)
     model.eval()

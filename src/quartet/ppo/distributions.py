@@ -46,8 +46,9 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         log_probs, places = ctx.saved_tensors
-        # d log p_i / d logit_j is 1 where j is i, less p_j everywhere. In place, as nobody else has what was saved: new memory
-        # for it takes longer than the exponentials. A second pass over the same graph raises an error.
+        # d log p_i / d logit_j is 1 if j is i, less p_j for every j. In place, because nothing else refers to the saved
+        # tensor, and new memory would take longer than the exponentials.
+        # A second backward pass over the same graph raises an error.
         found = log_probs.exp_().mul_(-gradient[:, None])
         return found.scatter_add_(1, places, gradient[:, None]), None
 

@@ -95,5 +95,5 @@ def _grouped(sequence_rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _group_sum(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    """MetricSums of ``values`` float64 [sequences] over groups: [groups]."""
+    """Sums of ``values`` float64 [sequences] over groups: [groups]."""
     return values.new_zeros(sizes.shape[0]).index_add(0, index, values)

@@ -44,31 +44,31 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, kind: KLKind) ->
 
 
 class KLController(Protocol):
-    """Holds the KL coefficient; part of every checkpoint."""
+    """Holder of the KL coefficient, part of every checkpoint."""
 
     @property
     def value(self) -> float:
         """The coefficient to use now."""
 
     def update(self, kl: float, responses: int) -> None:
-        """Learn what a step saw: ``kl`` in nats, summed over a response and averaged over ``responses`` of them."""
+        """Update the coefficient with a step's ``kl`` in nats, summed over each response and averaged over ``responses``."""
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps; survives JSON unchanged."""
+        """State for a checkpoint. JSON keeps it unchanged."""
 
     def load(self, state: dict[str, float]) -> None:
-        """Go on from ``state``. Raises InvalidRequest."""
+        """Continue from ``state``. Raises InvalidRequest."""
 
 
 class FixedKLController:
-    """The coefficient stays what it is."""
+    """Constant KL coefficient."""
 
     def __init__(self, coefficient: float) -> None:
         _require(math.isfinite(coefficient) and coefficient >= 0, f"kl coefficient {coefficient}: expected 0 or more")
         self.value = coefficient
 
     def update(self, kl: float, responses: int) -> None:
-        """Changes nothing, but a KL that is not a number stops the run here as with the other controllers."""
+        """Check the observation only: a KL that is not finite ends the run, as with the other controllers."""
         _check_observation(kl, responses)
 
     def state(self) -> dict[str, float]:

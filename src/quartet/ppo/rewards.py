@@ -45,7 +45,7 @@ class RunningMoments:
 
     @property
     def count(self) -> int:
-        """How many scores were seen."""
+        """Number of scores so far."""
         return self._count
 
     @property
@@ -59,7 +59,7 @@ class RunningMoments:
         return math.sqrt(self._squares / self._count) if self._squares else 1.0
 
     def update(self, scores: Tensor) -> None:
-        """Takes in ``scores`` [sequences]. Raises InvalidRequest; ComputationFailed where one is not finite."""
+        """Add ``scores`` [sequences] to the moments. Raises InvalidRequest; ComputationFailed if one is not finite."""
         check_flat(scores=scores)
         exact = scores.detach().double()
         bad = int((~exact.isfinite()).sum())
@@ -78,11 +78,11 @@ class RunningMoments:
         self._count = count
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps; survives JSON unchanged."""
+        """State for a checkpoint. JSON keeps it unchanged."""
         return {"count": self._count, "mean": self._mean, "squares": self._squares}
 
     def load(self, state: dict[str, float]) -> None:
-        """Goes on from ``state``. Raises InvalidRequest."""
+        """Continue from ``state``. Raises InvalidRequest."""
         try:
             count, mean, squares = (float(state[name]) for name in ("count", "mean", "squares"))
         except (KeyError, TypeError, ValueError, OverflowError) as error:

@@ -133,7 +133,7 @@ def _too_large(first: Tensor, second: Tensor) -> bool:
 
 
 def _set(numbers: Tensor) -> Tensor:
-    """Each number once. int64 [numbers] -> [different numbers]."""
+    """The distinct numbers. int64 [numbers] -> [different numbers]."""
     ordered = numbers.clone()
     ordered.numpy().sort()  # NumPy's takes a tenth of the time.
     return ordered[torch.cat([ordered.new_ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]])]

@@ -1,4 +1,4 @@
-"""A weighted sum of sources."""
+"""Weighted sum of reward sources."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EnsembleReward:
                 if part.is_model:
                     found[part.name] = part.source.score(batch, fields, cancelled).total
         finally:
-            # Also where a model has failed: no call is left behind.
+            # Also if a model fails: wait for every call.
             failures = [future.exception() for future in functions.values()]
         for failure in failures:
             if failure is not None:
@@ -88,7 +88,7 @@ class EnsembleReward:
         )
 
     def close(self) -> None:
-        """Closes every part."""
+        """Close every part."""
         for part in self._parts:
             part.source.close()
         self._waiting.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""A user's Python function as a source."""
+"""Reward source that calls a user's Python function."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class FunctionReward:
         return self._status
 
     def close(self) -> None:
-        """Ends the function's process."""
+        """End the function's process."""
         self._worker.close()
 
     def _score_together(self, prompts: list[str], responses: list[str], objects: list[dict[str, Any]]) -> FloatArray:
@@ -104,7 +104,7 @@ def _known_ids(tokenizer: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 def _number(value: Any, where: str) -> float:
     """A score that float32 can hold. Raises ComputationFailed saying what came back instead."""
-    # A bool is an int to Python; from a reward function it is more likely a verdict that somebody forgot to weigh.
+    # A bool is an int to Python; from a reward function it is more likely a verdict without a weight.
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         raise ComputationFailed(f"{where} {_shown(value)}, expected a finite number")
     return float(value)

@@ -37,7 +37,7 @@ _SECRETS = ("QUARTET_BUFFER_URL",)
 
 
 class FunctionWorker:
-    """One function, its process, and a fresh process after a time-out or a crash. Calls from several threads take turns."""
+    """One function in a process, which is replaced after a timeout or a crash. Calls run one at a time."""
 
     def __init__(self, function: str, key: str, start_timeout: float = START_TIMEOUT, quotes: bool = False) -> None:
         """Starts the process and imports ``function`` there, package.module:callable; the working directory is the last place
@@ -109,15 +109,15 @@ class FunctionWorker:
 
 
 class _Lost(Exception):
-    """The process is of no more use; the text says why."""
+    """The process cannot be used any more; the text says why."""
 
 
 class _TooSlow(_Lost):
-    """It did not answer in time."""
+    """The process did not respond in time."""
 
 
 class _Process:
-    """One life of the child."""
+    """One child process."""
 
     def __init__(self, function: str, quotes: bool) -> None:
         self._answers, answers = os.pipe()
@@ -169,7 +169,7 @@ class _Process:
     def _answer(self, number: int, line: bytes, timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:
         try:
             answer = json.loads(self._exchange(line, timeout, unwanted))
-            # What the function wrote into the pipe, in this call or in one before, is nobody's score.
+            # What the function wrote into the pipe, in this call or in one before, is not a score.
             if isinstance(answer, dict) and answer.get("number") == number:
                 return answer
             raise ValueError

@@ -21,9 +21,9 @@ from quartet.user_code import NotImportable, describe, import_callable
 
 
 def main(function_name: str, descriptor: str, quotes: str = "") -> None:
-    """Says whether the function can be used, then answers calls until standard input ends.
+    """Report whether the function can be imported, then answer calls until standard input ends.
 
-    ``quotes``: not empty where what an exception says is told, though it may quote prompts and responses: it is for logs.
+    ``quotes``: not empty to report the text of exceptions, which may quote prompts and responses.
     """
     requests, answers = _take_pipes(int(descriptor))
     try:
@@ -38,7 +38,7 @@ def main(function_name: str, descriptor: str, quotes: str = "") -> None:
 
 
 def answer(function: Callable[..., Any], number: int, arguments: list[Any], quotes: bool = False) -> str:
-    """Calls the function and says how that went, as a JSON object.
+    """Call the function and return the outcome as a JSON object.
 
     It has the ``number`` of the call, and the function's ``result``; or what it ``raised``; or the type of what is ``not_json``.
     """
@@ -81,17 +81,17 @@ def _plain(value: Any) -> Any:
 
 
 def _take_pipes(descriptor: int) -> tuple[BinaryIO, BinaryIO]:
-    """Both pipes, out of reach of the function: it may read standard input, and start processes that inherit descriptors."""
+    """Both pipes, hidden from the function, which may read standard input and start processes that inherit descriptors."""
     calls = os.dup(0)
     os.set_inheritable(descriptor, False)
-    _close_off(0)
+    _redirect_to_null(0)
     # A copy of this process that the function forks has the pipes open whatever is inheritable.
-    os.register_at_fork(after_in_child=lambda: _close_off(calls, descriptor))
+    os.register_at_fork(after_in_child=lambda: _redirect_to_null(calls, descriptor))
     return os.fdopen(calls, "rb"), os.fdopen(descriptor, "wb")
 
 
-def _close_off(*descriptors: int) -> None:
-    """Puts nothing to read and nowhere to write in the place of pipes."""
+def _redirect_to_null(*descriptors: int) -> None:
+    """Replace pipes with /dev/null."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(nothing, descriptor, inheritable=descriptor == 0)
@@ -105,6 +105,6 @@ def _say(answers: BinaryIO, message: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    # Threads that the function left behind do not hold the process.
+    # Threads that the function started do not keep the process alive.
     sys.stdout.flush()
     os._exit(0)

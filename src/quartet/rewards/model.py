@@ -34,13 +34,13 @@ class ModelReward:
         )
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
-        """Score of each prompt+response; ``fields`` are checked, and mean nothing to a model."""
+        """Score of each prompt+response. ``fields`` are checked and not used."""
         parse_fields(fields, len(batch))
         return Scores(sequence_scores(self._model, batch, self._micro_batch_tokens))
 
     def status(self) -> ServiceStatus:
-        """The model."""
+        """Status of the model."""
         return self._status
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: a model has no process."""

@@ -11,25 +11,26 @@ from quartet.types import Scores, ServiceStatus, TokenBatch
 
 
 def never() -> bool:
-    """For callers that always wait."""
+    """Never cancelled."""
     return False
 
 
 class RewardSource(Protocol):
-    """Scores finished responses. One call at a time."""
+    """Source of scores for finished responses. Accepts one call at a time."""
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
         """The batch's scores, in units of reward: finite float32 [sequences].
 
-        ``fields``: of each sequence the prompt's own fields as a JSON object, or nothing at all. ``cancelled`` says when
-        nobody waits any more. Raises InvalidRequest, ComputationFailed, Cancelled.
+                ``fields``: of each sequence the prompt's own fields as a JSON object, or nothing at all. ``cancelled`` says when
+        ``fields``: for each sequence a JSON object with the fields of its prompt line, or an empty list. ``cancelled`` returns
+                true when the caller no longer waits. Raises InvalidRequest, ComputationFailed, Cancelled.
         """
 
     def status(self) -> ServiceStatus:
-        """What scores, as a reward service says it of itself; never waits. ``parameters`` is 0 where only functions score."""
+        """Status of the source for the reward service, without waiting. ``parameters`` is 0 if only functions score."""
 
     def close(self) -> None:
-        """Ends the processes that it started. May be called again, and while a call is under way, which then fails."""
+        """End the processes that it started. May be called again. A call in progress then fails."""
 
 
 def parse_fields(fields: Sequence[str], sequences: int) -> list[dict[str, Any]]:

@@ -27,12 +27,13 @@ MAX_ATTENTION_EXPANSION = 4
 def micro_batches(
     lengths: Sequence[int] | IntArray, max_tokens: int, packed: bool = False, prompts: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """A partition of the sequence indices such that rows x longest is at most ``max_tokens``, pads included.
+    """Partition the sequence indices into micro-batches whose rows x longest is at most ``max_tokens``, pads included.
 
-    ``packed``: there are no pads, so that the sum of the lengths is; attention, which spreads rows out, sees at most ``MAX_ATTENTION_EXPANSION``
-    times as many. Neighbours in length share a micro-batch, the longest come first (so that running out of memory shows at
-    once), equal lengths keep their order. With the number of each sequence's prompt in ``prompts``, those of one prompt are
-    neighbours. A sequence longer than ``max_tokens`` goes alone. Depends on the arguments only. Raises InvalidRequest.
+    With ``packed`` there are no pads, so the limit is on the sum of the lengths. Attention still pads the rows, to at most
+    ``MAX_ATTENTION_EXPANSION`` times as many tokens. Sequences of similar length share a micro-batch. The longest come first, so
+    that a lack of memory shows at once. Equal lengths keep their order. ``prompts`` gives a number for the prompt of each
+    sequence: those of one prompt stay together. A sequence longer than ``max_tokens`` is alone in its micro-batch. The result
+    depends on the arguments only. Raises InvalidRequest.
     """
     if max_tokens < 1:
         raise InvalidRequest(f"max_tokens {max_tokens}: expected at least 1")
@@ -127,7 +128,10 @@ def build_micro_batch(
     packed: bool = False,
     include_last_token: bool = False,
 ) -> MicroBatch:
-    """The sequences ``rows`` of ``batch`` as one micro-batch on ``device``, in the order given; ``include_last_token`` as of ``iter_micro_batches``."""
+    """The sequences ``rows`` of ``batch`` as one micro-batch on ``device``, in the order given.
+
+    ``include_last_token``: see ``iter_micro_batches``.
+    """
     starts = _starts(batch.lengths)
     response_starts = _starts(batch.response_lengths)
     sequences, targets, token_indices, predicts = [], [], [], []

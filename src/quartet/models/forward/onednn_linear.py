@@ -1,4 +1,6 @@
-"""Linear layers that compute with oneDNN on a CPU. Opt-in: set QUARTET_ONEDNN_LINEAR=1 in the environment of every process of a run.
+"""Linear layers that compute with oneDNN on a CPU. Opt-in.
+
+Set QUARTET_ONEDNN_LINEAR=1 in the environment of every process of a run.
 
 torch gives a float32 matmul to MKL, which does not use AVX-512 on AMD processors. oneDNN does, and takes about half of the time
 there. See docs/adr/0025-onednn-linear-layers.md.

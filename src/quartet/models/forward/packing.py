@@ -39,8 +39,8 @@ class Packing:
 
     ``position_ids`` int64 [1, tokens]: from 0 in each sequence. ``blocks``: rows and longest of the sequences that are attended
     to together; spread out, one block's rows x longest follow another's. ``sources`` int64 [all of these]: which token of the row
-    stands there, any where there is none. ``token_indices`` int64 [tokens]: where each token stands among them, in the first of its
-    sequences.
+    stands there, any where there is none. ``token_indices`` int64 [tokens]: where each token stands among them, in
+    the first of its sequences.
     """
 
     position_ids: torch.Tensor
@@ -63,7 +63,7 @@ class Packing:
                 positions[0, sequence] = np.arange(len(sequence))
                 token_indices.append(start + np.flatnonzero(sequence >= seen))
                 start += longest
-                # What follows a sequence's end it never sees, and nobody reads.
+                # Positions after the end of a sequence are masked by causal attention, and their outputs are not read.
                 sources.append(np.pad(sequence, (0, longest - len(sequence))))
                 seen = max(seen, 1 + int(sequence[-1]))
         flat = (positions, np.concatenate(sources), np.concatenate(token_indices))
@@ -124,7 +124,10 @@ def logits_at_positions(
 
 
 def select_positions(states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """``states`` [rows, longest, size], or [1, tokens, size], at the positions ``keep``, as of ``logits_at_positions``: [n, size]."""
+    """``states`` [rows, longest, size], or [1, tokens, size], at the positions ``keep``: [n, size].
+
+    ``keep``: see ``logits_at_positions``.
+    """
     return states[keep] if keep.dtype == torch.bool else states.squeeze(0).index_select(0, keep)
 
 

@@ -27,7 +27,7 @@ def forward_values(value_model: ValueModel, micro_batch: MicroBatch) -> torch.Te
 def response_log_probs(model: Any, batch: TokenBatch, temperature: float, max_tokens: int) -> FloatArray:
     """Log-probs in nats of every response token at ``temperature``: float32 [response tokens], flat in the batch's order.
 
-    ``max_tokens`` bounds a micro-batch, pads included. Raises InvalidRequest; ComputationFailed where one is not finite.
+    ``max_tokens`` bounds a micro-batch, pads included. Raises InvalidRequest; ComputationFailed if one is not finite.
     """
     check_batch(model, batch)
     found = np.empty(int(batch.response_lengths.sum()), np.float32)
@@ -42,7 +42,7 @@ def response_values(value_model: ValueModel, batch: TokenBatch, max_tokens: int)
     """Values before every response token: float32 [response tokens], flat in the batch's order.
 
     The value of response token t is read at the position that predicts it, as its log-prob is. Raises InvalidRequest;
-    ComputationFailed where one is not finite.
+    ComputationFailed if one is not finite.
     """
     check_batch(value_model, batch)
     found = np.empty(int(batch.response_lengths.sum()), np.float32)
@@ -56,7 +56,7 @@ def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Fl
     """The reward model's score of every prompt + response: float32 [sequences].
 
     A decoder classifier is read at the last token, found by the length: comparing with a pad id would skip an EOS that shares
-    it. An encoder classifier reads the whole sequence under an attention mask. Raises InvalidRequest; ComputationFailed where a
+    it. An encoder classifier reads the whole sequence under an attention mask. Raises InvalidRequest; ComputationFailed if a
     score is not finite.
     """
     check_batch(reward_model, batch)

@@ -1,4 +1,4 @@
-"""The engine in torch with weights of its own, so that it generates while the policy learns."""
+"""Torch engine with its own copy of the weights: it generates during an update of the policy."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ class DetachedTorchEngine(TorchEngine):
 
     @torch.no_grad()
     def weights_changed(self) -> None:
-        """Takes over the policy's weights. Not while it generates."""
+        """Copy the policy's weights. Not during a generation."""
         for ours, theirs in zip(self._model.parameters(), self._learner.parameters(), strict=True):
             ours.copy_(theirs)

@@ -13,11 +13,11 @@ from quartet.models.lora import Adapter
 from quartet.types import FloatArray, GenerationRequest, SamplingParameters, TokenBatch, Trajectory
 
 Cancelled = Callable[[], bool]
-"""Whether the caller of a generation waits no more."""
+"""Returns true when the caller no longer waits."""
 
 
 class Engine(Protocol):
-    """What generates. Not for use by two threads at once."""
+    """Generation engine. Not thread-safe."""
 
     def generate(
         self,
@@ -35,13 +35,13 @@ class Engine(Protocol):
         """
 
     def release(self) -> None:
-        """The policy is about to be updated: gives back what memory it can until the next generation."""
+        """Free memory for an update of the policy, until the next generation."""
 
     def weights_changed(self) -> None:
-        """The policy has other weights now: nothing of the former may be used any more."""
+        """Tell the engine that the policy's weights have changed: it must not use the previous ones again."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Release everything that the engine holds."""
 
 
 @dataclass(frozen=True, slots=True)

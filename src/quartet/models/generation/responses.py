@@ -1,4 +1,4 @@
-"""What is asked of an engine and what it answers, checked alike for all: an answer that is none is an error."""
+"""Checks of generation requests and of engine responses, the same for all engines. An empty response is an error."""
 
 from __future__ import annotations
 

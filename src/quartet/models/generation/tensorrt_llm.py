@@ -25,7 +25,7 @@ from quartet.types import GenerationRequest, SamplingParameters, Trajectory
 
 NAME = "TensorRT-LLM"
 POLL = 0.1
-"""Seconds between looks at whether the caller is still there."""
+"""Seconds between checks whether the caller still waits."""
 ENDED = ("stop", "length")
 """How a response ends that is whole; "timeout" and "cancelled" are not."""
 

@@ -39,9 +39,9 @@ DROP_FRACTION = 1 / 8
 class TorchEngine:
     """Generates with a transformers causal LM in this process.
 
-    ``stop_ids`` end a response. ``max_concurrent_sequences`` bounds the rows decoded at once, and so the cache's memory. ``static``: decode
-    in buffers that stay, if the model fits; None: on a GPU, where steps are then replayed as CUDA graphs. Not for use by two
-    threads at once. Raises ModelError for a model whose state is more than keys and values.
+    ``stop_ids`` end a response. ``max_concurrent_sequences`` limits the rows decoded at once, and so the memory of the cache.
+    ``static``: decode in buffers that are allocated once, if the model supports it. None does so on a GPU only, with CUDA graphs.
+    Not thread-safe. Raises ModelError for a model whose state is more than keys and values.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class TorchEngine:
         """Nothing: it decodes with the model itself, whose weights stay where they are."""
 
     def close(self) -> None:
-        """Lets go of the cache and the graphs that stay."""
+        """Release the cache and the captured graphs."""
         self._static = None
 
 

@@ -32,9 +32,9 @@ from quartet.models.generation.triton_tensors import Dialect, Partial, Served, T
 from quartet.types import GenerationRequest, SamplingParameters, Trajectory
 
 POLL = 0.1
-"""Seconds between looks at whether the caller is still there."""
+"""Seconds between checks whether the caller still waits."""
 MAX_ANSWER = 64 * 2**20
-"""Bytes of one message from the server: many times what a response takes."""
+"""Maximum size of a message from the server, many times the size of a response."""
 MAX_REQUEST = 2**31 - 1
 """Bytes of one message to it: a request may bring an adapter."""
 
@@ -281,7 +281,7 @@ class _Answers:
             except queue.Empty:
                 if time.monotonic() - self._last > self._server.timeout:
                     raise ServiceUnavailable(
-                        f"{self._server}: no answer for {self._server.timeout:g} s; raise rollout.triton.timeout_seconds if need be"
+                        f"{self._server}: no response for {self._server.timeout:g} s; raise rollout.triton.timeout_seconds"
                     ) from None
         while not self._arrived.empty():
             found.append(self._read(*self._arrived.get()))

@@ -110,7 +110,7 @@ class UpdateStats:
         self.sums.merge(seen)
 
     def means(self, per_step: Mapping[str, str], per_token: Mapping[str, str]) -> dict[str, float]:
-        """MetricSums, by metric name, as means over the steps taken or over their tokens. Nothing where no step was taken."""
+        """Sums, by metric name, as means over the steps taken or over their tokens. Nothing where no step was taken."""
         if not self.steps:
             return {}
         found = {metric: self.sums[name] / self.steps for metric, name in per_step.items()}

@@ -198,8 +198,9 @@ def _load_master_weights(optimizer: MasterWeightAdamW, masters: dict[int, torch.
         parameter, found = optimizer.parameter_of_master[master], masters[index].to(master.device)
         if found.dtype != master.dtype or not torch.equal(found.to(parameter.dtype), parameter):
             raise ModelError(
-                f"optimizer state {path}: the master weight of parameter {index}, {found.dtype} {tuple(found.shape)}, does not round to "
-                f"the model's, {parameter.dtype} {tuple(parameter.shape)}; expected weights and state of one checkpoint"
+                f"optimizer state {path}: the master weight of parameter {index}, {found.dtype} {tuple(found.shape)}, "
+                f"does not round to the model's, {parameter.dtype} {tuple(parameter.shape)}; "
+                "expected weights and state of one checkpoint"
             )
     for index, master in expected.items():
         master.copy_(masters[index])

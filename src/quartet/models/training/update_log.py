@@ -23,16 +23,16 @@ class UpdateLog:
 
     @property
     def policy_version(self) -> int:
-        """Updates taken."""
+        """Number of updates applied."""
         return self.step
 
     @property
     def broken(self) -> bool:
-        """Whether an update or a restore broke off."""
+        """Whether an update or a restore was interrupted."""
         return self._broken_at is not None
 
     def fence(self, leader_epoch: int) -> None:
-        """Remembers the highest leader epoch. Raises FailedPrecondition for a lower one: another orchestrator leads."""
+        """Remembers the highest leader epoch. Raises FailedPrecondition for a lower one: another orchestrator is the leader."""
         if leader_epoch < self.leader_epoch:
             raise FailedPrecondition(
                 f"leader_epoch {leader_epoch}: an orchestrator of epoch {self.leader_epoch} has taken over"
@@ -50,7 +50,8 @@ class UpdateLog:
         """Raises FailedPrecondition when an update broke off: the weights are those of no step, and not to be used."""
         if self._broken_at is not None:
             raise FailedPrecondition(
-                f"the update of step {self._broken_at} broke off and left the weights between two steps; restart the service"
+                f"the update of step {self._broken_at} was interrupted and left the weights "
+                "between two steps; restart the service"
             )
 
     def check_save(self, run: str, leader_epoch: int, step: int | None = None) -> None:
@@ -90,7 +91,7 @@ class UpdateLog:
         return None
 
     def record(self, run: str, step: int, metrics: dict[str, float]) -> UpdateResult:
-        """Notes an applied update."""
+        """Record an applied update."""
         self.run, self.step = run, step
         self._last = UpdateResult(step=step, policy_version=self.policy_version, metrics=metrics)
         return self._last

@@ -121,8 +121,8 @@ class Activations:
 class UpdateMemory:
     """What an update needs: bytes of ``state`` (gradients, optimizer), and of the activations.
 
-    ``with_checkpointing`` is of gradient checkpointing, None for a model that has none. ``longest``: tokens of the longest sequence,
-    which may be alone in a micro-batch.
+    ``with_checkpointing``: activations with gradient checkpointing, None if the model does not support it. ``longest``: tokens
+    of the longest sequence, which may be alone in a micro-batch.
     """
 
     state: int
