@@ -56,7 +56,7 @@ def acquire_lease(
     if held is not None:
         held.release()
         newest = max(newest, held.epoch)
-    lease = Lease(redis, url, run, at_least=1 + newest, owner=owner)
+    lease = Lease(redis, url, run, min_epoch=1 + newest, owner=owner)
     log.info("leadership acquired", epoch=lease.epoch)
     return lease
 

@@ -47,14 +47,14 @@ def test_a_password_comes_from_its_file(tmp_path: Path, url: str, found: str) ->
 @pytest.mark.parametrize(
     ("buffer", "content", "problem"),
     [
-        ({"url": f"redis://me{MINE}host"}, "secret", "buffer.url has a password, too"),
+        ({"url": f"redis://me{MINE}host"}, "secret", "buffer.url contains a password too"),
         ({"url": "redis://host"}, "", "expected one line"),
         ({"url": "redis://host"}, "two\nlines", "expected one line"),
         ({"url": "redis://host"}, None, "cannot be read"),
         ({}, "secret", "buffer.url, which is null"),
     ],
 )
-def test_a_password_that_cannot_be_used_is_refused_and_not_quoted(
+def test_an_unusable_password_is_refused_and_not_quoted(
     tmp_path: Path, buffer: dict[str, str], content: str | None, problem: str
 ) -> None:
     file = tmp_path / "password"
@@ -108,7 +108,9 @@ def encrypted(certificates: Path, redis_url: str) -> Iterator[str]:
     listener.close()
 
 
-def test_a_process_shows_redis_its_own_certificate_and_checks_the_other_s(encrypted: str, certificates: Path) -> None:
+def test_a_process_presents_its_certificate_to_redis_and_verifies_the_servers(
+    encrypted: str, certificates: Path
+) -> None:
     config = config_of(url=f"rediss://{encrypted}/0")
     url = buffer_url(config, certificates / "actor")
     assert url is not None
@@ -119,7 +121,7 @@ def test_a_process_shows_redis_its_own_certificate_and_checks_the_other_s(encryp
 
 
 @pytest.mark.parametrize("folder", [None, "expired"])
-def test_without_a_certificate_that_holds_redis_is_not_reached(
+def test_redis_is_unreachable_without_a_valid_certificate(
     encrypted: str, certificates: Path, folder: str | None
 ) -> None:
     url = buffer_url(config_of(url=f"rediss://{encrypted}/0"), certificates / folder if folder else None)
@@ -128,12 +130,12 @@ def test_without_a_certificate_that_holds_redis_is_not_reached(
         connect(url)
 
 
-def test_certificates_of_the_user_s_own_are_left_as_they_are(certificates: Path) -> None:
+def test_certificates_in_the_url_are_not_replaced(certificates: Path) -> None:
     url = "rediss://host/0?ssl_ca_certs=/own/ca.crt"
     assert buffer_url(config_of(url=url), certificates / "actor") == url
 
 
-def test_the_environment_s_address_takes_the_place_of_the_config_s_with_its_password(
+def test_the_url_of_the_environment_replaces_that_of_the_config_with_its_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "password").write_text("secret")

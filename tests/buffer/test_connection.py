@@ -38,7 +38,7 @@ from tests.faults.proxy import Proxy
         "unix:///nowhere/redis.sock?password=s3cret",
     ],
 )
-def test_an_unreachable_server_is_said_with_what_to_do_and_without_the_password(url: str) -> None:
+def test_the_error_of_an_unreachable_server_names_a_remedy_and_no_password(url: str) -> None:
     with pytest.raises(ServiceUnavailable) as refused:
         connect(url)
     said = str(refused.value)
@@ -57,7 +57,7 @@ def test_a_malformed_url_is_refused_with_the_key_and_without_the_password(url: s
 
 @pytest.mark.parametrize("url", ["redis://:***@127.0.0.1:1/0", "unix:///nowhere/redis.sock?password=***"])
 def test_a_url_without_its_password_says_how_to_give_it(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"stars stand for a password, .* --set buffer\.url=URL") as refused:
+    with pytest.raises(ConfigError, match=r"stars replace a password, .* --set buffer\.url=URL") as refused:
         connect(url)
     assert str(refused.value).startswith(f"buffer.url {url}: ")
 
@@ -78,12 +78,12 @@ def plain_port(tmp_path: Path) -> Iterator[int]:
         process.wait()
 
 
-def test_a_server_without_tls_is_named_at_once_where_the_url_wants_it(
+def test_a_server_without_tls_is_reported_immediately_if_the_url_requires_tls(
     plain_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "FIRST_PATIENCE", 0.2)
+    monkeypatch.setattr(connection, "FIRST_PING_TIMEOUT", 0.2)
     begun = time.monotonic()
-    with pytest.raises(ConfigError, match=r"rediss://me:\*\*\*@.* does not speak TLS; give redis:// in buffer\.url"):
+    with pytest.raises(ConfigError, match=r"rediss://me:\*\*\*@.* does not use TLS; use redis:// in buffer\.url"):
         connect(f"rediss://me:s3cret@127.0.0.1:{plain_port}/0")  # pragma: allowlist secret - an example
     assert time.monotonic() - begun < 5
     connect(f"redis://:right@127.0.0.1:{plain_port}/0").close()
@@ -108,17 +108,17 @@ def tls_port(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
         server.shutdown()
 
 
-def test_a_server_with_tls_is_named_where_the_url_wants_none(tls_port: int) -> None:
-    with pytest.raises(ConfigError, match=r"speaks TLS; give rediss:// in buffer\.url"):
+def test_a_server_with_tls_is_reported_if_the_url_has_no_tls(tls_port: int) -> None:
+    with pytest.raises(ConfigError, match=r"uses TLS; use rediss:// in buffer\.url"):
         connect(f"redis://127.0.0.1:{tls_port}/0")
 
 
-def test_wrong_or_missing_credentials_are_for_the_user_to_mend(tmp_path: Path) -> None:
+def test_wrong_or_missing_credentials_are_a_config_error(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
         connect(server.url).config_set("requirepass", "right")
         connect(f"{server.url}?password=right").close()
         for url in (f"{server.url}?password=s3cret", server.url):
-            with pytest.raises(ConfigError, match=r"refused the credentials .*correct buffer\.url") as refused:
+            with pytest.raises(ConfigError, match=r"rejected the credentials .*correct buffer\.url") as refused:
                 connect(url)
             assert "s3cret" not in str(refused.value)
 
@@ -133,7 +133,7 @@ def test_a_server_that_goes_away_is_an_error_and_not_an_empty_stream(tmp_path: P
 
 
 @pytest.mark.parametrize("command", ["append", "load"])
-def test_a_link_is_lost_from_a_command_that_failed_until_the_server_answers_again(redis_url: str, command: str) -> None:
+def test_a_connection_is_lost_from_a_failed_command_until_the_server_responds(redis_url: str, command: str) -> None:
     with Proxy(redis_url.removeprefix("unix://")) as proxy:
         url = f"redis://{proxy.address}/0"
         client = connect(url)
@@ -155,7 +155,7 @@ def test_a_link_is_lost_from_a_command_that_failed_until_the_server_answers_agai
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_server_that_refuses_the_credentials_by_now_is_reached(tmp_path: Path) -> None:
+def test_a_server_that_rejects_the_credentials_counts_as_reachable(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
         client = connect(server.url)
         link = ConnectionMonitor(client, server.url)

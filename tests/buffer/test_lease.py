@@ -26,7 +26,7 @@ def leases() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_epochs_rise_and_are_never_below_what_was_seen(redis_client: Redis, redis_url: str, run: str) -> None:
+def test_epochs_increase_and_are_never_below_the_minimum(redis_client: Redis, redis_url: str, run: str) -> None:
     epochs = []
     for at_least in (1, 1, 7, 1):
         lease = Lease(redis_client, redis_url, run, at_least)
@@ -35,13 +35,13 @@ def test_epochs_rise_and_are_never_below_what_was_seen(redis_client: Redis, redi
     assert epochs == [1, 2, 7, 8]
 
 
-def test_a_lease_that_is_renewed_is_refused_to_others_and_outlasts_its_duration(
+def test_a_renewed_lease_excludes_others_for_longer_than_its_duration(
     redis_client: Redis, redis_url: str, run: str, leases: ExitStack
 ) -> None:
     first = Lease(redis_client, redis_url, run, duration=0.6)
     leases.callback(first.release)
     started = time.monotonic()
-    with pytest.raises(FailedPrecondition, match="another orchestrator leads it"):
+    with pytest.raises(FailedPrecondition, match="another orchestrator is its leader"):
         Lease(redis_client, redis_url, run, duration=0.6)
     assert time.monotonic() - started < 0.6
     time.sleep(1.0)
@@ -50,7 +50,7 @@ def test_a_lease_that_is_renewed_is_refused_to_others_and_outlasts_its_duration(
         Lease(redis_client, redis_url, run, duration=0.6)
 
 
-def test_who_died_elsewhere_is_succeeded_after_the_duration(
+def test_the_lease_of_a_leader_that_died_elsewhere_expires(
     redis_client: Redis, redis_url: str, run: str, leases: ExitStack
 ) -> None:
     dead = Lease(redis_client, redis_url, run, duration=0.5)
@@ -60,7 +60,7 @@ def test_who_died_elsewhere_is_succeeded_after_the_duration(
     assert second.epoch == dead.epoch + 1
 
 
-def test_who_lost_the_lease_notices_and_does_not_take_it_from_its_successor(
+def test_a_former_leader_notices_and_does_not_retake_the_lease(
     redis_client: Redis, redis_url: str, run: str, leases: ExitStack
 ) -> None:
     first = Lease(redis_client, redis_url, run, duration=0.6)
@@ -74,7 +74,7 @@ def test_who_lost_the_lease_notices_and_does_not_take_it_from_its_successor(
         Lease(redis_client, redis_url, run, duration=5.0)
 
 
-def test_who_was_stopped_for_longer_than_its_lease_takes_it_back_where_nobody_has_led_since(
+def test_a_suspended_leader_renews_an_expired_lease_if_no_other_led_since(
     redis_client: Redis, redis_url: str, run: str, leases: ExitStack
 ) -> None:
     first = Lease(redis_client, redis_url, run, duration=1.5)
@@ -95,7 +95,7 @@ def test_a_lease_that_redis_lost_with_its_epoch_is_lost(
         first.check()
 
 
-def test_an_owner_is_not_in_its_own_way_whatever_of_its_former_lease_arrives_late(
+def test_a_lease_of_the_same_owner_is_replaced_even_if_its_commands_arrive_late(
     redis_client: Redis, redis_url: str, run: str, leases: ExitStack
 ) -> None:
     first = Lease(redis_client, redis_url, run, duration=1.5, owner="me")
@@ -120,7 +120,7 @@ time.sleep(3600)
 """
 
 
-def test_who_died_on_this_machine_is_succeeded_at_once(
+def test_the_lease_of_a_leader_that_died_on_this_machine_is_replaced_immediately(
     redis_client: Redis, redis_url: str, run: str, leases: ExitStack
 ) -> None:
     with subprocess.Popen([sys.executable, "-c", LEADER, redis_url, run], stdout=subprocess.PIPE, text=True) as leader:

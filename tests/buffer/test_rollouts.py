@@ -30,7 +30,7 @@ def prompts(stream: RolloutStream, count: int = 100, block: float = 0.01) -> lis
     return [delivery.trajectory.id.prompt for delivery in stream.read(count, block)]
 
 
-def test_trajectories_are_read_whole_in_the_order_in_which_they_were_appended(stream: RolloutStream, run: str) -> None:
+def test_trajectories_are_read_in_the_order_of_their_append(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in (3, 1, 2)]
     stream.append(written[:2])
     stream.append(written[2:])
@@ -38,7 +38,7 @@ def test_trajectories_are_read_whole_in_the_order_in_which_they_were_appended(st
     assert list(map(codec.trajectory_to_bytes, read)) == list(map(codec.trajectory_to_bytes, written))
 
 
-def test_each_entry_is_delivered_once_to_its_reader_and_in_portions(stream: RolloutStream, run: str) -> None:
+def test_each_entry_is_delivered_once_and_reads_are_limited_by_count(stream: RolloutStream, run: str) -> None:
     stream.append([trajectory(run, prompt) for prompt in range(5)])
     assert prompts(stream, 2) == [0, 1]
     assert prompts(stream, 2) == [2, 3]
@@ -67,7 +67,7 @@ def test_a_trajectory_appended_twice_is_delivered_twice_with_the_same_id(stream:
     assert first.trajectory.id == second.trajectory.id
 
 
-def test_a_read_that_is_not_to_wait_does_not(stream: RolloutStream) -> None:
+def test_a_read_without_block_returns_immediately(stream: RolloutStream) -> None:
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
@@ -99,7 +99,7 @@ def test_a_read_of_an_empty_stream_ends(stream: RolloutStream) -> None:
     "fields",
     [{"other": b"1"}, {"id": b"x", "trajectory": b""}, {"trajectory": b"\xff\xff"}, {"trajectory": b"\n\x02\n\x00"}],
 )
-def test_an_entry_that_is_no_trajectory_is_an_error_that_names_it(
+def test_an_entry_that_is_not_a_trajectory_is_an_error_that_names_it(
     fields: dict[str, bytes], stream: RolloutStream, redis_client: Redis
 ) -> None:
     entry = redis_client.xadd(stream.key, fields)
@@ -143,7 +143,7 @@ def test_the_stream_reads_with_either_protocol(redis_url: str, run: str) -> None
         client.close()
 
 
-def test_a_delivery_that_was_lost_on_its_way_can_be_had_again(stream: RolloutStream, run: str) -> None:
+def test_a_delivery_that_was_lost_on_its_way_can_be_read_again(stream: RolloutStream, run: str) -> None:
     stream.append([trajectory(run, 1), trajectory(run, 2)])
     lost = stream.read(10, 0.1)
     assert stream.read(10, 0.0) == []

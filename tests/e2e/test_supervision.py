@@ -44,8 +44,8 @@ def test_a_run_whose_processes_are_killed_one_after_the_other_ends_with_the_same
     steps = re.findall(r"^step (\d+)/8 ", ended.out, re.MULTILINE)
     assert steps == [str(step) for step in range(1, 9)], "a step is missing from what is shown, or shown twice"
     log = (tmp_path / "runs" / "tiny" / "logs" / "launcher.log").read_text()
-    assert re.findall(r"event='restarted' .*process='(\w+)'", log) == list(before)
-    assert re.findall(r"event='back' .*process='(\w+)'", log) == list(before)
+    assert re.findall(r"event='process restarted' .*process='(\w+)'", log) == list(before)
+    assert re.findall(r"event='process recovered' .*process='(\w+)'", log) == list(before)
 
 
 def begun(command: Command, name: str) -> int:

@@ -22,7 +22,7 @@ from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, run_to_the_end
 
 
-def test_a_message_larger_than_the_limit_is_refused_by_the_service_which_goes_on(make: MakeConfig) -> None:
+def test_a_service_refuses_a_message_above_the_size_limit_and_continues(make: MakeConfig) -> None:
     config = make()
     with fleet(config) as services:
         address = services.config.services.reward.address
@@ -38,7 +38,7 @@ def test_a_message_larger_than_the_limit_is_refused_by_the_service_which_goes_on
         client.close()
 
 
-def test_a_message_larger_than_the_limit_does_not_leave_and_is_not_tried_again_as_if_the_service_were_busy(
+def test_a_client_neither_sends_nor_retries_a_message_above_the_size_limit(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The path is the same for a smaller limit.
@@ -93,7 +93,7 @@ def cut_off(stream: RolloutStream, written: list[Trajectory], epoch: int, redis:
     [(stale, "was not requested"), (no_trajectory, "not a trajectory"), (cut_off, "not a trajectory")],
     ids=["a trajectory of an older policy version", "bytes that are no message", "an entry without its trajectory"],
 )
-def test_an_entry_that_is_not_what_was_asked_for_is_not_trained_on_and_the_step_is_taken_again(
+def test_an_unexpected_entry_is_not_trained_on_and_the_step_is_repeated(
     intruder: Callable[[RolloutStream, list[Trajectory], int, Redis], None],
     said: str,
     make: MakeConfig,

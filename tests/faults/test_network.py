@@ -62,7 +62,7 @@ def cut_and_run(
 
 @pytest.mark.parametrize(("link", "moment"), CUTS)
 @pytest.mark.sampled(3)
-def test_a_network_that_is_silent_for_a_second_delays_the_run_and_changes_nothing(
+def test_a_one_second_network_outage_delays_the_run_and_changes_nothing(
     link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = time.monotonic()
@@ -74,7 +74,7 @@ def test_a_network_that_is_silent_for_a_second_delays_the_run_and_changes_nothin
 
 @pytest.mark.parametrize(("link", "moment"), CUTS)
 @pytest.mark.sampled(3)
-def test_connections_that_break_and_are_refused_for_a_moment_are_made_anew_and_the_step_is_taken_again(
+def test_broken_connections_are_reconnected_and_the_step_is_repeated(
     link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = cut_and_run(link, moment, "reset", 0.2, make, monkeypatch)
@@ -83,7 +83,7 @@ def test_connections_that_break_and_are_refused_for_a_moment_are_made_anew_and_t
 
 
 @pytest.mark.parametrize("moment", ["generate", "update"])
-def test_a_buffer_that_the_services_cannot_reach_for_longer_than_all_pauses_together_is_waited_for(
+def test_the_run_waits_for_a_buffer_that_is_unreachable_for_longer_than_all_retries(
     moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = BUFFER_OF_THE_SERVICES
@@ -92,7 +92,7 @@ def test_a_buffer_that_the_services_cannot_reach_for_longer_than_all_pauses_toge
     assert run.progress.recoveries >= 1
 
 
-def test_a_service_that_could_not_reach_the_buffer_says_so_at_once_and_until_it_can(make: MakeConfig) -> None:
+def test_a_service_reports_an_unreachable_buffer_until_it_reaches_it_again(make: MakeConfig) -> None:
     with network(make(**SHORT)) as parts:
         service_clients, proxy = ServiceClients(parts.config), parts.links[BUFFER_OF_THE_SERVICES]
 
@@ -119,7 +119,7 @@ def test_a_service_that_could_not_reach_the_buffer_says_so_at_once_and_until_it_
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [5.0, 30.0])
 @pytest.mark.parametrize(("link", "moment"), CUTS)
-def test_a_network_that_is_silent_for_longer_is_waited_for(
+def test_the_run_waits_for_the_end_of_a_longer_network_outage(
     link: str, moment: str, seconds: float, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_same(cut_and_run(link, moment, "silence", seconds, make, monkeypatch), undisturbed)
@@ -127,7 +127,7 @@ def test_a_network_that_is_silent_for_longer_is_waited_for(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("link", "moment"), CUTS)
-def test_connections_on_which_nothing_comes_ever_again_are_given_up_within_a_minute(
+def test_connections_that_stay_silent_are_given_up_within_a_minute(
     link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = time.monotonic()
@@ -138,7 +138,7 @@ def test_connections_on_which_nothing_comes_ever_again_are_given_up_within_a_min
 
 
 @pytest.mark.parametrize("link", ["buffer", BUFFER_OF_THE_SERVICES])
-def test_a_redis_that_is_slow_to_answer_changes_nothing(link: str, make: MakeConfig, undisturbed: Run) -> None:
+def test_a_slow_redis_changes_nothing(link: str, make: MakeConfig, undisturbed: Run) -> None:
     with network(make(**SHORT)) as parts:
         parts.links[link].delay = 0.02
         with orchestrator(parts.config) as going:

@@ -14,7 +14,7 @@ SECTION = (
 NAMED = re.findall(r"`(tests/[\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", SECTION)
 
 
-def test_every_test_that_the_page_names_is_there() -> None:
+def test_every_test_that_the_page_names_exists() -> None:
     assert len(NAMED) > 15
     for path, names in NAMED:
         text = (ROOT / path).read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 @pytest.mark.parametrize("keeps", [True, False], ids=["with its append-only file", "with nothing"])
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.sampled(5)
-def test_a_run_whose_redis_is_killed_and_started_again_goes_on_to_the_same_bits(
+def test_a_run_whose_redis_is_killed_and_restarted_stays_bit_identical(
     moment: str,
     keeps: bool,
     server: EmbeddedRedis,

@@ -39,7 +39,7 @@ class SlowCompute(ComputeThread):
 
 @pytest.mark.parametrize("role", MODEL_ROLES)
 @pytest.mark.sampled(2)
-def test_a_service_that_is_ten_times_slower_delays_the_run_and_changes_nothing(
+def test_a_ten_times_slower_service_delays_the_run_and_changes_nothing(
     role: Role, make: MakeConfig, undisturbed: Run
 ) -> None:
     compute = SlowCompute()

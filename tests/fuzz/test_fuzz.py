@@ -34,7 +34,7 @@ def test_there_is_a_valid_request_for_every_method() -> None:
     assert "/grpc.health.v1.Health/Check" in SEEDS
 
 
-def test_whatever_is_sent_to_any_method_is_answered_properly(ground: Ground) -> None:
+def test_every_method_responds_properly_to_any_message(ground: Ground) -> None:
     campaign = Campaign(ground, REQUESTS)
     campaign.run()
     assert campaign.failures == []
@@ -55,7 +55,7 @@ class Failing:
         raise KeyError("nobody foresaw this")
 
 
-def test_a_defect_behind_a_method_is_found_and_can_be_replayed(tmp_path: Path, redis_url: str) -> None:
+def test_the_campaign_finds_a_defect_and_can_replay_it(tmp_path: Path, redis_url: str) -> None:
     server = Server([ReferenceServicer(Failing(), ComputeThread(), 1)], "127.0.0.1:0")  # type: ignore[arg-type]
     try:
         campaign = Campaign(Ground(tmp_path, redis_url, [Target(Role.REFERENCE, server.address)]), 60)
@@ -82,7 +82,7 @@ class Hanging(Failing):
         raise KeyError("the test is over")
 
 
-def test_a_method_that_answers_no_longer_is_found(
+def test_the_campaign_finds_a_method_that_stops_responding(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = Hanging()
@@ -98,7 +98,7 @@ def test_a_method_that_answers_no_longer_is_found(
     assert any(problem.startswith(hangs) for problem in campaign.problems), campaign.problems
 
 
-def test_a_process_that_ends_or_grows_is_found(tmp_path: Path) -> None:
+def test_the_campaign_finds_a_process_that_ends_or_grows(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     assert look(ended.pid, 0) is None
@@ -117,13 +117,13 @@ def test_a_process_that_ends_or_grows_is_found(tmp_path: Path) -> None:
     ]
 
 
-def test_a_process_that_does_not_answer_is_found() -> None:
+def test_the_campaign_finds_a_process_that_does_not_respond() -> None:
     watch = Watch([Target(Role.ACTOR, "127.0.0.1:1")], lambda: 5)
     with grpc.insecure_channel("127.0.0.1:1") as channel:
         assert "did not answer: UNAVAILABLE" in watch._answers(Target(Role.ACTOR, "127.0.0.1:1"), channel)
 
 
-def test_a_file_outside_is_found(tmp_path: Path, redis_url: str) -> None:
+def test_the_campaign_finds_a_file_outside_the_run_directory(tmp_path: Path, redis_url: str) -> None:
     (tmp_path / "outside").mkdir()
     root = tmp_path / "runs" / "fuzz"
     root.mkdir(parents=True)
@@ -136,7 +136,7 @@ def test_a_file_outside_is_found(tmp_path: Path, redis_url: str) -> None:
         place.unlink()
 
 
-def test_requests_follow_from_the_seed() -> None:
+def test_the_seed_determines_the_requests() -> None:
     def drawn(seed: str) -> list[bytes]:
         random = Random(seed)
         return [mutated(random, make(random, Standing()), [b"other"]) for make in SEEDS.values() for _ in range(20)]

@@ -140,7 +140,7 @@ def use_as_a_run_does(place: Started, run: str = RUN) -> None:
     """Everything that actor, critic, orchestrator and gateway do with the buffer."""
     client = place.client()
     wait_for_server(client, place.url, 5)
-    lease = Lease(client, place.url, run, at_least=5, owner="first")
+    lease = Lease(client, place.url, run, min_epoch=5, owner="first")
     assert lease.epoch == 5
     lease.check()
     assert not lease.claim("a run")

@@ -368,7 +368,7 @@ def test_the_resume_command_shows_a_url_whose_password_is_not_stored(
         said = said_by(act, capsys)
         assert way in said
         assert "s3cret" not in said
-    with pytest.raises(ConfigError, match=r"stars stand for a password.*--set buffer\.url=URL"):
+    with pytest.raises(ConfigError, match=r"stars replace a password.*--set buffer\.url=URL"):
         train(tmp_path / "secret" / "config.yaml", [], overwrite=False, resume=True)
 
 

@@ -196,7 +196,7 @@ def test_a_second_orchestrator_is_refused_while_the_lease_is_held(make: MakeConf
         with underway(config) as second:
             refused = second.finish()
         assert refused.code == 1
-        assert "another orchestrator leads it" in refused.progress.error
+        assert "another orchestrator is its leader" in refused.progress.error
         assert leads(first)
 
 

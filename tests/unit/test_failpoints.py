@@ -44,21 +44,21 @@ def fires(name: str) -> bool:
     return False
 
 
-def test_nothing_happens_unless_the_environment_asks(tmp_path: Path) -> None:
+def test_failpoints_are_off_by_default(tmp_path: Path) -> None:
     assert arm({FOLDER_VARIABLE: str(tmp_path)}) == []
     assert arm({VARIABLE: " ,", FOLDER_VARIABLE: "/nowhere"}) == []
     assert not any(fires(name) for name in FAILPOINTS)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failpoint_fires_at_the_passing_that_was_named_and_at_no_other_place(tmp_path: Path) -> None:
+def test_a_failpoint_fires_only_at_the_given_hit(tmp_path: Path) -> None:
     assert armed("actor.stepping=fail@3, actor.stepped=fail", tmp_path) == ["actor.stepping", "actor.stepped"]
     assert [fires("actor.stepping") for _ in range(5)] == [False, False, True, False, False]
     assert [fires("actor.stepped") for _ in range(3)] == [True, False, False]
     assert not fires("critic.stepping")
 
 
-def test_a_process_that_comes_back_passes_what_has_fired(tmp_path: Path) -> None:
+def test_a_restarted_process_passes_a_fired_failpoint(tmp_path: Path) -> None:
     armed("actor.stepped=fail", tmp_path)
     assert fires("actor.stepped")
     armed("actor.stepped=fail", tmp_path)
@@ -69,7 +69,7 @@ def test_a_process_that_comes_back_passes_what_has_fired(tmp_path: Path) -> None
     assert fires("actor.stepped")
 
 
-def test_threads_that_pass_at_once_are_counted_and_one_of_them_fires(tmp_path: Path) -> None:
+def test_concurrent_threads_are_counted_and_one_of_them_fires(tmp_path: Path) -> None:
     armed("reward.scoring=fail@40", tmp_path)
     fired: list[bool] = []
     threads = [
@@ -82,7 +82,7 @@ def test_threads_that_pass_at_once_are_counted_and_one_of_them_fires(tmp_path: P
     assert sorted(fired) == [False] * 39 + [True]
 
 
-def test_hold_says_who_waits_and_goes_on_when_told(tmp_path: Path) -> None:
+def test_hold_writes_the_process_id_and_continues_when_released(tmp_path: Path) -> None:
     armed("orchestrator.sealed=hold", tmp_path)
     passed = threading.Event()
     thread = threading.Thread(target=lambda: (failpoint("orchestrator.sealed"), passed.set()), daemon=True)
@@ -97,7 +97,7 @@ def test_hold_says_who_waits_and_goes_on_when_told(tmp_path: Path) -> None:
     assert passed.wait(10)
 
 
-def test_delay_takes_its_time(tmp_path: Path) -> None:
+def test_delay_sleeps(tmp_path: Path) -> None:
     armed("critic.scoring=delay:0.2@2", tmp_path)
     failpoint("critic.scoring")
     started = time.monotonic()
@@ -105,7 +105,7 @@ def test_delay_takes_its_time(tmp_path: Path) -> None:
     assert 0.2 <= time.monotonic() - started < 5
 
 
-def test_kill_ends_the_process_at_once_and_only_the_first_time(tmp_path: Path) -> None:
+def test_kill_ends_the_process_and_only_the_first_time(tmp_path: Path) -> None:
     code = "import os; from quartet.failpoints import arm, failpoint; arm(os.environ); failpoint('actor.saving'); print('by')"
     environment = {VARIABLE: "actor.saving=kill", FOLDER_VARIABLE: str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
 
@@ -133,14 +133,14 @@ def test_kill_ends_the_process_at_once_and_only_the_first_time(tmp_path: Path) -
         ("actor.stepped=fail,actor.stepped=kill", "actor.stepped: given twice"),
     ],
 )
-def test_a_setting_that_means_nothing_is_refused_at_the_start(setting: str, said: str, tmp_path: Path) -> None:
+def test_an_invalid_setting_is_refused_at_the_start(setting: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         armed(setting, tmp_path)
     assert str(refused.value).startswith(f"{VARIABLE}: {said}")
 
 
 @pytest.mark.parametrize("folder", [None, "", "nowhere"])
-def test_without_a_folder_to_remember_in_they_are_refused(folder: str | None) -> None:
+def test_failpoints_without_a_folder_are_refused(folder: str | None) -> None:
     with pytest.raises(ConfigError, match=f"{FOLDER_VARIABLE}: .*expected a folder"):
         arm({VARIABLE: "actor.stepped=fail", **({} if folder is None else {FOLDER_VARIABLE: folder})})
 
@@ -152,7 +152,7 @@ def started(setting: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_a_service_says_that_failpoints_are_set(tmp_path: Path) -> None:
+def test_a_service_logs_that_failpoints_are_set(tmp_path: Path) -> None:
     ended = started("reward.scoring=kill", tmp_path)
     assert "level='warning'" in ended.stderr
     assert "names=['reward.scoring']" in ended.stderr
@@ -165,7 +165,7 @@ def test_a_service_with_a_wrong_setting_does_not_start(tmp_path: Path) -> None:
     assert f"error: {VARIABLE}: reward.scores: unknown failpoint" in ended.stderr
 
 
-def test_every_failpoint_is_one_place_in_the_code() -> None:
+def test_every_failpoint_is_used_exactly_once() -> None:
     found = [
         node.value
         for path in CODE
@@ -175,7 +175,7 @@ def test_every_failpoint_is_one_place_in_the_code() -> None:
     assert sorted(found) == sorted(FAILPOINTS)
 
 
-def test_every_call_names_a_failpoint_that_there_is() -> None:
+def test_every_call_names_an_existing_failpoint() -> None:
     calls = [
         call
         for path in CODE
@@ -187,7 +187,7 @@ def test_every_call_names_a_failpoint_that_there_is() -> None:
     assert len(named) >= len(FAILPOINTS) - 6  # An optimizer step and a checkpoint look theirs up by whose they are.
 
 
-def test_nothing_that_is_shipped_sets_one() -> None:
+def test_no_shipped_file_sets_a_failpoint() -> None:
     shipped = [path for folder in ("configs", "examples", "docker", "helm") for path in (ROOT / folder).rglob("*.*")]
     shipped += [ROOT / "Makefile", *ROOT.glob("docker-compose*.yml")]
     assert [path for path in shipped if path.is_file() and VARIABLE in path.read_text(errors="ignore")] == []

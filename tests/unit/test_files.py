@@ -66,7 +66,7 @@ def test_files_are_described_by_path_size_and_hash(tmp_path: Path) -> None:
     ]
 
 
-def test_a_durable_write_replaces_the_text_and_leaves_nothing_aside(tmp_path: Path) -> None:
+def test_a_durable_write_replaces_the_text_and_leaves_no_partial_file(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     write_durably(path, "old")
     write_durably(path, "né")
@@ -74,7 +74,7 @@ def test_a_durable_write_replaces_the_text_and_leaves_nothing_aside(tmp_path: Pa
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_directory_that_cannot_take_its_place_leaves_the_old_one(
+def test_a_failed_directory_replacement_keeps_the_old_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(target: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_directory_that_cannot_take_its_place_leaves_the_old_one(
     assert (directory / "file").read_text() == "new"
 
 
-def test_a_durable_write_that_fails_leaves_the_old_text_and_nothing_aside(
+def test_a_failed_durable_write_keeps_the_old_text_and_leaves_no_partial_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: int) -> None:
@@ -115,7 +115,7 @@ def test_a_durable_write_that_fails_leaves_the_old_text_and_nothing_aside(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_files_that_are_not_where_they_were_saved_name_the_directory_that_is_to_be_shared(tmp_path: Path) -> None:
+def test_missing_saved_files_are_an_error_that_names_the_shared_directory(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"123")
     check_saved_files(tmp_path, [SavedFile("there", 3, "")])
     for file in (SavedFile("there", 4, ""), SavedFile("elsewhere", 3, "")):
@@ -125,7 +125,7 @@ def test_files_that_are_not_where_they_were_saved_name_the_directory_that_is_to_
             check_saved_files(tmp_path, [file])
 
 
-def test_what_the_system_refuses_is_said_with_the_path_and_who_may_not() -> None:
+def test_an_os_error_is_described_with_the_path_and_the_user() -> None:
     denied = describe_os_error(PermissionError(errno.EACCES, "Permission denied", "models/policy"))
     assert denied.startswith(f"models/policy: Permission denied; let user {os.getuid()} in, as chmod -R a+rX does")
     assert (

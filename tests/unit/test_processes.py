@@ -59,7 +59,7 @@ def test_the_command_keeps_its_process_id_arguments_and_status() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as above")
-def test_a_child_whose_parent_is_gone_already_does_not_begin() -> None:
+def test_a_child_of_a_dead_parent_does_not_start() -> None:
     command = [sys.executable, "-m", "quartet.processes", "1", sys.executable, "-c", "print('began')"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.stdout, ended.returncode) == ("", 1)
@@ -80,7 +80,7 @@ def other() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes have names on Linux only")
-def test_a_process_has_ended_when_it_is_dead_whether_reaped_or_not(other: tuple[subprocess.Popen[str], str]) -> None:
+def test_a_dead_process_has_ended_whether_reaped_or_not(other: tuple[subprocess.Popen[str], str]) -> None:
     process, name = other
     assert not has_ended(name)
     assert not has_ended(this_process())
@@ -92,7 +92,7 @@ def test_a_process_has_ended_when_it_is_dead_whether_reaped_or_not(other: tuple[
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as above")
-def test_a_number_that_another_process_has_now_is_no_sign_of_life(other: tuple[subprocess.Popen[str], str]) -> None:
+def test_a_process_whose_id_was_reused_has_ended(other: tuple[subprocess.Popen[str], str]) -> None:
     place, _, start = other[1].rpartition("/")
     assert has_ended(f"{place}/{int(start) - 1}")
     assert not has_ended(f"another boot/{other[1].partition('/')[2]}")
@@ -101,7 +101,7 @@ def test_a_number_that_another_process_has_now_is_no_sign_of_life(other: tuple[s
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as above")
 @pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
-def test_a_process_that_others_may_not_look_at_has_not_ended_as_long_as_its_number_is_there(
+def test_a_process_that_cannot_be_inspected_has_not_ended_while_its_id_exists(
     other: tuple[subprocess.Popen[str], str], error: type[OSError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process, name = other
@@ -121,7 +121,7 @@ def test_a_process_that_others_may_not_look_at_has_not_ended_as_long_as_its_numb
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as above")
-def test_a_process_that_may_not_be_signalled_and_cannot_be_seen_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_signalled_or_seen_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     name, real = this_process(), Path.read_text
     place = name.rpartition("/")[0].rpartition("/")[0]
 

@@ -34,13 +34,13 @@ def config(estimator: str = "gae", **services: dict[str, Any]) -> Config:
 
 
 @pytest.mark.parametrize(("found", "share"), [(1, 1), (2, 1), (4, 1), (8, 2), (9, 2), (64, 16)])
-def test_services_started_here_share_the_cores(found: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_services_share_the_cores(found: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "available_cores", lambda: found)
     assert [num_threads(config(), role) for role in MODEL_ROLES] == [share] * 4
     assert num_threads(config(), Role.ORCHESTRATOR) == 1
 
 
-def test_a_service_elsewhere_leaves_its_share_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_service_takes_no_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "available_cores", lambda: 12)
     elsewhere = config(reward={"address": "far:1"}, critic={"address": "far:2"})
     assert num_threads(elsewhere, Role.ACTOR) == 6
@@ -48,21 +48,21 @@ def test_a_service_elsewhere_leaves_its_share_to_the_others(monkeypatch: pytest.
     assert num_threads(elsewhere, Role.REWARD) == 4
 
 
-def test_told_threads_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configured_threads_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "available_cores", lambda: 8)
     told = config(actor={"num_threads": 5})
     assert (num_threads(told, Role.ACTOR), num_update_threads(told, Role.ACTOR)) == (5, 5)
 
 
 @pytest.mark.parametrize(("estimator", "share"), [("gae", 4), ("rloo", 8)])
-def test_services_that_learn_share_the_cores_while_they_do(
+def test_trained_services_share_all_cores_during_an_update(
     estimator: str, share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(topology, "available_cores", lambda: 8)
     assert num_update_threads(config(estimator), Role.ACTOR) == share
 
 
-def test_a_critic_elsewhere_leaves_the_cores_to_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_actor_gets_all_cores_if_the_critic_is_remote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "available_cores", lambda: 8)
     assert num_update_threads(config(critic={"address": "far:2"}), Role.ACTOR) == 8
 
@@ -80,7 +80,7 @@ def test_there_is_at_least_one_core() -> None:
         (ServiceConfig(listen="[::1]:0"), "[::1]:0"),
     ],
 )
-def test_a_service_listens_as_told_or_on_loopback(service: ServiceConfig, expected: str) -> None:
+def test_a_service_listens_at_its_configured_address_or_on_loopback(service: ServiceConfig, expected: str) -> None:
     assert listen_address(service) == expected
 
 
@@ -116,15 +116,15 @@ def system(root: Path, available: int, limit: str = "max", used: int = 0, of_fil
     return root
 
 
-def test_what_the_machine_has_available_is_free(tmp_path: Path) -> None:
+def test_available_memory_is_free(tmp_path: Path) -> None:
     assert free_memory_bytes(system(tmp_path, available=500)) == 500 * 1024
 
 
-def test_no_more_is_free_than_the_control_groups_limit_leaves(tmp_path: Path) -> None:
+def test_the_control_group_limits_free_memory(tmp_path: Path) -> None:
     assert free_memory_bytes(system(tmp_path, 500, limit="9000", used=6000, of_files=1000)) == 4000
 
 
-def test_a_control_group_that_is_full_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_control_group_has_no_free_memory(tmp_path: Path) -> None:
     assert free_memory_bytes(system(tmp_path, 500, limit="9000", used=9500)) == 0
 
 
@@ -132,5 +132,5 @@ def test_a_limit_above_what_is_available_changes_nothing(tmp_path: Path) -> None
     assert free_memory_bytes(system(tmp_path, 5, limit="900000", used=0)) == 5 * 1024
 
 
-def test_a_system_that_does_not_tell_is_taken_for_empty(tmp_path: Path) -> None:
+def test_without_meminfo_all_memory_counts_as_free(tmp_path: Path) -> None:
     assert free_memory_bytes(tmp_path) > 0

@@ -1,1 +1,1 @@
-"""The rollout buffer: trajectories and sealed experience over Redis. The only package that knows Redis."""
+"""The rollout buffer: trajectories and sealed experience in Redis. No other package talks to Redis."""

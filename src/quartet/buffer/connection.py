@@ -1,4 +1,4 @@
-"""Connecting to Redis, and what its failures mean."""
+"""Connect to Redis, and translate its errors."""
 
 from __future__ import annotations
 
@@ -20,64 +20,64 @@ from quartet.errors import BufferFailed, ConfigError, QuartetError, ServiceUnava
 Redis = redis.Redis
 CONNECT_TIMEOUT = 5.0
 """Seconds to wait for a connection."""
-FIRST_PATIENCE = 2.0
-"""The same of the first attempt, after which it is asked whether the server speaks TLS as the url says."""
-POLL = 0.1
-"""Seconds between looks at a server that is to come back."""
+FIRST_PING_TIMEOUT = 2.0
+"""Seconds to wait for the first ping. If it fails, the client checks whether the server uses TLS as the URL says."""
+POLL_SECONDS = 0.1
+"""Seconds between pings of a server that is down."""
 COMMAND_TIMEOUT = 10.0
-"""Seconds to wait for an answer. One more attempt follows; then the server counts as lost."""
+"""Seconds to wait for the response to a command. After a second attempt the server counts as unreachable."""
 
 
-def connect(url: str, patience: float = COMMAND_TIMEOUT) -> Redis:
-    """A client whose server answered a ping; ``patience``: seconds that it waits for an answer.
+def connect(url: str, timeout: float = COMMAND_TIMEOUT) -> Redis:
+    """Return a client after a successful ping. ``timeout`` is the time to wait for each response, in seconds.
 
-    Raises ConfigError for a malformed url, ServiceUnavailable without a server.
+    Raises ConfigError for a malformed URL, ServiceUnavailable if the server cannot be reached.
     """
     if is_redacted(url):
         raise ConfigError(
-            f"buffer.url {url}: the stars stand for a password, which is kept nowhere; "
-            "give the whole url with --set buffer.url=URL"
+            f"buffer.url {url}: the stars replace a password, which no file contains; "
+            "give the complete URL with --set buffer.url=URL"
         )
     try:
-        client = _client(url, patience, attempts=2)
+        client = _client(url, timeout, attempts=2)
     except ValueError:
-        # Its text may quote a part of the password.
+        # The message may quote a part of the password.
         raise ConfigError(
             f"buffer.url {redact_url(url)}: malformed; expected redis://HOST:PORT/DB, rediss://… or unix:///PATH, "
             "special characters of a password escaped as %XX"
         ) from None
     with translate_errors(url):
-        _ping(client, url, patience)
+        _ping(client, url, timeout)
     return client
 
 
-def _client(url: str, patience: float, attempts: int) -> Redis:
+def _client(url: str, timeout: float, attempts: int) -> Redis:
     return redis.Redis.from_url(
         url,
-        socket_connect_timeout=min(CONNECT_TIMEOUT, patience),
-        socket_timeout=patience,
+        socket_connect_timeout=min(CONNECT_TIMEOUT, timeout),
+        socket_timeout=timeout,
         retry=Retry(NoBackoff(), attempts - 1),
     )
 
 
-def _ping(client: Redis, url: str, patience: float) -> None:
-    """Raises ConfigError where one side speaks TLS and the other does not, which no waiting mends, and what redis-py raises."""
+def _ping(client: Redis, url: str, timeout: float) -> None:
+    """Ping the server. Raises ConfigError if only one side uses TLS, and redis-py's errors otherwise."""
     if not urlsplit(url).scheme.startswith("redis"):
         client.ping()
         return
     try:
-        with closing(_client(url, min(FIRST_PATIENCE, patience), attempts=1)) as first:
+        with closing(_client(url, min(FIRST_PING_TIMEOUT, timeout), attempts=1)) as first:
             first.ping()
     except redis.exceptions.AuthenticationError:
         raise
     except redis.exceptions.RedisError:
-        place = client.connection_pool.connection_kwargs
-        check_encryption(url, place.get("host", "localhost"), int(place.get("port", 6379)))
+        options = client.connection_pool.connection_kwargs
+        check_encryption(url, options.get("host", "localhost"), int(options.get("port", 6379)))
         client.ping()
 
 
 def wait_for_server(client: Redis, url: str, timeout: float) -> None:
-    """Returns when the server answers. Raises ServiceUnavailable after ``timeout`` seconds."""
+    """Wait until the server responds. Raises ServiceUnavailable after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -85,14 +85,14 @@ def wait_for_server(client: Redis, url: str, timeout: float) -> None:
                 client.ping()
             return
         except (ServiceUnavailable, BufferFailed):
-            # A server that reads its append-only file answers every command with an error.
+            # While a server loads its append-only file, it responds to every command with an error.
             if time.monotonic() > deadline:
                 raise
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
 
 
 class ConnectionMonitor:
-    """Whether a process reaches its server, as far as it has tried: who asks never waits for the network."""
+    """Whether a process can reach its server, by its last command. Reading the state never waits for the network."""
 
     def __init__(self, client: Redis, url: str) -> None:
         self._client, self._url = client, url
@@ -100,45 +100,45 @@ class ConnectionMonitor:
         self._lost = False
 
     def is_lost(self) -> bool:
-        """Whether the last command did not reach the server, and nothing has since."""
+        """Return whether the last command failed to reach the server, and no ping has succeeded since."""
         return self._lost
 
     def mark_lost(self) -> None:
-        """Notes that a command did not reach the server, which is asked from now on, on a thread of its own, until it answers."""
+        """Record that a command did not reach the server. A separate thread pings the server until it responds."""
         with self._lock:
             if self._lost:
                 return
             self._lost = True
-        threading.Thread(target=self._find, name="link to the buffer", daemon=True).start()
+        threading.Thread(target=self._wait_until_reachable, name="buffer connection", daemon=True).start()
 
-    def _find(self) -> None:
+    def _wait_until_reachable(self) -> None:
         try:
             wait_for_server(self._client, self._url, math.inf)
         except QuartetError:
-            pass  # It answers, with a refusal that the next command shows to whoever can mend it.
+            pass  # The server responds with an error, which the next command reports.
         finally:
             self._lost = False
 
 
 @contextmanager
 def translate_errors(url: str, lost: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Turns redis-py's exceptions into domain exceptions that name the buffer. Calls ``lost`` where it could not be reached."""
+    """Translate redis-py's exceptions to domain exceptions that name the buffer. Call ``lost`` if it cannot be reached."""
     where = f"rollout buffer at {redact_url(url)}"
     try:
         yield
     except redis.exceptions.AuthenticationError as error:
         raise ConfigError(
-            f"{where}: refused the credentials ({error}); correct buffer.url, or buffer.password_file"
+            f"{where}: rejected the credentials ({error}); correct buffer.url or buffer.password_file"
         ) from None
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
         lost()
         raise ServiceUnavailable(
-            f"{where}: unreachable ({error}); start Redis there, correct buffer.url, or set it null for an embedded one"
+            f"{where}: unreachable ({error}); start Redis there, correct buffer.url, or set it to null for an embedded server"
         ) from None
     except redis.exceptions.OutOfMemoryError:
         raise BufferFailed(
-            f"{where}: is full; raise its maxmemory, or lower rollout.prompts_per_step or checkpoint.every_steps: experience stays "
-            "there until a checkpoint covers it"
+            f"{where}: is full; raise its maxmemory, or lower rollout.prompts_per_step or checkpoint.every_steps: experience "
+            "stays in Redis until a checkpoint covers it"
         ) from None
     except redis.exceptions.RedisError as error:
         raise BufferFailed(f"{where}: {error}") from None

@@ -1,7 +1,7 @@
-"""The lease of a run: one orchestrator leads at a time, under an epoch that only rises.
+"""The lease of a run: at most one orchestrator is the leader at a time, under an epoch that only increases.
 
-The lease keeps two from training at once; the epoch, which every service remembers, keeps a former leader that has not heard of
-its end from changing anything.
+The lease prevents two orchestrators from training at the same time. Every service remembers the epoch and refuses requests of a
+former leader that has not noticed the end of its lease.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from quartet.errors import FailedPrecondition, LeadershipConflict, QuartetError
 from quartet.processes import has_ended, this_process
 
 DURATION = 15.0
-"""Seconds that a lease lasts without renewal: an orchestrator that died elsewhere is succeeded after so long."""
+"""Seconds until a lease expires without renewal. After a leader died on another machine, a new one waits this long."""
 
-POLL = 0.1
-"""Seconds between looks at a lease that another has."""
+POLL_SECONDS = 0.1
+"""Seconds between checks of another orchestrator's lease."""
 
 
 class Lease:
-    """One orchestrator's hold on a run. Renewed by a thread of its own until ``release``."""
+    """The lease of one orchestrator. A separate thread renews it until ``release``."""
 
     def __init__(
         self,
         client: Redis,
         url: str,
         run: str,
-        at_least: int = 1,
+        min_epoch: int = 1,
         duration: float = DURATION,
         owner: str | None = None,
     ) -> None:
-        """Takes the lease, under an epoch of ``at_least`` or more.
+        """Acquire the lease, under an epoch of at least ``min_epoch``.
 
-        Waits for the end of a lease that nobody renews: its holder died. Raises LeadershipConflict when another renews it. One of
-        ``owner``, any text without a space, makes way: what it sent when the network was down may arrive after its release.
+        If another lease is not renewed, its holder has died: wait until it expires. Raises LeadershipConflict if it is renewed.
+        ``owner`` is any text without a space. A lease of the same owner is replaced immediately, because a command that it sent
+        while the network was down may arrive after its release.
         """
         self._client, self._url, self._run, self._milliseconds = client, url, run, int(duration * 1000)
         self._key, self._epoch_key = f"quartet:{run}:lease", f"quartet:{run}:epoch"
@@ -49,57 +50,57 @@ class Lease:
         self._ended = threading.Event()
         with translate_errors(url):
             while True:
-                self._take()
+                self._acquire()
                 self.epoch = int(client.incr(self._epoch_key))
-                if self.epoch < at_least:
-                    self.epoch = at_least
-                    client.set(self._epoch_key, at_least)
-                # Stopped in between for longer than a lease lasts, it may have been succeeded already.
+                if self.epoch < min_epoch:
+                    self.epoch = min_epoch
+                    client.set(self._epoch_key, min_epoch)
+                # If this process was suspended in between for longer than a lease lasts, another may hold the lease by now.
                 if self._renew():
                     break
-        threading.Thread(target=self._keep, args=(duration / 3,), name="lease", daemon=True).start()
+        threading.Thread(target=self._renew_periodically, args=(duration / 3,), name="lease", daemon=True).start()
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         left = 2 * self._milliseconds
         while not self._client.set(self._key, self._holder, nx=True, px=self._milliseconds):
-            found = self._client.get(self._key)
-            holder = found.decode(errors="replace") if isinstance(found, bytes) else ""
+            value = self._client.get(self._key)
+            holder = value.decode(errors="replace") if isinstance(value, bytes) else ""
             if holder and (holder.startswith(self._owner) or has_ended(holder.partition(" ")[0])):
-                self._drop(holder)
+                self._delete(holder)
                 continue
             now = int(self._client.pttl(self._key))
             if now > left:
                 raise LeadershipConflict(
-                    f"run {self._run}: another orchestrator leads it; stop that one first, or choose another run.name"
+                    f"run {self._run}: another orchestrator is its leader; stop that one first, or choose another run.name"
                 )
             left = now
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
 
     def claim(self, run_id: str) -> bool:
-        """Makes what the buffer holds under the run's name that of the run with this id. Gives whether it was so before."""
+        """Mark the buffer's data under this run name as that of the run with this id. Return whether it already was."""
         with translate_errors(self._url):
             return self._client.set(f"quartet:{self._run}:owner", run_id, get=True) == run_id.encode()
 
     def check(self) -> None:
-        """Renews the lease. Raises FailedPrecondition when it is lost: another may lead now."""
+        """Renew the lease. Raises FailedPrecondition if it is lost: another orchestrator may be the leader."""
         with translate_errors(self._url):
             held = self._renew()
         if not held:
-            raise FailedPrecondition(f"run {self._run}: the lease is lost, another orchestrator may have taken over")
+            raise FailedPrecondition(f"run {self._run}: the lease is lost; another orchestrator may be the leader")
 
     def release(self) -> None:
-        """Lets another lead at once. A Redis that is gone is no error: the lease ends by itself."""
+        """Release the lease. An unreachable Redis is not an error: the lease expires."""
         self._ended.set()
         try:
             with translate_errors(self._url):
-                self._drop(self._holder)
+                self._delete(self._holder)
         except QuartetError:
             pass
 
-    # Each compares the holder and acts in one transaction, so that nobody's lease but one's own is touched.
+    # Each of these compares the holder and acts in one transaction, so that it never changes another orchestrator's lease.
 
     def _renew(self) -> bool:
-        """Also takes back a lease that ran out while this process was stopped, where the epoch says that nobody has led since."""
+        """Renew the lease, even if it expired while this process was suspended, unless the epoch shows a later leader."""
 
         def renew(pipe: Any) -> bool:
             holder = pipe.get(self._key)
@@ -111,22 +112,22 @@ class Lease:
 
         return self._atomically(renew, self._key, self._epoch_key)
 
-    def _drop(self, holder: str) -> None:
-        def drop(pipe: Any) -> bool:
+    def _delete(self, holder: str) -> None:
+        def delete(pipe: Any) -> bool:
             if pipe.get(self._key) != holder.encode():
                 return False
             pipe.multi()
             pipe.delete(self._key)
             return True
 
-        self._atomically(drop, self._key)
+        self._atomically(delete, self._key)
 
-    def _atomically(self, look: Callable[[Any], bool], *keys: str) -> bool:
-        """Does what ``look`` queues, where it gives True, unless one of the ``keys`` changed meanwhile: then it looks again."""
+    def _atomically(self, queue: Callable[[Any], bool], *keys: str) -> bool:
+        """Execute the commands that ``queue`` adds if it returns True. Repeat if one of the ``keys`` changed meanwhile."""
         with self._client.pipeline() as pipe:
             while True:
                 pipe.watch(*keys)  # type: ignore[no-untyped-call]
-                if not look(pipe):
+                if not queue(pipe):
                     return False
                 try:
                     pipe.execute()
@@ -134,7 +135,7 @@ class Lease:
                     continue
                 return True
 
-    def _keep(self, interval: float) -> None:
+    def _renew_periodically(self, interval: float) -> None:
         while not self._ended.wait(interval):
             try:
                 with translate_errors(self._url):

@@ -1,4 +1,4 @@
-"""Where a process finds the rollout buffer, with all that it needs to get in."""
+"""The URL of the rollout buffer, with password and certificates."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quartet.errors import ConfigError
 from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY, read_secret
 
 BUFFER_URL_VARIABLE = "QUARTET_BUFFER_URL"
-"""Of the environment: takes the place of ``buffer.url``, and where it has a password, of ``buffer.password_file``."""
+"""Environment variable that replaces ``buffer.url`` and, if its URL has a password, ``buffer.password_file``."""
 
 
 def environment_overrides() -> list[str]:
-    """What the environment says of the buffer, as overrides of a config."""
+    """Return the config overrides that the environment gives for the buffer."""
     url = os.environ.get(BUFFER_URL_VARIABLE)
     if not url:
         return []
@@ -23,15 +23,16 @@ def environment_overrides() -> list[str]:
 
 
 def buffer_url(config: Config, certificates: Path | None = None) -> str | None:
-    """``buffer.url`` with the password of ``buffer.password_file`` and, with rediss://, this process's certificates.
+    """Return ``buffer.url`` with the password of ``buffer.password_file`` and, for rediss://, this process's certificates.
 
-    ``certificates``: the process's own folder of them. None where the run is to start a server of its own. Raises ConfigError.
+    ``certificates`` is the folder of the process's certificates. Return None if the run starts an embedded server. Raises
+    ConfigError.
     """
     url = config.buffer.url
     if url is None:
         if config.buffer.password_file is not None:
             raise ConfigError(
-                "buffer.password_file: is for a Redis at buffer.url, which is null; give the url, or leave it out"
+                "buffer.password_file: is for a Redis at buffer.url, which is null; set buffer.url, or remove it"
             )
         return None
     if config.buffer.password_file is not None:
@@ -40,11 +41,11 @@ def buffer_url(config: Config, certificates: Path | None = None) -> str | None:
 
 
 def required_buffer_url(config: Config, certificates: Path | None = None) -> str:
-    """The buffer's address. Raises ConfigError without one: only `quartet` starts an embedded server."""
+    """Return the URL of the buffer. Raises ConfigError without one: only `quartet train` starts an embedded server."""
     url = buffer_url(config, certificates)
     if url is None:
         raise ConfigError(
-            "buffer.url: null; a service started by itself needs the Redis that the others use: set buffer.url, "
+            "buffer.url: null; a separately started service needs the Redis of the other services: set buffer.url, "
             "or the environment variable QUARTET_BUFFER_URL"
         )
     return url
@@ -54,7 +55,7 @@ def _with_password(url: str, password: str) -> str:
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
     if _has_password(url):
-        raise ConfigError("buffer.password_file: buffer.url has a password, too; give it in one of them")
+        raise ConfigError("buffer.password_file: buffer.url contains a password too; give only one of them")
     netloc = f"{user}:{quote(password, safe='')}@{host if at else parts.netloc}"
     return urlunsplit(parts._replace(netloc=netloc))
 
@@ -65,7 +66,7 @@ def _has_password(url: str) -> bool:
 
 def _with_certificates(url: str, folder: Path) -> str:
     if "ssl_" in urlsplit(url).query:
-        return url  # Its user has other ones.
+        return url  # The user has chosen other certificates.
     files = {"ssl_ca_certs": AUTHORITY, "ssl_certfile": CERTIFICATE, "ssl_keyfile": KEY}
     query = urlencode({option: str(folder / name) for option, name in files.items()})
     return f"{url}{'&' if '?' in url else '?'}{query}"

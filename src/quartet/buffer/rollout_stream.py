@@ -1,7 +1,7 @@
-"""The rollout stream: finished trajectories on their way from the actor to the orchestrator.
+"""The rollout stream: finished trajectories, from the actor to the orchestrator.
 
-A Redis stream with one consumer group. Delivery is at least once; the ids are derived, so a repeat is recognised.
-Entries stay until their step is committed, so whoever reads again after a crash finds them.
+A Redis stream with one consumer group. Delivery is at least once. Trajectory ids are derived from the request, so a repeated
+trajectory is recognised. Entries stay until their step is committed, so that they can be read again after a crash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONSUMER = "leader"
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One entry of the stream: where it stands, and what it holds."""
+    """One entry of the stream: its Redis id and its trajectory."""
 
     entry_id: str
     trajectory: Trajectory
@@ -31,16 +31,16 @@ class RolloutStream:
     """The stream of one run."""
 
     def __init__(self, client: Redis, url: str, run: str, lost: Callable[[], None] = lambda: None) -> None:
-        """``lost`` is called when the server could not be reached for an append."""
+        """``lost`` is called if an append cannot reach the server."""
         self._client, self._url, self._lost = client, url, lost
         self.key = f"quartet:{run}:rollouts"
         self._leader_epoch = 0
 
     def reset(self, leader_epoch: int = 0) -> None:
-        """Drops every entry and makes the consumer group.
+        """Remove all entries and create the consumer group.
 
-        From now on ``read`` and ``delivered`` drop what was asked for under an earlier epoch: a generation that broke off may
-        still write.
+        From now on ``read`` and ``delivered`` drop trajectories that were requested under an earlier leader epoch: a generation
+        that was broken off may still write some.
         """
         self._leader_epoch = leader_epoch
         with translate_errors(self._url):
@@ -48,7 +48,7 @@ class RolloutStream:
             self._client.xgroup_create(self.key, GROUP, id="0", mkstream=True)
 
     def append(self, trajectories: Iterable[Trajectory], leader_epoch: int = 0) -> None:
-        """Adds finished trajectories, in their order, in one round trip. ``leader_epoch`` is of who asked for them."""
+        """Append finished trajectories, in order, in one round trip. ``leader_epoch`` is the one of the request for them."""
         failpoint("actor.appending")
         with translate_errors(self._url, self._lost), self._client.pipeline(transaction=False) as pipeline:
             for trajectory in trajectories:
@@ -64,29 +64,29 @@ class RolloutStream:
         failpoint("actor.appended")
 
     def read(self, count: int, block: float) -> list[Delivery]:
-        """Up to ``count`` entries not delivered before, oldest first; waits up to ``block`` seconds for the first.
+        """Return up to ``count`` new entries, oldest first. Wait up to ``block`` seconds for the first one.
 
-        Raises BufferFailed when an entry is not a trajectory: errors never become data.
+        Raises BufferFailed if an entry is not a trajectory.
         """
-        # However short a wait is, Redis looks at it ten times a second only; and it takes 0 for ever.
+        # Redis checks blocked clients ten times a second, so a wait may take 0.1 s longer. 0 would mean no timeout.
         wait = max(1, int(block * 1000)) if block else None
         with translate_errors(self._url):
-            answer = self._client.xreadgroup(GROUP, CONSUMER, {self.key: ">"}, count=count, block=wait)
-        return self._deliveries(answer)
+            response = self._client.xreadgroup(GROUP, CONSUMER, {self.key: ">"}, count=count, block=wait)
+        return self._deliveries(response)
 
     def delivered(self) -> list[Delivery]:
-        """Every entry that was delivered and is not acknowledged: also one whose delivery was lost on its way."""
+        """Return every entry that was delivered and not acknowledged, including one whose delivery was lost on the way."""
         with translate_errors(self._url):
-            answer = self._client.xreadgroup(GROUP, CONSUMER, {self.key: "0"})
-        return self._deliveries(answer)
+            response = self._client.xreadgroup(GROUP, CONSUMER, {self.key: "0"})
+        return self._deliveries(response)
 
-    def _deliveries(self, answer: object) -> list[Delivery]:
-        entries = [entry for _, found in _pairs(answer) for entry in found]
-        late = [entry_id.decode() for entry_id, fields in entries if self._is_late(fields)]
-        self.acknowledge(late)
-        return [self._delivery(entry_id, fields) for entry_id, fields in entries if entry_id.decode() not in late]
+    def _deliveries(self, response: object) -> list[Delivery]:
+        entries = [entry for _, stream_entries in _pairs(response) for entry in stream_entries]
+        stale = [entry_id.decode() for entry_id, fields in entries if self._is_stale(fields)]
+        self.acknowledge(stale)
+        return [self._delivery(entry_id, fields) for entry_id, fields in entries if entry_id.decode() not in stale]
 
-    def _is_late(self, fields: dict[bytes, bytes]) -> bool:
+    def _is_stale(self, fields: dict[bytes, bytes]) -> bool:
         epoch = fields.get(b"leader_epoch", b"")
         return epoch.isdigit() and int(epoch) < self._leader_epoch
 
@@ -98,7 +98,7 @@ class RolloutStream:
         return Delivery(entry_id.decode(), trajectory)
 
     def acknowledge(self, entry_ids: list[str]) -> None:
-        """Marks entries as consumed and frees them. Call after the step that trained on them is committed."""
+        """Acknowledge and delete entries. Call it after the step that trained on them is committed."""
         if not entry_ids:
             return
         with translate_errors(self._url), self._client.pipeline(transaction=True) as pipeline:
@@ -107,16 +107,16 @@ class RolloutStream:
             pipeline.execute()
 
     def depth(self) -> int:
-        """Entries in the stream."""
+        """Return the number of entries in the stream."""
         with translate_errors(self._url):
             return int(self._client.xlen(self.key))
 
 
-def _pairs(answer: object) -> list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:
-    # RESP3 answers with a mapping of lists of entries, RESP2 with a list of pairs.
-    if not answer:
+def _pairs(response: object) -> list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:
+    # RESP3 responds with a mapping of lists of entries, RESP2 with a list of pairs.
+    if not response:
         return []
-    if isinstance(answer, dict):
-        return [(key, [entry for block in blocks for entry in block]) for key, blocks in answer.items()]
-    assert isinstance(answer, list)
-    return [(key, entries) for key, entries in answer]
+    if isinstance(response, dict):
+        return [(key, [entry for block in blocks for entry in block]) for key, blocks in response.items()]
+    assert isinstance(response, list)
+    return [(key, entries) for key, entries in response]

@@ -110,7 +110,7 @@ def test_a_damaged_metrics_line_is_named(tmp_path: Path) -> None:
         read_step_lines(tmp_path / "metrics.jsonl")
 
 
-def test_an_evaluation_leaves_its_rows_and_a_line_of_its_means(tmp_path: Path) -> None:
+def test_an_evaluation_writes_its_rows_and_a_summary_line(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     first, second = [{"index": 0, "sampled": "a\u2028b\n"}, {"index": 3, "sampled": ""}], [{"index": 0, "sampled": "c"}]
     files.write_evaluation(0, {"eval_kl": 0.0}, first)

@@ -14,7 +14,7 @@ def steps(files: RunFiles) -> list[int]:
     return [json.loads(line)["step"] for line in files.timeline.read_text().splitlines()]
 
 
-def test_later_steps_are_dropped(tmp_path: Path) -> None:
+def test_later_steps_are_removed(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     for step in range(1, 13):
         files.append_timeline({"step": step, "spans": []})
@@ -31,7 +31,7 @@ def test_later_steps_are_dropped(tmp_path: Path) -> None:
     assert files.timeline.read_text() == ""
 
 
-def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
+def test_a_truncated_line_does_not_damage_the_next_one(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.append_timeline({"step": 1})
     with files.timeline.open("a") as file:
@@ -44,7 +44,7 @@ def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+def test_a_full_disk_raises_os_error_and_appends_nothing(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.timeline.symlink_to("/dev/full")
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on how far the writing came

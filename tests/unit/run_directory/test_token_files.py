@@ -57,12 +57,12 @@ def test_there_are_no_values_without_a_critic(tmp_path: Path) -> None:
     assert found.values is None
 
 
-def test_a_step_whose_tokens_were_not_kept_has_none(tmp_path: Path) -> None:
+def test_a_step_without_a_token_file_returns_none(tmp_path: Path) -> None:
     assert RunFiles(tmp_path).read_tokens(1, 0) is None
 
 
 @pytest.mark.parametrize("index", [-1, 3])
-def test_a_trajectory_that_is_not_there_is_an_error(tmp_path: Path, index: int) -> None:
+def test_an_index_out_of_range_is_an_error(tmp_path: Path, index: int) -> None:
     RunFiles(tmp_path).write_tokens(1, arrays())
     with pytest.raises(ConfigError, match=f"has 3 trajectories, expected one at {index}"):
         RunFiles(tmp_path).read_tokens(1, index)
@@ -98,7 +98,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_leaves_nothing_of_the_file(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_partial_file(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.write_tokens(1, arrays())
     (files.tokens / ".step-000002.safetensors.partial").symlink_to("/dev/full")

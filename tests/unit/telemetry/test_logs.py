@@ -21,7 +21,7 @@ def _defaults() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("level", ["debug", "info", "warning", "error", "exception", "critical"])
-def test_a_line_says_when_who_and_what(level: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_line_has_time_level_role_and_event(level: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     configure_logs("actor")
     getattr(structlog.get_logger(), level)("saved", step=20)
     getattr(file_log("launcher", tmp_path / "log"), level)("restarted", attempt=2)

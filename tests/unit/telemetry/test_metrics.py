@@ -32,11 +32,11 @@ def status(server: MetricsServer, host: str) -> int:
 
 
 @pytest.mark.parametrize("server", ["127.0.0.1", "localhost"], indirect=True)
-def test_on_loopback_a_name_that_is_not_this_machine_s_reads_nothing(server: MetricsServer) -> None:
+def test_on_loopback_a_request_with_a_foreign_host_name_is_refused(server: MetricsServer) -> None:
     asked = ("127.0.0.1:PORT", "localhost:PORT", "LocalHost", "[::1]:PORT", "evil.example", "evil.example:PORT", "")
     assert [status(server, host) for host in asked] == [200, 200, 200, 200, 421, 421, 421]
 
 
 @pytest.mark.parametrize("server", ["0.0.0.0"], indirect=True)
-def test_where_it_is_read_from_other_machines_it_goes_by_any_name(server: MetricsServer) -> None:
+def test_beyond_loopback_any_host_name_is_accepted(server: MetricsServer) -> None:
     assert status(server, "actor.internal:PORT") == 200

@@ -67,7 +67,7 @@ HEARD = [
 ]
 
 
-def test_every_sink_hears_everything_in_order() -> None:
+def test_every_sink_gets_every_metric_in_order() -> None:
     first, second, notes = Recorder(), Recorder(), list[str]()
     sinks = Sinks({"first": lambda: first, "second": lambda: second}, notes.append)
     tell_all(sinks)
@@ -78,7 +78,7 @@ def test_every_sink_hears_everything_in_order() -> None:
 
 
 @pytest.mark.parametrize("fails_at", ["continues_from", "step", "alert", "evaluation", "close"])
-def test_a_sink_that_fails_is_noted_once_and_let_go(fails_at: str) -> None:
+def test_a_failing_sink_is_reported_once_and_dropped(fails_at: str) -> None:
     broken, whole, notes = Recorder(fails_at), Recorder(), list[str]()
     tell_all(Sinks({"broken": lambda: broken, "whole": lambda: whole}, notes.append))
     names = [heard[0] for heard in HEARD]
@@ -87,7 +87,7 @@ def test_a_sink_that_fails_is_noted_once_and_let_go(fails_at: str) -> None:
     assert notes == [f"broken: RuntimeError: {fails_at} is refused; the run goes on and sends it nothing more"]
 
 
-def test_a_sink_that_cannot_be_reached_is_noted_and_let_go() -> None:
+def test_an_unreachable_sink_is_reported_and_dropped() -> None:
     whole, notes = Recorder(), list[str]()
 
     def unreachable() -> Sink:
@@ -98,7 +98,7 @@ def test_a_sink_that_cannot_be_reached_is_noted_and_let_go() -> None:
     assert notes == ["away: ConnectionError: no such host; the run goes on and sends it nothing more"]
 
 
-def test_a_slow_sink_loses_figures_and_never_holds_up_the_run() -> None:
+def test_a_slow_sink_loses_metrics_and_never_delays_the_run() -> None:
     held, notes = threading.Event(), list[str]()
     slow = Recorder(held=held)
     sinks = Sinks({"slow": lambda: slow}, notes.append, waiting=4)
@@ -154,7 +154,7 @@ def scalars(folder: Path) -> list[tuple[int, str, float]]:
     ]
 
 
-def test_tensorboard_files_hold_what_was_told(tmp_path: Path) -> None:
+def test_tensorboard_files_contain_the_metrics(tmp_path: Path) -> None:
     folder = tmp_path / "tensorboard"
     tell_all(Sinks({"TensorBoard": lambda: TensorBoard(folder)}, pytest.fail))
     assert scalars(folder) == [
@@ -168,7 +168,7 @@ def test_tensorboard_files_hold_what_was_told(tmp_path: Path) -> None:
     assert alert.summary.value[0].tensor.string_val == [b"entropy is 0.01. Raise the temperature (note)"]
 
 
-def test_tensorboard_goes_on_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_a_resumed_run_writes_a_new_tensorboard_file(tmp_path: Path) -> None:
     for step in (1, 2):
         board = TensorBoard(tmp_path)
         board.continues_from(step - 1)
@@ -197,7 +197,7 @@ def taken_up_again(open_sink: Callable[[], Sink]) -> None:
         sink.close()
 
 
-def test_mlflow_has_one_run_of_a_run_that_was_taken_up_again(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_mlflow_run(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     from quartet.telemetry.sinks.mlflow_tracking import MLflow
 
@@ -216,7 +216,7 @@ def test_mlflow_has_one_run_of_a_run_that_was_taken_up_again(tmp_path: Path) -> 
     assert evaluation.value == 0.25
 
 
-def test_wandb_takes_a_run_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     from quartet.telemetry.sinks.weights_and_biases import WeightsAndBiases
 

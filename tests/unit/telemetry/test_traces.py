@@ -33,13 +33,13 @@ def test_nothing_of_opentelemetry_is_imported_while_traces_are_off() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_off_is_nothing() -> None:
+def test_without_an_endpoint_there_are_no_spans() -> None:
     with NoTraces().step(1), NoTraces().span("actor", "update"):
         pass
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1/traces"])
-def test_a_call_carries_what_it_belongs_to_and_what_is_outside_of_a_step_is_no_trace(path: str) -> None:
+def test_a_call_carries_its_trace_context_and_calls_outside_a_step_have_none(path: str) -> None:
     with Collector().listening() as collector:
         client, server = Traces(collector.url + path, "orchestrator", "run"), Traces(collector.url, "actor", "run")
         assert client.outgoing("actor", "GetStatus") is None
@@ -63,7 +63,7 @@ def test_a_call_carries_what_it_belongs_to_and_what_is_outside_of_a_step_is_no_t
     assert len({span.trace_id for _, span in spans.values()}) == 1
 
 
-def test_what_is_lost_is_said_once_and_so_is_that_it_arrives_again() -> None:
+def test_lost_spans_are_logged_once_and_so_is_the_recovery() -> None:
     with Collector(status=400).listening() as collector, capture_logs() as logs:
         traces = Traces(collector.url, "orchestrator", "run")
         for step in (1, 2):
@@ -80,7 +80,7 @@ def test_what_is_lost_is_said_once_and_so_is_that_it_arrives_again() -> None:
     assert [span.name for _, span in collector.spans] == ["step 3"]
 
 
-def test_a_step_is_not_held_up_by_a_collector_that_is_gone() -> None:
+def test_an_unreachable_collector_does_not_delay_a_step() -> None:
     traces = Traces("http://127.0.0.1:9", "orchestrator", "run")
     start = time.monotonic()
     for step in range(100):
