@@ -1,7 +1,7 @@
 """Compare the generated files of the chart with the code; with --write, update them.
 
-Generated are `config` in values.schema.json, from the config tree, and files/estimators.json, from the table of estimators. The rest
-of values.schema.json is maintained by hand.
+Generated are `config` in values.schema.json, from the config tree, and files/estimators.json, from the table of estimators. The
+rest of values.schema.json is maintained by hand.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def main(arguments: list[str]) -> int:
             differs = True
             lines = difflib.unified_diff(kept.splitlines(True), now.splitlines(True), f"{path.name}, kept", "now")
             sys.stdout.writelines(lines)
-            print(f"error: {path.name} of the chart differs from the config tree, see above; run make helm-schema and commit", file=sys.stderr)
+            print(
+                f"error: {path.name} of the chart differs from the config tree, see above; run make helm-schema and commit",
+                file=sys.stderr,
+            )
     return int(differs)
 
 

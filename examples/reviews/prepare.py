@@ -1,4 +1,4 @@
-"""Makes what a PPO run on review sentences needs, from two files of sentences, one a line.
+"""Create the models and prompts for a PPO run on review sentences, from two files with one sentence per line.
 
     python examples/reviews/prepare.py POSITIVE NEGATIVE OUT
 
@@ -53,7 +53,7 @@ class Options:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0, or 2 with one line on stderr that says what was wrong with the input."""
+    """Run the program. Exit code: 0, or 2 for invalid input, with one line on stderr."""
     options = parse(arguments)
     try:
         check_out(options.out)
@@ -107,7 +107,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def check_out(out: Path) -> None:
-    """Raises DataError where OUT holds anything but the result of an earlier run, which is replaced."""
+    """Check that OUT is empty or the result of an earlier run, which is replaced. Raises DataError."""
     for place in (out, *out.parents):
         if place.exists() and not place.is_dir():
             raise DataError(f"{place}: is a file, expected a directory")
@@ -115,11 +115,11 @@ def check_out(out: Path) -> None:
         return
     strangers = sorted({entry.name for entry in out.iterdir()} - MADE)
     if strangers:
-        raise DataError(f"{out}: holds {strangers[0]!r}, which this program did not make; give an empty directory")
+        raise DataError(f"{out}: holds {strangers[0]!r}, which this program did not create; choose an empty directory")
 
 
 def read_sentences(path: Path) -> list[str]:
-    """The lines of ``path`` that are not blank, stripped. Raises DataError, naming the file and the line."""
+    """Return the non-blank lines of ``path``, stripped. Raises DataError that names file and line."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -144,7 +144,7 @@ def read_sentences(path: Path) -> list[str]:
 
 
 def prompts_of(sentences: list[str], seed: int) -> list[str]:
-    """The first words of every sentence that goes on after them, without repeats, in an order drawn by ``seed``."""
+    """Return the first words of every longer sentence, without duplicates, shuffled by ``seed``."""
     words = [sentence.split() for sentence in sentences]
     prompts = list(dict.fromkeys(" ".join(w[:PROMPT_WORDS]) for w in words if len(w) > PROMPT_WORDS))
     random.Random(f"{seed}/prompts").shuffle(prompts)
@@ -152,7 +152,7 @@ def prompts_of(sentences: list[str], seed: int) -> list[str]:
 
 
 def prepare(options: Options, positive: list[str], negative: list[str], directory: Path) -> None:
-    """Trains and measures; writes everything under ``directory``. Raises DataError for sentences of no use."""
+    """Train, evaluate, and write everything to ``directory``. Raises DataError for unusable sentences."""
     from quartet.models import pretraining
 
     sentences = positive + negative
@@ -215,7 +215,7 @@ def prepare(options: Options, positive: list[str], negative: list[str], director
 
 
 def _reporter(every: int = 100) -> Callable[..., None]:
-    """Prints a line each ``every`` steps and at the last one."""
+    """Print a line every ``every`` steps and at the last step."""
     from quartet.models.pretraining import Progress
 
     start = time.monotonic()

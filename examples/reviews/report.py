@@ -1,4 +1,4 @@
-"""Writes docs/results.md and its plots from finished runs on the reviews, one for each config of configs/reviews.
+"""Write docs/results.md and its plots from finished runs, one for each config in configs/reviews.
 
 python examples/reviews/report.py runs/reviews-*
 """
@@ -26,7 +26,7 @@ from quartet.run_directory.step_lines import read_step_lines
 
 WINDOW = 10
 WANTED = 2.0
-"""The reward that a run is to reach, on average over a window."""
+"""Target mean reward over a window."""
 COLUMNS = {
     "reward_mean": "reward",
     "kl_mean": "KL, nats per response",
@@ -37,7 +37,7 @@ COLUMNS = {
     "seconds": "seconds per step",
 }
 DETAILED = "reviews-ppo"
-"""The run that is shown step by step."""
+"""Run that is shown in detail."""
 
 Steps = list[dict[str, float]]
 
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The estimator, and what else sets the run apart."""
+        """Title: the estimator, and what else distinguishes the run."""
         algorithm = self.config.algorithm
         name = algorithm.estimator if algorithm.grpo_normalize_std else "grpo without the std"
         return f"{name}, LoRA" if self.config.actor.lora else name
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def read(directory: Path) -> Run:
-    """Raises OSError or ConfigError."""
+    """Read a finished run. Raises OSError or ConfigError."""
     files = RunFiles(directory)
     return Run(load_config(files.config), read_step_lines(files.metrics))
 
@@ -111,7 +111,7 @@ def page(runs: list[Run], detailed: Run) -> str:
 
 
 def estimators(runs: list[Run]) -> list[str]:
-    """One row for each run."""
+    """Return the table with one row per run."""
     return [
         "## Each estimator",
         "",
@@ -147,13 +147,13 @@ def row(run: Run) -> str:
 
 
 def first_at(steps: Steps) -> int | None:
-    """The first step that ends a window whose mean reward is the wanted one."""
+    """Return the last step of the first window that reaches the target mean reward."""
     ends = range(WINDOW, len(steps) + 1)
     return next((end for end in ends if mean(steps[end - WINDOW : end], "reward_mean") >= WANTED), None)
 
 
 def details(run: Run) -> list[str]:
-    """One row for every ten steps of a run."""
+    """Return the table with one row per ten steps of a run."""
     columns = {name: title for name, title in COLUMNS.items() if name in run.steps[0]}
     rows = ["| steps | " + " | ".join(columns.values()) + " |", "|" + "---|" * (len(columns) + 1)]
     for start in range(0, len(run.steps), WINDOW):

@@ -120,7 +120,7 @@ def _check_prompts(key: str, path: Path, model: str) -> tuple[int, str]:
 
 
 def _may_have_chat_template(model: str) -> bool:
-    """Whether the files of a tokenizer contain a chat template. True for hub ids, which are only checked on loading."""
+    """Return whether the files of a tokenizer contain a chat template. True for hub ids, which are only checked on loading."""
     description = Path(model) / "tokenizer_config.json"
     if not description.is_file() or list(Path(model).glob("*chat_template*")):
         return True
@@ -128,7 +128,7 @@ def _may_have_chat_template(model: str) -> bool:
 
 
 def looks_local(model: str) -> bool:
-    """Whether a model name is a path rather than a hub id (NAME or OWNER/NAME)."""
+    """Return whether a model name is a path rather than a hub id (NAME or OWNER/NAME)."""
     path = Path(model)
     # A mistyped path such as runs/nmae counts as a path if the folder runs exists.
     in_existing_folder = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
@@ -213,7 +213,7 @@ def _shadowing(module: str) -> str:
 
 
 def _may_be_importable(module: str) -> bool:
-    """Whether Python would find a module, by its files. A package may still create modules while it is imported."""
+    """Return whether Python would find a module, by its files. A package may still create modules while it is imported."""
     top, *inner = module.split(".")
     # The process of the function searches the working directory last.
     spec = PathFinder.find_spec(top, [*sys.path, str(Path.cwd())]) or _installed(top)

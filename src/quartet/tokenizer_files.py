@@ -13,7 +13,7 @@ _BYTE_LEVEL_CLASSES = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether the directory contains a vocabulary in any format of transformers, or needs none."""
+    """Return whether the directory contains a vocabulary in any format of transformers, or needs none."""
     return (
         any(any(directory.glob(pattern)) for pattern in _VOCABULARY_PATTERNS)
         or _tokenizer_class(directory) in _BYTE_LEVEL_CLASSES

@@ -72,7 +72,7 @@ def engine() -> None:
 
 @pytest.fixture(scope="module")
 def settings(engine: None) -> Iterator[tuple[Path, int]]:
-    """What a user has as .env, and the gateway's port in it; with a toy task of the smallest size; the containers' user reads it."""
+    """Create .env and a minimal toy task that the user of the containers can read. Return .env and the port of the gateway."""
     folder = Path(tempfile.mkdtemp(prefix="quartet-compose-"))
     try:
         toy_task = make_toy_task(folder / "toy-task", recipe=MINIATURE)

@@ -1,4 +1,5 @@
-"""Exit statuses of docs/reference/exit-status.md that no other test sees: the commands, the services and the gateway, as processes."""
+"""Exit statuses of docs/reference/exit-status.md that no other test sees: the commands, the services and the gateway, as
+processes."""
 
 from __future__ import annotations
 

@@ -221,7 +221,9 @@ def test_a_signal_ends_it_in_order_and_it_is_queued_again_unless_cancelled(
 def test_a_part_that_ends_before_the_run_ends_the_job(job: Job) -> None:
     status, said = job.ended(CONFIGS / "ppo.yaml", ORCHESTRATOR="exec sleep 60", GATEWAY="exit 3")
     assert status == 1
-    assert re.search(r"gateway ended with status 3, see .*/logs/gateway.log; submitted again, the run goes on", said)
+    assert re.search(
+        r"gateway ended with status 3, see .*/logs/gateway.log; submit the job again to resume the run", said
+    )
     assert job.left() == []
 
 

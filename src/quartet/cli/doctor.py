@@ -186,7 +186,9 @@ def _update_memory(config: Config, role: Role) -> str:
     devices = getattr(config.services, role).devices
     if any(index >= torch.cuda.device_count() for index in devices):
         return ""
-    free = (free_gpu_bytes(torch.device("cuda", devices[0])) if devices else free_memory_bytes()) // num_memory_sharers(config, role)
+    free = (free_gpu_bytes(torch.device("cuda", devices[0])) if devices else free_memory_bytes()) // num_memory_sharers(
+        config, role
+    )
     return f", micro_batch_tokens is chosen at its start; {free / 2**30:.1f} GiB are free for it now, including its weights"
 
 

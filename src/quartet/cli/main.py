@@ -70,8 +70,8 @@ RunOrURL = Annotated[
     typer.Argument(metavar="RUN|URL", help="An active run: its directory runs/NAME, or http://HOST:PORT/runs/NAME."),
 ]
 RunName = Annotated[
-    Optional[str], typer.Option("--run", metavar="NAME", help="Name of the run, if the URL does not contain it.")
-]  # noqa: UP045
+    str | None, typer.Option("--run", metavar="NAME", help="Name of the run, if the URL does not contain it.")
+]
 TokenFile = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(
@@ -300,8 +300,8 @@ def evaluate(
         str, typer.Argument(help="Saved policy or adapter, such as runs/NAME/policy or the directory of a checkpoint.")
     ],
     config: Annotated[
-        Optional[Path], typer.Option(help="Config file. Default: the config of the run that contains the policy.")
-    ] = None,  # noqa: UP045
+        Path | None, typer.Option(help="Config file. Default: the config of the run that contains the policy.")
+    ] = None,
     overrides: Overrides = None,
     device: Annotated[str, typer.Option(help="Device, such as cpu or cuda:0.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the means as one JSON object.")] = False,

@@ -51,7 +51,7 @@ def up(config_path: Path, overrides: list[str], overwrite: bool, resume: bool = 
         console.print(f"redis         {redact_url(launcher.url)}", highlight=False, soft_wrap=True)
         show_progress(launcher, files)
         console.print(
-            "the run has ended; the model services keep running until Ctrl-C (a service that is restarted has its initial weights)",
+            "the run has ended; the model services keep running until Ctrl-C (a restarted service has its initial weights)",
             highlight=False,
             soft_wrap=True,
         )

@@ -38,14 +38,14 @@ PolicyLossName = Annotated[
 
 
 class CustomEstimatorConfig(Section):
-    """What a custom estimator needs. It is declared here so that reading a config never runs the estimator's code."""
+    """Needs of a custom estimator. They are declared here so that reading a config never runs the estimator's code."""
 
     needs_critic: bool = False
-    """Whether it reads values. If true, the run has a critic, and the function returns advantages and value targets."""
+    """True if it reads values. The run then has a critic, and the function returns advantages and value targets."""
     granularity: Literal["token", "sequence"] = "sequence"
     """token: one reward and one advantage per token. sequence: one reward and one advantage per response."""
     uses_groups: bool = False
-    """Whether it compares the samples of one prompt."""
+    """True if it compares the samples of one prompt."""
     normalizes_advantages: bool = False
     """Default of algorithm.normalize_advantages."""
     min_samples: Count = 1
@@ -113,7 +113,7 @@ class AlgorithmConfig(Section):
     """Advantage estimator: gae (the only one with a critic), reinforce, rloo, grpo, reinforce_plus_plus, or the import path of a
     custom one (package.module:callable)."""
     custom_estimator: CustomEstimatorConfig | None = None
-    """What the custom estimator needs. Required if `estimator` is an import path, else null."""
+    """Needs of the custom estimator. Required if `estimator` is an import path, else null."""
     grpo_normalize_std: bool = True
     """For grpo: divide by the standard deviation of the scores of the same prompt. False is Dr. GRPO."""
     gamma: Fraction = 1.0
@@ -188,18 +188,18 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator_spec(self) -> EstimatorSpec:
-        """What the estimator needs, and the import path of its function."""
+        """Return the needs of the estimator, and the import path of its function."""
         if self.custom_estimator is None:
             return BUILT_IN_ESTIMATORS[self.estimator]
         return EstimatorSpec(self.estimator, self.estimator, **self.custom_estimator.model_dump())
 
     @property
     def has_critic(self) -> bool:
-        """Whether the estimator needs values."""
+        """Return whether the estimator needs values."""
         return self.estimator_spec.needs_critic
 
     @property
     def normalizes_advantages(self) -> bool:
-        """Whether advantages are normalized, by normalize_advantages or else by the default of the estimator."""
+        """Return whether advantages are normalized, by normalize_advantages or else by the default of the estimator."""
         chosen = self.normalize_advantages
         return self.estimator_spec.normalizes_advantages if chosen is None else chosen

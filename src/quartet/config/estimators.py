@@ -10,7 +10,7 @@ Granularity = Literal["token", "sequence"]
 
 @dataclass(frozen=True, slots=True)
 class EstimatorSpec:
-    """What the rest of Quartet must know about an advantage estimator.
+    """Properties of an advantage estimator that other modules depend on.
 
     ``function`` is the import path of the function, see ``quartet.ppo.advantages`` for its signature.
     ``needs_critic``: it reads values, so the run has a critic. ``granularity``: it gets one reward per token or one per response,

@@ -13,7 +13,7 @@ class GuardConfig(Section):
     """One rule over the metrics."""
 
     action: Literal["off", "warn", "pause", "stop"] = "warn"
-    """What happens when the rule fires. warn: record an alert and continue. pause: wait for `quartet resume` or `quartet stop`.
+    """Action when the rule fires. warn: record an alert and continue. pause: wait for `quartet resume` or `quartet stop`.
     stop: save the policy and end the run. off: disable the rule."""
 
 

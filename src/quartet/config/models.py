@@ -166,7 +166,7 @@ class RewardConfig(RewardSourceConfig):
 
     @property
     def has_functions(self) -> bool:
-        """Whether a function scores, so that the other fields of a prompt matter."""
+        """Return whether a function scores, so that the other fields of a prompt matter."""
         return self.source == "function" or any(part.source == "function" for part in self.parts)
 
     def function_timeout_seconds(self, batch_size: int) -> float:

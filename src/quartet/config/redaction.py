@@ -31,5 +31,5 @@ def _redact_option(option: re.Match[str]) -> str:
 
 
 def is_redacted(url: str) -> bool:
-    """Whether ``redact_url`` has replaced a password in this URL."""
+    """Return whether ``redact_url`` has replaced a password in this URL."""
     return "***" in url and redact_url(url) == url

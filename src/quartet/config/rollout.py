@@ -51,7 +51,7 @@ class TritonConfig(Section):
 
     @property
     def encrypted(self) -> bool:
-        """Whether the connection uses TLS."""
+        """Return whether the connection uses TLS."""
         return self.url.startswith("grpcs://")
 
     @property
@@ -70,7 +70,7 @@ class TensorRTLLMConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How responses are generated."""
+    """Number of responses, sampling and engine."""
 
     prompts_per_step: Responses = 64
     """Number of prompts per step."""

@@ -50,7 +50,7 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written, and how many are kept."""
+    """Frequency of checkpoints, and the number to keep."""
 
     every_steps: WholeNumber = 50
     """Steps between checkpoints. 0: write no checkpoints, only the final policy."""

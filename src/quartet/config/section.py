@@ -35,7 +35,7 @@ FunctionName = Annotated[str, AfterValidator(_function_name)]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is a loopback address or localhost. IPv6 addresses may have brackets."""
+    """Return whether a host is a loopback address or localhost. IPv6 addresses may have brackets."""
     if host == "localhost":
         return True
     try:

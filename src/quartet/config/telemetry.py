@@ -44,7 +44,7 @@ class MLflowConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """What a run records in addition to the files that it needs to resume. A failing tracker never fails the run."""
+    """Records in addition to the files that a run needs to resume. A failing tracker never fails the run."""
 
     tokens_every_steps: WholeNumber = 1
     """Record the trajectories of every N-th step token by token, for the trajectory inspector. 0 disables it."""

@@ -205,12 +205,13 @@ class Config(Section):
 
     @property
     def has_critic(self) -> bool:
-        """Whether the run has a critic."""
+        """Return whether the run has a critic."""
         return self.algorithm.has_critic
 
     @property
     def has_reference(self) -> bool:
-        """Whether the run has a reference service. Without one the actor serves the reference, with its adapter disabled."""
+        """Return whether the run has a reference service. If not, the actor serves the reference with its adapter
+        disabled."""
         return self.actor.lora is None or self.reference.model is not None
 
     @property

@@ -58,7 +58,10 @@ def test_roles_that_there_are_not_are_refused(tmp_path: Path, shared: list[str])
 
 @pytest.mark.parametrize("process", ["orchestrator", "gateway", "operator", "prometheus", "redis"])
 def test_only_model_services_may_share_a_process(tmp_path: Path, process: str) -> None:
-    said = f"--process actor\\+{process}: the {process} needs a separate process; only actor, critic, reward, reference may share one"
+    said = (
+        f"--process actor\\+{process}: the {process} needs a separate process; "
+        "only actor, critic, reward, reference may share one"
+    )
     with pytest.raises(ConfigError, match=said):
         make_certificates(tmp_path / "made", 1, [f"actor+{process}"], [])
     assert list(tmp_path.iterdir()) == []

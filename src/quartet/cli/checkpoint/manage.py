@@ -78,7 +78,9 @@ def tag_checkpoint(run: Path, which: str, tag: str) -> None:
         link.unlink(missing_ok=True)
         raise ConfigError(f"checkpoint {folder}: the run has just deleted it; choose another checkpoint")
     console.print(
-        f"{run}: checkpoint of step {checkpoint_step(folder)} is tagged {tag} and is kept", highlight=False, soft_wrap=True
+        f"{run}: checkpoint of step {checkpoint_step(folder)} is tagged {tag} and is kept",
+        highlight=False,
+        soft_wrap=True,
     )
 
 

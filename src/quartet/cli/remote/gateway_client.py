@@ -188,7 +188,7 @@ class Api:
 
     @property
     def belongs_to_the_run(self) -> bool:
-        """Whether the gateway was started with the run and ends with it."""
+        """Return whether the gateway was started with the run and ends with it."""
         return bool(self._call("GET", "/session")["run"] == self.run)
 
     def get(self, path: str = "", **query: Any) -> Any:

@@ -113,7 +113,7 @@ class RunDisplay:
 
     @property
     def complete(self) -> bool:
-        """Whether every step since the first event has been shown."""
+        """Return whether every step since the first event has been shown."""
         return self._reached is not None and self._committed >= self._reached
 
     def add_committed_steps(self, steps: list[dict[str, Any]]) -> None:

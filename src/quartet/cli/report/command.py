@@ -70,9 +70,7 @@ def _check_replaceable(target: Path) -> None:
     except (IsADirectoryError, UnicodeDecodeError):
         begins = ""
     if begins != MARK:
-        raise ConfigError(
-            f"{target}: exists and is not a report; choose another file with --output, or move it"
-        )
+        raise ConfigError(f"{target}: exists and is not a report; choose another file with --output, or move it")
 
 
 def _page_of(files: RunFiles) -> str:

@@ -33,18 +33,18 @@ _INSIDE = {"step", "reward_std", "response_tokens", "prompt_tokens"}
 
 def main_charts(steps: Sequence[Metrics], kl_target: float | None) -> list[dict[str, Any]]:
     """Return the main charts of a run, as input of the script of the report. Charts without data are omitted."""
-    found = []
+    charts = []
     for title, unit, names in GROUPS:
         lines = [_line(name, steps, _of(name)) for name in names if _has(steps, name)]
         if names == ("reward_mean",) and lines and _has(steps, "reward_std"):
             lines[0] |= _band(steps)
         if lines:
             target = kl_target if names == ("kl_mean",) else None
-            found.append({"title": title, "unit": unit, "lines": lines, "target": target})
+            charts.append({"title": title, "unit": unit, "lines": lines, "target": target})
     if _has(steps, "response_tokens") and _has(steps, "seconds"):
         pace = _line("response tokens per second", steps, _tokens_per_second)
-        found.append({"title": "Throughput", "unit": "tokens per second", "lines": [pace], "target": None})
-    return found
+        charts.append({"title": "Throughput", "unit": "tokens per second", "lines": [pace], "target": None})
+    return charts
 
 
 def further_charts(steps: Sequence[Metrics]) -> list[dict[str, Any]]:
@@ -57,13 +57,13 @@ def further_charts(steps: Sequence[Metrics]) -> list[dict[str, Any]]:
 def evaluation_charts(summaries: Sequence[Metrics]) -> list[dict[str, Any]]:
     """Return the charts of evaluation metrics."""
     groups = (("Validation reward", "reward"), ("Win rate against the initial policy", "win_rate"))
-    found = []
+    charts = []
     for title, word in groups:
         names = sorted({name for summary in summaries for name in summary if word in name})
         if names:
             lines = [_line(name, summaries, _of(name)) for name in names]
-            found.append({"title": title, "unit": "", "lines": lines, "target": None})
-    return found
+            charts.append({"title": title, "unit": "", "lines": lines, "target": None})
+    return charts
 
 
 def _has(steps: Sequence[Metrics], name: str) -> bool:
@@ -100,5 +100,5 @@ def _parts(steps: Sequence[Metrics]) -> list[Sequence[Metrics]]:
 
 def _mean(part: Sequence[Metrics], value: Callable[[Metrics], float | None]) -> float | None:
     """Return the mean over the steps that have the metric. None, a gap in the curve, if no step has it."""
-    found = [number for step in part if (number := value(step)) is not None and math.isfinite(number)]
-    return float(f"{math.fsum(found) / len(found):.7g}") if found else None
+    values = [number for step in part if (number := value(step)) is not None and math.isfinite(number)]
+    return float(f"{math.fsum(values) / len(values):.7g}") if values else None
