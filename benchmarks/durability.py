@@ -119,7 +119,9 @@ def _held_by_saves(command: list[str], files: RunFiles, every: int, steps: int, 
     """Runs the command. Gives the seconds for which the copies of the checkpoint of step ``every`` held actor and critic."""
     held: dict[Role, float] = {}
     with log.open("wb") as output:
-        run = subprocess.Popen(tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        run = subprocess.Popen(
+            tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
         try:
             while run.poll() is None:
                 time.sleep(POLL)
@@ -141,17 +143,17 @@ def _busy_with_saves(files: RunFiles) -> dict[Role, float]:
         addresses = json.loads(files.services.read_text())
     except (OSError, ValueError):
         return {}
-    found: dict[Role, float] = {}
+    result: dict[Role, float] = {}
     for kind in (ActorClient, CriticClient):
         if kind.role in addresses:
             client = kind(addresses[kind.role], TimeoutsConfig(load_seconds=2.0))
             try:
-                found[kind.role] = client.wait_until_ready().busy_seconds.get("save", 0.0)
+                result[kind.role] = client.wait_until_ready().busy_seconds.get("save", 0.0)
             except QuartetError:
                 return {}
             finally:
                 client.close()
-    return found
+    return result
 
 
 def logged_seconds(log: str) -> list[dict[str, float]]:

@@ -195,8 +195,8 @@ def measure(case: Case, steps: int, folder: Path) -> Result:
     shutil.rmtree(root)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pairs = zip(clock.times, clock.times[1:], strict=False)
-    found = [_step(case, number, *pair) for number, pair in enumerate(pairs, 1)]
-    return Result(case, found[1:] or found, memory)
+    actual = [_step(case, number, *pair) for number, pair in enumerate(pairs, 1)]
+    return Result(case, actual[1:] or actual, memory)
 
 
 def _step(case: Case, number: int, before: tuple[float, float], after: tuple[float, float]) -> Step:

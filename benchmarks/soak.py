@@ -196,7 +196,7 @@ def _counter(metrics: Path) -> Callable[[], int]:
 
 def _processes(launcher: int) -> dict[str, int]:
     """The launcher and its services, by name."""
-    found = {"launcher": launcher}
+    result = {"launcher": launcher}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -207,8 +207,8 @@ def _processes(launcher: int) -> dict[str, int]:
         except (OSError, IndexError):
             continue
         if parent == launcher and line[1:4] == ["-P", "-m", "quartet.services"]:
-            found[line[4]] = int(entry.name)
-    return found
+            result[line[4]] = int(entry.name)
+    return result
 
 
 def _sample(step: int, seconds: float, processes: dict[str, int], redis: Redis) -> Sample:
@@ -265,12 +265,12 @@ def slope(steps: Sequence[int], values: Sequence[int]) -> float:
 
 def faults_of(rows: Sequence[Row], bound: float) -> list[str]:
     """What is not flat, in words; ``bound`` in KiB per 100 steps."""
-    found = [
+    result = [
         f"{row.name}: memory rises by {row.slope:.0f} KiB per 100 steps, at most {bound:.0f} are allowed"
         for row in rows
         if row.slope > bound
     ]
-    return found + [
+    return result + [
         f"{row.name}: had {row.files_first} open files, has {row.files_last}"
         for row in rows
         if row.files_first is not None and row.files_last is not None and row.files_last > row.files_first

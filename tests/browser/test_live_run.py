@@ -14,11 +14,11 @@ from tests.browser.window import Window
 from tests.gateway.live_runs import eventually, live
 from tests.gateway.serving import Gateway, serving
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Fleet, Underway, json_lines
+from tests.training.runs import ActiveRun, Fleet, json_lines
 
 
 @pytest.fixture(scope="module")
-def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Underway, Fleet]]:
+def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ActiveRun, Fleet]]:
     models = {
         "actor": {"micro_batch_tokens": 2048},
         "critic": {"micro_batch_tokens": 1024, "gradient_checkpointing": True},
@@ -29,13 +29,13 @@ def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def gateway(going: tuple[Underway, Fleet]) -> Iterator[Gateway]:
+def gateway(going: tuple[ActiveRun, Fleet]) -> Iterator[Gateway]:
     with serving(going[0].config.run.directory) as found:
         yield found
 
 
 @pytest.fixture
-def window(going: tuple[Underway, Fleet], gateway: Gateway, open_dashboard: Open) -> Iterator[Window]:
+def window(going: tuple[ActiveRun, Fleet], gateway: Gateway, open_dashboard: Open) -> Iterator[Window]:
     """The overview of the run, which is paused between tests: it would take the processor from the browser."""
     run, _ = going
     run.control.pause()
@@ -47,7 +47,7 @@ def window(going: tuple[Underway, Fleet], gateway: Gateway, open_dashboard: Open
     run.control.pause()
 
 
-def test_charts_move_as_the_run_goes_on(window: Window, going: tuple[Underway, Fleet]) -> None:
+def test_charts_move_as_the_run_goes_on(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
     window.page.wait_for_selector("figure.curve svg.main-svg", state="attached")
     before = eventually(lambda: window.points("Reward"), bool)
     going[0].control.resume()
@@ -63,7 +63,7 @@ def test_charts_move_as_the_run_goes_on(window: Window, going: tuple[Underway, F
 
 
 def test_the_pause_button_stops_the_step_counter_and_resume_lets_it_go_on(
-    window: Window, going: tuple[Underway, Fleet]
+    window: Window, going: tuple[ActiveRun, Fleet]
 ) -> None:
     run, _ = going
     run.control.resume()
@@ -79,7 +79,7 @@ def test_the_pause_button_stops_the_step_counter_and_resume_lets_it_go_on(
     assert window.wait_for_step(stopped) > stopped
 
 
-def test_a_changed_kl_coefficient_shows_in_the_next_step(window: Window, going: tuple[Underway, Fleet]) -> None:
+def test_a_changed_kl_coefficient_shows_in_the_next_step(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
     run, _ = going
     window.show("runs/watched/config")
     window.page.get_by_label("KL coefficient β").fill("0.125")
@@ -99,7 +99,7 @@ def test_a_changed_kl_coefficient_shows_in_the_next_step(window: Window, going: 
     ).wait_for()
 
 
-def test_a_value_out_of_bounds_is_refused_beside_its_field(window: Window, going: tuple[Underway, Fleet]) -> None:
+def test_a_value_out_of_bounds_is_refused_beside_its_field(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
     changes = RunFiles(going[0].config.run_directory).changes
     before = changes.read_bytes() if changes.exists() else b""
     window.show("runs/watched/config")
@@ -111,7 +111,7 @@ def test_a_value_out_of_bounds_is_refused_beside_its_field(window: Window, going
     assert (changes.read_bytes() if changes.exists() else b"") == before
 
 
-def test_a_dead_service_turns_red_and_green_again(window: Window, going: tuple[Underway, Fleet]) -> None:
+def test_a_dead_service_turns_red_and_green_again(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
     _, services = going
     window.show("runs/watched/services")
     window.page.wait_for_selector('[data-role="reward"][data-health="serving"]')
@@ -134,7 +134,7 @@ def test_models_that_learn_say_how_their_updates_are_taken(window: Window) -> No
 
 
 def test_an_alert_that_comes_while_the_run_is_read_is_counted(
-    window: Window, going: tuple[Underway, Fleet], gateway: Gateway
+    window: Window, going: tuple[ActiveRun, Fleet], gateway: Gateway
 ) -> None:
     files = RunFiles(going[0].config.run_directory)
     before = len(json_lines(files.alerts)) if files.alerts.exists() else 0
@@ -172,7 +172,7 @@ def test_a_rewind_to_the_beginning_is_read_and_not_heard(window: Window) -> None
     assert window.page.evaluate("() => { window.stream.stop(); return window.heard; }") == [["rewind", None]]
 
 
-def test_a_stream_that_broke_off_goes_on_without_a_gap(window: Window, going: tuple[Underway, Fleet]) -> None:
+def test_a_stream_that_broke_off_goes_on_without_a_gap(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
     run, _ = going
     window.page.evaluate(
         """async () => {

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.chaos import page
 from tests.chaos.cases import CASES, Case
-from tests.chaos.runs import Ground, Result, disturb
+from tests.chaos.runs import ChaosSetup, Result, disturb
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,11 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.folder /= "stale"
     recorded = options.folder / "results.jsonl"
     results = _read(recorded) if options.resume else {}
-    ground = Ground(options.folder, options.stale)
+    setup = ChaosSetup(options.folder, options.stale)
     for number, case in enumerate(chosen, 1):
         if case.name in results and not results[case.name].problems:
             continue
-        result = results[case.name] = disturb(case, ground)
+        result = results[case.name] = disturb(case, setup)
         with recorded.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**asdict(result), "at": time.time()}) + "\n")
         _show(f"{number}/{len(chosen)}", result)
@@ -87,10 +87,14 @@ def _read(path: Path) -> dict[str, Result]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     results = {}
     for line in lines:
-        found = json.loads(line)
-        if found["case"] in known:
-            results[found["case"]] = Result(
-                found["case"], found["recoveries"], found["seconds"], found["total_seconds"], tuple(found["problems"])
+        actual = json.loads(line)
+        if actual["case"] in known:
+            results[actual["case"]] = Result(
+                actual["case"],
+                actual["recoveries"],
+                actual["seconds"],
+                actual["total_seconds"],
+                tuple(actual["problems"]),
             )
     return results
 

@@ -1,4 +1,4 @@
-"""The cases of the chaos suite: which process meets which fault, at which moment of which step, on which seed."""
+"""Cases of the chaos suite: process, fault, moment of a step, and seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/durability.md: the part between two marks is written from the results, and read back by a test; the rest is by hand."""
+"""Generated part of docs/durability.md: written from the results, and checked by a test."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ BEGIN, END = "<!-- chaos: what follows is written by make chaos -->", "<!-- chao
 
 def rewritten(page: str, results: Mapping[str, Result], about: str) -> str:
     """``page`` with the results by the cases' names between its marks. ``about`` says on what they were run."""
-    before, found, rest = page.partition(BEGIN)
+    before, actual, rest = page.partition(BEGIN)
     _, closed, after = rest.partition(END)
-    if not found or not closed:
+    if not actual or not closed:
         raise ValueError(f"the page has lost a mark: expected {BEGIN} and then {END}")
     return f"{before}{BEGIN}\n\n{_tables(results, about)}\n{END}{after}"
 

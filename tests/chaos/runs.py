@@ -1,4 +1,4 @@
-"""Running a case: one `quartet train`, disturbed at its moment, and what it left held against the undisturbed run."""
+"""Execution of a chaos case: one `quartet train`, disturbed at its moment, compared with the undisturbed run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Result:
     problems: tuple[str, ...]
 
 
-class Ground:
+class ChaosSetup:
     """The toy task, the config, and the undisturbed run of each seed: what all cases have in common, kept in one folder."""
 
     def __init__(self, folder: Path, stale: bool = False) -> None:
@@ -113,13 +113,13 @@ def train(config: Path, seed: int) -> list[str | Path]:
     return ["train", config, "--set", f"run.seed={seed}"]
 
 
-def disturb(case: Case, ground: Ground) -> Result:
+def disturb(case: Case, setup: ChaosSetup) -> Result:
     """Runs a case to its end and looks at what it left."""
-    expected = ground.undisturbed(case.seed)
+    expected = setup.undisturbed(case.seed)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
-        disturbed = _Disturbed(case, ground.config, folder)
+        disturbed = _Disturbed(case, setup.config, folder)
         try:
             disturbed.run()
             problems = [*disturbed.problems, *differences(disturbed.directory, expected)]
@@ -128,7 +128,7 @@ def disturb(case: Case, ground: Ground) -> Result:
         finally:
             disturbed.clean_up()
         if problems and disturbed.directory.exists():
-            kept = shutil.copytree(disturbed.directory, ground.folder / "failed" / case.name, dirs_exist_ok=True)
+            kept = shutil.copytree(disturbed.directory, setup.folder / "failed" / case.name, dirs_exist_ok=True)
             problems.append(f"what it left, with every process's log: {kept}")
         lasted = time.monotonic() - started
         return Result(case.name, disturbed.recoveries, disturbed.seconds, lasted, tuple(problems))
@@ -215,14 +215,14 @@ def differences(run: Path, expected: Path) -> Iterator[str]:
     if not (run / "policy" / "model.safetensors").exists():
         yield "there is no policy"
         return
-    found, wanted = digests(run), digests(expected)
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
-            yield f"{name}: SHA-256 {found.get(name)}, undisturbed {wanted.get(name)}"
-    steps = figures(run)
+    result, wanted = digests(run), digests(expected)
+    for name in sorted(result.keys() | wanted.keys()):
+        if result.get(name) != wanted.get(name):
+            yield f"{name}: SHA-256 {result.get(name)}, undisturbed {wanted.get(name)}"
+    steps = step_metrics(run)
     if [step["step"] for step in steps] != list(range(1, STEPS + 1)):
         yield f"metrics.jsonl has the steps {[step['step'] for step in steps]}"
-    for step, other in zip(steps, figures(expected), strict=False):
+    for step, other in zip(steps, step_metrics(expected), strict=False):
         if step != other:
             names = sorted(name for name in step.keys() | other.keys() if step.get(name) != other.get(name))
             yield f"step {step['step']}: other figures than undisturbed: {', '.join(names)}"
@@ -231,11 +231,11 @@ def differences(run: Path, expected: Path) -> Iterator[str]:
 
 
 def _trajectory_differences(run: Path, expected: Path) -> Iterator[str]:
-    found, wanted = trajectories(run), trajectories(expected)
-    ids = [line["id"] for lines in found.values() for line in lines]
+    result, wanted = trajectories(run), trajectories(expected)
+    ids = [line["id"] for lines in result.values() for line in lines]
     if len(set(ids)) != len(ids) or sorted(ids) != sorted(line["id"] for lines in wanted.values() for line in lines):
         yield f"not every trajectory was trained on once: {len(ids)} lines, {len(set(ids))} ids"
-    for step, lines in found.items():
+    for step, lines in result.items():
         versions = {line["policy_version"] for line in lines}
         if max(versions) >= step or versions != {line["policy_version"] for line in wanted.get(step, [])}:
             yield f"step {step} trained on policy versions {sorted(versions)}"
@@ -260,7 +260,7 @@ def digests(run: Path) -> dict[str, str]:
     return {file.relative_to(run).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def figures(run: Path) -> list[dict[str, float]]:
+def step_metrics(run: Path) -> list[dict[str, float]]:
     """The metrics of every step, but for those that say how long it took."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: step[name] for name in step if not name.endswith("seconds")} for step in steps]

@@ -1,4 +1,4 @@
-"""A tenth of the chaos suite, another one every day; CHAOS_SEED brings one back. And that the suite itself can fail."""
+"""A daily sample of a tenth of the chaos suite, reproducible with CHAOS_SEED, and tests of the suite itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quartet.failpoints import FAILPOINTS
 from tests.chaos import __main__ as command
 from tests.chaos import page
 from tests.chaos.cases import CASES, MOMENTS, PAIRS, SEEDS, STEPS, Case
-from tests.chaos.runs import Ground, Result, differences, disturb
+from tests.chaos.runs import ChaosSetup, Result, differences, disturb
 
 DOCS = Path(__file__).parents[2] / "docs" / "durability.md"
 CHAOS_SEED = os.environ.get("CHAOS_SEED") or datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -32,16 +32,16 @@ def part_of_the_suite(seed: str) -> list[Case]:
 
 
 @pytest.fixture(scope="session")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
-    return Ground(tmp_path_factory.mktemp("chaos"))
+def setup(tmp_path_factory: pytest.TempPathFactory) -> ChaosSetup:
+    return ChaosSetup(tmp_path_factory.mktemp("chaos"))
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=f"CHAOS_SEED={CHAOS_SEED}-{case.name}") for case in part_of_the_suite(CHAOS_SEED)]
 )
 @pytest.mark.sampled(4)
-def test_a_disturbed_run_is_bit_identical_to_the_undisturbed_one(case: Case, ground: Ground) -> None:
-    result = disturb(case, ground)
+def test_a_disturbed_run_is_bit_identical_to_the_undisturbed_one(case: Case, setup: ChaosSetup) -> None:
+    result = disturb(case, setup)
     assert result.problems == (), f"python -m tests.chaos --only {case.name}"
 
 
@@ -121,9 +121,9 @@ def lower_epoch(path: Path) -> None:
     ],
 )
 def test_the_suite_detects_every_kind_of_damage(
-    file: str, damage: Callable[[Path], None], said: str, ground: Ground, tmp_path: Path
+    file: str, damage: Callable[[Path], None], said: str, setup: ChaosSetup, tmp_path: Path
 ) -> None:
-    undisturbed = ground.undisturbed(0)
+    undisturbed = setup.undisturbed(0)
     run = shutil.copytree(undisturbed, tmp_path / "run")
     assert list(differences(run, undisturbed)) == []
     damage(run / file)
@@ -163,7 +163,7 @@ def test_an_interrupted_suite_resumes_and_writes_the_page_at_the_end(
     failing, interrupted = {CASES[2].name}, CASES[5].name
     run: list[str] = []
 
-    def fake(case: Case, _: Ground) -> Result:
+    def fake(case: Case, _: ChaosSetup) -> Result:
         if case.name == interrupted and not run.count(interrupted):
             run.append(case.name)
             raise KeyboardInterrupt

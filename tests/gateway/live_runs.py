@@ -11,13 +11,13 @@ from typing import Any
 from quartet.types import MODEL_ROLES
 from tests.gateway.serving import PATIENCE, speaking
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Fleet, Underway, fleet, orchestrator
+from tests.training.runs import ActiveRun, Fleet, fleet, orchestrator
 
 
 @contextmanager
 def live(
     make: MakeConfig, folder: Path, name: str, steps: int = 400, **changes: Any
-) -> Iterator[tuple[Underway, Fleet]]:
+) -> Iterator[tuple[ActiveRun, Fleet]]:
     """Start a run whose orchestrator accepts calls."""
     config = make(
         run={"name": name, "steps": steps, "directory": str(folder)}, checkpoint={"every_steps": 1000}, **changes

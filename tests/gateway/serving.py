@@ -25,7 +25,7 @@ from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.servicer import OrchestratorServicer
 from quartet.types import Role
-from tests.training.runs import Underway
+from tests.training.runs import ActiveRun
 
 TOKEN = "the operator's token".replace(" ", "-")
 PATIENCE = 10.0
@@ -162,7 +162,7 @@ def commit(files: RunFiles, *steps: int, **metrics: float) -> None:
 
 
 @contextmanager
-def speaking(running: Underway, addresses: dict[Role, str] | None = None) -> Iterator[Server]:
+def speaking(running: ActiveRun, addresses: dict[Role, str] | None = None) -> Iterator[Server]:
     """Serve the orchestrator of an active run, and write the run's ``services.json``."""
     server = Server([OrchestratorServicer(running.board, running.control, running.live_settings)], "127.0.0.1:0")
     files = RunFiles(running.config.run_directory)

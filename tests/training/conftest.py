@@ -1,4 +1,4 @@
-"""The toy task that runs in these tests start from."""
+"""Config factory for end-to-end training runs on the toy task."""
 
 from __future__ import annotations
 

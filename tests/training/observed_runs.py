@@ -1,4 +1,4 @@
-"""A whole run in one process whose parts let themselves be looked at as in processes of their own, and a collector of traces."""
+"""Training runs in one process with metrics and traces enabled, and a collector of traces."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Observed:
     """A run that has ended, what each of its parts told, and where it told it."""
 
     run: Run
-    figures: dict[str, Samples]
+    samples: dict[str, Samples]
     observations: dict[str, Observation]
 
 
@@ -132,10 +132,10 @@ def run_observed(config: Config) -> Observed:
         observation.registry.register(RunMetrics(addressed, board, BufferDepth(config.buffer.url, config.run.name)))
         observation.begin()
         run_training(training, board, ended.append)
-        found = {name: read(one.address) for name, one in observations.items()}
+        result = {name: read(one.address) for name, one in observations.items()}
     closing = [threading.Thread(target=one.close) for one in observations.values()]
     for thread in closing:
         thread.start()
     for thread in closing:
         thread.join()
-    return Observed(Run(RunFiles(config.run_directory), board.current(), ended[0]), found, observations)
+    return Observed(Run(RunFiles(config.run_directory), board.current(), ended[0]), result, observations)

@@ -1,4 +1,4 @@
-"""Whole runs in one process: every service behind its own server, over TCP, with a real Redis; only the processes are spared."""
+"""Training runs in one process: every service behind its own server, over TCP, with a real Redis."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def json_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def figures(run: Run) -> list[dict[str, float]]:
+def step_metrics(run: Run) -> list[dict[str, float]]:
     """Its metrics but for the seconds."""
     return [{name: step[name] for name in step if not name.endswith("seconds")} for step in run.metrics]
 
@@ -57,7 +57,7 @@ def weights(run: Run) -> bytes:
 def assert_same(run: Run, expected: Run) -> None:
     """The run came to its end with the undisturbed run's bits; every trajectory was trained on once; versions only rise."""
     assert run.code == 0, run.progress.error
-    assert figures(run) == figures(expected)
+    assert step_metrics(run) == step_metrics(expected)
     assert weights(run) == weights(expected)
     assert [metrics["step"] for metrics in run.metrics] == list(range(1, len(expected.metrics) + 1))
     for step in range(1, len(expected.metrics) + 1):
@@ -72,7 +72,7 @@ def _without_run(line: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Underway:
+class ActiveRun:
     """A run that is going on."""
 
     config: Config
@@ -145,7 +145,7 @@ def services(config: Config) -> Iterator[Config]:
 
 
 @contextmanager
-def orchestrator(config: Config, control: RunControl | None = None) -> Iterator[Underway]:
+def orchestrator(config: Config, control: RunControl | None = None) -> Iterator[ActiveRun]:
     """The run's training, on the services at the config's addresses."""
     control = control or RunControl(RunFiles(config.run_directory), persist=False)
     board, ended = ProgressBoard(config.run.name, config.run.steps), list[int]()
@@ -153,42 +153,42 @@ def orchestrator(config: Config, control: RunControl | None = None) -> Iterator[
     training = TrainingRun(config, config.buffer.url, board, control)
     thread = threading.Thread(target=run_training, args=(training, board, ended.append), daemon=True)
     thread.start()
-    yield Underway(config, board, control, thread, ended, training.live_settings)
+    yield ActiveRun(config, board, control, thread, ended, training.live_settings)
     control.stop()
     thread.join(60)
 
 
 @contextmanager
-def underway(config: Config) -> Iterator[Underway]:
+def active_run(config: Config) -> Iterator[ActiveRun]:
     """Starts the run's services and its training."""
-    with services(config) as addressed, orchestrator(addressed) as going:
-        yield going
+    with services(config) as addressed, orchestrator(addressed) as running:
+        yield running
 
 
-def wait_for(going: Underway, condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(running: ActiveRun, condition: Callable[[], bool], seconds: float = 60) -> None:
     """Wait until ``condition`` holds while the run is active."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert going.thread.is_alive(), going.board.current()
-        assert time.monotonic() < deadline, going.board.current()
+        assert running.thread.is_alive(), running.board.current()
+        assert time.monotonic() < deadline, running.board.current()
         time.sleep(0.01)
 
 
 def run_to_the_end(config: Config) -> Run:
     """One run from start to end. Raises AssertionError when it fails."""
-    with underway(config) as going:
-        run = going.finish()
+    with active_run(config) as running:
+        run = running.finish()
     assert run.code == 0, run.progress.error
     return run
 
 
 def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """The tree with ``changes`` in place, section by section."""
-    found = dict(tree)
+    result = dict(tree)
     for name, value in changes.items():
-        old = found.get(name)
-        found[name] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return found
+        old = result.get(name)
+        result[name] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
 
 
 def parsed(tree: dict[str, Any]) -> Config:

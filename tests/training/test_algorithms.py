@@ -1,4 +1,4 @@
-"""Each estimator and each way to be the reference trains, with just the services that it needs."""
+"""Each estimator and each kind of reference trains with exactly the services that it needs."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_each_estimator_trains_the_policy_and_only_gae_a_critic(name: str, make:
 
 def test_samples_of_one_prompt_are_adjacent(make: MakeConfig) -> None:
     run = run_to_the_end(make(**ESTIMATORS["rloo"]))
-    found = [item["id"].rsplit("/", 2)[1:] for item in run.trajectories(1)]
-    prompts = {prompt for prompt, _ in found}
+    result = [item["id"].rsplit("/", 2)[1:] for item in run.trajectories(1)]
+    prompts = {prompt for prompt, _ in result}
     assert len(prompts) == 2
-    assert sorted(found) == sorted([prompt, str(sample)] for prompt in prompts for sample in range(3))
+    assert sorted(result) == sorted([prompt, str(sample)] for prompt in prompts for sample in range(3))
     assert len({item["response"] for item in run.trajectories(1)}) > 2, "samples draw from streams of their own"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in a run: written while the next step is taken, of no influence on it, and no reason to end it."""
+"""Checkpoints of a run: written during the next step, without influence on it, and not fatal if the disk is full."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quartet.services.orchestrator.control.progress import RunState
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, figures, orchestrator, run_to_the_end, services, underway, wait_for, weights
+from tests.training.runs import Run, active_run, orchestrator, run_to_the_end, services, step_metrics, wait_for, weights
 from tests.training.test_resume import KINDS
 
 
@@ -51,7 +51,7 @@ def test_checkpoints_do_not_change_the_bits_of_a_run(
 ) -> None:
     run = run_to_the_end(make(**{**KINDS[kind], "run": {"steps": 8}, "checkpoint": {"every_steps": 1, "keep_last": 3}}))
     assert kept(run) == ["step-000006", "step-000007", "step-000008"]
-    assert figures(run) == figures(undisturbed(kind))
+    assert step_metrics(run) == step_metrics(undisturbed(kind))
     assert weights(run) == weights(undisturbed(kind))
     if kind == "ppo":
         policy = {path.name: path.read_bytes() for path in run.files.policy.iterdir()}
@@ -75,40 +75,40 @@ class HeldCheckpoints:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCheckpoints]:
-    found = HeldCheckpoints()
-    monkeypatch.setattr(trained, "write_model", found.write)
-    yield found
-    found.go_on.set()
+    actual = HeldCheckpoints()
+    monkeypatch.setattr(trained, "write_model", actual.write)
+    yield actual
+    actual.go_on.set()
 
 
 def test_the_next_step_runs_during_a_checkpoint_up_to_its_update(
     make: MakeConfig, held: HeldCheckpoints, undisturbed: Callable[[str], Run]
 ) -> None:
     config = make(**{**KINDS["ppo"], "run": {"steps": 8}, "checkpoint": {"every_steps": 3}})
-    with underway(config) as going:
+    with active_run(config) as running:
         assert held.begun.wait(60)
-        wait_for(going, lambda: going.board.current().phase == "checkpoint")
-        assert going.board.current().step == 3
-        assert going.board.current().scored == config.rollout.prompts_per_step
+        wait_for(running, lambda: running.board.current().phase == "checkpoint")
+        assert running.board.current().step == 3
+        assert running.board.current().scored == config.rollout.prompts_per_step
         checkpoints = config.run_directory / "checkpoints"
         assert not list(checkpoints.rglob("manifest.json"))
-        going.thread.join(0.3)
-        assert going.board.current().step == 3, "an update went into what was being saved"
+        running.thread.join(0.3)
+        assert running.board.current().step == 3, "an update went into what was being saved"
         held.go_on.set()
-        run = going.finish()
+        run = running.finish()
     assert kept(run) == ["step-000006", "step-000008"]
     assert weights(run) == weights(undisturbed("ppo"))
 
 
 def test_a_paused_run_has_a_complete_checkpoint(make: MakeConfig, held: HeldCheckpoints) -> None:
-    with underway(make(run={"steps": 50}, checkpoint={"every_steps": 2})) as going:
+    with active_run(make(run={"steps": 50}, checkpoint={"every_steps": 2})) as running:
         assert held.begun.wait(60)
-        going.control.pause()
+        running.control.pause()
         # The step in hand is the third by now, or its checkpoint's own.
         held.go_on.set()
-        wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
-        newest = going.board.current().step // 2 * 2
-        checkpoint = going.config.run_directory / "checkpoints" / f"step-{newest:06d}"
+        wait_for(running, lambda: running.board.current().state is RunState.PAUSED)
+        newest = running.board.current().step // 2 * 2
+        checkpoint = running.config.run_directory / "checkpoints" / f"step-{newest:06d}"
         assert json.loads((checkpoint / "manifest.json").read_text())["step"] == newest
 
 
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_cannot_be_written_is_noted_and_the_run_continues(
     longer = run_to_the_end(type(config).model_validate(tree))
     assert kept(longer) == ["step-000002", "step-000006", "step-000008"]
     assert weights(longer) == weights(undisturbed("ppo"))
-    assert figures(longer) == figures(undisturbed("ppo"))
+    assert step_metrics(longer) == step_metrics(undisturbed("ppo"))
     assert not experience.holds([6])
 
 
@@ -199,15 +199,15 @@ def test_a_crash_during_a_checkpoint_resumes_from_the_previous_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(*target, act)
-        with underway(config) as going:
-            broken = going.finish()
+        with active_run(config) as running:
+            broken = running.finish()
     assert broken.code == 1
     assert kept(broken) == [".step-000004.1.partial", "step-000002"]
     assert (broken.files.checkpoints / ".step-000004.1.partial" / "manifest.json").exists() == (when == "manifest")
     run = run_to_the_end(config)
     assert kept(run) == ["step-000006", "step-000008"]
     assert weights(run) == weights(undisturbed("ppo"))
-    assert figures(run) == figures(undisturbed("ppo"))
+    assert step_metrics(run) == step_metrics(undisturbed("ppo"))
 
 
 def test_a_stop_during_recovery_finishes_a_step_that_one_model_has_applied(
@@ -228,8 +228,8 @@ def test_a_stop_during_recovery_finishes_a_step_that_one_model_has_applied(
     monkeypatch.setattr(StepTransaction, "_update", lose_critic)
     config = make(run={"steps": 8}, checkpoint={"every_steps": 5}, recovery={"max_recoveries": 1})
     control = RunControl(RunFiles(config.run_directory), persist=False)
-    with services(config) as addressed, orchestrator(addressed, control) as going:
-        run = going.finish()
+    with services(config) as addressed, orchestrator(addressed, control) as running:
+        run = running.finish()
     assert run.code == 0, run.progress.error
     assert lost == [3]
     assert run.progress.state is RunState.STOPPED

@@ -9,7 +9,7 @@ import pytest
 
 from quartet.config import Config
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, figures, orchestrator, run_to_the_end, services, underway, weights
+from tests.training.runs import Run, active_run, orchestrator, run_to_the_end, services, step_metrics, weights
 from tests.training.test_resume import break_off
 
 MODULE = '''
@@ -76,7 +76,7 @@ def test_a_custom_estimator_and_loss_train_like_the_built_in_ones_that_compute_t
             }
         )
     )
-    assert figures(custom) == figures(built_in)
+    assert step_metrics(custom) == step_metrics(built_in)
     assert weights(custom) == weights(built_in)
     assert "value_loss" in custom.metrics[0]
 
@@ -130,8 +130,8 @@ def test_an_actor_refuses_another_loss_than_its_config_names(make: MakeConfig) -
         other = addressed.model_copy(
             update={"algorithm": addressed.algorithm.model_copy(update={"policy_loss": "my_algorithm:same_loss"})}
         )
-        with orchestrator(other) as going:
-            run = going.finish()
+        with orchestrator(other) as running:
+            run = running.finish()
     assert run.code != 0
     assert "this actor was started with clipped" in run.progress.error
 
@@ -152,5 +152,5 @@ def test_a_run_resumes_with_the_same_import_path_only(
 
 
 def ended(config: Config) -> Run:
-    with underway(config) as going:
-        return going.finish()
+    with active_run(config) as running:
+        return running.finish()

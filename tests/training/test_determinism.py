@@ -1,4 +1,4 @@
-"""What a service process asks of torch before it has a model: the same result for the same work, and no more than that costs."""
+"""Deterministic algorithms in a service process: the same work gives the same result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells its generation engine."""
+"""Notifications that a run sends to its generation engine."""
 
 from __future__ import annotations
 

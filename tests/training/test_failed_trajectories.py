@@ -1,4 +1,4 @@
-"""Whole runs whose reward cannot score some responses: set aside, replaced, written down; the same bits every time."""
+"""Runs whose reward cannot score some responses: they are replaced and recorded, with the same bits every time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quartet.rpc.clients import RewardClient
 from quartet.services.orchestrator.rollout.evaluation import Evaluator
 from tests.services.orchestrator.fake_services import FakeCall
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, figures, json_lines, run_to_the_end, underway, weights
+from tests.training.runs import Run, active_run, json_lines, run_to_the_end, step_metrics, weights
 from tests.training.test_resume import break_off, empty
 
 STEPS = 4
@@ -89,8 +89,8 @@ class Runs:
         return run_to_the_end(self.config(function, kind, **changes))
 
     def failure(self, function: str, kind: str = "ppo", **changes: Any) -> Run:
-        with underway(self.config(function, kind, **changes)) as going:
-            run = going.finish()
+        with active_run(self.config(function, kind, **changes)) as running:
+            run = running.finish()
         assert run.code == 1
         return run
 
@@ -102,15 +102,15 @@ def runs(make: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> R
     return Runs(make)
 
 
-def poison(run: Run) -> list[dict[str, Any]]:
+def failed_rows(run: Run) -> list[dict[str, Any]]:
     """What was set aside, without the run's name, which is no part of a run's numbers, and without what a failure was called."""
     lines = json_lines(run.files.failed_trajectories) if run.files.failed_trajectories.exists() else []
     return [{**line, "id": line["id"].split("/", 1)[1], "error": ""} for line in lines]
 
 
 def ids(run: Run, step: int) -> list[tuple[int, int]]:
-    found = [item["id"].split("/") for item in run.trajectories(step)]
-    return [(int(prompt), int(sample)) for _, _, prompt, sample in found]
+    result = [item["id"].split("/") for item in run.trajectories(step)]
+    return [(int(prompt), int(sample)) for _, _, prompt, sample in result]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,8 +127,8 @@ def test_a_failed_trajectory_is_replaced_counted_and_reported(kind: str, runs: R
         assert not set(names) & set(trained)
         for prompt in {prompt for prompt, _ in trained}:
             # As many as ever, and whichever was left out, the next sample took its place.
-            every = sorted(sample for found, sample in [*names, *trained] if found == prompt)
-            assert len([found for found, _ in trained if found == prompt]) == samples
+            every = sorted(sample for result, sample in [*names, *trained] if result == prompt)
+            assert len([result for result, _ in trained if result == prompt]) == samples
             assert every == list(range(len(every)))
         notes = [note for note in run.progress.notes if note.startswith(f"step {step}: ")]
         assert len(notes) == bool(failed)
@@ -151,8 +151,8 @@ def test_a_failed_trajectory_is_replaced_counted_and_reported(kind: str, runs: R
 def test_every_kind_of_scoring_failure_is_handled_alike(function: str, error: str, runs: Runs) -> None:
     expected, run = runs.run("raises"), runs.run(function)
     assert all(error in line["error"] for line in json_lines(run.files.failed_trajectories))
-    assert poison(run) == poison(expected) != []
-    assert figures(run) == figures(expected)
+    assert failed_rows(run) == failed_rows(expected) != []
+    assert step_metrics(run) == step_metrics(expected)
     assert weights(run) == weights(expected)
 
 
@@ -161,7 +161,7 @@ def test_a_transient_scoring_failure_changes_nothing(runs: Runs) -> None:
     assert list(Path().glob("*.seen")), "otherwise this shows nothing"
     assert not run.files.failed_trajectories.exists()
     assert {step["failed_trajectories"] for step in run.metrics} == {0}
-    assert figures(run) == figures(expected)
+    assert step_metrics(run) == step_metrics(expected)
     assert weights(run) == weights(expected)
 
 
@@ -185,9 +185,9 @@ def test_a_resumed_run_records_each_failed_trajectory_once(
     if lost:
         empty(redis_client, config.run.name)
     run, expected = run_to_the_end(config), undisturbed[kind]
-    assert any(line["step"] >= 3 for line in poison(expected)), "otherwise this shows nothing"
-    assert poison(run) == poison(expected)
-    assert figures(run) == figures(expected)
+    assert any(line["step"] >= 3 for line in failed_rows(expected)), "otherwise this shows nothing"
+    assert failed_rows(run) == failed_rows(expected)
+    assert step_metrics(run) == step_metrics(expected)
     assert weights(run) == weights(expected)
     assert [ids(run, step) for step in range(1, STEPS + 1)] == [ids(expected, step) for step in range(1, STEPS + 1)]
 
@@ -233,12 +233,12 @@ def test_a_resumed_run_drops_the_failure_that_ended_it(runs: Runs, toy_task: Toy
     assert broken.files.failed_trajectories.exists()
     repaired = runs.run("healthy", **changes)
     assert repaired.files.failed_trajectories == broken.files.failed_trajectories
-    assert poison(repaired) == []
+    assert failed_rows(repaired) == []
 
 
 def test_no_failed_trajectory_is_allowed_with_a_limit_of_0(runs: Runs) -> None:
     expected = runs.run("raises")
-    first = poison(expected)[0]
+    first = failed_rows(expected)[0]
     run = runs.failure("raises", recovery={"max_failed_trajectories": 0})
     assert len(run.metrics) == first["step"] - 1 if first["step"] > 1 else not run.files.metrics.exists()
     assert f"step {first['step']}: 1 of its trajectories could not be scored" in run.progress.error
@@ -346,7 +346,7 @@ def test_a_scoring_service_with_a_transient_failure_fails_no_trajectory(
     run = runs.run("healthy", **changes)
     assert passing.calls > 2 * STEPS, "otherwise this shows nothing"
     assert not run.files.failed_trajectories.exists()
-    assert figures(run) == figures(expected)
+    assert step_metrics(run) == step_metrics(expected)
     assert weights(run) == weights(expected)
 
 

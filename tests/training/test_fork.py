@@ -1,4 +1,4 @@
-"""`quartet fork` and `rollback`: each setting of a fork takes effect or is refused, and printed commands work."""
+"""`quartet checkpoints fork` and `quartet rollback`: each changed setting of a fork takes effect or is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quartet.services.actor import actor as actor_core
 from quartet.services.critic import critic as critic_core
 from quartet.types import OptimizationSettings
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, figures, json_lines, run_to_the_end, weights
+from tests.training.runs import Run, json_lines, run_to_the_end, step_metrics, weights
 
 STEPS = 4
 AT = 2
@@ -82,21 +82,21 @@ class Seen:
 @pytest.fixture
 def seen(source: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) -> Seen:
     source("ppo")  # Its updates are not to be seen.
-    found = Seen()
+    result = Seen()
 
     def spy(role: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def update(model: Any, optimizer: torch.optim.Optimizer, experience: Any, settings: Any, *rest: Any) -> Any:
-            if role not in found.settings:
-                found.settings[role] = settings
-                found.groups[role] = [dict(group) for group in optimizer.param_groups]
-                found.steps_before[role] = {float(entry["step"]) for entry in optimizer.state.values()}
+            if role not in result.settings:
+                result.settings[role] = settings
+                result.groups[role] = [dict(group) for group in optimizer.param_groups]
+                result.steps_before[role] = {float(entry["step"]) for entry in optimizer.state.values()}
             return real(model, optimizer, experience, settings, *rest)
 
         return update
 
     monkeypatch.setattr(actor_core, "update_policy", spy("actor", training_of_models.update_policy))
     monkeypatch.setattr(critic_core, "update_value", spy("critic", training_of_models.update_value))
-    return found
+    return result
 
 
 @pytest.mark.parametrize("kind", ["ppo", "adaptive", "running", "lora"])
@@ -104,7 +104,7 @@ def test_a_fork_with_the_same_settings_is_bit_identical(
     kind: str, forked: MakeFork, source: Callable[[str], Run]
 ) -> None:
     run = run_to_the_end(forked(kind, "guards.window_steps=7"))
-    assert figures(run) == figures(source(kind))
+    assert step_metrics(run) == step_metrics(source(kind))
     assert weights(run) == weights(source(kind))
 
 
@@ -132,8 +132,8 @@ def test_changed_optimizer_settings_take_effect_and_its_moments_are_kept(
     assert [group[name] for group in seen.groups[role]] == [decaying, others]
     optimizer_steps = sum(step[f"optimizer_steps_{role}"] for step in before.metrics[:AT])
     assert seen.steps_before[role] == {optimizer_steps}
-    assert figures(run)[:AT] == figures(before)[:AT]
-    assert figures(run) != figures(before)
+    assert step_metrics(run)[:AT] == step_metrics(before)[:AT]
+    assert step_metrics(run) != step_metrics(before)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
@@ -208,17 +208,17 @@ def test_a_changed_score_normalisation_starts_with_the_fork(
     kind: str, new: str, forked: MakeFork, source: Callable[[str], Run]
 ) -> None:
     run = run_to_the_end(forked(kind, f"algorithm.score.normalize={new}"))
-    found = read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").state["score_moments"]
+    result = read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").state["score_moments"]
     if new == "none":
-        assert found is None
-        assert figures(run)[AT:] != figures(source(kind))[AT:]
+        assert result is None
+        assert step_metrics(run)[AT:] != step_metrics(source(kind))[AT:]
         return
     steps = [AT + 1] if new == "initial" else [AT + 1, AT + 2]
     scores = [item["score"] for step in steps for item in run.trajectories(step)]
     seen = torch.tensor(scores, dtype=torch.float64)
-    assert found["count"] == len(scores)
-    assert found["mean"] == pytest.approx(float(seen.mean()), abs=1e-6)
-    assert figures(run)[AT:] != figures(source(kind))[AT:]
+    assert result["count"] == len(scores)
+    assert result["mean"] == pytest.approx(float(seen.mean()), abs=1e-6)
+    assert step_metrics(run)[AT:] != step_metrics(source(kind))[AT:]
 
 
 def test_a_changed_reward_takes_effect_and_resets_the_score_moments(
@@ -228,10 +228,10 @@ def test_a_changed_reward_takes_effect_and_resets_the_score_moments(
     run = run_to_the_end(
         forked("running", f"reward={{source: ensemble, parts: [{part}]}}", f"critic.model={toy_task.reward}")
     )
-    ours, theirs = ([item["score"] for item in found.trajectories(AT + 1)] for found in (run, source("running")))
+    ours, theirs = ([item["score"] for item in result.trajectories(AT + 1)] for result in (run, source("running")))
     assert ours == [-score for score in theirs]
-    found = read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").state["score_moments"]
-    assert found["count"] == 4 * (STEPS - AT)
+    result = read_checkpoint(run.files.checkpoints / f"step-{STEPS:06d}").state["score_moments"]
+    assert result["count"] == 4 * (STEPS - AT)
 
 
 def test_changed_rollout_settings_take_effect(forked: MakeFork, source: Callable[[str], Run]) -> None:
@@ -240,7 +240,7 @@ def test_changed_rollout_settings_take_effect(forked: MakeFork, source: Callable
     assert len(lengths) == 5
     assert max(lengths) == 3
     assert run.trajectories(AT) == source("ppo").trajectories(AT)
-    prompts = [[item["prompt"] for item in found.trajectories(AT + 1)] for found in (run, source("ppo"))]
+    prompts = [[item["prompt"] for item in result.trajectories(AT + 1)] for result in (run, source("ppo"))]
     assert prompts[0][:4] != prompts[1]
 
 

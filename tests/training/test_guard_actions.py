@@ -1,4 +1,4 @@
-"""What a run does when something goes wrong with its numbers, or a guard speaks: it says so, and does as configured."""
+"""Actions of the guards, and the handling of NaN losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import safetensors.torch
 from quartet.demo.toy_task import ToyTask
 from quartet.services.orchestrator.control.progress import RunState
 from tests.training.conftest import MakeConfig
-from tests.training.runs import json_lines, run_to_the_end, underway, wait_for
+from tests.training.runs import active_run, json_lines, run_to_the_end, wait_for
 
 # At this learning rate a step throws the policy far away, whatever it has seen.
 WILD = {"actor": {"learning_rate": 10.0}, "guards": {"window_steps": 2, "kl_runaway": {"above": 1.0}}}
@@ -33,8 +33,8 @@ def test_a_guard_warning_is_recorded_and_the_run_continues(make: MakeConfig) -> 
 
 
 def test_a_guard_stop_saves_the_policy_and_gives_its_reason(make: MakeConfig) -> None:
-    with underway(make(**wild("stop", run={"steps": 50}))) as going:
-        run = going.finish()
+    with active_run(make(**wild("stop", run={"steps": 50}))) as running:
+        run = running.finish()
     assert run.code == 1
     assert run.progress.error.startswith("stopped by guard kl_runaway after step ")
     assert run.progress.error.endswith(f"the policy is saved in {run.files.policy}")
@@ -43,27 +43,27 @@ def test_a_guard_stop_saves_the_policy_and_gives_its_reason(make: MakeConfig) ->
 
 
 def test_a_guard_pause_holds_the_run_until_it_is_resumed(make: MakeConfig) -> None:
-    with underway(make(**wild("pause", run={"steps": 4}))) as going:
-        wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
-        paused_at = going.board.current().step
-        assert [alert.action for alert in going.board.current().alerts if alert.guard == "kl_runaway"] == ["pause"]
-        going.thread.join(0.3)
-        assert going.board.current().step == paused_at < 4, "it waits"
-        while going.thread.is_alive():
-            going.control.resume()
-            going.thread.join(0.05)
-        run = going.finish()
+    with active_run(make(**wild("pause", run={"steps": 4}))) as running:
+        wait_for(running, lambda: running.board.current().state is RunState.PAUSED)
+        paused_at = running.board.current().step
+        assert [alert.action for alert in running.board.current().alerts if alert.guard == "kl_runaway"] == ["pause"]
+        running.thread.join(0.3)
+        assert running.board.current().step == paused_at < 4, "it waits"
+        while running.thread.is_alive():
+            running.control.resume()
+            running.thread.join(0.05)
+        run = running.finish()
     assert run.code == 0
     assert [step["step"] for step in run.metrics] == [1, 2, 3, 4]
 
 
 def test_a_paused_run_can_be_stopped_and_saves_its_policy(make: MakeConfig) -> None:
-    with underway(make(run={"steps": 100000})) as going:
-        wait_for(going, lambda: going.board.current().step >= 1)
-        going.control.pause()
-        wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
-        going.control.stop()
-        run = going.finish()
+    with active_run(make(run={"steps": 100000})) as running:
+        wait_for(running, lambda: running.board.current().step >= 1)
+        running.control.pause()
+        wait_for(running, lambda: running.board.current().state is RunState.PAUSED)
+        running.control.stop()
+        run = running.finish()
     assert (run.code, run.progress.state) == (0, RunState.STOPPED)
     assert (run.files.policy / "model.safetensors").is_file()
 
@@ -76,32 +76,32 @@ EXPLODING = {
 
 
 def test_a_nan_stops_the_run_with_its_cause(make: MakeConfig) -> None:
-    with underway(make(**EXPLODING)) as going:
-        run = going.finish()
+    with active_run(make(**EXPLODING)) as running:
+        run = running.finish()
     assert run.code == 1
     assert "not finite" in run.progress.error or "expected finite numbers" in run.progress.error
 
 
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+def failing_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second policy loss is NaN, as an overflow in half precision would make it."""
     from quartet.models.training import updates as training
 
     real, calls = training.policy_loss, [0]
 
     def loss(*arguments: Any, **options: Any) -> Any:
-        found = real(*arguments, **options)
+        result = real(*arguments, **options)
         calls[0] += 1
-        return type(found)(found.loss * float("nan"), *tuple_of(found)[1:]) if calls[0] % 2 == 0 else found
+        return type(result)(result.loss * float("nan"), *tuple_of(result)[1:]) if calls[0] % 2 == 0 else result
 
     monkeypatch.setattr(training, "policy_loss", loss)
 
 
-def tuple_of(found: Any) -> tuple[Any, ...]:
-    return tuple(getattr(found, name) for name in type(found).__dataclass_fields__)
+def tuple_of(result: Any) -> tuple[Any, ...]:
+    return tuple(getattr(result, name) for name in type(result).__dataclass_fields__)
 
 
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("failing_reward")
 def test_a_nan_loss_is_skipped_and_counted_if_configured(make: MakeConfig, toy_task: ToyTask) -> None:
     run = run_to_the_end(make(algorithm={"non_finite": "skip", "num_epochs": 4}))
     for step in run.metrics:
@@ -112,10 +112,10 @@ def test_a_nan_loss_is_skipped_and_counted_if_configured(make: MakeConfig, toy_t
     assert [alert.guard for alert in run.progress.alerts] == ["not_finite"]
 
 
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("failing_reward")
 def test_a_nan_loss_stops_the_run_by_default(make: MakeConfig) -> None:
-    with underway(make()) as going:
-        run = going.finish()
+    with active_run(make()) as running:
+        run = running.finish()
     assert run.code == 1
     assert "expected finite numbers" in run.progress.error
     assert not run.files.policy.exists(), "weights between two steps are not saved"

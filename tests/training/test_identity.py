@@ -1,4 +1,4 @@
-"""Runs that share a name, a Redis, services or a folder do not take one another's work for their own."""
+"""Runs that share a name, a Redis, services or a directory do not mix up their work."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_services_trained_by_another_run_of_the_same_name_are_restored(
         other = changed(ours, run={"directory": str(tmp_path), "seed": 1})
         RunFiles(other.run_directory).write_config(other.to_yaml())
         break_off(other, "generate", 4, monkeypatch)
-        with orchestrator(ours) as going:
-            run = going.finish()
+        with orchestrator(ours) as running:
+            run = running.finish()
     assert_same(run, undisturbed)
 
 
@@ -67,8 +67,8 @@ def test_an_orchestrator_with_changed_settings_refuses_the_run(
     config = make(**COMMON)
     break_off(config, "generate", 3, monkeypatch)
     [(section, [(name, value)])] = [(section, list(values.items())) for section, values in change.items()]
-    with services(changed(config, **change)) as addressed, orchestrator(addressed) as going:
-        run = going.finish()
+    with services(changed(config, **change)) as addressed, orchestrator(addressed) as running:
+        run = running.finish()
     assert run.code == 2
     assert f"{section}.{name} is {value}" in run.progress.error
     assert len(run.metrics) == 2
@@ -78,8 +78,8 @@ def test_a_run_without_its_identity_is_refused(make: MakeConfig, monkeypatch: py
     config = make(**COMMON)
     break_off(config, "generate", 3, monkeypatch)
     RunFiles(config.run_directory).identity.unlink()
-    with services(config) as addressed, orchestrator(addressed) as going:
-        run = going.finish()
+    with services(config) as addressed, orchestrator(addressed) as running:
+        run = running.finish()
     assert run.code == 2
     assert "run.json: is missing; put the file back, or start a new run" in run.progress.error
 
@@ -93,8 +93,8 @@ def test_changed_prompts_are_refused_and_moved_prompts_are_accepted(
     fewer.write_text("".join(lines[:-5]))
     same.write_text("".join(lines))
     break_off(config, "generate", 3, monkeypatch)
-    with services(changed(config, data={"prompts": str(fewer)})) as addressed, orchestrator(addressed) as going:
-        run = going.finish()
+    with services(changed(config, data={"prompts": str(fewer)})) as addressed, orchestrator(addressed) as running:
+        run = running.finish()
     assert run.code == 2
     assert "differs from the file that the run in" in run.progress.error
     assert_same(run_to_the_end(changed(config, data={"prompts": str(same)})), undisturbed)

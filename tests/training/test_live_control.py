@@ -1,4 +1,4 @@
-"""What users ask of a run while it goes on: other settings, a checkpoint, a way back; all of it part of what the run is."""
+"""Live changes, requested checkpoints and rollbacks, each reproducible after a crash."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from quartet.services.orchestrator.service_clients import ServiceHandshake
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
+    ActiveRun,
     Run,
-    Underway,
-    figures,
+    active_run,
     orchestrator,
     run_to_the_end,
     services,
-    underway,
+    step_metrics,
     wait_for,
     weights,
 )
@@ -41,7 +41,7 @@ PPO: dict[str, Any] = {
     "checkpoint": {"every_steps": 2, "keep_last": 9},
     "recovery": {"backoff_seconds": 0.01},
 }
-Ask = Callable[[Underway, int], None]
+Ask = Callable[[ActiveRun, int], None]
 
 
 @contextmanager
@@ -50,10 +50,10 @@ def asked(
     ask: dict[int, Callable[[Any], None]],
     monkeypatch: pytest.MonkeyPatch,
     control: RunControl | None = None,
-) -> Iterator[Underway]:
+) -> Iterator[ActiveRun]:
     """A run that is asked once for something in the middle of each of these steps, by its number."""
     real, left = StepTransaction._prepare, dict(ask)
-    started: Future[Underway] = Future()
+    started: Future[ActiveRun] = Future()
 
     def prepare(self: Any, step: int, leadership: Any) -> Any:
         if step in left:
@@ -62,13 +62,13 @@ def asked(
 
     monkeypatch.setattr(StepTransaction, "_prepare", prepare)
     if config.services.actor.address:
-        with orchestrator(config, control) as going:
-            started.set_result(going)
-            yield going
+        with orchestrator(config, control) as active:
+            started.set_result(active)
+            yield active
     else:
-        with underway(config) as going:
-            started.set_result(going)
-            yield going
+        with active_run(config) as active:
+            started.set_result(active)
+            yield active
 
 
 def changed(values: dict[str, float], user: str = "operator 127.0.0.1") -> Callable[[Any], None]:
@@ -78,10 +78,10 @@ def changed(values: dict[str, float], user: str = "operator 127.0.0.1") -> Calla
 def test_a_change_applies_from_the_next_step(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_to_the_end(make(**PPO))
     values = {"kl_coefficient": 0.2, "actor.learning_rate": 5e-4}
-    with asked(make(**PPO), {3: changed(values)}, monkeypatch) as going:
-        run = going.finish()
+    with asked(make(**PPO), {3: changed(values)}, monkeypatch) as active:
+        run = active.finish()
     assert run.code == 0, run.progress.error
-    assert figures(run)[:3] == figures(plain)[:3]
+    assert step_metrics(run)[:3] == step_metrics(plain)[:3]
     assert [step["kl_coefficient"] for step in run.metrics] == [0.05, 0.05, 0.05, 0.2, 0.2, 0.2]
     before = [step["learning_rate_actor"] for step in plain.metrics]
     assert [step["learning_rate_actor"] for step in run.metrics] == before[:3] + [rate * 0.5 for rate in before[3:]]
@@ -106,8 +106,8 @@ def test_a_crashed_run_with_changes_resumes_bit_identically(
 ) -> None:
     config: dict[str, Any] = {**PPO, **KINDS[kind], "checkpoint": {"every_steps": 4}}
     values = {"kl_coefficient": 0.4, "actor.learning_rate": 2e-3}
-    with monkeypatch.context() as patch, asked(make(**config), {3: changed(values)}, patch) as going:
-        expected = going.finish()
+    with monkeypatch.context() as patch, asked(make(**config), {3: changed(values)}, patch) as active:
+        expected = active.finish()
     assert expected.code == 0, expected.progress.error
     broken = make(**config)
     with monkeypatch.context() as patch:
@@ -122,7 +122,7 @@ def test_a_crashed_run_with_changes_resumes_bit_identically(
         patch.setattr(StepTransaction, "_prepare", prepare)
         break_off(broken, where, step, patch)
     run = run_to_the_end(broken)
-    assert figures(run) == figures(expected)
+    assert step_metrics(run) == step_metrics(expected)
     assert weights(run) == weights(expected)
 
 
@@ -130,12 +130,12 @@ def test_an_adaptive_controller_continues_from_the_value_that_was_set(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steered = {**PPO, "algorithm": {"kl_controller": {"kind": "adaptive", "target": 0.001, "horizon": 100}}}
-    with asked(make(**steered), {2: changed({"kl_coefficient": 0.3})}, monkeypatch) as going:
-        run = going.finish()
-    found = [step["kl_coefficient"] for step in run.metrics]
-    assert found[2] == 0.3
-    assert found[3] != 0.3
-    assert abs(found[3] / 0.3 - 1) < 0.05
+    with asked(make(**steered), {2: changed({"kl_coefficient": 0.3})}, monkeypatch) as active:
+        run = active.finish()
+    actual = [step["kl_coefficient"] for step in run.metrics]
+    assert actual[2] == 0.3
+    assert actual[3] != 0.3
+    assert abs(actual[3] / 0.3 - 1) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_an_invalid_change_is_refused_and_changes_nothing(
             running.live_settings.change(values, "somebody")
         refused.append(str(caught.value))
 
-    with asked(make(**{**PPO, "run": {"steps": 2}}), {1: ask}, monkeypatch) as going:
-        run = going.finish()
+    with asked(make(**{**PPO, "run": {"steps": 2}}), {1: ask}, monkeypatch) as active:
+        run = active.finish()
     assert said in refused[0]
     assert not run.files.changes.exists()
     assert {step["kl_coefficient"] for step in run.metrics} == {0.05}
@@ -190,8 +190,8 @@ def test_changes_are_refused_before_the_first_step_and_in_the_last_step(
             running.live_settings.change({"kl_coefficient": 0.1}, "somebody")
         late.append(str(caught.value))
 
-    with asked(config, {1: ask}, monkeypatch) as going:
-        going.finish()
+    with asked(config, {1: ask}, monkeypatch) as active:
+        active.finish()
     assert "the last step has started" in late[0]
 
 
@@ -206,8 +206,8 @@ def steps_kept(run: Run) -> list[str]:
 
 def test_a_requested_checkpoint_is_saved(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(**{**PPO, "run": {"steps": 4}, "checkpoint": {"every_steps": 0}})
-    with asked(config, {2: lambda running: running.control.checkpoint()}, monkeypatch) as going:
-        run = going.finish()
+    with asked(config, {2: lambda running: running.control.checkpoint()}, monkeypatch) as active:
+        run = active.finish()
     assert run.code == 0, run.progress.error
     assert steps_kept(run) == ["step-000002"]
 
@@ -218,19 +218,19 @@ def test_a_paused_run_saves_a_checkpoint_and_rolls_back(make: MakeConfig, monkey
     def pause(running: Any) -> None:
         running.control.pause()
 
-    with asked(make(**{**PPO, "checkpoint": {"every_steps": 2, "keep_last": 9}}), {3: pause}, monkeypatch) as going:
-        wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
-        going.control.checkpoint()
-        folder = RunFiles(going.config.run_directory).checkpoints / "step-000003" / "manifest.json"
-        wait_for(going, folder.exists)
-        going.control.roll_back(2)
-        wait_for(going, lambda: (going.board.current().state, going.board.current().step) == (RunState.PAUSED, 2))
-        assert len(RunFiles(going.config.run_directory).read_committed()) == 2
-        going.control.resume()
-        run = going.finish()
+    with asked(make(**{**PPO, "checkpoint": {"every_steps": 2, "keep_last": 9}}), {3: pause}, monkeypatch) as active:
+        wait_for(active, lambda: active.board.current().state is RunState.PAUSED)
+        active.control.checkpoint()
+        folder = RunFiles(active.config.run_directory).checkpoints / "step-000003" / "manifest.json"
+        wait_for(active, folder.exists)
+        active.control.roll_back(2)
+        wait_for(active, lambda: (active.board.current().state, active.board.current().step) == (RunState.PAUSED, 2))
+        assert len(RunFiles(active.config.run_directory).read_committed()) == 2
+        active.control.resume()
+        run = active.finish()
     assert run.code == 0, run.progress.error
     assert steps_kept(run) == ["step-000002", "step-000004", "step-000006"]
-    assert figures(run) == figures(plain)
+    assert step_metrics(run) == step_metrics(plain)
     assert weights(run) == weights(plain)
     assert "rolled back to step 2, as requested" in run.progress.notes
 
@@ -242,11 +242,11 @@ def test_a_rollback_drops_later_changes(make: MakeConfig, monkeypatch: pytest.Mo
         running.control.roll_back(4)
 
     ask = {4: changed({"kl_coefficient": 0.5, "critic.learning_rate": 3e-3}), 6: back}
-    with services(make(**PPO)) as config, asked(config, ask, monkeypatch) as going:
-        run = going.finish()
+    with services(make(**PPO)) as config, asked(config, ask, monkeypatch) as active:
+        run = active.finish()
     assert run.code == 0, run.progress.error
     # Step 6 was the last: the run went back after it, and took 5 and 6 again as if nothing had been changed.
-    assert figures(run) == figures(plain)
+    assert step_metrics(run) == step_metrics(plain)
     assert weights(run) == weights(plain)
     assert run.files.changes.read_text() == ""
 
@@ -264,8 +264,8 @@ def test_a_rollback_without_a_checkpoint_or_past_a_tagged_one_is_refused(
             running.control.roll_back(2)
         refused.extend([str(missing.value), str(named.value)])
 
-    with asked(make(**PPO), {6: ask}, monkeypatch) as going:
-        run = going.finish()
+    with asked(make(**PPO), {6: ask}, monkeypatch) as active:
+        run = active.finish()
     assert run.code == 0, run.progress.error
     assert refused[0] == "step 3: has no checkpoint; checkpoints exist for: 2, 4"
     assert "step-000004 is named best, to be kept" in refused[1]
@@ -280,12 +280,12 @@ def test_a_requested_rollback_keeps_its_checkpoint_from_being_dropped(
     config = make(**settings)
     files = RunFiles(config.run_directory)
     ask = {6: lambda running: running.control.roll_back(2)}
-    with services(config) as addressed, asked(addressed, ask, monkeypatch, RunControl(files)) as going:
-        run = going.finish()
+    with services(config) as addressed, asked(addressed, ask, monkeypatch, RunControl(files)) as active:
+        run = active.finish()
     assert run.code == 0, run.progress.error
     assert "rolled back to step 2, as requested" in run.progress.notes
     assert steps_kept(run) == ["step-000004", "step-000006"]
-    assert figures(run) == figures(plain)
+    assert step_metrics(run) == step_metrics(plain)
     assert weights(run) == weights(plain)
 
 
@@ -305,14 +305,14 @@ def test_an_interrupted_rollback_is_completed(where: str, make: MakeConfig, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFiles, where, crash)
-        with services(config) as addressed, asked(addressed, ask, patch, RunControl(files)) as going:
-            assert going.finish().code == 1
+        with services(config) as addressed, asked(addressed, ask, patch, RunControl(files)) as active:
+            assert active.finish().code == 1
     # As whoever starts a run does it: what is left is the way back.
     files.asked.unlink(missing_ok=True)
-    with services(config) as addressed, orchestrator(addressed, RunControl(files)) as going:
-        run = going.finish()
+    with services(config) as addressed, orchestrator(addressed, RunControl(files)) as active:
+        run = active.finish()
     assert run.code == 0, run.progress.error
-    assert figures(run) == figures(plain)
+    assert step_metrics(run) == step_metrics(plain)
     assert weights(run) == weights(plain)
     assert not run.files.rolling_back.exists()
 
@@ -320,7 +320,7 @@ def test_an_interrupted_rollback_is_completed(where: str, make: MakeConfig, monk
 def test_changes_are_refused_during_a_rollback(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_to_the_end(make(**PPO))
     refused: list[str] = []
-    real, seen = ServiceHandshake.reconnect, list[Underway]()
+    real, seen = ServiceHandshake.reconnect, list[ActiveRun]()
 
     def ask(running: Any) -> None:
         with pytest.raises(FailedPrecondition) as caught:
@@ -338,11 +338,11 @@ def test_changes_are_refused_during_a_rollback(make: MakeConfig, monkeypatch: py
         running.control.roll_back(2)
         ask(running)
 
-    with asked(make(**PPO), {5: back}, monkeypatch) as going:
-        run = going.finish()
+    with asked(make(**PPO), {5: back}, monkeypatch) as active:
+        run = active.finish()
     assert len(refused) == 2
     assert "rolls back to step 2" in refused[0]
-    assert figures(run) == figures(plain)
+    assert step_metrics(run) == step_metrics(plain)
 
 
 def test_commands_are_refused_at_the_end_of_the_run(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,8 +360,8 @@ def test_commands_are_refused_at_the_end_of_the_run(make: MakeConfig, monkeypatc
 
     commands: list[Any] = []
     monkeypatch.setattr(CheckpointScheduler, "save_policy", save)
-    with asked(make(**PPO), {1: lambda running: commands.append(running.control)}, monkeypatch) as going:
-        run = going.finish()
+    with asked(make(**PPO), {1: lambda running: commands.append(running.control)}, monkeypatch) as active:
+        run = active.finish()
     assert run.code == 0, run.progress.error
     assert len(refused) == 3
     assert run.progress.state is RunState.FINISHED

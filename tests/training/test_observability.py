@@ -1,4 +1,4 @@
-"""What a run tells Prometheus and OpenTelemetry while it goes on, held against what it leaves in its files."""
+"""Prometheus metrics and OpenTelemetry traces of a run, compared with its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quartet.services.orchestrator.telemetry.run_metrics import GUARDS
 from quartet.types import MODEL_ROLES
 from tests.training.conftest import MakeConfig
 from tests.training.observed_runs import Collector, Observed, run_observed, value
-from tests.training.runs import figures, run_to_the_end
+from tests.training.runs import run_to_the_end, step_metrics
 from tests.unit.test_monitoring import names_in_expressions
 
 STEPS = 3
@@ -39,35 +39,35 @@ def observed(make: MakeConfig, collector: Collector) -> Observed:
 
 def test_observing_a_run_does_not_change_its_bits(observed: Observed, make: MakeConfig) -> None:
     assert observed.run.code == 0, observed.run.progress.error
-    assert figures(observed.run) == figures(run_to_the_end(make(**CONFIG)))
+    assert step_metrics(observed.run) == step_metrics(run_to_the_end(make(**CONFIG)))
 
 
 def test_every_metric_of_the_last_step_is_a_gauge(observed: Observed) -> None:
-    found, run = observed.figures["orchestrator"], observed.run.progress.run
+    result, run = observed.samples["orchestrator"], observed.run.progress.run
     last = observed.run.metrics[-1]
     for name, number in last.items():
-        assert value(found, f"quartet_{name}", run=run) == pytest.approx(number, nan_ok=True), name
-    assert value(found, "quartet_kl_target", run=run) == 2.5
+        assert value(result, f"quartet_{name}", run=run) == pytest.approx(number, nan_ok=True), name
+    assert value(result, "quartet_kl_target", run=run) == 2.5
 
 
 def test_the_orchestrator_exports_progress_and_totals(observed: Observed) -> None:
-    found, run = observed.figures["orchestrator"], observed.run.progress.run
-    assert value(found, "quartet_step", run=run) == value(found, "quartet_total_steps", run=run) == STEPS
-    states = {dict(labels)["state"]: number for (name, labels), number in found.items() if name == "quartet_run_state"}
+    result, run = observed.samples["orchestrator"], observed.run.progress.run
+    assert value(result, "quartet_step", run=run) == value(result, "quartet_total_steps", run=run) == STEPS
+    states = {dict(labels)["state"]: number for (name, labels), number in result.items() if name == "quartet_run_state"}
     assert [state for state, number in states.items() if number] == ["finished"]
     assert len(states) == 7
-    assert value(found, "quartet_steps_total", run=run) == STEPS
-    assert value(found, "quartet_trajectories_total", run=run) == STEPS * 4
-    assert value(found, "quartet_trajectory_failures_total", run=run) == 0
-    assert value(found, "quartet_recoveries_total", run=run) == 0
-    assert value(found, "quartet_buffer_depth", run=run) == 0
+    assert value(result, "quartet_steps_total", run=run) == STEPS
+    assert value(result, "quartet_trajectories_total", run=run) == STEPS * 4
+    assert value(result, "quartet_trajectory_failures_total", run=run) == 0
+    assert value(result, "quartet_recoveries_total", run=run) == 0
+    assert value(result, "quartet_buffer_depth", run=run) == 0
     for phase in ("generate", "score", "update"):
         spent = sum(metrics[f"{phase}_seconds"] for metrics in observed.run.metrics)
-        assert value(found, "quartet_phase_seconds_total", run=run, phase=phase) == pytest.approx(spent)
+        assert value(result, "quartet_phase_seconds_total", run=run, phase=phase) == pytest.approx(spent)
     alerts = Counter(alert.guard for alert in observed.run.progress.alerts)
     assert alerts["critic_lost"] > 0
     for guard in GUARDS:
-        assert value(found, "quartet_alerts_total", run=run, guard=guard) == alerts[guard], guard
+        assert value(result, "quartet_alerts_total", run=run, guard=guard) == alerts[guard], guard
 
 
 def test_services_export_their_work(observed: Observed) -> None:
@@ -75,55 +75,60 @@ def test_services_export_their_work(observed: Observed) -> None:
     kinds = {"actor": {"generate", "update", "save"}, "critic": {"values", "update", "save"}}
     kinds |= {"reward": {"score"}, "reference": {"log_probs"}}
     for role in MODEL_ROLES:
-        found = observed.figures[role]
+        result = observed.samples[role]
         busy = {
             dict(labels)["kind"]: number
-            for (name, labels), number in found.items()
+            for (name, labels), number in result.items()
             if name == "quartet_busy_seconds_total"
         }
         assert set(busy) == kinds[role]
         assert min(busy.values()) > 0
-        assert value(found, "quartet_work_pending") == 0
-        assert value(found, "quartet_model_parameters", role=role) > 0
-        assert value(found, "quartet_build_info", role=role, version=_version()) == 1
-        assert value(found, "process_resident_memory_bytes") > 1e7
+        assert value(result, "quartet_work_pending") == 0
+        assert value(result, "quartet_model_parameters", role=role) > 0
+        assert value(result, "quartet_build_info", role=role, version=_version()) == 1
+        assert value(result, "process_resident_memory_bytes") > 1e7
     for role in ("actor", "critic"):
-        assert value(observed.figures[role], "quartet_policy_version", role=role) == STEPS
-        assert value(observed.figures[role], "quartet_tokens_total", role=role, kind="trained") == tokens
-    assert value(observed.figures["actor"], "quartet_tokens_total", role="actor", kind="generated") == tokens
+        assert value(observed.samples[role], "quartet_policy_version", role=role) == STEPS
+        assert value(observed.samples[role], "quartet_tokens_total", role=role, kind="trained") == tokens
+    assert value(observed.samples["actor"], "quartet_tokens_total", role="actor", kind="generated") == tokens
 
 
 def test_services_count_their_calls(observed: Observed) -> None:
-    found, service = observed.figures["actor"], "quartet.v1.ActorService"
+    result, service = observed.samples["actor"], "quartet.v1.ActorService"
     for method in ("Generate", "Update"):
-        assert value(found, "quartet_rpc_requests_total", service=service, method=method, code="OK") == STEPS
-        assert value(found, "quartet_rpc_seconds_count", service=service, method=method) == STEPS
-    assert value(found, "quartet_rpc_in_flight") == 0
+        assert value(result, "quartet_rpc_requests_total", service=service, method=method, code="OK") == STEPS
+        assert value(result, "quartet_rpc_seconds_count", service=service, method=method) == STEPS
+    assert value(result, "quartet_rpc_in_flight") == 0
 
 
 def test_every_metric_of_dashboard_and_alert_rules_exists(observed: Observed) -> None:
-    there = {name for samples in observed.figures.values() for name, _ in samples}
+    there = {name for samples in observed.samples.values() for name, _ in samples}
     assert names_in_expressions() - there - {"up", "quartet_gpu_memory_bytes"} == set()
 
 
 def traces(spans: list[tuple[str, Any]]) -> dict[bytes, list[tuple[str, Any]]]:
-    found: dict[bytes, list[tuple[str, Any]]] = defaultdict(list)
+    result: dict[bytes, list[tuple[str, Any]]] = defaultdict(list)
     for service, span in spans:
-        found[span.trace_id].append((service, span))
-    return dict(found)
+        result[span.trace_id].append((service, span))
+    return dict(result)
 
 
 def test_each_step_is_one_trace_across_all_services(observed: Observed, collector: Collector) -> None:
-    found = traces(collector.spans)
+    result = traces(collector.spans)
     roots = {
-        service_span[1].name for spans in found.values() for service_span in spans if not service_span[1].parent_span_id
+        service_span[1].name
+        for spans in result.values()
+        for service_span in spans
+        if not service_span[1].parent_span_id
     }
     assert roots == {f"step {step}" for step in range(1, STEPS + 1)}
-    assert len(found) == STEPS
+    assert len(result) == STEPS
     # That of step 2 is begun in step 1; a checkpoint comes before that of step 3.
-    generations = Counter(len([span for _, span in spans if span.name == "actor Generate"]) for spans in found.values())
+    generations = Counter(
+        len([span for _, span in spans if span.name == "actor Generate"]) for spans in result.values()
+    )
     assert generations == {2: 1, 0: 1, 1: 1}
-    for spans in found.values():
+    for spans in result.values():
         by_id = {span.span_id: (service, span) for service, span in spans}
         assert {service for service, _ in spans} == {"orchestrator", *MODEL_ROLES}
         names = {span.name for _, span in spans}

@@ -1,4 +1,4 @@
-"""One step off-policy: each step is generated while the one before is learned from, and a failure still changes no bit."""
+"""One step off-policy: each step is generated during the update before it, and failures change no bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quartet.services.critic.critic import Critic
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
 from quartet.types import Role
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, assert_same, json_lines, orchestrator, run_to_the_end, services, underway
+from tests.training.runs import Run, active_run, assert_same, json_lines, orchestrator, run_to_the_end, services
 from tests.training.test_live_control import asked, steps_kept
 from tests.training.test_recovery import MOMENTS, lost_for_a_while
 from tests.training.test_resume import break_off
@@ -45,8 +45,8 @@ def undisturbed(make: MakeConfig) -> Run:
 
 
 def test_a_step_is_generated_one_update_behind_with_importance_weights(undisturbed: Run) -> None:
-    found = [{line["policy_version"] for line in undisturbed.trajectories(step)} for step in range(1, STEPS + 1)]
-    assert found == [{version} for version in VERSIONS]
+    result = [{line["policy_version"] for line in undisturbed.trajectories(step)} for step in range(1, STEPS + 1)]
+    assert result == [{version} for version in VERSIONS]
     behind = [step - 1 - version for step, version in enumerate(VERSIONS, 1)]
     assert [metrics["off_policy_steps"] for metrics in undisturbed.metrics] == behind
     mismatch = [metrics["rollout_mismatch_kl"] for metrics in undisturbed.metrics]
@@ -108,8 +108,8 @@ def test_an_off_policy_run_resumes_bit_identically(
         return
     with services(config) as started:
         break_off(started, where, step, monkeypatch)
-        with orchestrator(started) as going:
-            assert_same(going.finish(), undisturbed)
+        with orchestrator(started) as active:
+            assert_same(active.finish(), undisturbed)
 
 
 def test_an_evaluation_changes_nothing(make: MakeConfig, toy_task: ToyTask, undisturbed: Run) -> None:
@@ -122,8 +122,8 @@ def test_an_evaluation_changes_nothing(make: MakeConfig, toy_task: ToyTask, undi
 
 def test_a_requested_checkpoint_generates_the_next_step(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = stale(make, checkpoint={"keep_last": 9})
-    with asked(config, {3: lambda running: running.control.checkpoint()}, monkeypatch) as going:
-        run = going.finish()
+    with asked(config, {3: lambda running: running.control.checkpoint()}, monkeypatch) as active:
+        run = active.finish()
     assert (run.code, run.progress.recoveries) == (0, 0), run.progress.notes
     assert steps_kept(run) == ["step-000003", "step-000005", "step-000007"]
     assert [run.trajectories(step)[0]["policy_version"] for step in range(1, STEPS + 1)] == [0, 0, 1, 3, 3, 5, 5]
@@ -148,8 +148,8 @@ def test_the_checkpoint_interval_cannot_change(make: MakeConfig, monkeypatch: py
     config = stale(make)
     break_off(config, "committed", 3, monkeypatch)
     other = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every_steps": 4})})
-    with underway(other) as going:
-        run = going.finish()
+    with active_run(other) as active:
+        run = active.finish()
     assert run.code == 2
     assert "checkpoint.every_steps is 4" in run.progress.error
 

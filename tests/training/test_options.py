@@ -1,4 +1,4 @@
-"""Every option of the algorithm and the rollout acts where it should: in what arrives at the services, and in whole runs."""
+"""Every option of algorithm and rollout reaches the services and takes effect in whole runs."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ CORES: list[tuple[type, str]] = [
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """The arguments of all that the services were asked, behind their servers, by ``Class.method``."""
-    found: Asked = defaultdict(list)
+    result: Asked = defaultdict(list)
 
     def listen(core: type, method: str) -> None:
         real: Callable[..., Any] = getattr(core, method)
         signature = inspect.signature(real)
 
         def heard(*arguments: Any, **options: Any) -> Any:
-            found[f"{core.__name__}.{method}"].append(dict(signature.bind(*arguments, **options).arguments))
+            result[f"{core.__name__}.{method}"].append(dict(signature.bind(*arguments, **options).arguments))
             return real(*arguments, **options)
 
         monkeypatch.setattr(core, method, heard)
 
     for core, method in CORES:
         listen(core, method)
-    return found
+    return result
 
 
 def of_each(calls: list[dict[str, Any]], *names: str) -> list[Any]:
@@ -139,12 +139,12 @@ def test_samples_are_identical_with_top_k_1(option: dict[str, float], make: Make
     responses: dict[str, set[str]] = defaultdict(set)
     for item in run.trajectories(1):
         responses[item["id"].rsplit("/", 2)[1]].add(item["response"])
-    assert [len(found) for found in responses.values()] == [1, 1]
+    assert [len(result) for result in responses.values()] == [1, 1]
 
 
 def manifest(run: Run, step: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run.files.checkpoints / f"step-{step:06d}" / "manifest.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((run.files.checkpoints / f"step-{step:06d}" / "manifest.json").read_text())
+    return result
 
 
 def adaptive(coefficient: float, kl: float, target: float, responses: int, horizon: float) -> float:
@@ -207,8 +207,8 @@ def test_the_overlong_penalty_rises_up_to_the_response_limit(make: MakeConfig) -
             rollout={"prompts_per_step": 8, "max_response_tokens": 8},
         )
     )
-    found = run.trajectories(1)
-    assert 8 in {item["response_tokens"] for item in found}
-    costs = [3.0 * max(0, item["response_tokens"] - (8 - 6)) / 6 for item in found]
-    expected = sum(item["score"] - cost for item, cost in zip(found, costs, strict=True)) / len(found)
+    result = run.trajectories(1)
+    assert 8 in {item["response_tokens"] for item in result}
+    costs = [3.0 * max(0, item["response_tokens"] - (8 - 6)) / 6 for item in result]
+    expected = sum(item["score"] - cost for item, cost in zip(result, costs, strict=True)) / len(result)
     assert run.metrics[0]["score_mean"] == pytest.approx(expected, abs=1e-5)

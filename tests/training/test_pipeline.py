@@ -1,4 +1,4 @@
-"""What a step does not wait for: the next one's generation begins when the policy is ready, unless something comes between."""
+"""Overlap of steps: the next generation starts when the policy is ready, unless something comes in between."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quartet.services.actor import actor
 from quartet.services.critic import critic
 from quartet.services.orchestrator.checkpointing import step_artifacts as records
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, figures, json_lines, run_to_the_end, underway
+from tests.training.runs import Run, active_run, json_lines, run_to_the_end, step_metrics
 
 STEPS = 3
 PATIENCE = 20.0
@@ -23,14 +23,14 @@ PATIENCE = 20.0
 
 def begun_ahead(files: RunFiles) -> list[int]:
     """By step, how many generations were begun between the end of the policy's update and the commit."""
-    found = []
+    result = []
     for line in json_lines(files.timeline):
         spans = {(span["service"], span["phase"]): span for span in line["spans"]}
         start, end = spans["actor", "update"]["end"], spans["orchestrator", "commit"]["start"]
         begun = [span["start"] for span in line["spans"] if span["phase"] == "generate"]
         assert max(begun, default=0.0) <= end
-        found.append(sum(start <= at for at in begun))
-    return found
+        result.append(sum(start <= at for at in begun))
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_step_artifacts_are_computed_during_the_update(
 
     for module, name in ((actor, "update_policy"), (critic, "update_value"), (records, "trajectory_rows")):
         monkeypatch.setattr(module, name, meeting(getattr(module, name)))
-    assert figures(run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": 0}))) == figures(run)
+    assert step_metrics(run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": 0}))) == step_metrics(run)
 
 
 @pytest.mark.parametrize("between", ["checkpoint", "evaluation"])
@@ -73,13 +73,13 @@ def test_evaluations_and_checkpoints_run_before_the_next_generation(
     }[between]
     changed = run_to_the_end(make(run={"steps": STEPS}, **changes))
     assert begun_ahead(changed.files) == [0, 0, 0]
-    assert figures(changed) == figures(run)
+    assert step_metrics(changed) == step_metrics(run)
 
 
 def test_a_guard_stop_cancels_the_next_generation(make: MakeConfig) -> None:
     guards = {"window_steps": 2, "critic_lost": {"below": 1.0, "action": "stop"}}
-    with underway(make(run={"steps": 30}, checkpoint={"every_steps": 0}, guards=guards)) as going:
-        stopped = going.finish()
+    with active_run(make(run={"steps": 30}, checkpoint={"every_steps": 0}, guards=guards)) as running:
+        stopped = running.finish()
     steps = len(stopped.metrics)
     assert stopped.code == 1
     assert steps < 30

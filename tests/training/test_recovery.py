@@ -1,4 +1,4 @@
-"""A run that loses a service or what its Redis held goes on by itself, to the bits of the undisturbed run."""
+"""A run that loses a service or the contents of Redis recovers, bit-identical to an undisturbed run."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from quartet.types import Alert, Role, Trajectory
 from tests.e2e.commands import wait_until
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
+    ActiveRun,
     Fleet,
     Run,
-    Underway,
     assert_same,
     fleet,
     json_lines,
@@ -64,7 +64,7 @@ def undisturbed(make: MakeConfig) -> Run:
 @contextmanager
 def disturbed(
     config: Config, moment: str, disturb: Callable[[Fleet], None], monkeypatch: pytest.MonkeyPatch, times: int = 1
-) -> Iterator[Underway]:
+) -> Iterator[ActiveRun]:
     """A run of which ``disturb`` happens right before a moment of step 4, so many times."""
     method = MOMENTS[moment]
     real = getattr(StepTransaction, method)
@@ -78,8 +78,8 @@ def disturbed(
 
     with fleet(config) as started, monkeypatch.context() as patch:
         patch.setattr(StepTransaction, method, before)
-        with orchestrator(started.config) as going:
-            yield going
+        with orchestrator(started.config) as active:
+            yield active
 
 
 def lost_for_a_while(config: Config, moment: str, role: Role, monkeypatch: pytest.MonkeyPatch) -> Run:
@@ -91,8 +91,8 @@ def lost_for_a_while(config: Config, moment: str, role: Role, monkeypatch: pytes
         back.append(threading.Timer(0.3, started.start, [role]))
         back[0].start()
 
-    with disturbed(config, moment, lose, monkeypatch) as going:
-        run = going.finish()
+    with disturbed(config, moment, lose, monkeypatch) as active:
+        run = active.finish()
         back[0].join(20)
     return run
 
@@ -106,8 +106,8 @@ def test_a_lost_service_is_restored_to_the_last_commit(
 
 
 def test_a_recovery_is_shown_and_counted(make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    with disturbed(make(**SHORT), "update", lambda started: started.restart(Role.CRITIC), monkeypatch) as going:
-        run = going.finish()
+    with disturbed(make(**SHORT), "update", lambda started: started.restart(Role.CRITIC), monkeypatch) as active:
+        run = active.finish()
     assert_same(run, undisturbed)
     assert run.progress.recoveries == 1
     assert run.progress.state is RunState.FINISHED
@@ -118,7 +118,7 @@ def test_a_recovery_is_shown_and_counted(make: MakeConfig, undisturbed: Run, mon
 def test_work_cancelled_by_a_recovery_does_not_count_as_hung(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute, runs, found, failed = ComputeThread(), list[Underway](), list[tuple[str, float]](), list[int]()
+    compute, runs, result, failed = ComputeThread(), list[ActiveRun](), list[tuple[str, float]](), list[int]()
     update_policy, update_value = actor.update_policy, critic.update_value
 
     def is_back() -> bool:
@@ -126,7 +126,7 @@ def test_work_cancelled_by_a_recovery_does_not_count_as_hung(
         return (progress.recoveries, progress.state, progress.phase) == (1, RunState.TRAINING, "update")
 
     def slow(model: Any, optimizer: Any, experience: Any, *settings: Any) -> Any:
-        if experience.step == 4 and not found:
+        if experience.step == 4 and not result:
             patient = time.monotonic() + 20
             while not is_back() and time.monotonic() < patient:
                 time.sleep(0.01)
@@ -134,7 +134,7 @@ def test_work_cancelled_by_a_recovery_does_not_count_as_hung(
             gc.collect()
             for _ in range(20):
                 time.sleep(0.01)
-                found.append(compute.abandoned())
+                result.append(compute.abandoned())
         return update_policy(model, optimizer, experience, *settings)
 
     def fail(model: Any, optimizer: Any, experience: Any, *settings: Any) -> Any:
@@ -148,12 +148,12 @@ def test_work_cancelled_by_a_recovery_does_not_count_as_hung(
     with fleet(make(**SHORT)) as started:
         started.lose(Role.ACTOR)
         started.start(Role.ACTOR, compute=compute)
-        with orchestrator(started.config) as going:
-            runs.append(going)
-            run = going.finish()
+        with orchestrator(started.config) as active:
+            runs.append(active)
+            run = active.finish()
     assert_same(run, undisturbed)
     assert run.progress.recoveries == 1
-    assert set(found) == {("", 0.0)}
+    assert set(result) == {("", 0.0)}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -161,8 +161,8 @@ def test_data_lost_by_redis_is_sealed_again_or_recomputed(
     moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:
     config = make(**SHORT)
-    with disturbed(config, moment, lambda _: empty(redis_client, config.run.name), monkeypatch) as going:
-        run = going.finish()
+    with disturbed(config, moment, lambda _: empty(redis_client, config.run.name), monkeypatch) as active:
+        run = active.finish()
     assert_same(run, undisturbed)
     # The lease was lost with the rest, so the step is not committed under it.
     assert run.progress.recoveries >= 1
@@ -181,8 +181,8 @@ def test_a_step_that_one_model_has_applied_is_not_generated_again(
     monkeypatch.setattr(StepTransaction, "_prepare", count)
     with disturbed(
         make(**SHORT), "commit", lambda _: fail(ServiceUnavailable("a moment's loss")), monkeypatch
-    ) as going:
-        run = going.finish()
+    ) as active:
+        run = active.finish()
     assert_same(run, undisturbed)
     assert run.progress.recoveries == 1
     assert generations == [1, 2, 3, 4, 5]
@@ -219,8 +219,8 @@ def test_late_trajectories_of_an_abandoned_generation_are_ignored(
 
 def test_a_run_gives_up_after_the_configured_recoveries(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(**{**SHORT, "recovery": {"backoff_seconds": 0.01, "max_recoveries": 2}})
-    with disturbed(config, "update", lambda started: started.restart(Role.CRITIC), monkeypatch, times=9) as going:
-        run = going.finish()
+    with disturbed(config, "update", lambda started: started.restart(Role.CRITIC), monkeypatch, times=9) as active:
+        run = active.finish()
     assert run.code == 1
     assert run.progress.error.startswith(
         "gave up after 2 recoveries in a row without a further step; the last failure: "
@@ -230,8 +230,8 @@ def test_a_run_gives_up_after_the_configured_recoveries(make: MakeConfig, monkey
 
 def test_with_no_recoveries_the_first_failure_ends_the_run(make: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(**{**SHORT, "recovery": {"max_recoveries": 0}})
-    with disturbed(config, "update", lambda started: started.restart(Role.CRITIC), monkeypatch) as going:
-        run = going.finish()
+    with disturbed(config, "update", lambda started: started.restart(Role.CRITIC), monkeypatch) as active:
+        run = active.finish()
     assert run.code == 1
     assert run.progress.error.startswith("critic at ")
     assert run.progress.recoveries == 0
@@ -247,8 +247,8 @@ def test_a_service_that_comes_back_changed_ends_the_run(
         started.lose(Role.ACTOR)
         started.start(Role.ACTOR, other)
 
-    with disturbed(config, "generate", replace, monkeypatch) as going:
-        run = going.finish()
+    with disturbed(config, "generate", replace, monkeypatch) as active:
+        run = active.finish()
     assert run.code == 2
     assert "services.actor: came back with dtype 'bfloat16', expected 'float32'" in run.progress.error
     assert len(run.metrics) == 3
@@ -263,13 +263,13 @@ def test_a_stop_during_recovery_saves_the_policy_of_the_last_commit(
         started.lose(Role.REWARD)
         lost.append(started)
 
-    with disturbed(make(**SHORT), "generate", lose, monkeypatch) as going:
+    with disturbed(make(**SHORT), "generate", lose, monkeypatch) as active:
         # At its start the run waits for the reward, too.
         awaited = (RunState.RECOVERING, "waiting for reward")
-        wait_for(going, lambda: (going.board.current().state, going.board.current().phase) == awaited)
-        going.control.stop()
+        wait_for(active, lambda: (active.board.current().state, active.board.current().phase) == awaited)
+        active.control.stop()
         lost[0].start(Role.REWARD)
-        run = going.finish()
+        run = active.finish()
     assert run.code == 0
     assert run.progress.state is RunState.STOPPED
     assert len(run.metrics) == 3
@@ -295,8 +295,8 @@ def test_values_of_a_critic_restarted_during_a_step_are_not_used(
 
     with fleet(make(**small_batches)) as started, monkeypatch.context() as patch:
         patch.setattr(CriticClient, "values", values)
-        with orchestrator(started.config) as going:
-            run = going.finish()
+        with orchestrator(started.config) as active:
+            run = active.finish()
     assert run.progress.recoveries == 1
     assert_same(run, expected)
 
@@ -308,10 +308,10 @@ def test_a_model_with_an_interrupted_update_is_restored(
     real = training_of_models.update_value
 
     def break_off(*arguments: Any) -> dict[str, float]:
-        found = real(*arguments)
+        result = real(*arguments)
         if arguments[2].step == 4 and failures:
             raise failures.pop()
-        return found
+        return result
 
     monkeypatch.setattr(critic, "update_value", break_off)
     run = run_to_the_end(make(**SHORT))
@@ -325,13 +325,13 @@ def test_an_alert_is_applied_after_a_crash_before_its_action(make: MakeConfig, m
     with fleet(make(**{**SHORT, "guards": guards})) as started:
         with monkeypatch.context() as patch:
             patch.setattr(AlertHandler, "apply", crash_after_the_first_step)
-            with orchestrator(started.config) as going:
-                broken = going.finish()
+            with orchestrator(started.config) as active:
+                broken = active.finish()
         assert broken.code == 1
         assert not broken.files.alerts.exists()
-        with orchestrator(started.config) as going:
-            wait_for(going, lambda: going.board.current().state is RunState.PAUSED)
-            assert going.board.current().notes[-1] == f"resumed after step {len(broken.metrics)}"
+        with orchestrator(started.config) as active:
+            wait_for(active, lambda: active.board.current().state is RunState.PAUSED)
+            assert active.board.current().notes[-1] == f"resumed after step {len(broken.metrics)}"
             assert "pause" in [alert["action"] for alert in json_lines(broken.files.alerts)]
 
 
@@ -342,15 +342,15 @@ def crash_after_the_first_step(_: Any, alerts: list[Alert]) -> None:
 
 def prepared_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every step that was generated, in order, as the run goes on."""
-    found: list[int] = []
+    result: list[int] = []
     real = StepTransaction._prepare
 
     def note(self: Any, step: int, leadership: Any) -> Any:
-        found.append(step)
+        result.append(step)
         return real(self, step, leadership)
 
     monkeypatch.setattr(StepTransaction, "_prepare", note)
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -374,8 +374,8 @@ def test_committed_steps_on_which_both_models_stand_are_not_taken_again(
         started.restart(Role.REWARD)
         fail(ServiceUnavailable("the reward is gone for a moment"))
 
-    with disturbed(config, "commit", lose, monkeypatch) as going:
-        run = going.finish()
+    with disturbed(config, "commit", lose, monkeypatch) as active:
+        run = active.finish()
     assert_same(run, undisturbed)
     assert run.progress.recoveries == 1
     assert generated == [1, 2, 3, 4, 5]
@@ -385,8 +385,8 @@ def test_a_run_that_the_buffer_could_not_bring_to_where_it_stands_is_saved_at_on
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:
     config = make(**{**SHORT, "checkpoint": {"every_steps": 5}})
-    with disturbed(config, "generate", lambda _: empty(redis_client, config.run.name), monkeypatch) as going:
-        run = going.finish()
+    with disturbed(config, "generate", lambda _: empty(redis_client, config.run.name), monkeypatch) as active:
+        run = active.finish()
     assert_same(run, undisturbed)
     assert [path.name for path in checkpoint_folders(run.files)] == ["step-000003", "step-000005"]
 
@@ -397,12 +397,12 @@ def test_a_stop_does_not_end_a_run_before_what_it_had_committed(
     config = make(**{**SHORT, "run": {"steps": 9}, "checkpoint": {"every_steps": 6}})
 
     def lose(started: Fleet) -> None:
-        going.control.stop()
+        active.control.stop()
         empty(redis_client, config.run.name)
         started.restart(Role.CRITIC)
 
-    with disturbed(config, "generate", lose, monkeypatch) as going:
-        run = going.finish()
+    with disturbed(config, "generate", lose, monkeypatch) as active:
+        run = active.finish()
     assert (run.code, run.progress.state) == (0, RunState.STOPPED)
     assert len(run.metrics) >= 3
     assert any("steps 1 to 3 are recomputed" in note for note in run.progress.notes)
@@ -434,10 +434,10 @@ def test_a_guard_stop_survives_a_restart_of_the_orchestrator(make: MakeConfig, m
         files = RunFiles(started.config.run_directory)
         with monkeypatch.context() as patch:
             patch.setattr(CheckpointScheduler, "save_policy", lambda *_: (_ for _ in ()).throw(RuntimeError("crash")))
-            with orchestrator(started.config, RunControl(files)) as going:
-                first = going.finish()
-        with orchestrator(started.config, RunControl(files)) as going:
-            run = going.finish()
+            with orchestrator(started.config, RunControl(files)) as active:
+                first = active.finish()
+        with orchestrator(started.config, RunControl(files)) as active:
+            run = active.finish()
     assert run.code == 1
     assert run.progress.error.startswith("stopped by guard missing_eos after step ")
     assert len(run.metrics) == len(first.metrics) < STEPS
@@ -455,6 +455,6 @@ def test_a_short_outage_does_not_verify_the_checkpoint(
         return real(path)
 
     monkeypatch.setattr(checkpoints, "read_verified_checkpoint", note)
-    with disturbed(make(**SHORT), "generate", lambda started: started.restart(Role.REWARD), monkeypatch) as going:
-        assert_same(going.finish(), undisturbed)
+    with disturbed(make(**SHORT), "generate", lambda started: started.restart(Role.REWARD), monkeypatch) as active:
+        assert_same(active.finish(), undisturbed)
     assert read == []

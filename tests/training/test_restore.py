@@ -1,4 +1,4 @@
-"""A model that goes back: what was there before goes first, and a checkpoint that is broken leaves a model that says so."""
+"""Restore of a model: the old one is freed first, and an interrupted restore marks the model as broken."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
 
     def count(role: str) -> list[int]:
         module, name = LOADERS[role]
-        real, loaded, found = getattr(module, name), list[Any](), list[int]()
+        real, loaded, result = getattr(module, name), list[Any](), list[int]()
 
         def load(*arguments: Any) -> Any:
-            found.append(sum(model() is not None for model in loaded))
+            result.append(sum(model() is not None for model in loaded))
             model = real(*arguments)
             loaded.append(weakref.ref(model))
             return model
 
         monkeypatch.setattr(module, name, load)
-        return found
+        return result
 
     return count
 
@@ -61,11 +61,11 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
 def test_the_old_model_is_freed_before_the_new_one_is_loaded(
     role: str, lora: Any, make: MakeConfig, tmp_path: Path, alive: Callable[[str], list[int]]
 ) -> None:
-    found = alive(role)
+    result = alive(role)
     model = build(role, make(**{role: {"lora": lora}}), tmp_path)
     save(model)
     model.restore("run", 3, 1, "checkpoint")
-    assert found == [0, 0, 0]
+    assert result == [0, 0, 0]
     assert model.status().step == 3
 
 

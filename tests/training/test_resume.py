@@ -1,4 +1,4 @@
-"""A run that broke off goes on to the same bits, wherever it broke off and whatever is left of it."""
+"""A crashed run resumes bit-identically, wherever it crashed and whatever is left of it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from quartet.services.orchestrator.run import TrainingLoop
 from quartet.services.orchestrator.step import StepTransaction
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
+    ActiveRun,
     Run,
-    Underway,
+    active_run,
     assert_same,
-    figures,
     orchestrator,
     run_to_the_end,
     services,
-    underway,
+    step_metrics,
     wait_for,
     weights,
 )
@@ -84,8 +84,8 @@ def break_off(config: Config, where: str, step: int, monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, crash)
-        with orchestrator(config) if config.services.actor.address else underway(config) as going:
-            ended = going.finish()
+        with orchestrator(config) if config.services.actor.address else active_run(config) as active:
+            ended = active.finish()
     assert ended.code == 1
     assert not ended.files.policy.exists()
 
@@ -114,8 +114,8 @@ def test_services_that_stayed_up_take_only_missing_updates(
 ) -> None:
     with services(make(**changes("ppo", toy_task))) as config:
         break_off(config, where, 4, monkeypatch)
-        with orchestrator(config) as going:
-            run = going.finish()
+        with orchestrator(config) as active:
+            run = active.finish()
     assert run.code == 0, run.progress.error
     assert_same(run, undisturbed("ppo"))
 
@@ -144,13 +144,13 @@ def test_a_stopped_run_resumes_where_it_stopped(
     make: MakeConfig, toy_task: ToyTask, undisturbed: Callable[[str], Run]
 ) -> None:
     config = make(**changes("ppo", toy_task))
-    with underway(config) as going:
-        wait_for(going, lambda: going.board.current().step >= 3)
-        going.control.stop()
-        first = going.finish()
+    with active_run(config) as active:
+        wait_for(active, lambda: active.board.current().step >= 3)
+        active.control.stop()
+        first = active.finish()
     assert first.progress.state in (RunState.STOPPED, RunState.FINISHED)
     run = run_to_the_end(config)
-    assert figures(run) == figures(undisturbed("ppo"))
+    assert step_metrics(run) == step_metrics(undisturbed("ppo"))
     assert weights(run) == weights(undisturbed("ppo"))
 
 
@@ -191,18 +191,18 @@ def test_a_truncated_commit_is_dropped(
 
 def test_a_second_orchestrator_is_refused_while_the_lease_is_held(make: MakeConfig) -> None:
     config = make(run={"steps": 100000})
-    with underway(config) as first:
+    with active_run(config) as first:
         wait_for(first, lambda: first.board.current().step >= 1)
-        with underway(config) as second:
+        with active_run(config) as second:
             refused = second.finish()
         assert refused.code == 1
         assert "another orchestrator is its leader" in refused.progress.error
         assert leads(first)
 
 
-def leads(going: Underway) -> bool:
-    step = going.board.current().step
-    wait_for(going, lambda: going.board.current().step > step)
+def leads(active: ActiveRun) -> bool:
+    step = active.board.current().step
+    wait_for(active, lambda: active.board.current().step > step)
     return True
 
 
@@ -213,8 +213,8 @@ def test_metrics_that_end_before_the_checkpoint_are_an_error(
     break_off(config, "generate", 6, monkeypatch)
     metrics = config.run_directory / "metrics.jsonl"
     metrics.write_text("".join(line + "\n" for line in metrics.read_text().splitlines()[:2]))
-    with underway(config) as going:
-        run = going.finish()
+    with active_run(config) as active:
+        run = active.finish()
     assert run.code == 2
     assert "end at step 2, the newest checkpoint is of step 4" in run.progress.error
 

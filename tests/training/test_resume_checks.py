@@ -1,4 +1,4 @@
-"""What a run may go on with, what a new run may find in its place, and what it does when its files cannot be read or written."""
+"""Checks before a resume, and errors for run files that cannot be read or written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control import run_control
 from quartet.services.orchestrator.control.run_control import RunControl
 from tests.training.conftest import MakeConfig
-from tests.training.runs import assert_same, json_lines, merged, parsed, run_to_the_end, underway
+from tests.training.runs import active_run, assert_same, json_lines, merged, parsed, run_to_the_end
 from tests.training.test_resume import break_off, changes
 
 EVALUATED: dict[str, Any] = {"evaluation": {"every_steps": 2, "max_prompts": 3}}
@@ -125,8 +125,8 @@ def test_a_truncated_trajectories_file_is_an_error(
     path = RunFiles(config.run_directory).trajectories / "step-000003.jsonl"
     whole = path.read_text()
     path.write_text("".join(whole.splitlines(keepends=True)[:2]))
-    with underway(config) as going:
-        run = going.finish()
+    with active_run(config) as running:
+        run = running.finish()
     assert run.code == 2
     assert f"trajectories {path}: has 2 lines, expected the step's 4" in run.progress.error
     assert len(run.metrics) == 3, "nothing was trained on it"
@@ -179,11 +179,11 @@ def test_a_full_disk_ends_the_run_with_a_remedy(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
-        with underway(config) as going:
+        with active_run(config) as running:
             if what == "asked":
-                going.control._persist = True
-            run = going.finish()
-            going.control._persist = False
+                running.control._persist = True
+            run = running.finish()
+            running.control._persist = False
     assert run.code == 1
     assert f"{files.root}/{what}" in run.progress.error
     assert "cannot be written (No space left on device); mend that, then go on with --resume" in run.progress.error

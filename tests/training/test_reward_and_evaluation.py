@@ -11,7 +11,7 @@ import pytest
 
 from quartet.demo.toy_task import ToyTask
 from tests.training.conftest import MakeConfig
-from tests.training.runs import json_lines, run_to_the_end, underway
+from tests.training.runs import active_run, json_lines, run_to_the_end
 
 FUNCTIONS = '''
 import json
@@ -76,8 +76,8 @@ def test_an_ensemble_reports_its_weighted_sum_and_each_part(
 
 def test_a_failing_reward_function_ends_the_run_with_its_name_and_error(make: MakeConfig, functions: Path) -> None:
     reward = {"source": "function", "function": "mine:fails", "model": None, "quote_texts": True}
-    with underway(make(reward=reward, critic={"model": None})) as going:
-        run = going.finish()
+    with active_run(make(reward=reward, critic={"model": None})) as running:
+        run = running.finish()
     assert run.code == 1
     assert all(part in run.progress.error for part in ("mine:fails", "ValueError", "no such thing"))
     assert not run.files.metrics.exists(), "a failed score is no score"

@@ -1,4 +1,4 @@
-"""The shipped example: a reward with a hole trips the guard, which pauses the run; with a length penalty it stays healthy."""
+"""The shipped example: a flawed reward triggers the guard, and a length penalty keeps the run healthy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from quartet.config import Config
 from quartet.demo.toy_task import ToyTask, make_toy_task
 from quartet.services.orchestrator.control.progress import RunState
-from tests.training.runs import merged, parsed, run_to_the_end, underway, wait_for
+from tests.training.runs import active_run, merged, parsed, run_to_the_end, wait_for
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "reward_hacking"
@@ -45,10 +45,10 @@ def test_a_reward_for_length_pauses_the_run_with_its_explanation(
     demo_toy_task: ToyTask, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    with underway(example("exploit.yaml", 60, demo_toy_task, redis_url, tmp_path)) as going:
-        wait_for(going, lambda: going.board.current().state is RunState.PAUSED, seconds=200)
-        going.control.stop()
-        run = going.finish()
+    with active_run(example("exploit.yaml", 60, demo_toy_task, redis_url, tmp_path)) as running:
+        wait_for(running, lambda: running.board.current().state is RunState.PAUSED, seconds=200)
+        running.control.stop()
+        run = running.finish()
     (alert,) = [alert for alert in run.progress.alerts if alert.guard == "reward_hacking"]
     assert alert.action == "pause"
     assert "response length from" in alert.evidence

@@ -1,4 +1,4 @@
-"""What a run tells of itself besides the files that it needs: tokens, timeline, tokenizer, TensorBoard."""
+"""Optional outputs of a run: tokens, timeline, tokenizer and sinks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quartet.services.orchestrator.run import TrainingRun
 from quartet.services.orchestrator.telemetry.run_telemetry import RunTelemetry
 from quartet.services.orchestrator.telemetry.timeline import Timeline
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, figures, json_lines, orchestrator, run_to_the_end, services, underway
+from tests.training.runs import Run, active_run, json_lines, orchestrator, run_to_the_end, services, step_metrics
 from tests.unit.telemetry.test_sinks import events, scalars, wandb_history
 
 STEPS = 3
@@ -46,8 +46,8 @@ def run(make: MakeConfig, toy_task: ToyTask) -> Run:
 
 
 def tokens(files: RunFiles) -> dict[str, bytes]:
-    found = files.tokens.iterdir() if files.tokens.exists() else []
-    return {path.name: path.read_bytes() for path in sorted(found)}
+    result = files.tokens.iterdir() if files.tokens.exists() else []
+    return {path.name: path.read_bytes() for path in sorted(result)}
 
 
 def test_tokens_agree_with_the_trajectories_of_their_step(run: Run) -> None:
@@ -56,16 +56,16 @@ def test_tokens_agree_with_the_trajectories_of_their_step(run: Run) -> None:
         lines = run.trajectories(step)
         assert len(lines) == SEQUENCES
         for index, line in enumerate(lines):
-            found = run.files.read_tokens(step, index)
-            assert found is not None
-            assert len(found.response_ids) == line["response_tokens"]
-            assert tokenizer.decode(found.response_ids.tolist(), skip_special_tokens=True) == line["response"]
-            assert tokenizer.decode(found.prompt_ids.tolist(), skip_special_tokens=False) == line["prompt"]
-            np.testing.assert_array_equal(found.kl, found.log_probs - found.reference_log_probs)
-            assert found.kl.sum() == pytest.approx(line["kl"], abs=1e-5)
-            assert (found.log_probs <= 0).all()
-            assert found.values is not None
-            assert len(found.values) == len(found.advantages) == len(found.returns) == line["response_tokens"]
+            result = run.files.read_tokens(step, index)
+            assert result is not None
+            assert len(result.response_ids) == line["response_tokens"]
+            assert tokenizer.decode(result.response_ids.tolist(), skip_special_tokens=True) == line["response"]
+            assert tokenizer.decode(result.prompt_ids.tolist(), skip_special_tokens=False) == line["prompt"]
+            np.testing.assert_array_equal(result.kl, result.log_probs - result.reference_log_probs)
+            assert result.kl.sum() == pytest.approx(line["kl"], abs=1e-5)
+            assert (result.log_probs <= 0).all()
+            assert result.values is not None
+            assert len(result.values) == len(result.advantages) == len(result.returns) == line["response_tokens"]
         whole = load_file(run.files.tokens / f"step-{step:06d}.safetensors")
         metrics = run.metrics[step - 1]
         assert len(whole["response_ids"]) == metrics["response_tokens"]
@@ -125,7 +125,7 @@ def test_the_timeline_has_every_service_of_every_step(run: Run) -> None:
 
 
 def test_tensorboard_has_every_metric_of_every_step(run: Run) -> None:
-    found = {(step, name): value for step, name, value in scalars(run.files.tensorboard)}
+    result = {(step, name): value for step, name, value in scalars(run.files.tensorboard)}
     expected = {
         (int(metrics["step"]), f"train/{name}"): value
         for metrics in run.metrics
@@ -137,8 +137,8 @@ def test_tensorboard_has_every_metric_of_every_step(run: Run) -> None:
         for name, value in summary.items()
         if name != "step"
     }
-    assert found.keys() == expected.keys()
-    assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
+    assert result.keys() == expected.keys()
+    assert result == pytest.approx(expected, rel=1e-6, nan_ok=True)
     assert not [note for note in run.progress.notes if "TensorBoard" in note]
 
 
@@ -151,7 +151,7 @@ def test_rolled_back_outputs_are_dropped_and_written_again(make: MakeConfig) -> 
     assert list(tokens(files)) == ["step-000001.safetensors", "step-000002.safetensors"]
     assert [line["step"] for line in json_lines(files.timeline)] == [1, 2]
     second = run_to_the_end(config)
-    assert figures(second) == figures(first)
+    assert step_metrics(second) == step_metrics(first)
     assert tokens(files) == before
     assert [line["step"] for line in json_lines(files.timeline)] == [1, 2, 3, 4]
     # What TensorBoard is told to forget, and from which step on.
@@ -182,9 +182,9 @@ def test_a_run_without_critic_has_no_values_and_an_adapter_is_its_own_reference(
             actor={"lora": {"rank": 2}},
         )
     )
-    found = run.files.read_tokens(1, 0)
-    assert found is not None
-    assert found.values is None
+    result = run.files.read_tokens(1, 0)
+    assert result is not None
+    assert result.values is None
     (line,) = json_lines(run.files.timeline)
     kinds = {(span["service"], span["phase"]) for span in line["spans"]}
     assert ("actor", "log_probs") in kinds
@@ -210,8 +210,8 @@ def test_a_full_disk_loses_tokens_and_timeline_but_not_the_run(make: MakeConfig)
         files.timeline.symlink_to(FULL)
         files.tensorboard.write_text("a file in the place of the folder")
         (files.root / ".tokenizer.writing").write_text("a file in the place of the folder")
-        with orchestrator(addressed) as going:
-            run = going.finish()
+        with orchestrator(addressed) as running:
+            run = running.finish()
     assert run.code == 0, run.progress.error
     assert len(run.metrics) == 2
     assert tokens(files) == {}
@@ -262,8 +262,8 @@ def test_a_sink_whose_package_is_missing_ends_the_run_before_its_first_step(
 def test_the_tokenizer_of_the_run_is_not_overwritten(make: MakeConfig) -> None:
     config = make(run={"steps": 1})
     files = RunFiles(config.run_directory)
-    with underway(config) as going:
-        going.finish()
+    with active_run(config) as running:
+        running.finish()
     kept = files.tokenizer / "tokenizer.json"
     kept.write_text(json.dumps({**json.loads(kept.read_text()), "version": "1.0"}))
     before = kept.stat().st_mtime_ns
@@ -283,7 +283,7 @@ def test_a_run_reports_to_wandb_and_mlflow(make: MakeConfig, tmp_path: Path, mon
     client = mlflow.MlflowClient(tracking_uri=uri)
     (told,) = client.search_runs([client.get_experiment_by_name("quartet").experiment_id])
     assert told.data.params["run.name"] == run.files.root.name
-    found = client.get_metric_history(told.info.run_id, "train/reward_mean")
-    assert [(metric.step, metric.value) for metric in found] == [
+    result = client.get_metric_history(told.info.run_id, "train/reward_mean")
+    assert [(metric.step, metric.value) for metric in result] == [
         (metrics["step"], metrics["reward_mean"]) for metrics in run.metrics
     ]

@@ -1,4 +1,4 @@
-"""An update computes with threads of its own, and what comes after it with as many as before."""
+"""An update uses its own number of threads, and later work uses the number from before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How updates are split is found once, kept with the run, and the same for all of it, whatever memory is free later."""
+"""Micro-batch sizes are measured once, stored with the run, and used for all of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quartet.services.orchestrator.algorithm import update_request
 from quartet.services.orchestrator.checkpointing import recovery
 from quartet.types import TRAINED_ROLES
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Run, assert_same, fleet, merged, orchestrator, run_to_the_end, underway
+from tests.training.runs import Run, active_run, assert_same, fleet, merged, orchestrator, run_to_the_end
 from tests.training.test_resume import break_off
 
 COMMON: dict[str, Any] = {"run": {"steps": 4}, "checkpoint": {"every_steps": 2}, "recovery": {"backoff_seconds": 0.01}}
@@ -44,28 +44,30 @@ def small(make: MakeConfig) -> Run:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Role, step and tokens of every update that is asked for."""
-    found: list[tuple[str, int, int]] = []
+    result: list[tuple[str, int, int]] = []
     real = update_request.start_update
 
     def begin(client: Any, config: Any, step: int, epoch: int, rate: Any, tokens: int) -> Any:
-        found.append((client.role.value, step, tokens))
+        result.append((client.role.value, step, tokens))
         return real(client, config, step, epoch, rate, tokens)
 
     for module in (update_request, recovery):
         monkeypatch.setattr(module, "start_update", begin)
-    return found
+    return result
 
 
 def recorded(files: RunFiles) -> dict[str, int]:
-    found: dict[str, int] = json.loads(files.identity.read_text())["micro_batch_tokens"]
-    return found
+    result: dict[str, int] = json.loads(files.identity.read_text())["micro_batch_tokens"]
+    return result
 
 
 def test_measured_micro_batches_are_stored_and_noted(small: Run) -> None:
-    found = recorded(small.files)
-    assert found.keys() == {"actor", "critic"}
-    assert all(tokens < 4096 and tokens & (tokens - 1) == 0 for tokens in found.values())
-    assert any(note.startswith(f"actor: updates use micro-batches of {found['actor']} tokens") for note in small.progress.notes)
+    result = recorded(small.files)
+    assert result.keys() == {"actor", "critic"}
+    assert all(tokens < 4096 and tokens & (tokens - 1) == 0 for tokens in result.values())
+    assert any(
+        note.startswith(f"actor: updates use micro-batches of {result['actor']} tokens") for note in small.progress.notes
+    )
 
 
 def test_ample_memory_is_not_noted(make: MakeConfig) -> None:
@@ -108,8 +110,8 @@ def test_a_service_restart_with_other_free_memory_is_bit_identical(
             return real(client, *arguments)
 
         monkeypatch.setattr(update_request, "start_update", begin)
-        with orchestrator(started.config) as going:
-            run = going.finish()
+        with orchestrator(started.config) as running:
+            run = running.finish()
     assert lost
     assert_same(run, small)
 
@@ -127,8 +129,8 @@ def test_a_changed_micro_batch_size_is_refused(
 ) -> None:
     config = make(**COMMON, actor={"micro_batch_tokens": before})
     break_off(config, "generate", 3, monkeypatch)
-    with underway(changed(config, actor={"micro_batch_tokens": now})) as going:
-        run = going.finish()
+    with active_run(changed(config, actor={"micro_batch_tokens": now})) as running:
+        run = running.finish()
     assert run.code == 2
     assert "actor.micro_batch_tokens" in run.progress.error
 

@@ -12,28 +12,28 @@ from quartet.run_directory.run_files import RunFiles
 from tests.gateway.live_runs import eventually, live
 from tests.gateway.serving import Gateway, a_run, serving
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Underway, json_lines
+from tests.training.runs import ActiveRun, json_lines
 
 
 @pytest.fixture(scope="module")
-def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Underway]:
+def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActiveRun]:
     with live(make, tmp_path_factory.mktemp("commanded"), "commanded") as (found, _):
         yield found
 
 
 @pytest.fixture(scope="module")
-def gateway(going: Underway) -> Iterator[Gateway]:
+def gateway(going: ActiveRun) -> Iterator[Gateway]:
     with serving(going.config.run.directory) as found:
         yield found
 
 
-def audit(going: Underway) -> list[tuple[str, dict[str, Any], str]]:
+def audit(going: ActiveRun) -> list[tuple[str, dict[str, Any], str]]:
     lines = json_lines(RunFiles(going.config.run_directory).audit)
     assert {line["user"] for line in lines} == {"operator 127.0.0.1"}
     return [(line["command"], line["details"], line["outcome"]) for line in lines]
 
 
-def pause(going: Underway, gateway: Gateway) -> int:
+def pause(going: ActiveRun, gateway: Gateway) -> int:
     """Pause the run; return the last committed step."""
     answer = gateway.client.post("/runs/commanded/pause")
     assert answer.status_code == 202
@@ -41,14 +41,14 @@ def pause(going: Underway, gateway: Gateway) -> int:
     return int(eventually(going.board.current, lambda progress: progress.state == "paused").step)
 
 
-def test_a_run_pauses_and_resumes(going: Underway, gateway: Gateway) -> None:
+def test_a_run_pauses_and_resumes(going: ActiveRun, gateway: Gateway) -> None:
     step = pause(going, gateway)
     assert gateway.client.post("/runs/commanded/resume").status_code == 202
     eventually(going.board.current, lambda progress: progress.step > step)
     assert [command for command, _, outcome in audit(going) if outcome == "accepted"][-2:] == ["pause", "resume"]
 
 
-def test_a_changed_setting_applies_to_the_next_step(going: Underway, gateway: Gateway) -> None:
+def test_a_changed_setting_applies_to_the_next_step(going: ActiveRun, gateway: Gateway) -> None:
     step = pause(going, gateway)
     bounds = {item["name"]: item for item in gateway.client.get("/runs/commanded/settings").json()["settings"]}
     assert set(bounds) == {"kl_coefficient", "actor.learning_rate", "critic.learning_rate"}
@@ -90,7 +90,7 @@ def test_a_changed_setting_applies_to_the_next_step(going: Underway, gateway: Ga
     ],
 )
 def test_an_invalid_value_is_refused_with_its_field_and_changes_nothing(
-    going: Underway, gateway: Gateway, body: dict[str, Any], field: str
+    going: ActiveRun, gateway: Gateway, body: dict[str, Any], field: str
 ) -> None:
     before = gateway.client.get("/runs/commanded/settings").json()["changes"]
     answer = gateway.client.patch("/runs/commanded/settings", json=body)
@@ -107,7 +107,7 @@ def test_true_is_not_a_valid_step(gateway: Gateway) -> None:
 
 
 def test_a_command_succeeds_if_its_audit_entry_cannot_be_written(
-    going: Underway, gateway: Gateway, tmp_path: Path
+    going: ActiveRun, gateway: Gateway, tmp_path: Path
 ) -> None:
     idle = a_run(tmp_path)
     running = RunFiles(going.config.run_directory).audit
@@ -134,7 +134,7 @@ def test_only_the_newest_changes_are_returned(tmp_path: Path) -> None:
     assert [item["step"] for item in changes] == list(range(51, 251))
 
 
-def test_a_checkpoint_is_saved_and_the_run_rolled_back_to_it(going: Underway, gateway: Gateway) -> None:
+def test_a_checkpoint_is_saved_and_the_run_rolled_back_to_it(going: ActiveRun, gateway: Gateway) -> None:
     refused = gateway.client.post("/runs/commanded/rollback", json={"step": 399})
     assert refused.status_code == 422
     assert refused.json()["fields"][0]["field"] == "body.step"

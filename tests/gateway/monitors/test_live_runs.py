@@ -24,23 +24,23 @@ from quartet.types import MODEL_ROLES, Role
 from tests.gateway.live_runs import eventually, live
 from tests.gateway.serving import PATIENCE, Gateway, a_run, serving
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Fleet, Underway
+from tests.training.runs import Fleet, ActiveRun
 
 
 @pytest.fixture(scope="module")
-def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Underway, Fleet]]:
+def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ActiveRun, Fleet]]:
     with live(make, tmp_path_factory.mktemp("live"), "live") as found:
         found[0].control.pause()
         yield found
 
 
 @pytest.fixture(scope="module")
-def gateway(going: tuple[Underway, Fleet]) -> Iterator[Gateway]:
+def gateway(going: tuple[ActiveRun, Fleet]) -> Iterator[Gateway]:
     with serving(going[0].config.run.directory) as found:
         yield found
 
 
-def test_the_event_stream_follows_the_progress_of_a_run(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
+def test_the_event_stream_follows_the_progress_of_a_run(going: tuple[ActiveRun, Fleet], gateway: Gateway) -> None:
     run, _ = going
     eventually(lambda: run.board.current().phase, lambda phase: phase == "paused")
     with gateway.stream("live") as stream:
@@ -60,7 +60,7 @@ def test_the_event_stream_follows_the_progress_of_a_run(going: tuple[Underway, F
     assert detail["progress"]["step"] == last.data["step"]
 
 
-def test_a_lost_service_is_unreachable_until_it_returns(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
+def test_a_lost_service_is_unreachable_until_it_returns(going: tuple[ActiveRun, Fleet], gateway: Gateway) -> None:
     _, services = going
 
     def health() -> dict[str, str]:
@@ -96,7 +96,7 @@ def test_services_report_identity_and_load(gateway: Gateway) -> None:
     assert 0 <= found["load"] <= 1
 
 
-def test_the_buffer_shows_stored_experience(going: tuple[Underway, Fleet], gateway: Gateway) -> None:
+def test_the_buffer_shows_stored_experience(going: tuple[ActiveRun, Fleet], gateway: Gateway) -> None:
     run, _ = going
     eventually(lambda: run.board.current().phase, lambda phase: phase == "paused")
     url = run.config.buffer.url

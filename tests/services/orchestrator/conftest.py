@@ -1,4 +1,4 @@
-"""A run of its own for each test, and its stream."""
+"""A separate run and stream for each test."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def run(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def stream(redis_client: Redis, redis_url: str, run: str) -> RolloutStream:
-    found = RolloutStream(redis_client, redis_url, run)
-    found.reset()
-    return found
+    result = RolloutStream(redis_client, redis_url, run)
+    result.reset()
+    return result

@@ -1,4 +1,4 @@
-"""Stand-ins for the services: what they answer follows from what they are asked, and when is up to the test."""
+"""Fake services: results follow from the requests, and the test decides when calls end."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class Scorer:
         return self.processes
 
     def _call(self, name: str, compute: Callable[[], Any]) -> Any:
-        found = FakeCall(compute)
-        self.calls.append(found)
+        actual = FakeCall(compute)
+        self.calls.append(actual)
         if name == self._fails_at:
-            found.answer(self._failure)
+            actual.answer(self._failure)
         elif not self._held:
-            found.answer()
-        return found
+            actual.answer()
+        return actual
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> Any:
         self.batches.append(batch)

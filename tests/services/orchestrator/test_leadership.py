@@ -1,4 +1,4 @@
-"""What an orchestrator that was started by itself makes of the run's directory that it finds."""
+"""Run directory of an orchestrator without a launcher."""
 
 from __future__ import annotations
 

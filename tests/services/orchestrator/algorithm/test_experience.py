@@ -23,9 +23,9 @@ LIMIT = 8
 
 
 def moments(*seen: float) -> RunningMoments:
-    found = RunningMoments()
-    found.update(torch.tensor(seen))
-    return found
+    result = RunningMoments()
+    result.update(torch.tensor(seen))
+    return result
 
 
 def scored(
@@ -118,7 +118,7 @@ def expected_gae(
     advantages, returns = [], []
     for item, row in zip(items, rewards, strict=True):
         values = item.values.tolist()
-        following, found = 0.0, []
+        following, result = 0.0, []
         for place in reversed(range(len(row))):
             after = values[place + 1] if place + 1 < len(row) else 0.0
             following = (
@@ -127,9 +127,9 @@ def expected_gae(
                 - values[place]
                 + algorithm.gamma * algorithm.gae_lambda * following
             )
-            found.append(following)
-        advantages += found[::-1]
-        returns += [advantage + value for advantage, value in zip(found[::-1], values, strict=True)]
+            result.append(following)
+        advantages += result[::-1]
+        returns += [advantage + value for advantage, value in zip(result[::-1], values, strict=True)]
     return advantages, returns
 
 
@@ -144,7 +144,7 @@ def expected_without_critic(
             for place in range(len(row))
         ]
     paid = [math.fsum(row) for row in rewards]
-    found = []
+    result = []
     for index, (item, row) in enumerate(zip(items, rewards, strict=True)):
         same = [j for j, other in enumerate(items) if other.trajectory.id.prompt == item.trajectory.id.prompt]
         if algorithm.estimator == "reinforce":
@@ -158,8 +158,8 @@ def expected_without_critic(
             if algorithm.grpo_normalize_std:
                 variance = math.fsum((paid[j] - mean) ** 2 for j in same) / (len(same) - 1)
                 advantage /= math.sqrt(variance) + 1e-4
-        found += [advantage] * len(row)
-    return found
+        result += [advantage] * len(row)
+    return result
 
 
 def moments_of(numbers: list[float]) -> tuple[float, float]:
@@ -225,9 +225,9 @@ def test_experience_agrees_with_the_formulas(
         tree.whiten_rewards or tree.normalizes_advantages or (tree.estimator == "grpo" and tree.grpo_normalize_std)
     )
     for name, numbers in expected.items():
-        found = getattr(experience, name)
-        assert found.dtype == np.float32
-        np.testing.assert_allclose(found, numbers, rtol=1e-3, atol=2e-2 if divides else 1e-4, err_msg=name)
+        result = getattr(experience, name)
+        assert result.dtype == np.float32
+        np.testing.assert_allclose(result, numbers, rtol=1e-3, atol=2e-2 if divides else 1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -368,11 +368,11 @@ def test_the_length_reward_correlation_detects_a_preference_for_length() -> None
 
 
 def test_repetition_and_distinct_metrics() -> None:
-    def figures(*responses: list[int]) -> dict[str, float]:
+    def metrics_of(*responses: list[int]) -> dict[str, float]:
         return response_metrics([np.array(ids, np.int32) for ids in responses])
 
     # Of 6 tokens 3 differ; of the 4 pairs 56 65 56 57 three.
-    alike = figures([5, 6, 5, 6], [5, 7])
+    alike = metrics_of([5, 6, 5, 6], [5, 7])
     assert (alike["distinct_1"], alike["distinct_2"]) == pytest.approx((3 / 6, 3 / 4))
     # One of the four 3-grams of the last response repeats an earlier one; the others are too short to repeat.
-    assert figures([5], [5, 6], [5, 6, 7, 5, 6, 7])["repetition"] == pytest.approx(1 / 4 / 3)
+    assert metrics_of([5], [5, 6], [5, 6, 7, 5, 6, 7])["repetition"] == pytest.approx(1 / 4 / 3)

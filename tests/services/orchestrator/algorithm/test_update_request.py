@@ -1,4 +1,4 @@
-"""What an Update request carries follows from the config and the step."""
+"""Update requests follow from the config and the step."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def config(**sections: Any) -> Config:
 
 
 def rates(**actor: Any) -> list[float]:
-    found = config(actor=actor)
-    return [learning_rate_at(found, found.actor, step) for step in range(1, 11)]
+    result = config(actor=actor)
+    return [learning_rate_at(result, result.actor, step) for step in range(1, 11)]
 
 
 def test_a_learning_rate_is_constant_by_default() -> None:
@@ -40,37 +40,43 @@ def test_a_learning_rate_is_constant_by_default() -> None:
 
 
 def test_a_warm_up_and_a_linear_schedule() -> None:
-    found = rates(warmup_steps=2, schedule="linear", final_learning_rate=0.2)
-    assert found == pytest.approx([0.5, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
+    result = rates(warmup_steps=2, schedule="linear", final_learning_rate=0.2)
+    assert result == pytest.approx([0.5, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
 
 
 def test_a_cosine_schedule_ends_after_the_last_step() -> None:
-    found = rates(schedule="cosine", final_learning_rate=0.5)
-    assert found == pytest.approx([0.75 + 0.25 * math.cos(math.pi * step / 10) for step in range(10)])
-    assert found == sorted(found, reverse=True)
+    result = rates(schedule="cosine", final_learning_rate=0.5)
+    assert result == pytest.approx([0.75 + 0.25 * math.cos(math.pi * step / 10) for step in range(10)])
+    assert result == sorted(result, reverse=True)
 
 
 def test_the_policy_is_frozen_while_the_critic_warms_up() -> None:
-    found = config(algorithm={"critic_warmup_steps": 2, "num_epochs": 3})
-    assert [optimization_at(found, found.actor, step).num_epochs for step in (1, 2, 3)] == [0, 0, 3]
-    assert [optimization_at(found, found.critic, step).num_epochs for step in (1, 2, 3)] == [3, 3, 3]
+    result = config(algorithm={"critic_warmup_steps": 2, "num_epochs": 3})
+    assert [optimization_at(result, result.actor, step).num_epochs for step in (1, 2, 3)] == [0, 0, 3]
+    assert [optimization_at(result, result.critic, step).num_epochs for step in (1, 2, 3)] == [3, 3, 3]
 
 
 def test_actor_and_critic_have_separate_schedules() -> None:
-    found = config(critic={"learning_rate": 4.0, "warmup_steps": 4})
-    assert [optimization_at(found, trained, 1).learning_rate for trained in (found.actor, found.critic)] == [1.0, 1.0]
-    assert [optimization_at(found, trained, 4).learning_rate for trained in (found.actor, found.critic)] == [1.0, 4.0]
+    result = config(critic={"learning_rate": 4.0, "warmup_steps": 4})
+    assert [optimization_at(result, trained, 1).learning_rate for trained in (result.actor, result.critic)] == [
+        1.0,
+        1.0,
+    ]
+    assert [optimization_at(result, trained, 4).learning_rate for trained in (result.actor, result.critic)] == [
+        1.0,
+        4.0,
+    ]
 
 
 def test_the_treatment_of_nan_is_part_of_the_request() -> None:
-    found = config()
-    assert not optimization_at(found, found.actor, 1).skip_non_finite
-    found = config(algorithm={"non_finite": "skip"})
-    assert optimization_at(found, found.critic, 1).skip_non_finite
+    result = config()
+    assert not optimization_at(result, result.actor, 1).skip_non_finite
+    result = config(algorithm={"non_finite": "skip"})
+    assert optimization_at(result, result.critic, 1).skip_non_finite
 
 
 def test_every_optimisation_setting_is_sent() -> None:
-    found = config(
+    result = config(
         run={"seed": 11},
         algorithm={"num_epochs": 3, "num_mini_batches": 5, "non_finite": "skip"},
         actor={"learning_rate": 0.25, "optimizer": {"max_grad_norm": 0.7}},
@@ -79,9 +85,9 @@ def test_every_optimisation_setting_is_sent() -> None:
     expected = OptimizationSettings(
         num_epochs=3, num_mini_batches=5, learning_rate=0.25, max_grad_norm=0.7, seed=11, skip_non_finite=True
     )
-    assert optimization_at(found, found.actor, 4) == expected
-    assert optimization_at(found, found.critic, 4) == replace(expected, learning_rate=0.5, max_grad_norm=0.0)
-    assert optimization_at(found, found.actor, 4, 0.25, 512) == replace(expected, micro_batch_tokens=512)
+    assert optimization_at(result, result.actor, 4) == expected
+    assert optimization_at(result, result.critic, 4) == replace(expected, learning_rate=0.5, max_grad_norm=0.0)
+    assert optimization_at(result, result.actor, 4, 0.25, 512) == replace(expected, micro_batch_tokens=512)
 
 
 @pytest.mark.parametrize("value_clip", [0.0, 0.45])

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, described truly, the newest kept."""
+"""Checkpoints are complete or absent, described accurately, and the newest are kept."""
 
 from __future__ import annotations
 

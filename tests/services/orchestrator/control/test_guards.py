@@ -1,4 +1,4 @@
-"""Guards: each holds where its figures say so, names them, and is silent on a healthy run."""
+"""Guards: each raises an alert for its metrics, and none for a healthy run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ HEALTHY = {
 def run(steps: list[dict[str, float]], **config: Any) -> list[Alert]:
     """The alerts of a run whose metrics are healthy but for what each step says."""
     guards = Guards(GuardsConfig(**{"window_steps": 8, **config}))
-    found: list[Alert] = []
+    result: list[Alert] = []
     for number, changes in enumerate(steps, 1):
-        found += guards.check({"step": number, **HEALTHY, **changes})
-    return found
+        result += guards.check({"step": number, **HEALTHY, **changes})
+    return result
 
 
 def names(alerts: list[Alert]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The progress board: every watcher sees every step, however late or slow it is."""
+"""Progress board and run control: every watcher sees every step, and commands reach the run."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_every_field_of_the_progress_crosses_the_wire(peer: ServiceChannel, boar
     board.alert(Alert(2, "mismatch", "pause", "seen", "do"))
     board.update(recoveries=3, notes_before=4, alerts_before=5)
     stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
-    found = peer.call(stub.GetProgress, orchestrator_pb2.GetProgressRequest(), 5, "GetProgress").progress
+    actual = peer.call(stub.GetProgress, orchestrator_pb2.GetProgressRequest(), 5, "GetProgress").progress
     expected = orchestrator_pb2.Progress(
         run="run",
         state=orchestrator_pb2.RUN_STATE_PAUSED,
@@ -159,8 +159,8 @@ def test_every_field_of_the_progress_crosses_the_wire(peer: ServiceChannel, boar
         notes_before=4,
         alerts_before=5,
     )
-    assert found == expected
-    assert {field.name for field, _ in found.ListFields()} == set(orchestrator_pb2.Progress.DESCRIPTOR.fields_by_name)
+    assert actual == expected
+    assert {field.name for field, _ in actual.ListFields()} == set(orchestrator_pb2.Progress.DESCRIPTOR.fields_by_name)
 
 
 def test_a_remote_watcher_is_shown_every_step_until_the_end(peer: ServiceChannel, board: ProgressBoard) -> None:
@@ -251,7 +251,7 @@ def test_a_late_watcher_receives_a_limited_history() -> None:
     assert [progress.step for progress in seen if progress] == list(range(HISTORY + 1, 2 * HISTORY + 1))
     next(watcher)
     commit(board, 2 * HISTORY + 1)
-    assert [found.step for found in (next(watcher), next(watcher)) if found] == [2 * HISTORY + 1] * 2
+    assert [actual.step for actual in (next(watcher), next(watcher)) if actual] == [2 * HISTORY + 1] * 2
     assert len(board._history) == HISTORY
 
 
@@ -265,9 +265,9 @@ def test_the_last_notes_and_alerts_are_kept_and_the_dropped_ones_counted() -> No
         board.alert(Alert(number, "kl", "warn", "", ""))
         board.note(str(number))
     board.recovering("lost")
-    found = board.current()
-    assert found.notes == [*map(str, range(4, HISTORY + 3)), "recovering: lost"]
-    assert found.notes_before == 4
-    assert [alert.step for alert in found.alerts] == list(range(3, HISTORY + 3))
-    assert found.alerts_before == 3
-    assert (found.state, found.recoveries) == (RunState.RECOVERING, 1)
+    actual = board.current()
+    assert actual.notes == [*map(str, range(4, HISTORY + 3)), "recovering: lost"]
+    assert actual.notes_before == 4
+    assert [alert.step for alert in actual.alerts] == list(range(3, HISTORY + 3))
+    assert actual.alerts_before == 3
+    assert (actual.state, actual.recoveries) == (RunState.RECOVERING, 1)

@@ -1,4 +1,4 @@
-"""Services that fail for some trajectories, and a step that is collected from them."""
+"""Scoring services that fail for chosen trajectories, and a step collected from them."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class PickyScorer:
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> Any:
         self.fields.append(list(fields))
-        found = np.array([prompt + sample / 8 for prompt, sample in names(batch)], np.float32)
-        return self._call("score", batch, lambda: Scores(found, {"half": found / 2}))
+        result = np.array([prompt + sample / 8 for prompt, sample in names(batch)], np.float32)
+        return self._call("score", batch, lambda: Scores(result, {"half": result / 2}))
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> Any:
         return self._call("log_probs", batch, lambda: -responses(batch))

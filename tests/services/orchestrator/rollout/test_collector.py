@@ -1,4 +1,4 @@
-"""Collecting a step from a real stream: composition by rule, repeats recognised, failures raised and calls let go."""
+"""Collection of a step from a real stream: batch composition, duplicates, failures and cancellation."""
 
 from __future__ import annotations
 

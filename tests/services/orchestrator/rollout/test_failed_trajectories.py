@@ -1,4 +1,4 @@
-"""What cannot be scored at all: set aside with its error, replaced by the next sample of its prompt."""
+"""Trajectories that cannot be scored: recorded with their error, and replaced by the next sample of the prompt."""
 
 from __future__ import annotations
 

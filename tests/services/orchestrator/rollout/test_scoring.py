@@ -1,4 +1,4 @@
-"""What a service fails to score: tried again by rule, and whose fault it is."""
+"""Failed scoring calls: retries by rule, and whether the service or a trajectory is at fault."""
 
 from __future__ import annotations
 
@@ -187,10 +187,10 @@ def test_requests_and_failures_do_not_depend_on_the_order_of_responses(run: str)
         scoring = scoring_of(scorer, batches, run)
         answer_in(np.random.default_rng(seed).permutation(9).tolist(), scorer, scoring)
         aside = sorted((str(item.trajectory.id), item.attempts, item.error) for item in scoring.failed_trajectories)
-        found = sorted(str(item.trajectory.id) for item in scoring.scored)
-        seen.append((scorer.asked, aside, found))
+        result = sorted(str(item.trajectory.id) for item in scoring.scored)
+        seen.append((scorer.asked, aside, result))
     assert all(one == seen[0] for one in seen)
-    asked, aside, found = seen[0]
+    asked, aside, result = seen[0]
     assert asked["score"] == [
         [(0, 0), (1, 0)],
         [(2, 0), (3, 0)],
@@ -204,7 +204,7 @@ def test_requests_and_failures_do_not_depend_on_the_order_of_responses(run: str)
         [(5, 0)],
     ]
     assert [id.split("/")[2] for id, _, _ in aside] == ["0", "1", "5"]
-    assert [id.split("/")[2] for id in found] == ["2", "3", "4"]
+    assert [id.split("/")[2] for id in result] == ["2", "3", "4"]
 
 
 def test_cancel_includes_the_retry_of_a_batch(run: str) -> None:

@@ -1,4 +1,4 @@
-"""The timeline of a step: what was done when, joined where it is much."""
+"""Timeline of a step: spans of calls and blocks, merged if there are many."""
 
 from __future__ import annotations
 
