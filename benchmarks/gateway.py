@@ -1,6 +1,6 @@
-"""The gateway under load while a run trains on the same cores: 100 event streams and 50 requests a second.
+"""Load the gateway with 100 event streams and 50 requests per second while a run trains on the same cores.
 
-`make gateway-load`, or python -m benchmarks.gateway. The run goes on all the time; the load is switched on and off in turns, so
+`make gateway-load`, or python -m benchmarks.gateway. The run continues throughout; the load is switched on and off in turns, so
 that both are measured in one run. Counts events that a stream lost, the requests' latency, by how much the run slows down, and
 the gateway's and the load's own shares of the processors. Exits 1 when an event is lost, a request fails, p99 is 500 ms or more,
 or the run slows down by more than those shares.
@@ -35,16 +35,16 @@ from quartet.types import MODEL_ROLES
 RUN = "loaded"
 STREAMS = 100
 REQUESTS = 50
-"""A second."""
+"""Requests per second."""
 LIMIT = 0.5
-"""Seconds that 99 of 100 requests have to be answered in."""
+"""Maximum 99th percentile of the latency, in seconds."""
 STEPS = 100_000
-"""More than the measurement lasts; the run is stopped at its end."""
+"""More steps than the measurement needs; the run is stopped at its end."""
 
 
 @dataclass
 class Turn:
-    """Some time with the load on or off: seconds of the steps that lie in it, and CPU seconds by whose they are."""
+    """A period with the load on or off: durations of its steps, and CPU seconds by owner."""
 
     loaded: bool
     seconds: float
@@ -54,18 +54,18 @@ class Turn:
 
 @dataclass
 class Load:
-    """What the load saw."""
+    """Results of the load."""
 
     latencies: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     streams: list[list[int]] = field(default_factory=list)
-    """The steps that each stream was sent, in order."""
+    """The steps that each stream received, in order."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("gateway", __doc__)
-    parser.add_argument("--turns", type=positive, default=6, help="how often the load goes on and off")
-    parser.add_argument("--seconds", type=float, default=20.0, help="length of a turn")
+    parser.add_argument("--turns", type=positive, default=6, help="number of periods with and without load")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of a period in seconds")
     add_shared(parser, "build/gateway-load", Path("docs/gateway.md"), kept="the run is")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
@@ -152,7 +152,7 @@ async def _turn(root: Path, pid: int, loaded: bool, seconds: float, client: Any,
     done = _steps(root)[steps:]
     if loaded:
         last = steps + len(done)
-        await asyncio.sleep(2)  # What is on its way arrives.
+        await asyncio.sleep(2)  # Let pending events arrive.
         for task in streams:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
@@ -209,7 +209,7 @@ def _steps(root: Path) -> list[float]:
 
 
 def _cpu(pid: int) -> dict[str, float]:
-    """CPU seconds so far: of the gateway, of all else that the run consists of, and of this load."""
+    """Return the CPU seconds so far: of the gateway, of the run's other processes, and of this load."""
     found = {"gateway": 0.0, "run": 0.0}
     parent = psutil.Process(pid)
     for process in [parent, *parent.children(recursive=True)]:
@@ -228,7 +228,7 @@ def _report(turns: list[Turn], load: Load) -> dict[str, Any]:
         return [turn for turn in turns if turn.loaded is loaded]
 
     def rate(part: list[Turn]) -> float:
-        """Steps a second, over whole turns: what is lost between steps counts too."""
+        """Return the steps per second over whole periods, including the time between steps."""
         return sum(len(turn.steps) + 1 for turn in part) / sum(turn.seconds for turn in part)
 
     def share(name: str, part: list[Turn]) -> float:

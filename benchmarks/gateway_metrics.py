@@ -1,6 +1,6 @@
-"""How long the gateway takes to answer for the metrics of a long run: whole requests over HTTP, on files as a run writes them.
+"""Measure the response time of metrics requests for a long run: complete HTTP requests on files as a run writes them.
 
-`make gateway-metrics`, or python -m benchmarks.gateway_metrics. Prints the figures as JSON, milliseconds. Exits 1 when the median
+`make gateway-metrics`, or python -m benchmarks.gateway_metrics. Prints the results as JSON, in milliseconds. Exits 1 when the median
 of the dashboard's question, warm, is `LIMIT` or more.
 """
 
@@ -41,7 +41,7 @@ DASHBOARD = "12 metrics, 600 points"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=positive, default=100_000)
     parser.add_argument("--repeats", type=positive, default=31)
@@ -49,29 +49,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         megabytes = write_run(Path(folder), options.steps)
-        figures = measure(Path(folder), options.repeats)
-    found = {"steps": options.steps, "metrics": len(NAMES), "file_megabytes": round(megabytes, 1), **figures}
-    print(json.dumps(found, indent=2))
-    page.write(page_of(parser, options), "gateway-metrics", table(found))
-    median = figures[DASHBOARD]["median"]
+        results = measure(Path(folder), options.repeats)
+    report = {"steps": options.steps, "metrics": len(NAMES), "file_megabytes": round(megabytes, 1), **results}
+    print(json.dumps(report, indent=2))
+    page.write(page_of(parser, options), "gateway-metrics", table(report))
+    median = results[DASHBOARD]["median"]
     print(f"{DASHBOARD}: median {median} ms, limit {LIMIT:g} ms", file=sys.stderr)
     return 0 if median < LIMIT else 1
 
 
-def table(found: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+def table(report: dict[str, Any]) -> str:
+    """Return the results as Markdown."""
     rows = [
-        f"| {name} | {figures['median']} | {figures['p95']} |" for name, figures in found.items() if name in QUESTIONS
+        f"| {name} | {results['median']} | {results['p95']} |" for name, results in report.items() if name in QUESTIONS
     ]
-    cold = found["first answer, which reads the file"]["once"]
+    cold = report["first answer, which reads the file"]["once"]
     return "\n".join(["| question | median, ms | 95 of 100, ms |", "|---|---|---|", *rows]) + (
-        f"\n\n{found['steps']:,} steps of {found['metrics']} metrics, {found['file_megabytes']} MB. The first "
+        f"\n\n{report['steps']:,} steps of {report['metrics']} metrics, {report['file_megabytes']} MB. The first "
         f"answer, which reads the file, took {cold / 1000:.1f} s."
     )
 
 
 def write_run(folder: Path, steps: int) -> float:
-    """A run that took so many steps; gives the size of its metrics, megabytes."""
+    """Create a run with this many steps; return the size of its metrics in megabytes."""
     tree = {"data": {"prompts": "prompts.jsonl"}, "actor": {"model": "actor"}, "reward": {"model": "reward"}}
     config = parse_config({**tree, "run": {"name": "long", "steps": steps, "directory": str(folder)}}, "benchmark")
     files = RunFiles(config.run_directory)
@@ -85,7 +85,7 @@ def write_run(folder: Path, steps: int) -> float:
 
 
 def measure(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each question: the first answer to any is `cold`, as it reads the file."""
+    """Return the milliseconds of each request. The first response, `cold`, includes reading the file."""
     reader, writer = os.pipe()
     gateway = subprocess.Popen(
         [sys.executable, "-m", "quartet.gateway", "--runs", str(folder), "--ready-fd", str(writer)],
@@ -99,26 +99,26 @@ def measure(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
             address = json.loads(pipe.readline())["address"]
         connection = http.client.HTTPConnection(address, timeout=60)
         cold = ask(connection, QUESTIONS[DASHBOARD])
-        found = {}
+        report = {}
         for name, path in QUESTIONS.items():
             times = sorted(ask(connection, path) for _ in range(repeats))
-            found[name] = {
+            report[name] = {
                 "median": round(statistics.median(times), 2),
                 "p95": round(times[min(len(times) - 1, math.ceil(0.95 * len(times)) - 1)], 2),
             }
-        return {"first answer, which reads the file": {"once": round(cold, 1)}, **found}
+        return {"first answer, which reads the file": {"once": round(cold, 1)}, **report}
     finally:
         gateway.terminate()
         gateway.wait()
 
 
 def ask(connection: http.client.HTTPConnection, path: str) -> float:
-    """Milliseconds until the whole answer is there. Raises RuntimeError unless it is one."""
-    begun = time.perf_counter()
+    """Return the milliseconds until the complete response. Raises RuntimeError if it is an error."""
+    started = time.perf_counter()
     connection.request("GET", f"/api/v1{path}", headers={"authorization": f"Bearer {TOKEN}"})
     response = connection.getresponse()
     content = response.read()
-    milliseconds = 1000 * (time.perf_counter() - begun)
+    milliseconds = 1000 * (time.perf_counter() - started)
     if response.status != 200:
         raise RuntimeError(f"{path}: {response.status} {content[:300]!r}")
     return milliseconds

@@ -65,7 +65,7 @@ class RunLauncher:
         return {name: process for name, process in self._processes.copy().items() if process.poll() is None}
 
     def _with_gateway_settings(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the config with this gateway's run folder, and without a gateway of its own."""
+        """Return the config with this gateway's run folder, and with its own gateway disabled."""
         tree = dict(given)
         run, gateway = tree.get("run", {}), tree.get("gateway", {})
         if isinstance(run, dict):

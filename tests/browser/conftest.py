@@ -1,4 +1,4 @@
-"""A headless Chromium, and the runs that the dashboard's tests look at."""
+"""A headless Chromium, and the runs that the dashboard's tests show."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 class Open(Protocol):
-    """Opens the dashboard of a gateway, signed in."""
+    """A function that opens the dashboard of a gateway, signed in."""
 
     def __call__(
         self, gateway: Gateway, *, theme: str = "dark", phone: bool = False
@@ -32,7 +32,7 @@ class Open(Protocol):
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
-    """The browser."""
+    """Start the browser."""
     path = os.environ.get("QUARTET_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("no Chromium here; install one, or name it in QUARTET_CHROMIUM")
@@ -46,7 +46,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def open_dashboard(chromium: Any) -> Open:
-    """Windows of a browser of this session's own; each asserts at its end that nothing went wrong in it."""
+    """Return a function that opens windows. Each window asserts at its end that it had no errors."""
 
     @contextmanager
     def opened(gateway: Gateway, *, theme: str = "dark", phone: bool = False) -> Iterator[Window]:

@@ -1,6 +1,6 @@
 """`make screenshots`: every page of the dashboard of a real run, light and dark, into docs/screenshots.
 
-Trains two short runs on the demo's toy task: one to its end, to compare with, and one that is paused late and looked at.
+Trains two short runs on the demo's toy task: one to completion, for comparison, and one that is paused late and shown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS, PAUSE_AT, EVERY = 90, 80, 20
 DRAWN = """() => [...document.querySelectorAll("figure.curve")]
     .filter((figure) => figure.getBoundingClientRect().top < innerHeight)
     .every((figure) => figure.querySelector("svg.main-svg"))"""
-"""Whether every chart in sight has been drawn."""
+"""Whether every visible chart is drawn."""
 PAGES = ("overview", "steps", "trajectories", "evaluations", "checkpoints", "services", "guards", "logs", "config")
 
 
@@ -57,14 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Run:
-    """A run under way, by its gateway."""
+    """An active run, accessed through its gateway."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], gateway: dict[str, str]) -> None:
         self.name, self.process = name, process
         self.url, self.token = gateway["url"], gateway["token"]
 
     def ask(self, path: str = "", body: object = None, method: str | None = None) -> Any:
-        """What the gateway answers."""
+        """Return the gateway's response."""
         request = urllib.request.Request(  # noqa: S310 - the address that a run's own gateway has written
             f"{self.url}/api/v1/runs/{self.name}/{path}".rstrip("/"),
             data=None if body is None else json.dumps(body).encode(),
@@ -121,7 +121,7 @@ def wait_until(run: Run, condition: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def take(run: Run, pictures: Path) -> None:
-    """Every page in both themes, and the overview on a phone."""
+    """Take screenshots of every page in both themes, and of the overview on a phone."""
     path = os.environ.get("QUARTET_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         raise SystemExit("error: no Chromium here; install one, or name it in QUARTET_CHROMIUM")
@@ -145,7 +145,7 @@ def take(run: Run, pictures: Path) -> None:
 
 
 def open_page(browser: Browser, run: Run, theme: Any, width: int, height: int) -> Page:
-    """A window that is signed in."""
+    """Return a window that is signed in."""
     page = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme).new_page()
     page.goto(f"{run.url}/#token={run.token}")
     page.wait_for_selector("main .page-head")

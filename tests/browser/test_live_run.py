@@ -1,4 +1,4 @@
-"""The dashboard beside a real run as it goes on: it moves with it, commands it, and shows when a part of it is lost."""
+"""The dashboard of an active run: it follows the run, sends commands, and shows lost processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from tests.training.runs import ActiveRun, Fleet, json_lines
 
 
 @pytest.fixture(scope="module")
+<<<<<<< HEAD
 def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ActiveRun, Fleet]]:
+=======
+def active(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ActiveRun, Fleet]]:
+>>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     models = {
         "actor": {"micro_batch_tokens": 2048},
         "critic": {"micro_batch_tokens": 1024, "gradient_checkpointing": True},
@@ -29,15 +33,26 @@ def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
+<<<<<<< HEAD
 def gateway(going: tuple[ActiveRun, Fleet]) -> Iterator[Gateway]:
     with serving(going[0].config.run.directory) as found:
+=======
+def gateway(active: tuple[ActiveRun, Fleet]) -> Iterator[Gateway]:
+    with serving(active[0].config.run.directory) as found:
+>>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
         yield found
 
 
 @pytest.fixture
+<<<<<<< HEAD
 def window(going: tuple[ActiveRun, Fleet], gateway: Gateway, open_dashboard: Open) -> Iterator[Window]:
     """The overview of the run, which is paused between tests: it would take the processor from the browser."""
     run, _ = going
+=======
+def window(active: tuple[ActiveRun, Fleet], gateway: Gateway, open_dashboard: Open) -> Iterator[Window]:
+    """The overview of the run. The run is paused between tests, because it would slow down the browser."""
+    run, _ = active
+>>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     run.control.pause()
     eventually(run.board.current, lambda progress: progress.state == "paused")
     with open_dashboard(gateway) as found:
@@ -47,11 +62,15 @@ def window(going: tuple[ActiveRun, Fleet], gateway: Gateway, open_dashboard: Ope
     run.control.pause()
 
 
+<<<<<<< HEAD
 def test_charts_move_as_the_run_goes_on(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
+=======
+def test_charts_follow_the_run(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
+>>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     window.page.wait_for_selector("figure.curve svg.main-svg", state="attached")
     before = eventually(lambda: window.points("Reward"), bool)
-    going[0].control.resume()
-    # Drawn from the stream's events alone: the page asks for no curve again.
+    active[0].control.resume()
+    # Drawn from the events alone: the page does not request curves again.
     asked: list[str] = []
     window.page.on("request", lambda request: asked.append(request.url) if "/metrics" in request.url else None)
     window.wait_for_step(before[-1] + 2)
@@ -62,10 +81,15 @@ def test_charts_move_as_the_run_goes_on(window: Window, going: tuple[ActiveRun, 
     assert asked == []
 
 
+<<<<<<< HEAD
 def test_the_pause_button_stops_the_step_counter_and_resume_lets_it_go_on(
     window: Window, going: tuple[ActiveRun, Fleet]
 ) -> None:
     run, _ = going
+=======
+def test_pause_stops_the_step_counter_and_resume_continues_it(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
+    run, _ = active
+>>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     run.control.resume()
     window.wait_for_state("training")
     window.press("Pause")
@@ -79,8 +103,13 @@ def test_the_pause_button_stops_the_step_counter_and_resume_lets_it_go_on(
     assert window.wait_for_step(stopped) > stopped
 
 
+<<<<<<< HEAD
 def test_a_changed_kl_coefficient_shows_in_the_next_step(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
     run, _ = going
+=======
+def test_a_changed_kl_coefficient_shows_in_the_next_step(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
+    run, _ = active
+>>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     window.show("runs/watched/config")
     window.page.get_by_label("KL coefficient β").fill("0.125")
     window.press("Change …")
@@ -99,8 +128,13 @@ def test_a_changed_kl_coefficient_shows_in_the_next_step(window: Window, going: 
     ).wait_for()
 
 
+<<<<<<< HEAD
 def test_a_value_out_of_bounds_is_refused_beside_its_field(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
     changes = RunFiles(going[0].config.run_directory).changes
+=======
+def test_a_value_out_of_bounds_is_refused_beside_its_field(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
+    changes = RunFiles(active[0].config.run_directory).changes
+>>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     before = changes.read_bytes() if changes.exists() else b""
     window.show("runs/watched/config")
     field = window.page.get_by_label("Actor learning rate")
@@ -111,8 +145,13 @@ def test_a_value_out_of_bounds_is_refused_beside_its_field(window: Window, going
     assert (changes.read_bytes() if changes.exists() else b"") == before
 
 
+<<<<<<< HEAD
 def test_a_dead_service_turns_red_and_green_again(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
     _, services = going
+=======
+def test_a_dead_service_turns_red_and_green_again(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
+    _, services = active
+>>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     window.show("runs/watched/services")
     window.page.wait_for_selector('[data-role="reward"][data-health="serving"]')
     services.lose(Role.REWARD)
@@ -123,7 +162,7 @@ def test_a_dead_service_turns_red_and_green_again(window: Window, going: tuple[A
     window.page.get_by_text("processes serving").wait_for()
 
 
-def test_models_that_learn_say_how_their_updates_are_taken(window: Window) -> None:
+def test_trained_models_show_their_micro_batch_size(window: Window) -> None:
     window.show("runs/watched/services")
     cards = window.page.locator("[data-role]")
     told = {"actor": "at most 2,048 tokens", "critic": "at most 1,024 tokens, gradient checkpointing"}
@@ -133,10 +172,15 @@ def test_models_that_learn_say_how_their_updates_are_taken(window: Window) -> No
     assert cards.filter(has_text="Micro-batch").count() == len(told) < cards.count()
 
 
+<<<<<<< HEAD
 def test_an_alert_that_comes_while_the_run_is_read_is_counted(
     window: Window, going: tuple[ActiveRun, Fleet], gateway: Gateway
+=======
+def test_an_alert_during_the_page_load_is_counted(
+    window: Window, active: tuple[ActiveRun, Fleet], gateway: Gateway
+>>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
 ) -> None:
-    files = RunFiles(going[0].config.run_directory)
+    files = RunFiles(active[0].config.run_directory)
     before = len(json_lines(files.alerts)) if files.alerts.exists() else 0
     held: list[Any] = []
     window.page.goto("about:blank")
@@ -157,7 +201,7 @@ def test_an_alert_that_comes_while_the_run_is_read_is_counted(
     )
 
 
-def test_a_rewind_to_the_beginning_is_read_and_not_heard(window: Window) -> None:
+def test_a_rewind_to_step_0_makes_the_page_read_everything_again(window: Window) -> None:
     window.page.evaluate(
         """async () => {
             const { EventStream } = await import("/static/event_stream.js");
@@ -172,8 +216,13 @@ def test_a_rewind_to_the_beginning_is_read_and_not_heard(window: Window) -> None
     assert window.page.evaluate("() => { window.stream.stop(); return window.heard; }") == [["rewind", None]]
 
 
+<<<<<<< HEAD
 def test_a_stream_that_broke_off_goes_on_without_a_gap(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
     run, _ = going
+=======
+def test_an_interrupted_stream_resumes_without_a_gap(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
+    run, _ = active
+>>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     window.page.evaluate(
         """async () => {
             const { EventStream } = await import("/static/event_stream.js");
@@ -186,9 +235,11 @@ def test_a_stream_that_broke_off_goes_on_without_a_gap(window: Window, going: tu
     window.page.wait_for_function("() => window.stream.last !== null")
     run.control.resume()
     window.page.wait_for_function("() => window.heard.length >= 2")
-    # Steps go on being committed in the half second or more after which it is opened again.
-    broke_off = window.page.evaluate("() => { window.stream.connection.abort(); return window.heard.at(-1); }")
-    window.page.wait_for_function("() => window.heard.at(-1) > window.heard[1] + 2 && window.stream.state === 'live'")
+    # Steps are committed during the delay of at least half a second before the stream reconnects.
+    last_before = window.page.evaluate("() => { window.stream.connection.abort(); return window.heard.at(-1); }")
+    window.page.wait_for_function(
+        "(last) => window.heard.at(-1) > last && window.stream.state === 'live'", arg=last_before
+    )
     heard = window.page.evaluate("() => { window.stream.stop(); return window.heard; }")
     assert heard == list(range(heard[0], heard[-1] + 1))
-    assert heard[-1] > broke_off
+    assert heard[-1] > last_before

@@ -1,4 +1,4 @@
-"""Every page of the dashboard: it can be read by everyone, in both themes and on a phone, and fails in words."""
+"""Every page of the dashboard is accessible, in both themes and on a phone, and shows its errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.gateway.serving import Gateway, serving
 from tests.training.runs import Run
 
 pytestmark = pytest.mark.slow
-"""make browser runs these; make test only those beside a live run."""
+"""`make browser` runs these tests; `make test` runs only those with an active run."""
 
 axe = pytest.importorskip("axe_playwright_python.base", reason="needs axe-playwright-python")
 
@@ -32,7 +32,7 @@ PAGES = (
 
 
 CONTRAST = {"runOnly": {"type": "rule", "values": ["color-contrast"]}}
-"""Only colours are different in the other theme."""
+"""The other theme differs in colours only."""
 
 
 def violations(window: Window, options: dict[str, Any]) -> list[str]:
@@ -45,7 +45,7 @@ def violations(window: Window, options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(("theme", "options"), [("dark", {}), ("light", CONTRAST)])
-def test_axe_finds_nothing_on_any_page(
+def test_no_page_has_accessibility_violations(
     shown: Gateway, open_dashboard: Open, theme: str, options: dict[str, Any]
 ) -> None:
     with open_dashboard(shown, theme=theme) as window:
@@ -69,7 +69,7 @@ def test_no_page_is_wider_than_a_phone(shown: Gateway, open_dashboard: Open) -> 
         assert wide == {}
 
 
-def test_the_token_leaves_the_address_and_a_wrong_one_is_asked_for_again(shown: Gateway, open_dashboard: Open) -> None:
+def test_the_token_is_removed_from_the_address_and_a_wrong_one_asks_again(shown: Gateway, open_dashboard: Open) -> None:
     with open_dashboard(shown) as window:
         assert "token" not in window.page.url
         window.press("Sign out")
@@ -82,7 +82,7 @@ def test_the_token_leaves_the_address_and_a_wrong_one_is_asked_for_again(shown: 
         window.complaints.clear()
 
 
-def test_a_run_that_is_not_there_is_said_so(shown: Gateway, open_dashboard: Open) -> None:
+def test_a_missing_run_shows_an_error(shown: Gateway, open_dashboard: Open) -> None:
     with open_dashboard(shown) as window:
         window.page.goto(f"{window.url}/#/runs/nowhere/overview")
         window.page.get_by_text("Not found").wait_for()
@@ -92,7 +92,7 @@ def test_a_run_that_is_not_there_is_said_so(shown: Gateway, open_dashboard: Open
         window.complaints.clear()
 
 
-def test_who_may_only_look_is_offered_no_commands(ended: Run, open_dashboard: Open) -> None:
+def test_a_viewer_sees_no_commands(ended: Run, open_dashboard: Open) -> None:
     viewer = "only-for-looking-at-runs"
     with (
         serving(ended.files.root.parent, viewer_token=viewer, start_runs=True) as gateway,
@@ -111,7 +111,7 @@ def test_the_theme_is_remembered(shown: Gateway, open_dashboard: Open) -> None:
         assert window.page.locator("html").get_attribute("data-theme") == "dark"
 
 
-def test_keys_reach_every_section_and_can_be_switched_off(shown: Gateway, open_dashboard: Open) -> None:
+def test_shortcuts_open_sections_and_can_be_disabled(shown: Gateway, open_dashboard: Open) -> None:
     with open_dashboard(shown) as window:
         window.show("runs/whole/overview")
         window.page.keyboard.press("7")
@@ -123,7 +123,7 @@ def test_keys_reach_every_section_and_can_be_switched_off(shown: Gateway, open_d
         assert window.page.url.endswith("/guards")
 
 
-def test_events_are_split_wherever_the_network_cuts_them(shown: Gateway, open_dashboard: Open) -> None:
+def test_events_are_parsed_from_chunks_of_any_size(shown: Gateway, open_dashboard: Open) -> None:
     text = (
         "id: a\r\nevent: step\r\ndata: 1\r\n\r\n: heartbeat\n\ndata: x\ndata: ä\n\nid: b\nevent: progress\ndata:{}\n\n"
     )

@@ -1,4 +1,4 @@
-"""Trajectories in the dashboard: from the list to every token's numbers, by mouse and by keyboard."""
+"""Trajectories in the dashboard, from the list to the values of each token, by mouse and by keyboard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.gateway.serving import Gateway
 from tests.training.runs import Run
 
 pytestmark = pytest.mark.slow
-"""make browser runs these; make test only those beside a live run."""
+"""`make browser` runs these tests; `make test` runs only those with an active run."""
 
 
 @pytest.fixture
@@ -21,25 +21,25 @@ def window(shown: Gateway, open_dashboard: Open) -> Iterator[Window]:
         yield found
 
 
-def test_a_trajectory_opens_and_every_token_has_its_numbers(window: Window, shown: Gateway, ended: Run) -> None:
+def test_a_trajectory_shows_the_values_of_every_token(window: Window, shown: Gateway, ended: Run) -> None:
     window.show("runs/whole/trajectories?step=2&sort=-score")
     window.page.locator("tbody tr").first.get_by_role("link").click()
     window.heading("Response")
     place = window.page.url.split("/trajectories/")[1].split("?")[0]
-    told = shown.client.get(f"/runs/whole/trajectories/{place}").json()
-    assert told["score"] == max(line["score"] for line in ended.trajectories(2))
+    detail = shown.client.get(f"/runs/whole/trajectories/{place}").json()
+    assert detail["score"] == max(line["score"] for line in ended.trajectories(2))
     tokens = window.page.locator(".token")
-    assert tokens.count() == told["response_tokens"]
+    assert tokens.count() == detail["response_tokens"]
     assert "".join(tokens.all_text_contents()).replace("↵", "").replace("∅", "") == "".join(
-        token["text"] for token in told["tokens"]
+        token["text"] for token in detail["tokens"]
     )
     rows = window.page.get_by_role("region", name="Tokens of the response").get_by_role("row")
-    assert rows.count() == told["response_tokens"] + 1
+    assert rows.count() == detail["response_tokens"] + 1
     tokens.nth(1).hover()
-    assert f"id {told['tokens'][1]['id']}" in window.page.locator(".token-facts").inner_text()
+    assert f"id {detail['tokens'][1]['id']}" in window.page.locator(".token-facts").inner_text()
 
 
-def test_tokens_are_coloured_by_what_is_chosen(window: Window) -> None:
+def test_tokens_are_coloured_by_the_selected_measure(window: Window) -> None:
     window.show("runs/whole/trajectories?step=1")
     window.page.locator("tbody tr").first.get_by_role("link").click()
     colours = {}

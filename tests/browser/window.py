@@ -1,4 +1,4 @@
-"""A window of the browser with the dashboard in it, which hears of everything that goes wrong there."""
+"""A browser window with the dashboard, which records every error."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from tests.gateway.serving import TOKEN
 
 PATIENCE = 15_000
-"""Milliseconds that anything may take to appear."""
+"""Milliseconds to wait for an element."""
 
 
 class Window:
-    """``page`` is playwright's; ``complaints`` are console errors, exceptions and requests that left the gateway."""
+    """``page`` is playwright's; ``complaints`` are console errors, exceptions and requests to other servers."""
 
     def __init__(self, page: Any, url: str) -> None:
         self.page, self.url = page, url
@@ -27,28 +27,28 @@ class Window:
             self.complaints.append(f"asked {request.url}")
 
     def sign_in(self, token: str = TOKEN) -> None:
-        """By the link that the gateway prints."""
+        """Open the link that the gateway prints."""
         self.page.goto(f"{self.url}/#token={token}")
         self.heading("Runs")
 
     def show(self, address: str) -> None:
-        """Opens a page by its address within the dashboard and waits until it has its data."""
+        """Open a page by its address within the dashboard, and wait until it has its data."""
         self.page.goto(f"{self.url}/#/{address}")
         self.page.wait_for_selector("main .page-head, main .state")
         self.page.wait_for_selector("main .waiting", state="detached")
 
     def heading(self, text: str) -> Any:
-        """A heading, once it is there."""
+        """Wait for a heading and return it."""
         found = self.page.get_by_role("heading", name=text, exact=True)
         found.first.wait_for()
         return found
 
     def press(self, name: str) -> None:
-        """Presses a button by what it says."""
+        """Click a button by its text."""
         self.page.get_by_role("button", name=name, exact=True).first.click()
 
     def confirm(self, name: str) -> str:
-        """Agrees in the dialog; gives what it asked."""
+        """Confirm the dialog; return its text."""
         dialog = self.page.get_by_role("dialog")
         text: str = dialog.inner_text()
         dialog.get_by_role("button", name=name, exact=True).click()
@@ -56,18 +56,18 @@ class Window:
         return text
 
     def wait_for_state(self, state: str) -> None:
-        """Until the run's head says so."""
+        """Wait until the run's header shows a state."""
         self.page.locator(".run-title .pill", has_text=state).wait_for()
 
     def step(self) -> int:
-        """The step that the run's head says."""
+        """Return the step in the run's header."""
         text = self.page.locator(".run-progress").inner_text()
         found = re.search(r"step ([\d,]+) of", text)
         assert found, text
         return int(found[1].replace(",", ""))
 
     def wait_for_step(self, after: int) -> int:
-        """Until the run's head says a later step than ``after``; gives it."""
+        """Wait until the run's header shows a step after ``after``; return it."""
         self.page.wait_for_function(
             "(after) => Number(/step ([\\d,]+) of/.exec(document.querySelector('.run-progress').textContent)[1]"
             ".replaceAll(',', '')) > after",
@@ -76,7 +76,7 @@ class Window:
         return self.step()
 
     def points(self, title: str) -> list[int]:
-        """The steps that a chart has drawn: not what it was given to draw."""
+        """Return the steps that a chart has actually drawn."""
         plot = self.page.locator("figure.curve", has=self.page.get_by_role("heading", name=title)).locator(".plot")
         found: list[int] = plot.evaluate("(plot) => (plot.calcdata?.at(-1) ?? []).map((point) => point.x)")
         return found

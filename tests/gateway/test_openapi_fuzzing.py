@@ -129,14 +129,14 @@ def answering(address: str) -> Iterator[list[str]]:
 
     def ask() -> None:
         while not done.wait(1.0):
-            begun = time.monotonic()
+            started = time.monotonic()
             try:
                 status = httpx2.get(f"http://{address}/healthz", timeout=PATIENCE).status_code
             except httpx2.HTTPError as error:
                 late.append(repr(error))
                 continue
-            if status != 200 or time.monotonic() - begun > PATIENCE:
-                late.append(f"{status} after {time.monotonic() - begun:.1f} s")
+            if status != 200 or time.monotonic() - started > PATIENCE:
+                late.append(f"{status} after {time.monotonic() - started:.1f} s")
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()

@@ -56,10 +56,10 @@ class Process:
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, float, str]:
         """Send a signal; return exit status, seconds until the exit, and standard error."""
-        begun = time.monotonic()
+        started = time.monotonic()
         self.process.send_signal(number)
         _, error = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, time.monotonic() - begun, error
+        return self.process.returncode, time.monotonic() - started, error
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -111,8 +111,8 @@ def test_streams_end_with_the_gateway(tmp_path: Path, files: RunFiles) -> None:
     with serving(tmp_path) as gateway:
         stream = gateway.stream("some")
         next(iter(stream))
-        begun = time.monotonic()
-    assert time.monotonic() - begun < 2.0
+        started = time.monotonic()
+    assert time.monotonic() - started < 2.0
     assert [event.kind for event in stream if event.kind != "services"] == []
 
 

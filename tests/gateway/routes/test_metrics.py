@@ -84,16 +84,16 @@ def test_a_run_with_many_steps_is_read_quickly(tmp_path: Path, long_run: RunFile
     with serving(tmp_path) as gateway:
         seconds = []
         for _ in range(5):
-            begun = time.perf_counter()
+            started = time.perf_counter()
             response = gateway.client.get("/runs/some/metrics?points=1000")
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - started)
             assert [len(curve["steps"]) for curve in response.json()["curves"].values()] == [1000] * 10
         assert statistics.median(seconds[1:]) < BOUND
         # What has come since is taken in without reading all of it again.
         with long_run.metrics.open("a") as file:
             file.write(f'{{"step": {MANY + 1}, "metric_0": 0.5}}\n')
-        begun = time.perf_counter()
+        started = time.perf_counter()
         found = gateway.client.get(f"/runs/some/metrics?first={MANY + 1}&names=metric_0,metric_1").json()
-        assert time.perf_counter() - begun < BOUND
+        assert time.perf_counter() - started < BOUND
         assert found["curves"]["metric_0"]["mean"] == [0.5]
         assert found["curves"]["metric_1"]["mean"] == [None]
