@@ -1,7 +1,7 @@
 """Measure the response time of metrics requests for a long run: complete HTTP requests on files as a run writes them.
 
-`make gateway-metrics`, or python -m benchmarks.gateway_metrics. Prints the results as JSON, in milliseconds. Exits 1 when the median
-of the dashboard's question, warm, is `LIMIT` or more.
+`make gateway-metrics`, or python -m benchmarks.gateway_metrics. Prints the results as JSON, in milliseconds. Exits
+with status 1 if the median time of the dashboard's request, with a warm cache, is `LIMIT` or more.
 """
 
 from __future__ import annotations

@@ -18,11 +18,7 @@ from tests.training.runs import ActiveRun, Fleet, json_lines
 
 
 @pytest.fixture(scope="module")
-<<<<<<< HEAD
-def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ActiveRun, Fleet]]:
-=======
 def active(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ActiveRun, Fleet]]:
->>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     models = {
         "actor": {"micro_batch_tokens": 2048},
         "critic": {"micro_batch_tokens": 1024, "gradient_checkpointing": True},
@@ -33,26 +29,15 @@ def active(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-<<<<<<< HEAD
-def gateway(going: tuple[ActiveRun, Fleet]) -> Iterator[Gateway]:
-    with serving(going[0].config.run.directory) as found:
-=======
 def gateway(active: tuple[ActiveRun, Fleet]) -> Iterator[Gateway]:
     with serving(active[0].config.run.directory) as found:
->>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
         yield found
 
 
 @pytest.fixture
-<<<<<<< HEAD
-def window(going: tuple[ActiveRun, Fleet], gateway: Gateway, open_dashboard: Open) -> Iterator[Window]:
-    """The overview of the run, which is paused between tests: it would take the processor from the browser."""
-    run, _ = going
-=======
 def window(active: tuple[ActiveRun, Fleet], gateway: Gateway, open_dashboard: Open) -> Iterator[Window]:
     """The overview of the run. The run is paused between tests, because it would slow down the browser."""
     run, _ = active
->>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     run.control.pause()
     eventually(run.board.current, lambda progress: progress.state == "paused")
     with open_dashboard(gateway) as found:
@@ -62,11 +47,7 @@ def window(active: tuple[ActiveRun, Fleet], gateway: Gateway, open_dashboard: Op
     run.control.pause()
 
 
-<<<<<<< HEAD
-def test_charts_move_as_the_run_goes_on(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
-=======
 def test_charts_follow_the_run(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
->>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     window.page.wait_for_selector("figure.curve svg.main-svg", state="attached")
     before = eventually(lambda: window.points("Reward"), bool)
     active[0].control.resume()
@@ -81,15 +62,8 @@ def test_charts_follow_the_run(window: Window, active: tuple[ActiveRun, Fleet]) 
     assert asked == []
 
 
-<<<<<<< HEAD
-def test_the_pause_button_stops_the_step_counter_and_resume_lets_it_go_on(
-    window: Window, going: tuple[ActiveRun, Fleet]
-) -> None:
-    run, _ = going
-=======
 def test_pause_stops_the_step_counter_and_resume_continues_it(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
     run, _ = active
->>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     run.control.resume()
     window.wait_for_state("training")
     window.press("Pause")
@@ -103,13 +77,8 @@ def test_pause_stops_the_step_counter_and_resume_continues_it(window: Window, ac
     assert window.wait_for_step(stopped) > stopped
 
 
-<<<<<<< HEAD
-def test_a_changed_kl_coefficient_shows_in_the_next_step(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
-    run, _ = going
-=======
 def test_a_changed_kl_coefficient_shows_in_the_next_step(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
     run, _ = active
->>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     window.show("runs/watched/config")
     window.page.get_by_label("KL coefficient β").fill("0.125")
     window.press("Change …")
@@ -128,13 +97,8 @@ def test_a_changed_kl_coefficient_shows_in_the_next_step(window: Window, active:
     ).wait_for()
 
 
-<<<<<<< HEAD
-def test_a_value_out_of_bounds_is_refused_beside_its_field(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
-    changes = RunFiles(going[0].config.run_directory).changes
-=======
 def test_a_value_out_of_bounds_is_refused_beside_its_field(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
     changes = RunFiles(active[0].config.run_directory).changes
->>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     before = changes.read_bytes() if changes.exists() else b""
     window.show("runs/watched/config")
     field = window.page.get_by_label("Actor learning rate")
@@ -145,13 +109,8 @@ def test_a_value_out_of_bounds_is_refused_beside_its_field(window: Window, activ
     assert (changes.read_bytes() if changes.exists() else b"") == before
 
 
-<<<<<<< HEAD
-def test_a_dead_service_turns_red_and_green_again(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
-    _, services = going
-=======
 def test_a_dead_service_turns_red_and_green_again(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
     _, services = active
->>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     window.show("runs/watched/services")
     window.page.wait_for_selector('[data-role="reward"][data-health="serving"]')
     services.lose(Role.REWARD)
@@ -172,13 +131,8 @@ def test_trained_models_show_their_micro_batch_size(window: Window) -> None:
     assert cards.filter(has_text="Micro-batch").count() == len(told) < cards.count()
 
 
-<<<<<<< HEAD
-def test_an_alert_that_comes_while_the_run_is_read_is_counted(
-    window: Window, going: tuple[ActiveRun, Fleet], gateway: Gateway
-=======
 def test_an_alert_during_the_page_load_is_counted(
     window: Window, active: tuple[ActiveRun, Fleet], gateway: Gateway
->>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
 ) -> None:
     files = RunFiles(active[0].config.run_directory)
     before = len(json_lines(files.alerts)) if files.alerts.exists() else 0
@@ -216,13 +170,8 @@ def test_a_rewind_to_step_0_makes_the_page_read_everything_again(window: Window)
     assert window.page.evaluate("() => { window.stream.stop(); return window.heard; }") == [["rewind", None]]
 
 
-<<<<<<< HEAD
-def test_a_stream_that_broke_off_goes_on_without_a_gap(window: Window, going: tuple[ActiveRun, Fleet]) -> None:
-    run, _ = going
-=======
 def test_an_interrupted_stream_resumes_without_a_gap(window: Window, active: tuple[ActiveRun, Fleet]) -> None:
     run, _ = active
->>>>>>> 1e1663a (Rewrite the texts of browser tests and gateway benchmarks)
     window.page.evaluate(
         """async () => {
             const { EventStream } = await import("/static/event_stream.js");
