@@ -1,4 +1,4 @@
-"""Input that the user can mend: exit code 2, one line that says what and where, and nothing left running."""
+"""Invalid input: exit code 2, one line that says what and where, and no process left running."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_config_check_says_what_it_found(start: Start, config: Path, toy_task: T
     assert (ended.code, ended.err) == (0, "")
     assert f"data.prompts {toy_task.prompts}: 288 prompts" in ended.out
     assert f"reward.model {toy_task.reward}: LlamaForSequenceClassification" in ended.out
-    assert ended.out.endswith("fine\n")
+    assert ended.out.endswith("valid\n")
 
 
 def test_config_check_refuses_what_train_would_refuse(start: Start, config: Path, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_overlays_are_laid_over_a_config_that_is_shown_checked_or_diagnosed(
     assert (checked.code, checked.err.startswith(f"error: {refused}")) == (2, True)
     told = start("doctor", config, *layers).ended()
     assert told.code == 1
-    assert re.search(r"mend +access +security\.token_file /nowhere/token", told.out)
+    assert re.search(r"failed +access +security\.token_file /nowhere/token", told.out)
     alone = start("doctor", *layers).ended()
     assert (alone.code, "give CONFIG, too" in alone.err) == (2, True)
 
@@ -95,17 +95,17 @@ def test_overlays_are_laid_over_a_config_that_is_shown_checked_or_diagnosed(
 def test_doctor_describes_the_machine_and_what_a_config_needs(start: Start, config: Path) -> None:
     ended = start("doctor", config).ended()
     assert (ended.code, ended.err) == (0, "")
-    seen = {words[1] for line in ended.out.splitlines() if len(words := line.split()) > 2 and words[0] == "fine"}
+    seen = {words[1] for line in ended.out.splitlines() if len(words := line.split()) > 2 and words[0] == "ok"}
     assert {"quartet", "cores", "memory", "GPUs", "bf16", "input", "actor", "critic", "reward", "reference"} <= seen
-    assert re.search(r"fine +embedded Redis +\S+", ended.out)
+    assert re.search(r"ok +embedded Redis +\S+", ended.out)
 
 
-def test_doctor_says_what_to_mend_and_fails(start: Start, config: Path, tmp_path: Path) -> None:
+def test_doctor_names_failed_checks_and_fails(start: Start, config: Path, tmp_path: Path) -> None:
     wrong = settings(f"reward.model={tmp_path}/absent", "buffer.url=redis://127.0.0.1:1/0")
     ended = start("doctor", config, *wrong).ended()
     assert (ended.code, ended.err) == (1, "")
-    assert re.search(r"mend +input +reward.model", ended.out)
-    assert re.search(r"mend +buffer ", ended.out)
+    assert re.search(r"failed +input +reward.model", ended.out)
+    assert re.search(r"failed +buffer ", ended.out)
 
 
 def test_demo_trains_and_shows_completions_before_and_after(
