@@ -1,14 +1,14 @@
-"""Named places at which a test may hold, kill or fail a process. Off unless the environment asks: then each costs one comparison.
+"""Named points in the code at which a test can hold, kill or fail a process. Off by default, at the cost of one comparison.
 
-``QUARTET_FAILPOINTS`` is a list ``NAME=ACTION[@HIT],...``: at the HIT-th passing (the first, unless given) of the place NAME
+``QUARTET_FAILPOINTS`` is a list ``NAME=ACTION[@HIT],...``. When failpoint NAME is reached for the HIT-th time (default 1)
 
-- ``hold`` creates ``NAME.reached``, which holds the process id, and waits until there is ``NAME.go``;
+- ``hold`` creates ``NAME.reached``, which contains the process id, and waits for the file ``NAME.go``;
 - ``kill`` ends the process with SIGKILL;
 - ``fail`` raises InjectedFault;
-- ``delay:SECONDS`` waits so long.
+- ``delay:SECONDS`` sleeps.
 
-The files lie in ``QUARTET_FAILPOINTS_FOLDER``. Each failpoint fires once for a folder, by the file ``NAME.fired``: a process
-that was killed at one, and started again with the same environment, passes it.
+The files are in ``QUARTET_FAILPOINTS_FOLDER``. Each failpoint fires once per folder, recorded by the file ``NAME.fired``. A
+process that was killed at a failpoint passes it after a restart with the same environment.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ log = structlog.get_logger()
 
 VARIABLE = "QUARTET_FAILPOINTS"
 FOLDER_VARIABLE = "QUARTET_FAILPOINTS_FOLDER"
-POLL = 0.01
-"""Seconds between looks for the file that ends a ``hold``."""
+POLL_SECONDS = 0.01
+"""Seconds between checks for the file that ends a ``hold``."""
 
 FAILPOINTS = {
     "actor.generating": "the first trajectory of a Generate is finished, nothing of it is in the stream",
@@ -55,7 +55,7 @@ FAILPOINTS = {
     "orchestrator.manifest_written": "the manifest is on the disk, the checkpoint does not have its name",
     "orchestrator.checkpointed": "the checkpoint has its name, what it covers is still in Redis",
 }
-"""Every failpoint: where a process is when it passes it."""
+"""Every failpoint, and the state of the process when it reaches it."""
 
 _SETTING = re.compile(
     r"(?P<name>[\w.]+)=(?P<action>hold|kill|fail|delay:(?P<seconds>\d+(\.\d+)?))(@(?P<hit>[1-9]\d*))?", re.ASCII
@@ -63,7 +63,7 @@ _SETTING = re.compile(
 
 
 class InjectedFault(RuntimeError):
-    """What a failpoint with the action ``fail`` raises: an error that no code expects."""
+    """The error of a failpoint with the action ``fail``. No code expects it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class _Action:
 
 
 class _Armed:
-    """The failpoints that are set, and how often each has been passed."""
+    """The active failpoints, and how often each was reached."""
 
     def __init__(self, actions: Mapping[str, _Action], folder: Path) -> None:
         self._actions, self._folder = actions, folder
@@ -112,22 +112,22 @@ class _Armed:
                 partial.write_text(f"{os.getpid()}\n")
                 partial.rename(reached)
                 while not (self._folder / f"{name}.go").exists():
-                    time.sleep(POLL)
+                    time.sleep(POLL_SECONDS)
 
 
 _armed: _Armed | None = None
 
 
 def failpoint(name: str) -> None:
-    """Marks a place, one of ``FAILPOINTS``. Does nothing in a process that has set none."""
+    """Mark a point in the code, one of ``FAILPOINTS``. Does nothing in a process without active failpoints."""
     if _armed is not None:
         _armed.reach(name)
 
 
 def arm(environment: Mapping[str, str]) -> list[str]:
-    """Sets the failpoints that ``environment`` asks for, and gives their names. For the start of a process.
+    """Activate the failpoints of ``environment`` at the start of a process. Return their names.
 
-    Raises ConfigError for an unknown name, a malformed setting, or a folder that is not there.
+    Raises ConfigError for an unknown name, a malformed setting, or a missing folder.
     """
     global _armed
     text = environment.get(VARIABLE, "")
@@ -142,22 +142,22 @@ def arm(environment: Mapping[str, str]) -> list[str]:
 
 
 def _parse(setting: str) -> tuple[str, _Action]:
-    found = _SETTING.fullmatch(setting)
-    if found is None:
+    match = _SETTING.fullmatch(setting)
+    if match is None:
         raise ConfigError(
             f"{VARIABLE}: {setting!r}: expected NAME=ACTION or NAME=ACTION@HIT with the action hold, kill, fail or "
             "delay:SECONDS, and HIT from 1 on"
         )
-    if found["name"] not in FAILPOINTS:
-        raise ConfigError(f"{VARIABLE}: {found['name']}: unknown failpoint; there are: {', '.join(FAILPOINTS)}")
-    kind = found["action"].partition(":")[0]
-    return found["name"], _Action(kind, float(found["seconds"] or 0), int(found["hit"] or 1))
+    if match["name"] not in FAILPOINTS:
+        raise ConfigError(f"{VARIABLE}: {match['name']}: unknown failpoint; expected one of {', '.join(FAILPOINTS)}")
+    kind = match["action"].partition(":")[0]
+    return match["name"], _Action(kind, float(match["seconds"] or 0), int(match["hit"] or 1))
 
 
 def _folder(environment: Mapping[str, str]) -> Path:
     folder = Path(environment.get(FOLDER_VARIABLE, ""))
     if not environment.get(FOLDER_VARIABLE) or not folder.is_dir():
         raise ConfigError(
-            f"{FOLDER_VARIABLE}: {str(folder)!r}: expected a folder, in which failpoints note that they fired"
+            f"{FOLDER_VARIABLE}: {str(folder)!r}: expected an existing folder, where failpoints record that they fired"
         )
     return folder

@@ -1,6 +1,6 @@
-"""Puts the working directory last among the places of modules, where ``python -m`` puts it first. Imported before all else.
+"""Move the working directory from the start of ``sys.path``, where ``python -m`` puts it, to the end. Import this first.
 
-Otherwise a redis.py or queue.py of the user's would be imported in the place of the library that is meant.
+Otherwise a user's redis.py or queue.py would be imported instead of the library.
 """
 
 import os

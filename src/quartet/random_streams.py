@@ -1,7 +1,7 @@
-"""Random numbers that depend on names, not on history: one counter-based stream per trajectory, one order per epoch.
+"""Random numbers that depend on ids and not on history: one counter-based stream per trajectory, one permutation per epoch.
 
-The run's name is no part of the key: the same config and seed under another name give the same run. The numbers are the raw
-output of Philox, whose definition is fixed, rather than of NumPy's distributions, which may change between versions.
+The run's name is not part of the key: the same config and seed under another name give the same run. The numbers are the raw
+output of Philox, whose definition is fixed. NumPy's distributions may change between versions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from quartet.types import TrajectoryId
 
 
 def uniforms(seed: int, id: TrajectoryId, count: int) -> NDArray[np.float64]:
-    """``count`` numbers of the trajectory's own stream, float64 [count], multiples of 2^-32 in [0, 1).
+    """Return ``count`` numbers of the trajectory's stream, float64 [count], multiples of 2^-32 in [0, 1).
 
-    The first n of a longer request are the n of a shorter one: the t-th number always draws the t-th response token.
+    A longer request starts with the numbers of a shorter one: number t always samples response token t.
     """
     words = _stream("sample", seed, id.step, id.prompt, id.sample).random_raw(count)
     high: NDArray[np.float64] = (words >> np.uint64(32)).astype(np.float64) * 2.0**-32
@@ -25,21 +25,21 @@ def uniforms(seed: int, id: TrajectoryId, count: int) -> NDArray[np.float64]:
 
 
 def engine_seed(seed: int, id: TrajectoryId) -> int:
-    """The seed of one trajectory for an engine that draws its own numbers, 0 <= seed < 2^63."""
+    """Return the seed of one trajectory for an engine with its own random numbers, 0 <= seed < 2^63."""
     return int(_stream("engine", seed, id.step, id.prompt, id.sample).random_raw()) >> 1
 
 
 def permutation(seed: int, step: int, epoch: int, n: int) -> NDArray[np.int64]:
-    """The order of ``n`` sequences in one epoch of a step's update, int64 [n]."""
+    """Return the order of ``n`` sequences in one epoch of a step's update, int64 [n]."""
     return np.argsort(_stream("permutation", seed, step, epoch).random_raw(n), kind="stable")
 
 
 def prompt_order(seed: int, number: int, n: int) -> NDArray[np.int64]:
-    """The order of ``n`` prompts in one pass over the data set, int64 [n]."""
+    """Return the order of ``n`` prompts in one pass over the data set, int64 [n]."""
     return np.argsort(_stream("prompts", seed, number).random_raw(n), kind="stable")
 
 
 def _stream(purpose: str, *numbers: int) -> np.random.Philox:
-    """The Philox stream whose key is a hash of the purpose and the numbers: streams for different keys are independent."""
+    """Return the Philox stream whose key is a hash of the purpose and the numbers. Different keys give independent streams."""
     name = "/".join([purpose, *map(str, numbers)])
     return np.random.Philox(key=int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little"))

@@ -1,4 +1,4 @@
-"""Passwords, tokens and certificates in files, as containers get them. What is wrong with one is said without quoting it."""
+"""Passwords, tokens and certificates in files, as containers get them. Error messages never quote a secret."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from pathlib import Path
 from quartet.errors import ConfigError
 
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
-"""Files in a process's folder of certificates: as a Kubernetes TLS secret has them."""
-MIN_TOKEN = 16
-"""Characters that a token has at least."""
-_LONGEST = 4096
+"""File names in a process's folder of certificates, the same as in a Kubernetes TLS secret."""
+MIN_TOKEN_LENGTH = 16
+"""Fewest characters of a token."""
+_MAX_SECRET_LENGTH = 4096
 
 
 def read_secret(path: Path, key: str) -> str:
-    """The file's one line. ``key`` is the config's, for messages. Raises ConfigError."""
+    """Return the single line of the file. ``key`` is the config key, for error messages. Raises ConfigError."""
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(_LONGEST + 1).rstrip("\r\n")
+            text = file.read(_MAX_SECRET_LENGTH + 1).rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror or "failed") if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"{key} {path}: cannot be read ({reason}); give a file that this process may read") from None
-    if not text or len(text) > _LONGEST or not text.isprintable():
-        raise ConfigError(f"{key} {path}: expected one line with the secret, of 1 to {_LONGEST} characters")
+    if not text or len(text) > _MAX_SECRET_LENGTH or not text.isprintable():
+        raise ConfigError(f"{key} {path}: expected one line with the secret, of 1 to {_MAX_SECRET_LENGTH} characters")
     return text
 
 
 def read_token(path: Path, key: str) -> str:
-    """As ``read_secret``, for a token. Raises ConfigError for one that could be guessed or could not be sent."""
+    """Return the token in the file. Raises ConfigError if it is easy to guess or cannot be sent in a header."""
     token = read_secret(path, key)
     check_token(token, f"{key} {path}")
     return token
 
 
 def check_token(token: str, where: str) -> None:
-    """Raises ConfigError for a token that could be guessed or could not be sent."""
-    if len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+    """Raise ConfigError if a token is easy to guess or cannot be sent in a header."""
+    if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"{where}: has {len(token)} characters; expected at least {MIN_TOKEN}, letters, digits and signs without spaces"
+            f"{where}: has {len(token)} characters; expected at least {MIN_TOKEN_LENGTH}, ASCII letters, digits and punctuation "
+            "without spaces"
         )
 
 

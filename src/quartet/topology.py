@@ -1,4 +1,4 @@
-"""What runs where: listening addresses and each service's share of the cores. No torch here."""
+"""Listen addresses of the services, and their shares of the machine's cores and memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quartet.types import MODEL_ROLES, TRAINED_ROLES, Role
 
 
 def listen_address(service: ServiceConfig | OrchestratorServiceConfig) -> str:
-    """Where a service that is started here listens: as told, or on loopback at its address's port or a free one."""
+    """Return the listen address of a local service: configured, or on loopback at its address's port or a free one."""
     if service.listen is not None:
         return service.listen
     address = service.address if isinstance(service, ServiceConfig) else None
@@ -20,20 +20,20 @@ def listen_address(service: ServiceConfig | OrchestratorServiceConfig) -> str:
 
 
 def available_cores() -> int:
-    """Cores that this process may use: its affinity, and no more than its control group's quota (a container's limit)."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use, by its affinity and its control group's quota."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
-        return found
-    return found if quota == "max" else max(1, min(found, round(int(quota) / int(period))))
+        return usable
+    return usable if quota == "max" else max(1, min(usable, round(int(quota) / int(period))))
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that is free on this machine, and no more than its control group's limit leaves (a container's).
+    """Return the bytes of free memory on this machine, limited by the control group (a container's limit).
 
-    Pages of files that can be dropped count as free. All of the machine's memory, where its system does not tell. ``root``: where
-    the system tells it.
+    Page cache that can be dropped counts as free. If the system does not report free memory, return all memory. ``root`` is the
+    root of the file system, for tests.
     """
     try:
         lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
@@ -43,57 +43,57 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
     group = root / "sys/fs/cgroup"
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        of_files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
-    except (OSError, ValueError, KeyError):  # No group, or no limit: "max".
+        page_cache = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+    except (OSError, ValueError, KeyError):  # No control group, or no limit ("max").
         return free
-    return max(0, min(free, limit - used + int(of_files)))
+    return max(0, min(free, limit - used + int(page_cache)))
 
 
 def model_roles(config: Config) -> tuple[Role, ...]:
-    """The model services of this run: no critic for estimators without one, no reference where the actor answers for it."""
+    """Return the model services of this run. Estimators without a critic, or an actor that serves the reference, need fewer."""
     absent = {Role.CRITIC: not config.has_critic, Role.REFERENCE: not config.has_reference}
     return tuple(role for role in MODEL_ROLES if not absent.get(role))
 
 
 def num_threads(config: Config, role: Role) -> int:
-    """CPU threads of a service: as told, or its share of the cores among the model services of this machine.
+    """Return the CPU threads of a service: configured, or its share of the cores among the local model services.
 
-    More threads than cores make every service crawl: their pools wait for one another by spinning.
+    More threads than cores slow every service down, because idle threads of a pool spin.
     """
     if role is Role.ORCHESTRATOR:
         return 1
-    told: int | None = getattr(config.services, role).num_threads
-    if told is not None:
-        return told
+    configured: int | None = getattr(config.services, role).num_threads
+    if configured is not None:
+        return configured
     return _share(config, role, model_roles(config))
 
 
 def num_update_threads(config: Config, role: Role) -> int | None:
-    """CPU threads of an update by actor or critic: as told, or its share of the cores among those of this machine that learn.
+    """Return the CPU threads of an update: configured, or the service's share of the cores among the local trained services.
 
-    While they learn, the services that score have nothing to do. None, to leave them as they are, where the next step is
-    generated meanwhile: torch has one number for all threads that compute at once.
+    The scoring services are idle during an update. Return None with off-policy steps, which leaves the number unchanged: the next
+    step is generated meanwhile, and torch has one number of threads for the whole process.
     """
     if config.rollout.max_off_policy_steps:
         return None
-    told: int | None = getattr(config.services, role).num_threads
-    return told or _share(config, role, [other for other in model_roles(config) if other in TRAINED_ROLES])
+    configured: int | None = getattr(config.services, role).num_threads
+    return configured or _share(config, role, [other for other in model_roles(config) if other in TRAINED_ROLES])
 
 
 def _share(config: Config, role: Role, roles: Sequence[Role]) -> int:
-    here = [other for other in roles if getattr(config.services, other).address is None or other is role]
-    return max(1, available_cores() // len(here))
+    local = [other for other in roles if getattr(config.services, other).address is None or other is role]
+    return max(1, available_cores() // len(local))
 
 
 def num_memory_sharers(config: Config, role: Role) -> int:
-    """Model services that share memory with ``role``, itself counted: of the same machine, on the device that it learns on."""
+    """Return how many model services, including ``role``, share the memory of the device that ``role`` trains on."""
     own: ServiceConfig = getattr(config.services, role)
-    here = [getattr(config.services, other) for other in model_roles(config) if other is not role]
-    near = [other for other in here if other.address is None or _machine(other) == _machine(own)]
-    return 1 + sum(bool(own.devices[0] in other.devices if own.devices else not other.devices) for other in near)
+    others = [getattr(config.services, other) for other in model_roles(config) if other is not role]
+    neighbours = [other for other in others if other.address is None or _machine(other) == _machine(own)]
+    return 1 + sum(bool(own.devices[0] in other.devices if own.devices else not other.devices) for other in neighbours)
 
 
 def _machine(service: ServiceConfig) -> str:
-    """Where others find it; empty for this machine."""
+    """Return the host of a service, or "" for this machine."""
     host = service.address.rpartition(":")[0] if service.address else ""
     return "" if is_loopback(host) else host

@@ -68,7 +68,7 @@ def test_checkpoints_are_listed_and_verified(start: Start, undisturbed: Run, tmp
     assert "damaged" in damaged.out
     refused = start("rollback", run, "6").ended()
     assert refused.code == 2
-    assert "critic/config.json is not as the manifest says; choose another step" in refused.err
+    assert "critic/config.json does not match the manifest; choose another step" in refused.err
     assert "there are: 6, 8" in start("rollback", run, "5").ended().err
 
 
@@ -198,7 +198,7 @@ def test_an_export_over_something_or_of_something_damaged_is_refused(
     spoilt = bytearray(file.read_bytes())
     spoilt[-1] ^= 1
     file.write_bytes(spoilt)
-    assert "actor/model.safetensors is not as the manifest says" in refused(
+    assert "actor/model.safetensors does not match the manifest" in refused(
         start, "checkpoints", "export", copied, "8", "new"
     )
     assert "no checkpoint named best; there are: 6, 8" in refused(start, "checkpoints", "export", copied, "best", "new")

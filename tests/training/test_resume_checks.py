@@ -186,7 +186,7 @@ def test_a_full_disk_ends_the_run_with_a_remedy(
             running.control._persist = False
     assert run.code == 1
     assert f"{files.root}/{what}" in run.progress.error
-    assert "cannot be written (No space left on device); mend that, then go on with --resume" in run.progress.error
+    assert "cannot be written (No space left on device); fix that, then continue with --resume" in run.progress.error
     assert run.progress.recoveries == 0
 
 

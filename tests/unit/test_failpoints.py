@@ -122,7 +122,7 @@ def test_kill_ends_the_process_and_only_the_first_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("actor.sleeping=kill", "actor.sleeping: unknown failpoint; there are: actor.generating, "),
+        ("actor.sleeping=kill", "actor.sleeping: unknown failpoint; expected one of actor.generating, "),
         ("actor.stepped", "'actor.stepped': expected NAME=ACTION"),
         ("actor.stepped=explode", "'actor.stepped=explode': expected NAME=ACTION"),
         ("actor.stepped=fail@0", "'actor.stepped=fail@0': expected"),
@@ -141,7 +141,7 @@ def test_an_invalid_setting_is_refused_at_the_start(setting: str, said: str, tmp
 
 @pytest.mark.parametrize("folder", [None, "", "nowhere"])
 def test_failpoints_without_a_folder_are_refused(folder: str | None) -> None:
-    with pytest.raises(ConfigError, match=f"{FOLDER_VARIABLE}: .*expected a folder"):
+    with pytest.raises(ConfigError, match=f"{FOLDER_VARIABLE}: .*expected an existing folder"):
         arm({VARIABLE: "actor.stepped=fail", **({} if folder is None else {FOLDER_VARIABLE: folder})})
 
 

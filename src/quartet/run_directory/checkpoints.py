@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as they lie on the disk: ``checkpoints/step-000020/`` with a manifest of every file in it."""
+"""The checkpoints of a run on disk: ``checkpoints/step-000020/``, each with a manifest of its files."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FOLDER = re.compile(r"step-\d+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint by its manifest: whose it is, where it lies, the leader's epoch then, what the orchestrator must remember.
+    """A checkpoint as described by its manifest. ``state`` is the orchestrator's.
 
-    ``roles`` are the models that it must hold; ``files`` are sizes in bytes and SHA-256 by path below ``path``: weights and
-    optimizers. All else that a run is follows from ``step``: its place in the data and in the learning rates' schedules, its
-    random streams, the policy's version, and the trajectories that it has consumed, which are those of the steps up to it.
+    ``roles`` are the models that it must contain. ``files`` gives size in bytes and SHA-256 by path below ``path``: weights and
+    optimizers. Everything else follows from ``step``: the position in the data and in the learning rate schedules, the random
+    streams, the policy version, and the consumed trajectories, which are those of the steps up to it.
     """
 
     run: str
@@ -38,15 +38,15 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        """Size of all files."""
+        """Size of all files in bytes."""
         return sum(size for size, _ in self.files.values())
 
     def holds(self, role: str) -> bool:
-        """Whether there are files of this role's model."""
+        """Return whether the checkpoint contains files of this role's model."""
         return any(name.startswith(f"{role}/") for name in self.files)
 
     def problem(self) -> str | None:
-        """What is wrong with its files, or None when all are there with their checksums. Reads every byte."""
+        """Return what is wrong with the files, or None if all match the manifest. Reads every byte."""
         for role in self.roles:
             if not self.holds(role):
                 return f"{MANIFEST} names no file of the {role}"
@@ -55,22 +55,22 @@ class Checkpoint:
             if not file.is_file():
                 return f"{name} is missing"
             if file.stat().st_size != size or sha256(file) != digest:
-                return f"{name} is not as the manifest says"
+                return f"{name} does not match the manifest"
         return None
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint cannot be used; the text says why."""
+    """A checkpoint cannot be used. The message says why."""
 
 
 def checkpoint_folders(files: RunFiles) -> list[Path]:
-    """Where checkpoints lie, the oldest first."""
-    found = [path for path in files.checkpoints.glob("step-*") if _FOLDER.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=checkpoint_step)
+    """Return the folders of all checkpoints, oldest first."""
+    folders = [path for path in files.checkpoints.glob("step-*") if _FOLDER.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=checkpoint_step)
 
 
 def checkpoint_step(folder: Path) -> int:
-    """The step of a checkpoint, by its folder."""
+    """Return the step of a checkpoint, by its folder."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -83,9 +83,9 @@ def tagged_checkpoints(files: RunFiles) -> dict[str, str]:
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Removes a checkpoint, unless it gets a name meanwhile: at no time is half of one there, or a name without one."""
+    """Delete a checkpoint, unless it is tagged meanwhile. It never exists partially, and no tag exists without its checkpoint."""
     files = RunFiles(folder.parents[1])
-    # What is called so is removed when the next checkpoint begins, if this process ends before it is gone.
+    # If this process ends before the deletion does, the start of the next checkpoint removes folders with such names.
     dropped = folder.with_name(f".{folder.name}.dropped.partial")
     folder.rename(dropped)
     if folder.name in tagged_checkpoints(files).values():
@@ -95,7 +95,7 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def rollback_target(files: RunFiles) -> int:
-    """The step of the checkpoint that a user has asked to go back to, 0 for none."""
+    """Return the step of the checkpoint that a user requested a rollback to, 0 for none."""
     try:
         return int(files.rolling_back.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -103,38 +103,39 @@ def rollback_target(files: RunFiles) -> int:
 
 
 def checkpoints_after(files: RunFiles, step: int) -> list[Path]:
-    """Where the checkpoints lie that going back to ``step`` drops. Raises ConfigError when one of them is named, to be kept."""
+    """Return the checkpoints that a rollback to ``step`` deletes. Raises ConfigError if one of them is tagged."""
     later = [path for path in checkpoint_folders(files) if checkpoint_step(path) > step]
     for name, folder in tagged_checkpoints(files).items():
         if folder in [path.name for path in later]:
             raise ConfigError(
-                f"rollback to step {step}: {folder} is tagged {name}; remove the tag with quartet checkpoints untag {files.root} {name} "
-                "first, or fork"
+                f"rollback to step {step}: {folder} is tagged {name}; remove the tag with quartet checkpoints untag "
+                f"{files.root} {name} first, or fork"
             )
     return later
 
 
 def roll_back(files: RunFiles, step: int) -> None:
-    """Forgets what came after a checkpoint's step: later checkpoints, changes, metrics, trajectories, the saved policy.
+    """Delete everything after a checkpoint's step: later checkpoints, changes, metrics, trajectories, the saved policy.
 
-    Whoever is asked for it by ``rolling_back`` ends what a crash broke off. Raises ConfigError when a later checkpoint is named.
+    The file ``rolling_back`` is removed last, so that a rollback that a crash interrupted is completed later. Raises ConfigError
+    if a later checkpoint is tagged.
     """
     for path in checkpoints_after(files, step):
         delete_checkpoint(path)
     for result in (files.policy, files.adapter):
         shutil.rmtree(result, ignore_errors=True)
-    # Before the steps that they are for: otherwise a crash between the two would leave them to other steps.
+    # Before the steps that they belong to: otherwise a crash in between would apply them to recomputed steps.
     files.truncate_changes_after(step)
     files.truncate_after(step)
     files.rolling_back.unlink(missing_ok=True)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint by its manifest; its files are not looked at. Raises DamagedCheckpoint."""
+    """Read a checkpoint's manifest, without checking its files. Raises DamagedCheckpoint."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files = {str(name): (int(about["bytes"]), str(about["sha256"])) for name, about in manifest["files"].items()}
-        found = Checkpoint(
+        checkpoint = Checkpoint(
             str(manifest["run"]),
             int(manifest["step"]),
             path,
@@ -148,13 +149,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise DamagedCheckpoint(f"{MANIFEST} cannot be used ({type(error).__name__})") from None
     if version != FORMAT:
         raise DamagedCheckpoint(f"{MANIFEST} has format {version}, expected {FORMAT}")
-    return found
+    return checkpoint
 
 
 def read_verified_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint of which every file is there with its checksum. Raises DamagedCheckpoint."""
-    found = read_checkpoint(path)
-    problem = found.problem()
+    """Read a checkpoint and verify every file against the manifest. Raises DamagedCheckpoint."""
+    checkpoint = read_checkpoint(path)
+    problem = checkpoint.problem()
     if problem is not None:
         raise DamagedCheckpoint(problem)
-    return found
+    return checkpoint

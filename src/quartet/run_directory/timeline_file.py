@@ -1,4 +1,4 @@
-"""``timeline.jsonl``: one line a step, added without a flush to the disk, since nothing depends on it."""
+"""``timeline.jsonl``: one line for each step. It is not flushed to the disk, because nothing depends on it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
-"""How a line begins. Timelines are long, and steps are all that is looked for."""
+"""The start of a line. Timelines are long, and only the step is needed."""
 _CHUNK = 1 << 20
 
 
 def append_timeline(path: Path, line: Mapping[str, Any]) -> None:
-    """Adds a step's line, whose first key is ``step``. Raises OSError where that fails, with nothing of it added."""
+    """Append a step's line, whose first key is ``step``. Raises OSError, with nothing appended, if that fails."""
     text = (json.dumps(line) + "\n").encode()
     with path.open("ab+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         if end:
             file.seek(end - 1)
-            if file.read(1) != b"\n":  # A crash cut the last line off. It is to spoil no other one.
+            if (
+                file.read(1) != b"\n"
+            ):  # A crash truncated the last line. End it, so that it does not damage the next one.
                 text = b"\n" + text
         rest = memoryview(text)
         try:
@@ -33,7 +35,7 @@ def append_timeline(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def truncate_timeline(path: Path, step: int) -> None:
-    """Drops the lines after that of ``step``. Raises OSError."""
+    """Remove the lines of steps after ``step``. Raises OSError."""
     end = _end_of(path, step)
     if end == path.stat().st_size:
         return
@@ -49,7 +51,7 @@ def truncate_timeline(path: Path, step: int) -> None:
 
 
 def _end_of(path: Path, step: int) -> int:
-    """Where the first line of a later step begins, or one that was cut off."""
+    """Return the offset of the first line that is of a later step or truncated."""
     end = 0
     with path.open("rb") as file:
         for line in file:

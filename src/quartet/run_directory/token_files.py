@@ -1,4 +1,4 @@
-"""A step's trajectories token by token, in one file of plain arrays: for looking at, a run itself never reads them."""
+"""A step's trajectories token by token, in one safetensors file. They are for inspection: a run never reads them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from quartet.errors import ConfigError
 from quartet.types import FloatArray
 
 _OF_RESPONSES = ("log_probs", "reference_log_probs", "kl", "advantages", "returns")
-"""float32 [response tokens], flat, in the order of the trajectories; ``values``, too, where there is a critic."""
+"""float32 [response tokens], flat, in the order of the trajectories; With a critic also ``values``."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryTokens:
     """One trajectory: ids int32 [prompt tokens] and [response tokens]; all else float32 [response tokens].
 
-    ``kl`` is log-prob minus reference log-prob, nats; ``advantages`` are as trained on; ``values`` is None without a critic.
+    ``kl`` is log-prob minus reference log-prob, nats. ``advantages`` are those that the update used. ``values`` is None without
+    a critic.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -35,7 +36,7 @@ class TrajectoryTokens:
 
 
 def write_tokens(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Writes the arrays aside and renames the file. Not flushed to the disk: nothing depends on it. Raises OSError."""
+    """Write the arrays to a temporary file and rename it, without a flush to the disk. Raises OSError."""
     from safetensors.numpy import save
 
     partial = path.with_name(f".{path.name}.partial")
@@ -50,9 +51,9 @@ def write_tokens(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def read_tokens(path: Path, index: int) -> TrajectoryTokens | None:
-    """The trajectory at ``index``, in the order of the lines of ``trajectories/``; None where no tokens were kept.
+    """Return the trajectory at ``index``, in the order of the lines of ``trajectories/``, or None if there is no file.
 
-    Reads no more than it gives, and the lengths. Raises ConfigError for a damaged file, or one without such a trajectory.
+    Reads only this trajectory and the lengths. Raises ConfigError for a damaged file or an index out of range.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -61,7 +62,7 @@ def read_tokens(path: Path, index: int) -> TrajectoryTokens | None:
             prompts, responses = file.get_tensor("prompt_lengths"), file.get_tensor("response_lengths")
             if not 0 <= index < len(responses):
                 raise ConfigError(f"tokens {path}: has {len(responses)} trajectories, expected one at {index}")
-            prompt, response = _place(prompts, index), _place(responses, index)
+            prompt, response = _slice_of(prompts, index), _slice_of(responses, index)
             numbers = {name: file.get_slice(name)[response] for name in _OF_RESPONSES}
             values = file.get_slice("values")[response] if "values" in file.keys() else None  # noqa: SIM118
             found = TrajectoryTokens(
@@ -74,20 +75,22 @@ def read_tokens(path: Path, index: int) -> TrajectoryTokens | None:
         return None
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"tokens {path}: cannot be read ({error}); remove the file: the run does without, and its trajectories' texts stay"
+            f"tokens {path}: cannot be read ({error}); remove the file: the run does not need it, and trajectories/ has the texts"
         ) from None
     if {len(numbers[name]) for name in _OF_RESPONSES} != {len(found.response_ids)}:
-        raise ConfigError(f"tokens {path}: its arrays are of different lengths; remove the file: the run does without")
+        raise ConfigError(
+            f"tokens {path}: its arrays have different lengths; remove the file: the run does not need it"
+        )
     return found
 
 
-def _place(lengths: NDArray[Any], index: int) -> slice:
-    """Where one trajectory's tokens lie in a flat array."""
+def _slice_of(lengths: NDArray[Any], index: int) -> slice:
+    """Return the slice of one trajectory's tokens in a flat array."""
     start = int(lengths[:index].sum(dtype=np.int64))
     return slice(start, start + int(lengths[index]))
 
 
 def token_files(folder: Path) -> list[tuple[int, Path]]:
-    """The steps whose tokens are kept, and where, the oldest first."""
+    """Return the step and path of every token file, oldest first."""
     files = folder.glob("step-*.safetensors")
     return sorted((int(path.stem.removeprefix("step-")), path) for path in files)

@@ -1,1 +1,1 @@
-"""What a run says of itself: logs, metrics, and the files it leaves."""
+"""Telemetry of every process: logs, Prometheus metrics, OpenTelemetry traces."""

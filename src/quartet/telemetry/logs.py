@@ -1,4 +1,4 @@
-"""Logs: one line an event, key=value, on standard error."""
+"""Logs: one line for each event, as key=value, on standard error."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import structlog
 
 
 def configure_logs(role: str) -> None:
-    """Sets structlog up for this process; every line carries the role."""
+    """Configure structlog for this process. Every line contains the role."""
     structlog.configure(processors=_processors(role), logger_factory=lambda *_: _Lines(sys.stderr))
 
 
 def file_log(role: str, path: Path) -> Any:
-    """A log of its own, of the same form, that is added to the file at ``path``."""
+    """Return a separate log of the same form that appends to the file at ``path``."""
     output = path.open("a", encoding="utf-8", buffering=1)
     return structlog.wrap_logger(_Lines(output), processors=_processors(role))
 
 
 class _Lines(structlog.PrintLogger):
-    """Prints line by line. One that cannot be written, on a full disk, is lost: what it tells of goes on."""
+    """Prints line by line. Drops a line that cannot be written, for example on a full disk."""
 
     def msg(self, message: str) -> None:
-        """Prints a line."""
+        """Print a line."""
         with contextlib.suppress(OSError):
             super().msg(message)
 

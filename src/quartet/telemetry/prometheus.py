@@ -1,4 +1,4 @@
-"""A process's figures for Prometheus: what every process tells of itself, what a model service has done, and where it is read."""
+"""Prometheus metrics: those of every process, those of model services, and the HTTP server that exposes them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 
 def process_registry(role: str) -> CollectorRegistry:
-    """A registry with what every process tells: its role and version, memory, processor time, open files, Python."""
+    """Return a registry with the metrics of every process: role and version, memory, CPU time, open files, Python."""
     registry = CollectorRegistry()
-    Info("quartet_build", "What this process is.", registry=registry).info({"role": role, "version": __version__})
+    Info("quartet_build", "Role and version of this process.", registry=registry).info(
+        {"role": role, "version": __version__}
+    )
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
@@ -38,10 +40,10 @@ def process_registry(role: str) -> CollectorRegistry:
 
 
 class GpuMemory(Collector):
-    """Memory that torch holds on each CUDA device, in a process that uses one."""
+    """Memory of torch tensors on each CUDA device."""
 
     def collect(self) -> Iterator[Metric]:
-        """Nothing where torch is not imported: a look at the figures is no reason to import it."""
+        """Return nothing if torch is not imported: reading metrics must not import it."""
         torch = sys.modules.get("torch")
         memory = GaugeMetricFamily(
             "quartet_gpu_memory_bytes", "Memory of tensors on a CUDA device.", labels=("device",)
@@ -53,18 +55,18 @@ class GpuMemory(Collector):
 
 
 class ServiceMetrics(Collector):
-    """What the roles of a process say of themselves."""
+    """Metrics from the statuses of the roles in this process."""
 
     def __init__(self, statuses: Callable[[], Sequence[ServiceStatus]]) -> None:
         self._statuses = statuses
 
     def collect(self) -> Iterator[Metric]:
-        """Asks every role."""
+        """Read the status of every role."""
         statuses = self._statuses()
         busy = CounterMetricFamily(
             "quartet_busy_seconds", "Seconds spent computing, by kind of work.", labels=("kind",)
         )
-        # Roles that share a process share the thread that computes, and each of them tells of all that it does.
+        # Roles in one process share the compute thread, and each reports the thread's total.
         kinds: dict[str, float] = {}
         for status in statuses:
             for kind, seconds in status.busy_seconds.items():
@@ -74,7 +76,7 @@ class ServiceMetrics(Collector):
         pending = max((status.work_pending for status in statuses), default=0)
         yield busy
         yield GaugeMetricFamily(
-            "quartet_work_pending", "Calls that wait for the thread that computes, the one in hand included.", pending
+            "quartet_work_pending", "Calls that wait for the compute thread, including the active one.", pending
         )
         tokens = CounterMetricFamily(
             "quartet_tokens", "Response tokens, generated or trained on.", labels=("role", "kind")
@@ -83,19 +85,21 @@ class ServiceMetrics(Collector):
             for kind, number in status.tokens.items():
                 tokens.add_metric((status.role, kind), number)
         yield tokens
-        yield _by_role("quartet_policy_version", "Updates taken.", statuses, lambda status: status.policy_version)
+        yield _by_role(
+            "quartet_policy_version", "Updates applied to the model.", statuses, lambda status: status.policy_version
+        )
         yield _by_role(
             "quartet_model_parameters", "Parameters of the model.", statuses, lambda status: status.parameters
         )
         yield _by_role(
             "quartet_model_broken",
-            "1 where an update broke off and the model waits to be restored.",
+            "1 if an update broke off and the model must be restored, else 0.",
             statuses,
             lambda status: status.broken,
         )
         yield _by_role(
             "quartet_buffer_unreachable",
-            "1 where the role could not reach the rollout buffer when it last tried.",
+            "1 if the role's last attempt to reach the rollout buffer failed, else 0.",
             statuses,
             lambda status: status.buffer_unreachable,
         )
@@ -111,16 +115,17 @@ def _by_role(
 
 
 REQUEST_TIMEOUT = 10.0
-"""Seconds in which a connection must have asked, its handshake included."""
+"""Seconds within which a connection must send its request, including the TLS handshake."""
 
 
 class MetricsServer:
-    """Serves a registry's figures over HTTP at /metrics, from a thread of its own."""
+    """Serves the metrics of a registry over HTTP at /metrics, from a separate thread."""
 
     def __init__(self, registry: CollectorRegistry, listen: str, certificates: Path | None = None) -> None:
-        """Binds HOST:PORT and starts. Raises ConfigError where that is taken or not this machine's.
+        """Listen at HOST:PORT. Raises ConfigError if the port is in use or the address is not this machine's.
 
-        With ``certificates``, the process's own folder of them, whoever reads beyond loopback needs one of the same authority.
+        ``certificates`` is the process's folder of certificates. With it, readers beyond loopback need a certificate of the same
+        authority.
         """
         host, _, port = listen.rpartition(":")
         try:
@@ -131,16 +136,16 @@ class MetricsServer:
             ) from None
         self._server.RequestHandlerClass.timeout = REQUEST_TIMEOUT  # type: ignore[attr-defined]
         if certificates is not None and not is_loopback(host):
-            # Hands are shaken by each connection's own thread: one that stays silent keeps nobody else waiting.
+            # Each connection does its handshake in its own thread, so that a silent one does not block the others.
             self._server.socket = _context(certificates).wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
             )
         if is_loopback(host):
-            self._server.set_app(_only_addressed_here(make_wsgi_app(registry), host))
+            self._server.set_app(_reject_foreign_hosts(make_wsgi_app(registry), host))
         self.address = f"{host}:{self._server.server_port}"
 
     def stop(self) -> None:
-        """Listens no more."""
+        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -153,14 +158,14 @@ def _context(certificates: Path) -> ssl.SSLContext:
     return context
 
 
-def _only_addressed_here(app: WSGIApplication, host: str) -> WSGIApplication:
-    """The app for who addresses this machine: a page whose name was made to mean 127.0.0.1 reads nothing."""
+def _reject_foreign_hosts(app: WSGIApplication, host: str) -> WSGIApplication:
+    """Refuse requests whose Host header is not loopback, so that DNS rebinding cannot read the metrics."""
 
-    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    def respond(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         wanted = re.sub(r":\d*$", "", environ.get("HTTP_HOST", host)).lower()
         if wanted != host.lower() and not is_loopback(wanted):
             start_response("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
-            return [b"figures of this machine: ask for them at 127.0.0.1 or localhost\n"]
+            return [b"metrics of this machine: request them at 127.0.0.1 or localhost\n"]
         return app(environ, start_response)
 
-    return answer
+    return respond

@@ -275,7 +275,7 @@ def test_a_full_disk_is_an_error_and_leaves_the_files_as_they_were(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(
-            StorageFailed, match=r"cannot be written \(No space left on device\); mend that, then go on"
+            StorageFailed, match=r"cannot be written \(No space left on device\); fix that, then continue"
         ):
             WRITES[write](files)
     assert contents() == before
