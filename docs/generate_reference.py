@@ -92,7 +92,7 @@ def _prometheus() -> Iterator[tuple[str, str, list[Any]]]:
 
     from quartet.config import parse_config
     from quartet.gateway.http.request_metrics import GatewayMetrics
-    from quartet.rpc.call_observers import CallMetrics
+    from quartet.rpc.call_interceptors import CallMetrics
     from quartet.services.orchestrator.control.progress import ProgressBoard
     from quartet.services.orchestrator.telemetry.run_metrics import RunMetrics
     from quartet.telemetry.prometheus import ServiceMetrics, process_registry

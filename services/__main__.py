@@ -1,6 +1,6 @@
-"""The one entry point: ``python -m quartet.services ROLE... --config CONFIG``.
+"""Entry point of all services: ``python -m quartet.services ROLE... --config CONFIG``.
 
-Parses the config, then imports torch, builds each role's core, serves them together until SIGTERM, and drains.
+Reads the config, builds the servicer of each role, serves them until SIGTERM, and shuts down gracefully.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from quartet.types import Role
 
 if TYPE_CHECKING:
     from quartet.rpc.security.credentials import Credentials
-    from quartet.services.observability import Observation
+    from quartet.services.observability import Observability
 
 log = structlog.get_logger()
 
 END_OF_RUN = "end of the run"
-WATCH = 1.0
-"""Seconds between looks at work that nobody waits for."""
+CHECK_INTERVAL = 1.0
+"""Seconds between two checks for abandoned work."""
 
 
 class ReadyNotifier:
-    """Tells the process that started this one, through a pipe, when it is ready or why it ended."""
+    """Reports to the parent process, through a pipe, that this process is ready, or why it ended."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._pipe = None if descriptor is None else os.fdopen(descriptor, "w", buffering=1)
 
-    def say(self, **message: Any) -> None:
-        """One JSON line; nobody listening is no error."""
+    def notify(self, **message: Any) -> None:
+        """Write one line of JSON. A parent that has closed the pipe is not an error."""
         if self._pipe is not None:
             try:
                 self._pipe.write(json.dumps(message) + "\n")
@@ -60,8 +60,10 @@ class ReadyNotifier:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a drain, 2 for input that the user can mend, 1 for anything else; 143 for an orchestrator without a
-    launcher that a signal ended before its run.
+    """Serve until the end and return the exit status.
+
+    0 after a graceful shutdown, 2 for invalid input, 1 for any other error, and 143 for a standalone orchestrator that a signal
+    stopped before the end of its run.
     """
     parser = argparse.ArgumentParser(prog="python -m quartet.services", description=__doc__)
     parser.add_argument("roles", nargs="+", metavar="ROLE", choices=[role.value for role in Role])
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         required=True,
         action="append",
         type=Path,
-        help="may be repeated: a later file's settings take the place of an earlier one's",
+        help="config file; may be repeated, later files override earlier ones",
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     parser.add_argument("--listen", metavar="HOST:PORT", help="overrides services.ROLE.listen")
@@ -78,41 +80,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     roles = [Role(role) for role in dict.fromkeys(options.roles)]
     configure_logs("+".join(roles))
-    announcer = ReadyNotifier(options.ready_fd)
+    notifier = ReadyNotifier(options.ready_fd)
     try:
         if failpoints := arm(os.environ):
             log.warning("failpoints are set: this process will fail on purpose", names=failpoints)
-        return _serve(roles, options, announcer)
+        return _serve(roles, options, notifier)
     except PermissionError as error:
-        return _ended(ConfigError(describe_os_error(error)), announcer)
+        return _ended(ConfigError(describe_os_error(error)), notifier)
     except ModuleNotFoundError as error:
-        return _ended(explain_missing_package(error), announcer)
+        return _ended(explain_missing_package(error), notifier)
     except Exception as error:
-        return _ended(error, announcer)
+        return _ended(error, notifier)
 
 
-def _ended(error: Exception, announcer: ReadyNotifier) -> int:
+def _ended(error: Exception, notifier: ReadyNotifier) -> int:
     code = 2 if isinstance(error, ConfigError) else 1
     log.error("ended", error=str(error), exc_info=None if isinstance(error, QuartetError) else error)
-    announcer.say(error=str(error) or type(error).__name__, exit_code=code)
+    notifier.notify(error=str(error) or type(error).__name__, exit_code=code)
     print(f"error: {error}", file=sys.stderr)
     return code
 
 
-def _serve(roles: list[Role], options: argparse.Namespace, announcer: ReadyNotifier) -> int:
+def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifier) -> int:
     first, *layers = options.config
     own = [] if options.listen is None else [f"services.{roles[0]}.listen={options.listen}"]
     config = load_config(first, [*options.overrides, *own, *environment_overrides()], layers)
     if Role.ORCHESTRATOR in roles and len(roles) > 1:
-        raise ConfigError("roles: the orchestrator has a process of its own")
-    place = getattr(config.services, roles[0])
-    listen = listen_address(place)
+        raise ConfigError("roles: the orchestrator needs a separate process; start the other roles in another one")
+    service = getattr(config.services, roles[0])
+    listen = listen_address(service)
     threads = num_threads(config, roles[0])
-    # Set before torch is imported: its pools are sized once.
+    # Set before torch is imported: it sizes its thread pools once.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
 
-    # The first thing put in ends the process. Unlike an Event or a log, the queue may be used by a signal's handler even
-    # where the handler interrupts its use.
+    # The first entry ends the process. A SimpleQueue is reentrant: a signal handler may use it at any time.
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()
     status = [0]
     failures: list[str] = []
@@ -124,57 +125,62 @@ def _serve(roles: list[Role], options: argparse.Namespace, announcer: ReadyNotif
         signal.signal(number, on_signal)
     from quartet.rpc.security.certificates import check_certificates
     from quartet.rpc.security.credentials import Credentials
-    from quartet.services.observability import Observation
+    from quartet.services.observability import Observability
 
     credentials = Credentials(roles[0], config.security)
     if config.security.certificates is not None:
         check_certificates(config.security.certificates, roles[:1])
-    observation = Observation(roles, config, credentials)
+    observability = Observability(roles, config, credentials)
     with ExitStack() as stack:
         if roles == [Role.ORCHESTRATOR]:
-            # Without a launcher nobody has prepared the run's directory, and nobody tells where its processes are.
+            # A launcher prepares the run's directory and publishes the addresses; without one, this process does.
             from quartet.services.orchestrator.leadership import acquire_run_directory
 
-            tell = stack.enter_context(acquire_run_directory(config)) if options.ready_fd is None else None
-            hosted, background = _orchestrator(config, endings, status, failures, announcer, observation, credentials)
+            publish = stack.enter_context(acquire_run_directory(config)) if options.ready_fd is None else None
+            hosted, background = _orchestrator(config, endings, status, failures, notifier, observability, credentials)
         else:
-            hosted, background, tell = _models(roles, config, threads, credentials), None, None
-            observation.of_services(hosted)
+            hosted, background, publish = _models(roles, config, threads, credentials), None, None
+            observability.add_services(hosted)
 
         from quartet.rpc.server import Server
 
-        observation.begin()
-        server = Server(hosted, listen, credentials, observation.observers, observation.address, place.health_listen)
-        log.info("ready", address=server.address, metrics=observation.address, threads=threads)
-        announcer.say(address=server.address, metrics_address=observation.address)
-        if tell is not None:
-            tell(server.address)
+        observability.start()
+        server = Server(
+            hosted, listen, credentials, observability.interceptors, observability.address, service.health_listen
+        )
+        log.info("ready", address=server.address, metrics=observability.address, threads=threads)
+        notifier.notify(address=server.address, metrics_address=observability.address)
+        if publish is not None:
+            publish(server.address)
         if background is not None:
             background.start()
-        cause = _wait_for_the_end(endings, hosted, config.recovery.hang_timeout_seconds)
+        cause = _wait_for_end(endings, hosted, config.recovery.hang_timeout_seconds)
         log.info("stopping", cause=cause)
-        if tell is not None and cause != END_OF_RUN:
-            # Whoever started it is to start it again: the run is not at its end.
+        if publish is not None and cause != END_OF_RUN:
+            # The run has not ended: a non-zero status makes a supervisor restart this process.
             status[0] = 128 + signal.SIGTERM
         server.stop(config.timeouts.drain_seconds)
-        observation.close()
+        observability.close()
         log.info("stopped")
         for failure in failures:
             print(f"error: {failure}", file=sys.stderr)
         return status[0]
 
 
-def _wait_for_the_end(endings: queue.SimpleQueue[str], hosted: list[Any], stall: float) -> str:
-    """What ends the process. Raises ServiceFailed when a role works on for nobody: whoever restarts the process frees it."""
+def _wait_for_end(endings: queue.SimpleQueue[str], hosted: list[Any], hang_timeout: float) -> str:
+    """Wait until the process is to end and return the cause.
+
+    Raises ServiceFailed if work is still running ``hang_timeout`` seconds after its deadline: only a restart frees the role.
+    """
     while True:
         try:
-            return endings.get(timeout=WATCH)
+            return endings.get(timeout=CHECK_INTERVAL)
         except queue.Empty:
             for role in hosted:
                 work, seconds = role.abandoned()
-                if seconds > stall:
+                if seconds > hang_timeout:
                     raise ServiceFailed(
-                        f"{role.role}: stalled in {work}, {seconds:.0f} s after its deadline, and nobody waits for it any more; "
+                        f"{role.role}: {work} is still running {seconds:.0f} s after its deadline and its caller is gone; "
                         "if the work takes that long, raise its limit in the timeouts section"
                     ) from None
 
@@ -185,20 +191,20 @@ def _models(roles: list[Role], config: Config, threads: int, credentials: Creden
     from quartet.services.factories import build_model_role
 
     set_up_torch(threads)
-    # Roles that share a process share a GPU, so they share the thread that computes.
+    # Roles of one process share a GPU, so they share a compute thread.
     compute = ComputeThread()
     return [build_model_role(role, config, compute, threads, credentials.folder) for role in roles]
 
 
-def _settle() -> None:
-    """Counts what is there by now as permanent, so that cycles are looked for in what has come since.
+def _freeze_loaded_objects() -> None:
+    """Exclude all current objects from garbage collection, so that cycles among later objects are collected early.
 
-    Python looks for old ones when a quarter of all is new. With the libraries in that all, those of thousands of steps would
-    wait, and memory would grow meanwhile.
+    Python collects the oldest generation only when the new objects are a quarter of all objects. With the imported libraries in
+    that count, the cycles of thousands of steps would accumulate and memory would grow.
     """
     gc.collect()
     gc.freeze()
-    gc.collect()  # Only now is what is frozen no longer part of that all.
+    gc.collect()  # Updates the object count, which still includes the frozen objects.
 
 
 def _orchestrator(
@@ -206,8 +212,8 @@ def _orchestrator(
     endings: queue.SimpleQueue[str],
     status: list[int],
     failures: list[str],
-    announcer: ReadyNotifier,
-    observation: Observation,
+    notifier: ReadyNotifier,
+    observability: Observability,
     credentials: Credentials,
 ) -> tuple[list[Any], threading.Thread]:
     from quartet.models.torch_threads import set_up_torch
@@ -222,17 +228,17 @@ def _orchestrator(
     board = ProgressBoard(config.run.name, config.run.steps)
     control = RunControl(RunFiles(config.run_directory))
     url = required_buffer_url(config, credentials.folder)
-    training = TrainingRun(config, url, board, control, _settle, observation.traces, credentials)
-    observation.registry.register(RunMetrics(config, board, BufferDepth(url, config.run.name)))
+    training = TrainingRun(config, url, board, control, _freeze_loaded_objects, observability.traces, credentials)
+    observability.registry.register(RunMetrics(config, board, BufferDepth(url, config.run.name)))
 
     def finished(code: int) -> None:
         status[0] = code
         if code:
-            # For a launcher that was not watching yet when the run ended.
-            announcer.say(error=board.current().error, exit_code=code)
+            # For a launcher that did not watch the progress yet when the run ended.
+            notifier.notify(error=board.current().error, exit_code=code)
             failures.append(board.current().error)
         else:
-            announcer.say(outcome=board.current().state)
+            notifier.notify(outcome=board.current().state)
         endings.put(END_OF_RUN)
 
     thread = threading.Thread(target=run_training, args=(training, board, finished), name="training", daemon=True)
@@ -241,7 +247,7 @@ def _orchestrator(
 
 if __name__ == "__main__":
     code = main()
-    # All is drained and written; taking the interpreter and torch's pools apart would only take seconds.
+    # Everything is written. Skip the teardown of the interpreter and of torch's thread pools, which takes seconds.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""How a process lets itself be looked at: figures for Prometheus, spans of its part in every step. None of it can fail a run."""
+"""Metrics and trace spans of a process. Their failures never fail a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import structlog
 
 from quartet.config import Config
 from quartet.errors import ConfigError
-from quartet.rpc.call_observers import CallMetrics, CallTraces, Observer
+from quartet.rpc.call_interceptors import CallInterceptor, CallMetrics, CallTraces
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.server import HostedRole, check_listen_address
 from quartet.telemetry.prometheus import MetricsServer, ServiceMetrics, process_registry
@@ -17,17 +17,18 @@ from quartet.types import Role
 
 log = structlog.get_logger()
 
-ANYWHERE = "127.0.0.1:0"
-"""Where figures are served that the config gives no address for."""
+DEFAULT_LISTEN = "127.0.0.1:0"
+"""Listen address of the metrics if the config has none."""
 
 
-class Observation:
-    """One process's figures and spans."""
+class Observability:
+    """Prometheus metrics and trace spans of one process."""
 
     def __init__(self, roles: Sequence[Role], config: Config, credentials: Credentials = LOCAL) -> None:
-        """Raises ConfigError for an address beyond loopback without certificates or leave. Nothing listens yet."""
-        self._key, given = f"services.{roles[0]}.metrics_listen", getattr(config.services, roles[0]).metrics_listen
-        self._listen, self._wanted = given or ANYWHERE, given is not None
+        """Does not listen yet. Raises ConfigError for an address beyond loopback without certificates or ``allow_plaintext``."""
+        configured = getattr(config.services, roles[0]).metrics_listen
+        self._key = f"services.{roles[0]}.metrics_listen"
+        self._listen, self._required = configured or DEFAULT_LISTEN, configured is not None
         self._certificates = credentials.folder
         try:
             if not credentials.encrypted:
@@ -37,31 +38,31 @@ class Observation:
         name = "+".join(roles)
         self.registry = process_registry(name)
         self.traces = _traces(config, name)
-        self.observers: list[Observer] = [CallMetrics(self.registry)]
+        self.interceptors: list[CallInterceptor] = [CallMetrics(self.registry)]
         if self.traces is not None:
-            self.observers.append(CallTraces(self.traces))
+            self.interceptors.append(CallTraces(self.traces))
         self._server: MetricsServer | None = None
 
-    def of_services(self, hosted: Sequence[HostedRole]) -> None:
-        """Adds what the model services tell of themselves."""
+    def add_services(self, hosted: Sequence[HostedRole]) -> None:
+        """Add the metrics of the model services of this process."""
         self.registry.register(ServiceMetrics(lambda: [role.status() for role in hosted]))
 
-    def begin(self) -> None:
-        """Serves the figures. Raises ConfigError where the config's address is taken; without one the process goes on."""
+    def start(self) -> None:
+        """Serve the metrics. Raises ConfigError if a configured address is taken; without one, the process continues."""
         try:
             self._server = MetricsServer(self.registry, self._listen, self._certificates)
         except ConfigError as error:
-            if self._wanted:
+            if self._required:
                 raise ConfigError(f"{self._key}{str(error).removeprefix('metrics')}") from None
-            log.warning("figures are not served", error=str(error))
+            log.warning("metrics are not served", error=str(error))
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the figures; empty where they are not served."""
+        """HOST:PORT of the metrics; empty if they are not served."""
         return self._server.address if self._server is not None else ""
 
     def close(self) -> None:
-        """Sends the last spans. The figures are served as long as the process lives."""
+        """Send the last spans. The metrics are served until the process ends."""
         if self.traces is not None:
             self.traces.close()
 
@@ -71,6 +72,6 @@ def _traces(config: Config, role: str) -> Traces | None:
         return None
     try:
         return Traces(config.telemetry.otlp_endpoint, role, config.run.name)
-    except Exception as error:  # OpenTelemetry's own settings come from the environment, and may be anything.
+    except Exception as error:  # OpenTelemetry reads environment variables, so any exception is possible.
         log.warning("no traces", error=str(error))
         return None

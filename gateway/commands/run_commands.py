@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
-from quartet.errors import InvalidRequest, MismatchError, NoResponse, QuartetError
+from quartet.errors import Cancelled, ConfigError, InvalidRequest, MismatchError, NoResponse, QuartetError
 from quartet.gateway.commands.audit_log import audited
 from quartet.gateway.http.http_errors import ProblemError, WrongField
-from quartet.gateway.monitors.run_monitor import END_STATES, Orchestrator, RunMonitor
+from quartet.gateway.monitors.run_monitor import END_STATES, RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import ChangeSettingsRequest, SettingChange, SettingInfo
-from quartet.v1 import orchestrator_pb2
+from quartet.rpc.clients import OrchestratorClient
+
+T = TypeVar("T")
 
 
 class RunCommands:
@@ -25,34 +29,34 @@ class RunCommands:
 
     def pause(self, run: str, user: str) -> str:
         """Pause the run after the current step."""
-        return self._command(run, user, "pause", {}, "Pause", orchestrator_pb2.PauseRequest())[1]
+        return self._command(run, user, "pause", {}, lambda client: client.command("Pause"))[1]
 
     def resume(self, run: str, user: str) -> str:
         """Resume a paused run."""
-        return self._command(run, user, "resume", {}, "Resume", orchestrator_pb2.ResumeRequest())[1]
+        return self._command(run, user, "resume", {}, lambda client: client.command("Resume"))[1]
 
     def stop(self, run: str, user: str) -> str:
         """Stop the run after the current step and save its policy."""
-        return self._command(run, user, "stop", {}, "Stop", orchestrator_pb2.StopRequest())[1]
+        return self._command(run, user, "stop", {}, lambda client: client.command("Stop"))[1]
 
     def checkpoint(self, run: str, user: str) -> str:
         """Save a checkpoint after the current step."""
-        return self._command(run, user, "checkpoint", {}, "Checkpoint", orchestrator_pb2.CheckpointRequest())[1]
+        return self._command(run, user, "checkpoint", {}, lambda client: client.command("Checkpoint"))[1]
 
     def roll_back(self, run: str, user: str, step: int) -> str:
         """Restore the run from the checkpoint of a step."""
-        request = orchestrator_pb2.RollBackRequest(step=step)
-        return self._command(run, user, "rollback", {"step": step}, "RollBack", request)[1]
+        return self._command(run, user, "rollback", {"step": step}, lambda client: client.roll_back(step))[1]
 
     def settings(self, run: str) -> list[SettingInfo]:
         """Return the settings that can be changed now; empty if the run is not active."""
         orchestrator = self._monitor.orchestrator(run)
         if orchestrator is None or self._monitor.progress(run) is None:
             return []
-        response = orchestrator.call("GetSettings", orchestrator_pb2.GetSettingsRequest())
+        with _closed_at_the_end(run):
+            settings = orchestrator.settings()
         return [
             SettingInfo.model_validate({"name": item.name, "value": item.value, "low": item.low, "high": item.high})
-            for item in response.settings
+            for item in settings
         ]
 
     def change_settings(self, run: str, user: str, request: ChangeSettingsRequest) -> list[SettingChange]:
@@ -62,13 +66,12 @@ class RunCommands:
             raise WrongField(
                 "body", "contains no setting; send kl_coefficient, actor.learning_rate or critic.learning_rate"
             )
-        message = orchestrator_pb2.ChangeSettingsRequest(values=values, user=user)
-        response, _ = self._command(run, user, "set", dict(values), "ChangeSettings", message)
+        changes, _ = self._command(run, user, "set", dict(values), lambda client: client.change_settings(values, user))
         return [
             SettingChange(
                 setting=item.setting, before=item.before, after=item.after, step=item.step, user=item.user, at=item.at
             )
-            for item in response.changes
+            for item in changes
         ]
 
     def _command(
@@ -77,9 +80,8 @@ class RunCommands:
         user: str,
         command: str,
         details: dict[str, Any],
-        title: str,
-        request: Any,
-    ) -> tuple[Any, str]:
+        send: Callable[[OrchestratorClient], T],
+    ) -> tuple[T, str]:
         """Return the orchestrator's response, and why the command could not be recorded in the audit log.
 
         If the orchestrator refuses a value, its message begins with the key of that value in ``details``.
@@ -87,9 +89,10 @@ class RunCommands:
         with audited(self._catalog.find(run), user, command, details) as result:
             orchestrator = self._active_orchestrator(run)
             try:
-                response = orchestrator.call(title, request)
+                with _closed_at_the_end(run):
+                    response = send(orchestrator)
             except InvalidRequest as error:
-                text = _without_address(error, orchestrator, title)
+                text = _without_address(error, orchestrator)
                 fields = [f"body.{name}" for name in details if text.startswith(name)]
                 raise WrongField(fields[0] if fields else "body", text) from None
             except MismatchError:
@@ -101,10 +104,10 @@ class RunCommands:
             except QuartetError as error:
                 if isinstance(error, NoResponse):
                     raise ProblemError(503, f"run {run!r}: its orchestrator does not respond; try again") from None
-                raise type(error)(_without_address(error, orchestrator, title)) from None
+                raise type(error)(_without_address(error, orchestrator)) from None
         return response, result.problem
 
-    def _active_orchestrator(self, run: str) -> Orchestrator:
+    def _active_orchestrator(self, run: str) -> OrchestratorClient:
         orchestrator = self._monitor.orchestrator(run)
         progress = self._monitor.progress(run)
         if orchestrator is None or progress is None or progress.state in END_STATES:
@@ -115,6 +118,17 @@ class RunCommands:
         return orchestrator
 
 
-def _without_address(error: QuartetError, orchestrator: Orchestrator, title: str) -> str:
+def _without_address(error: QuartetError, orchestrator: OrchestratorClient) -> str:
     """Return an error's text without the orchestrator's address, which the caller cannot change."""
-    return str(error).removeprefix(f"orchestrator at {orchestrator.address}: {title}: ")
+    text, address = str(error), f"orchestrator at {orchestrator.address}: "
+    # The method's name follows the address.
+    return text.removeprefix(address).partition(": ")[2] if text.startswith(address) else text
+
+
+@contextmanager
+def _closed_at_the_end(run: str) -> Iterator[None]:
+    """Raise ConfigError if the channel is closed: the run has another orchestrator now, or none."""
+    try:
+        yield
+    except Cancelled:
+        raise ConfigError(f"run {run!r}: has just ended") from None

@@ -6,17 +6,15 @@ import json
 import os
 import threading
 import time
-from typing import Any
 
+from quartet import types
 from quartet.errors import ConfigError, QuartetError
 from quartet.gateway.readers.file_signature import Signature, signature
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import Progress, State
-from quartet.rpc.channels import ServiceChannel
+from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import Role
-from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 TIMEOUT_SECONDS = 2.0
 """Time that an orchestrator has to respond. It responds at once, also during a step."""
@@ -34,38 +32,7 @@ MAX_LINE_BYTES = 1 << 16
 MAX_NOTES = 50
 """Number of newest notes that are passed on."""
 
-_STATES = {
-    orchestrator_pb2.RUN_STATE_STARTING: State.STARTING,
-    orchestrator_pb2.RUN_STATE_TRAINING: State.TRAINING,
-    orchestrator_pb2.RUN_STATE_FINISHED: State.FINISHED,
-    orchestrator_pb2.RUN_STATE_STOPPED: State.STOPPED,
-    orchestrator_pb2.RUN_STATE_FAILED: State.FAILED,
-    orchestrator_pb2.RUN_STATE_PAUSED: State.PAUSED,
-    orchestrator_pb2.RUN_STATE_RECOVERING: State.RECOVERING,
-}
-
-
 END_STATES = (State.FINISHED, State.STOPPED, State.FAILED)
-
-
-class Orchestrator:
-    """The orchestrator of one run, at one address."""
-
-    def __init__(self, address: str, credentials: Credentials) -> None:
-        self._peer = ServiceChannel(Role.ORCHESTRATOR, address, credentials)
-        self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._peer.channel)
-        self.address = address
-
-    def call(self, title: str, request: Any) -> Any:
-        """Call a method by name. Raises the domain exception that the orchestrator reports."""
-        try:
-            return self._peer.call(getattr(self._stub, title), request, TIMEOUT_SECONDS, title)
-        except ValueError:  # The channel was closed meanwhile: the run has another orchestrator now, or none.
-            raise ConfigError(f"orchestrator at {self.address}: {title}: the run has just ended") from None
-
-    def close(self) -> None:
-        """Close the channel."""
-        self._peer.close()
 
 
 class _MonitoredRun:
@@ -76,7 +43,7 @@ class _MonitoredRun:
         self.lock = threading.Lock()
         self.request_lock = threading.Lock()
         """Held by the thread that waits for a response."""
-        self.orchestrator: Orchestrator | None = None
+        self.orchestrator: OrchestratorClient | None = None
         self.requested_at = self.responded_at = NEVER
         """Completion time of the last request, with or without a response; time of the last response."""
         self.progress: Progress | None = None
@@ -91,20 +58,20 @@ class _MonitoredRun:
             return MAX_AGE_SECONDS
         return RETRY_SECONDS if self.responded_at > NEVER else RETRY_DEAD_SECONDS
 
-    def connect(self, address: str | None) -> Orchestrator | None:
+    def connect(self, address: str | None) -> OrchestratorClient | None:
         """Return the orchestrator at ``address``. None as the address drops the connection and the last responses."""
         if self.orchestrator is not None and self.orchestrator.address != address:
             self.orchestrator.close()
             self.orchestrator, self.progress = None, None
             self.requested_at = self.responded_at = NEVER
         if self.orchestrator is None and address is not None:
-            self.orchestrator = Orchestrator(address, self._credentials)
+            self.orchestrator = OrchestratorClient(address, TIMEOUT_SECONDS, self._credentials)
         return self.orchestrator
 
-    def reconnect(self, orchestrator: Orchestrator) -> None:
+    def reconnect(self, orchestrator: OrchestratorClient) -> None:
         """Replace a lost connection. gRPC's own reconnect delay would grow with the time the connection has been lost."""
         orchestrator.close()
-        self.orchestrator = Orchestrator(orchestrator.address, self._credentials)
+        self.orchestrator = OrchestratorClient(orchestrator.address, TIMEOUT_SECONDS, self._credentials)
 
 
 class RunMonitor:
@@ -144,7 +111,7 @@ class RunMonitor:
         from_files, last = run.from_files[1], run.last_response
         return last if last is not None and last.state in END_STATES and last.step == from_files.step else from_files
 
-    def orchestrator(self, name: str) -> Orchestrator | None:
+    def orchestrator(self, name: str) -> OrchestratorClient | None:
         """Return the orchestrator of an active run, or None. Raises NotFound."""
         files = self._catalog.find(name)
         run = self._monitored(name)
@@ -194,10 +161,10 @@ def _address(files: RunFiles) -> str | None:
         return None
 
 
-def _request_progress(run: _MonitoredRun, orchestrator: Orchestrator) -> None:
+def _request_progress(run: _MonitoredRun, orchestrator: OrchestratorClient) -> None:
     """Request the progress and store the response, or that there was none."""
     try:
-        response = orchestrator.call("GetProgress", orchestrator_pb2.GetProgressRequest())
+        response = orchestrator.progress()
     except QuartetError:
         response = None
     with run.lock:
@@ -205,7 +172,7 @@ def _request_progress(run: _MonitoredRun, orchestrator: Orchestrator) -> None:
             return
         run.requested_at = time.monotonic()
         if response is not None:
-            run.progress = run.last_response = _progress(response.progress)
+            run.progress = run.last_response = _progress(response)
             run.responded_at = run.requested_at
             return
         run.reconnect(orchestrator)
@@ -214,17 +181,17 @@ def _request_progress(run: _MonitoredRun, orchestrator: Orchestrator) -> None:
         )
 
 
-def _progress(message: orchestrator_pb2.Progress) -> Progress:
+def _progress(progress: types.Progress) -> Progress:
     return Progress(
-        state=_STATES.get(message.state, State.STARTING),
-        step=message.step,
-        total_steps=message.total_steps,
-        phase=message.phase,
-        scored=message.scored,
-        wanted=message.wanted,
-        error=message.error,
-        recoveries=message.recoveries,
-        notes=list(message.notes)[-MAX_NOTES:],
+        state=State(progress.state),
+        step=progress.step,
+        total_steps=progress.total_steps,
+        phase=progress.phase,
+        scored=progress.scored,
+        wanted=progress.wanted,
+        error=progress.error,
+        recoveries=progress.recoveries,
+        notes=list(progress.notes)[-MAX_NOTES:],
     )
 
 

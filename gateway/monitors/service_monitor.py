@@ -8,19 +8,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from quartet import codec
 from quartet.config import redact_url
 from quartet.errors import MismatchError, NoResponse, QuartetError, ServiceUnavailable
 from quartet.gateway.monitors.buffer_monitor import BufferMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import ServiceInfo
-from quartet.rpc.channels import ServiceChannel
 from quartet.rpc.security.credentials import LOCAL, Credentials
+from quartet.rpc.service_channel import ServiceChannel
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import TRAINED_ROLES, ServiceStatus
-from quartet.v1 import status_pb2, status_pb2_grpc
 
 TIMEOUT_SECONDS = 1.0
 """Time that a process has to respond."""
@@ -121,19 +117,14 @@ def _poll_service(role: str, service: _MonitoredService) -> ServiceInfo:
     address = service.channel.address
     try:
         status = _status(role, service.channel)
-        health = service.channel.call(
-            health_pb2_grpc.HealthStub(service.channel.channel).Check,
-            health_pb2.HealthCheckRequest(),
-            TIMEOUT_SECONDS,
-            "Check",
-        )
+        serving = service.channel.is_serving(TIMEOUT_SECONDS)
     except QuartetError as error:
         service.busy_seconds = None
         unreachable = isinstance(error, ServiceUnavailable | NoResponse)
         if unreachable:
             # gRPC's reconnect delay grows with the time a connection has been lost. A new channel connects at once.
             service.channel.close()
-            service.channel = service.channel.again()
+            service.channel = service.channel.reconnected()
         detail = f"does not respond within {TIMEOUT_SECONDS:g} s" if isinstance(error, NoResponse) else str(error)
         return ServiceInfo(
             role=role,
@@ -141,7 +132,7 @@ def _poll_service(role: str, service: _MonitoredService) -> ServiceInfo:
             health="unreachable" if unreachable else "not_serving",
             detail="no process listens at this address" if isinstance(error, ServiceUnavailable) else detail,
         )
-    problem = _problem(status, health.status == health_pb2.HealthCheckResponse.SERVING)
+    problem = _problem(status, serving)
     return ServiceInfo(
         role=role,
         address=address,
@@ -161,10 +152,7 @@ def _poll_service(role: str, service: _MonitoredService) -> ServiceInfo:
 
 
 def _status(role: str, channel: ServiceChannel) -> ServiceStatus:
-    stub = status_pb2_grpc.StatusServiceStub(channel.channel)
-    response = channel.call(stub.GetStatus, status_pb2.GetStatusRequest(), TIMEOUT_SECONDS, "GetStatus")
-    statuses = [codec.status_from_proto(message) for message in response.roles]
-    for status in statuses:
+    for status in channel.status(TIMEOUT_SECONDS).roles:
         if status.role == role:
             return status
     raise MismatchError(

@@ -31,7 +31,7 @@ from quartet.services.orchestrator.checkpointing.recovery import TRANSIENT_ERROR
 from quartet.services.orchestrator.checkpointing.step_committer import StepCommitter
 from quartet.services.orchestrator.control.alerts import AlertHandler
 from quartet.services.orchestrator.control.live_settings import LiveSettings
-from quartet.services.orchestrator.control.progress import ProgressBoard, RunState
+from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.leadership import Leadership, acquire_lease
 from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule, Evaluator
@@ -48,6 +48,7 @@ from quartet.services.orchestrator.step import StepTransaction
 from quartet.services.orchestrator.telemetry.run_telemetry import RunTelemetry
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.telemetry.traces import Traces
+from quartet.types import RunState
 
 log = structlog.get_logger()
 

@@ -10,15 +10,15 @@ from typing import Any
 from quartet.buffer.connection import Redis, wait_for_server
 from quartet.config import MAX_MICRO_BATCH_TOKENS, Config
 from quartet.errors import Cancelled, ConfigError, MismatchError, ServiceUnavailable
-from quartet.rpc.call_observers import CallTracer
+from quartet.rpc.call_interceptors import CallTracer
 from quartet.rpc.clients import (
     ActorClient,
     CriticClient,
-    PendingResult,
     ReferenceClient,
     RewardClient,
     ServiceClient,
 )
+from quartet.rpc.pending_calls import PendingResult
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
@@ -60,7 +60,7 @@ class ServiceClients:
     def observe(self, tracer: CallTracer) -> None:
         """Trace every call of the clients."""
         for client in self._clients():
-            client.peer.tracer = tracer
+            client.channel.tracer = tracer
 
     @property
     def reference(self) -> ReferencePolicy:
@@ -109,7 +109,7 @@ class ServiceClients:
         while (status := client.wait_until_ready(known=True)).buffer_unreachable:
             if time.monotonic() > deadline:
                 raise ServiceUnavailable(
-                    f"{client.role} at {client.peer.address}: has not reached the rollout buffer within {timeout:g} s; "
+                    f"{client.role} at {client.channel.address}: has not reached the rollout buffer within {timeout:g} s; "
                     "repair the network between them, or start the service with a buffer.url that it can reach"
                 )
             time.sleep(BUFFER_POLL_SECONDS)

@@ -1,27 +1,18 @@
-"""gRPC servicer of the orchestrator: convert, delegate, convert."""
+"""OrchestratorService: converts requests and responses, and passes commands to the training thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from typing import Any
 
 import grpc
 
+from quartet import codec
 from quartet.services.orchestrator.control.live_settings import LiveSettings
-from quartet.services.orchestrator.control.progress import Progress, ProgressBoard, RunState
+from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.types import Role, ServiceStatus
-from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
-
-_STATES = {
-    RunState.STARTING: orchestrator_pb2.RUN_STATE_STARTING,
-    RunState.TRAINING: orchestrator_pb2.RUN_STATE_TRAINING,
-    RunState.FINISHED: orchestrator_pb2.RUN_STATE_FINISHED,
-    RunState.STOPPED: orchestrator_pb2.RUN_STATE_STOPPED,
-    RunState.FAILED: orchestrator_pb2.RUN_STATE_FAILED,
-    RunState.PAUSED: orchestrator_pb2.RUN_STATE_PAUSED,
-    RunState.RECOVERING: orchestrator_pb2.RUN_STATE_RECOVERING,
-}
+from quartet.v1 import orchestrator_pb2_grpc
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
@@ -56,98 +47,47 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         """Stop the work that training started. Its thread has ended, or ends with the process."""
         self._close()
 
-    def GetProgress(
-        self, request: orchestrator_pb2.GetProgressRequest, context: grpc.ServicerContext
-    ) -> orchestrator_pb2.GetProgressResponse:
+    def GetProgress(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Return the progress of the run."""
-        return orchestrator_pb2.GetProgressResponse(progress=_to_proto(self._board.current()))
+        return codec.get_progress_response(self._board.current())
 
-    def WatchProgress(
-        self, request: orchestrator_pb2.WatchProgressRequest, context: grpc.ServicerContext
-    ) -> Iterator[orchestrator_pb2.WatchProgressResponse]:
+    def WatchProgress(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         """Stream the progress at every committed step and every change of phase."""
         for progress in self._board.watch(request.after_step):
             if not context.is_active():
                 return
             if progress is not None:
-                yield orchestrator_pb2.WatchProgressResponse(progress=_to_proto(progress))
+                yield codec.watch_progress_response(progress)
 
-    def Stop(
-        self, request: orchestrator_pb2.StopRequest, context: grpc.ServicerContext
-    ) -> orchestrator_pb2.StopResponse:
+    def Stop(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Stop the run after the current step."""
         self._control.stop()
-        return orchestrator_pb2.StopResponse()
+        return codec.command_response("Stop")
 
-    def Pause(
-        self, request: orchestrator_pb2.PauseRequest, context: grpc.ServicerContext
-    ) -> orchestrator_pb2.PauseResponse:
+    def Pause(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Pause the run after the current step."""
         self._control.pause()
-        return orchestrator_pb2.PauseResponse()
+        return codec.command_response("Pause")
 
-    def Resume(
-        self, request: orchestrator_pb2.ResumeRequest, context: grpc.ServicerContext
-    ) -> orchestrator_pb2.ResumeResponse:
+    def Resume(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Continue a paused run."""
         self._control.resume()
-        return orchestrator_pb2.ResumeResponse()
+        return codec.command_response("Resume")
 
-    def Checkpoint(
-        self, request: orchestrator_pb2.CheckpointRequest, context: grpc.ServicerContext
-    ) -> orchestrator_pb2.CheckpointResponse:
+    def Checkpoint(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Save a checkpoint after the current step."""
         self._control.checkpoint()
-        return orchestrator_pb2.CheckpointResponse()
+        return codec.command_response("Checkpoint")
 
-    def RollBack(
-        self, request: orchestrator_pb2.RollBackRequest, context: grpc.ServicerContext
-    ) -> orchestrator_pb2.RollBackResponse:
+    def RollBack(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Return to a checkpoint after the current step."""
         self._control.roll_back(request.step)
-        return orchestrator_pb2.RollBackResponse()
+        return codec.roll_back_response()
 
-    def GetSettings(
-        self, request: orchestrator_pb2.GetSettingsRequest, context: grpc.ServicerContext
-    ) -> orchestrator_pb2.GetSettingsResponse:
+    def GetSettings(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Return the settings that can be changed now."""
-        settings = [orchestrator_pb2.Setting(**asdict(setting)) for setting in self._live_settings.settings()]
-        return orchestrator_pb2.GetSettingsResponse(settings=settings)
+        return codec.settings_to_proto(self._live_settings.settings())
 
-    def ChangeSettings(
-        self, request: orchestrator_pb2.ChangeSettingsRequest, context: grpc.ServicerContext
-    ) -> orchestrator_pb2.ChangeSettingsResponse:
+    def ChangeSettings(self, request: Any, context: grpc.ServicerContext) -> Any:
         """Change settings from the next step on."""
-        made = self._live_settings.change(request.values, request.user)
-        return orchestrator_pb2.ChangeSettingsResponse(
-            changes=[orchestrator_pb2.Change(**asdict(change)) for change in made]
-        )
-
-
-def _to_proto(progress: Progress) -> orchestrator_pb2.Progress:
-    return orchestrator_pb2.Progress(
-        run=progress.run,
-        state=_STATES[progress.state],
-        step=progress.step,
-        total_steps=progress.total_steps,
-        phase=progress.phase,
-        scored=progress.scored,
-        wanted=progress.wanted,
-        metrics=progress.metrics,
-        error=progress.error,
-        exit_code=progress.exit_code,
-        notes=progress.notes,
-        recoveries=progress.recoveries,
-        notes_before=progress.notes_before,
-        alerts_before=progress.alerts_before,
-        alerts=[
-            orchestrator_pb2.Alert(
-                step=alert.step,
-                guard=alert.guard,
-                action=alert.action,
-                evidence=alert.evidence,
-                remedy=alert.remedy,
-            )
-            for alert in progress.alerts
-        ],
-    )
+        return codec.setting_changes_to_proto(self._live_settings.change(request.values, request.user))

@@ -1,6 +1,6 @@
-"""The data that travels between the parts. Plain dataclasses over NumPy arrays: no torch, no protobuf.
+"""Data types that the parts of Quartet exchange: dataclasses over NumPy arrays, without torch and protobuf.
 
-Batches are ragged: one flat array and the lengths, never padding.
+Batches are ragged: one flat array and the lengths, without padding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRAINED_ROLES = (Role.ACTOR, Role.CRITIC)
 
 
 class FinishReason(enum.StrEnum):
-    """Why a response ended: the model said so (its last token is EOS), or the token limit did."""
+    """Reason for the end of a response: an end-of-sequence token, or the token limit."""
 
     EOS = "eos"
     LENGTH = "length"
@@ -42,7 +42,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class TrajectoryId:
-    """Derived, never drawn: the same trajectory has the same id however often it is produced."""
+    """Id of a trajectory. It is derived, not random: a trajectory that is generated again has the same id."""
 
     run: str
     step: int
@@ -54,7 +54,7 @@ class TrajectoryId:
 
     @classmethod
     def parse(cls, text: str) -> TrajectoryId:
-        """Inverse of ``str``. Raises InvalidRequest."""
+        """Parse the result of ``str``. Raises InvalidRequest."""
         parts = text.rsplit("/", 3)
         if len(parts) != 4 or not parts[0] or not all(part.isdecimal() for part in parts[1:]):
             raise InvalidRequest(f"trajectory id {text!r}: expected RUN/STEP/PROMPT/SAMPLE")
@@ -63,10 +63,10 @@ class TrajectoryId:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One line of the prompts file, tokenised once.
+    """One prompt of the data set, tokenised.
 
-    ``index`` is its place in the data set, ``token_ids`` int32 [tokens], ``text`` what they say where the line says it,
-    ``fields`` the line's own fields as one JSON object, for reward functions.
+    ``index`` is its position in the data set and ``token_ids`` int32 [tokens]. ``text`` is the prompt's text, if the prompts file
+    has one. ``fields`` are all fields of the line as one JSON object, for reward functions.
     """
 
     index: int
@@ -77,10 +77,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a reward source says of a batch.
+    """Scores of a batch.
 
-    ``total`` float32 [sequences], the score; ``parts`` by name the unweighted scores of an ensemble's sources, float32
-    [sequences] each, empty where there is one source.
+    ``total`` float32 [sequences], in units of reward. ``parts`` float32 [sequences] each: the unweighted scores of an ensemble's
+    sources, by name. Empty for a single source.
     """
 
     total: FloatArray
@@ -89,7 +89,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """How the next token is drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off."""
+    """Sampling of response tokens. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off."""
 
     max_response_tokens: int
     temperature: float = 1.0
@@ -100,19 +100,47 @@ class SamplingParameters:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One trajectory to generate. Its random stream is derived from (seed, step, prompt, sample) alone."""
+    """One trajectory to generate. Its random stream depends on (seed, step, prompt, sample) only."""
 
     id: TrajectoryId
     prompt_ids: IntArray
 
 
 @dataclass(frozen=True, slots=True)
+class GenerationBatch:
+    """Arguments of one Generate call.
+
+    The samples ``first_sample`` to ``first_sample + samples_per_prompt - 1`` of every prompt are generated. ``policy_version`` is
+    the number of updates that the policy must have taken.
+    """
+
+    run: str
+    step: int
+    leader_epoch: int
+    prompts: Sequence[Prompt]
+    samples_per_prompt: int
+    sampling: SamplingParameters
+    seed: int
+    policy_version: int
+    first_sample: int = 0
+
+    def requests(self) -> list[GenerationRequest]:
+        """Return one request per trajectory: prompt after prompt, each with its samples."""
+        samples = range(self.first_sample, self.first_sample + self.samples_per_prompt)
+        return [
+            GenerationRequest(TrajectoryId(self.run, self.step, prompt.index, sample), prompt.token_ids)
+            for prompt in self.prompts
+            for sample in samples
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """A finished response.
 
-    ``prompt_ids`` int32 [prompt tokens]; ``response_ids`` int32 [response tokens], the EOS included when there is one;
-    ``log_probs`` float32 [response tokens], of the sampled tokens under the policy that generated them, in nats, at the
-    sampling temperature.
+    ``prompt_ids`` int32 [prompt tokens]. ``response_ids`` int32 [response tokens], including the EOS if there is one.
+    ``log_probs`` float32 [response tokens]: log-probs of the sampled tokens under the generating policy at the sampling
+    temperature, in nats.
     """
 
     id: TrajectoryId
@@ -125,10 +153,10 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Ragged prompt+response sequences.
+    """Ragged sequences of prompt and response.
 
-    ``token_ids`` int32 [all tokens], sequence after sequence, prompt then response; ``prompt_lengths`` and
-    ``response_lengths`` int32 [sequences]. Values per response token elsewhere are flat [response tokens] in this order.
+    ``token_ids`` int32 [all tokens]: for each sequence its prompt, then its response. ``prompt_lengths`` and
+    ``response_lengths`` int32 [sequences]. Arrays with one value per response token are flat, [response tokens], in this order.
     """
 
     token_ids: IntArray
@@ -139,7 +167,7 @@ class TokenBatch:
         if self.prompt_lengths.shape != self.response_lengths.shape or self.prompt_lengths.ndim != 1:
             raise InvalidRequest(
                 f"prompt_lengths {self.prompt_lengths.shape} and response_lengths {self.response_lengths.shape}: "
-                "expected two one-dimensional tensors of the same length"
+                "expected two one-dimensional arrays of the same length"
             )
         if len(self.prompt_lengths) == 0:
             raise InvalidRequest("token batch: expected at least one sequence")
@@ -147,11 +175,11 @@ class TokenBatch:
             raise InvalidRequest("token batch: every prompt and every response needs at least one token")
         total = int(self.prompt_lengths.sum(dtype=np.int64) + self.response_lengths.sum(dtype=np.int64))
         if self.token_ids.shape != (total,):
-            raise InvalidRequest(f"token_ids {self.token_ids.shape}: the lengths add up to {total} tokens")
+            raise InvalidRequest(f"token_ids {self.token_ids.shape}: expected {total} tokens, the sum of the lengths")
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> TokenBatch:
-        """The trajectories' tokens, in their order."""
+        """Return the tokens of ``trajectories``, in their order."""
         parts = [part for t in trajectories for part in (t.prompt_ids, t.response_ids)]
         return cls(
             token_ids=np.concatenate(parts) if parts else np.zeros(0, np.int32),
@@ -168,23 +196,23 @@ class TokenBatch:
         return self.prompt_lengths + self.response_lengths
 
     def sequences(self) -> list[IntArray]:
-        """Each sequence's token ids as a view into ``token_ids``."""
+        """Return the token ids of each sequence, as views into ``token_ids``."""
         return np.split(self.token_ids, np.cumsum(self.lengths)[:-1])
 
     def check_vocabulary(self, size: int) -> None:
-        """Raises InvalidRequest when a token id lies outside [0, size)."""
+        """Raise InvalidRequest if a token id is outside [0, size)."""
         low, high = int(self.token_ids.min()), int(self.token_ids.max())
         if low < 0 or high >= size:
-            raise InvalidRequest(f"token_ids: found {low if low < 0 else high}, the vocabulary is 0..{size - 1}")
+            raise InvalidRequest(f"token_ids: expected ids in 0..{size - 1}, got {low if low < 0 else high}")
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """All that an update needs of one step; sealed in the buffer, read by actor and critic.
+    """Data of one step's update. The orchestrator writes it to the buffer; actor and critic read it.
 
-    Per sequence: ``scores`` float32 [sequences]. Per response token, flat: ``log_probs`` (at generation),
-    ``reference_log_probs``, ``values`` (at generation), ``advantages``, ``returns`` float32, and ``actor_mask`` (1 where the
-    token counts in the policy loss, 0 where not) float32, all [response tokens].
+    ``scores`` float32 [sequences]. The other arrays are float32 [response tokens], flat: ``log_probs`` and ``values`` at
+    generation, ``reference_log_probs``, ``advantages``, ``returns``, and ``actor_mask``, which is 1 for a token in the policy
+    loss and 0 for a masked one.
     """
 
     run: str
@@ -203,11 +231,11 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class OptimizationSettings:
-    """How a service walks through one step's experience. ``seed`` orders the mini-batches.
+    """Optimization of one step. ``seed`` orders the mini-batches.
 
-    ``num_epochs`` 0 takes note of the step and leaves the weights as they are. ``skip_non_finite``: a NaN or infinite loss or
-    gradient skips its optimizer step; else it ends the update with an error. ``micro_batch_tokens``: most tokens of a forward
-    pass, 0 for as many as the service itself found or was configured for.
+    ``num_epochs`` 0 records the step and leaves the weights unchanged. With ``skip_non_finite``, a NaN or infinite loss or
+    gradient skips its optimizer step; otherwise it fails the update. ``micro_batch_tokens`` is the maximum number of tokens of a
+    forward pass; 0 uses the service's own setting.
     """
 
     num_epochs: int
@@ -221,10 +249,13 @@ class OptimizationSettings:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossSettings:
-    """The PPO policy loss. ``dual_clip`` 0 is off; ``kl_loss`` is added with ``kl_loss_coefficient``.
+    """PPO policy loss. See ``PolicyLossSettings`` in proto/quartet/v1/update.proto for the formulas.
 
-    ``importance_sampling_cap`` truncates the weight of engine/trainer mismatch, 0 is off; ``target_kl``, nats per token, ends the
-    update early, 0 is off. ``policy_loss`` is the name of a built-in loss, or the import path that the actor was started with.
+    ``dual_clip`` 0 is off. ``kl_loss`` is added with weight ``kl_loss_coefficient``. ``ratio_level`` "sequence" is the product of
+    the token ratios of a response; GSPO's ratio differs, because it is normalised by the response length.
+    ``importance_sampling_cap`` limits the token weights that correct the difference between generation engine and trainer; 0 is
+    off. ``target_kl``, in nats per token, ends the update early; 0 is off. ``policy_loss`` is the name of a built-in loss, or the
+    import path that the actor was started with.
     """
 
     temperature: float = 1.0
@@ -243,14 +274,25 @@ class PolicyLossSettings:
 
 @dataclass(frozen=True, slots=True)
 class ValueLossSettings:
-    """The value loss. ``value_clip`` 0 is off."""
+    """Clipped value loss. ``value_clip`` 0 is off."""
 
     value_clip: float = 0.2
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    """Arguments of one Update call. The loss is the one of the role: policy loss for the actor, value loss for the critic."""
+
+    run: str
+    step: int
+    leader_epoch: int
+    optimization: OptimizationSettings
+    loss: PolicyLossSettings | ValueLossSettings
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What an applied update reports; the same again when the message is repeated."""
+    """Result of an applied update. A repeated request gets the same result."""
 
     step: int
     policy_version: int
@@ -259,7 +301,10 @@ class UpdateResult:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """What a guard found after ``step``: its name, what was done (warn, pause, stop), the figures it saw, what usually helps."""
+    """Finding of a guard after ``step``.
+
+    ``action`` is warn, pause or stop; ``evidence`` names the metrics that the guard compared; ``remedy`` is what usually helps.
+    """
 
     step: int
     guard: str
@@ -272,7 +317,10 @@ class Alert:
 
 
 class SaveKind(enum.StrEnum):
-    """What a Save writes: enough to go on training; the model alone in Hugging Face format; or its LoRA adapter alone."""
+    """Content of a save.
+
+    A checkpoint is enough to continue training. A model is in Hugging Face format. An adapter is the LoRA adapter alone.
+    """
 
     CHECKPOINT = "checkpoint"
     MODEL = "model"
@@ -280,8 +328,32 @@ class SaveKind(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """Arguments of one Save call. ``step`` is the step that the model must have; None accepts any step.
+
+    ``directory`` is relative to the run's directory and confined to it.
+    """
+
+    run: str
+    directory: str
+    kind: SaveKind
+    leader_epoch: int
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRequest:
+    """Arguments of one Restore call. ``step`` 0 is the initial model, with an empty ``directory``."""
+
+    run: str
+    step: int
+    directory: str
+    leader_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class SavedFile:
-    """One file that a service wrote: path relative to the run's directory, size in bytes, SHA-256 in hexadecimal."""
+    """One saved file: path relative to the run's directory, size in bytes, SHA-256 in hexadecimal."""
 
     path: str
     bytes: int
@@ -290,15 +362,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """What one role of a process says of itself.
-
-    ``answers_as_reference``: an actor whose adapter can be off. ``broken``: an update or a restore broke off, and only a restore
-    makes the model usable again. ``buffer_unreachable``: the rollout buffer was, when the role last tried. ``work_pending``:
-    calls that wait for the compute thread. ``tokens``: response tokens since the start, "generated" and "trained".
-    ``micro_batch_tokens``: of an update that does not say otherwise, which uses ``gradient_checkpointing`` or not;
-    ``micro_batch_tokens_held``: most that the memory held at the start, when ``free_bytes`` were free and a token needed
-    ``token_bytes``; 0 where nobody looked.
-    """
+    """Status of one role of a process. See ``RoleStatus`` in proto/quartet/v1/status.proto for every field."""
 
     role: Role
     model: str = ""
@@ -324,3 +388,79 @@ class ServiceStatus:
     gradient_checkpointing: bool = False
     token_bytes: int = 0
     free_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    """Status of all roles of a process.
+
+    ``metrics_address`` is HOST:PORT of its Prometheus metrics, empty if they are not served.
+    """
+
+    roles: tuple[ServiceStatus, ...]
+    version: str
+    metrics_address: str = ""
+
+
+class RunState(enum.StrEnum):
+    """State of a run."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    PAUSED = "paused"
+    RECOVERING = "recovering"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the state is final."""
+        return self in (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Progress of a run. See ``Progress`` in proto/quartet/v1/orchestrator.proto for every field.
+
+    ``metrics`` are the metrics of the last committed step. ``notes_before`` and ``alerts_before`` count the entries that were
+    dropped before the first of ``notes`` and ``alerts``.
+    """
+
+    run: str
+    total_steps: int
+    state: RunState = RunState.STARTING
+    step: int = 0
+    phase: str = "starting"
+    scored: int = 0
+    wanted: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+    exit_code: int = 0
+    notes: list[str] = field(default_factory=list)
+    alerts: list[Alert] = field(default_factory=list)
+    recoveries: int = 0
+    notes_before: int = 0
+    alerts_before: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting that can change during a run: its value for the next step, its minimum ``low`` and its maximum ``high``."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class SettingChange:
+    """Change of a setting from ``step`` on. ``user`` requested it; ``at`` is in seconds since 1970."""
+
+    setting: str
+    before: float
+    after: float
+    step: int
+    user: str
+    at: float

@@ -22,8 +22,8 @@ from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.errors import ConfigError, ServiceUnavailable
 from quartet.processes import tied_to_parent
-from quartet.rpc.channels import accepts_connections
 from quartet.rpc.security.certificate_authority import Authority
+from quartet.rpc.service_channel import accepts_connections
 from tests.buffer.samples import trajectory
 from tests.e2e.commands import wait_until
 from tests.faults.proxy import Proxy

@@ -8,19 +8,25 @@ from hypothesis import settings
 
 from quartet import codec
 from quartet.types import (
+    Alert,
     Experience,
     FinishReason,
     FloatArray,
+    GenerationBatch,
     IntArray,
     OptimizationSettings,
     PolicyLossSettings,
+    Progress,
+    Prompt,
     Role,
+    RunState,
     SamplingParameters,
     Scores,
     ServiceStatus,
     TokenBatch,
     Trajectory,
     TrajectoryId,
+    UpdateRequest,
     ValueLossSettings,
 )
 
@@ -117,7 +123,7 @@ samplings = st.builds(
     uint32,
     st.booleans(),
 )
-_settings = st.floats(0, codec.LARGEST)
+_settings = st.floats(0, codec.MAX_SETTING)
 optimizations = st.builds(
     OptimizationSettings,
     st.integers(0, codec.MAX_EPOCHS),
@@ -151,3 +157,50 @@ value_losses = st.builds(ValueLossSettings, non_negative32)
 def scores(draw: st.DrawFn) -> Scores:
     count = draw(st.integers(1, 6))
     return Scores(draw(floats(count)), draw(st.dictionaries(names, floats(count), max_size=3)))
+
+
+update_requests = st.builds(
+    UpdateRequest,
+    run=names,
+    step=uint64,
+    leader_epoch=uint64,
+    optimization=optimizations,
+    loss=st.one_of(policy_losses, value_losses),
+)
+
+
+@st.composite
+def generation_batches(draw: st.DrawFn) -> GenerationBatch:
+    indices = draw(st.lists(uint64, min_size=1, max_size=4, unique=True))
+    return GenerationBatch(
+        run=draw(names),
+        step=draw(uint64),
+        leader_epoch=draw(uint64),
+        prompts=[Prompt(index, draw(ints(draw(st.integers(1, 5))))) for index in indices],
+        samples_per_prompt=draw(st.integers(1, 9)),
+        sampling=draw(samplings),
+        seed=draw(uint64),
+        policy_version=draw(uint64),
+        first_sample=draw(st.integers(0, 2**32 - 9)),
+    )
+
+
+alerts = st.builds(Alert, step=uint64, guard=names, action=names, evidence=names, remedy=names)
+progresses = st.builds(
+    Progress,
+    run=names,
+    total_steps=uint64,
+    state=st.sampled_from(RunState),
+    step=uint64,
+    phase=names,
+    scored=uint64,
+    wanted=uint64,
+    metrics=st.dictionaries(names, doubles, max_size=4),
+    error=names,
+    exit_code=st.integers(0, 2),
+    notes=st.lists(names, max_size=3),
+    alerts=st.lists(alerts, max_size=3),
+    recoveries=uint64,
+    notes_before=uint64,
+    alerts_before=uint64,
+)

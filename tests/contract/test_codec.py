@@ -12,23 +12,31 @@ import pytest
 from hypothesis import given
 
 from quartet import codec
-from quartet.errors import InvalidRequest
+from quartet.errors import InvalidRequest, ServiceFailed
 from quartet.types import (
     Experience,
     FinishReason,
+    GenerationBatch,
     OptimizationSettings,
-    PolicyLossSettings,
+    ProcessStatus,
+    Progress,
+    RestoreRequest,
+    Role,
+    RunState,
     SamplingParameters,
     SavedFile,
     SaveKind,
+    SaveRequest,
     Scores,
     ServiceStatus,
+    Setting,
+    SettingChange,
     TokenBatch,
     Trajectory,
     TrajectoryId,
-    ValueLossSettings,
+    UpdateRequest,
 )
-from quartet.v1 import actor_pb2, critic_pb2, experience_pb2, status_pb2, tensor_pb2, trajectory_pb2, update_pb2
+from quartet.v1 import experience_pb2, status_pb2, tensor_pb2, trajectory_pb2, update_pb2
 from tests.contract import strategies
 from tests.contract.strategies import check
 from tests.every_case import every_case
@@ -45,6 +53,10 @@ def same(left: Any, right: Any) -> None:
         assert type(left) is type(right)
         for field in dataclasses.fields(left):
             same(getattr(left, field.name), getattr(right, field.name))
+    elif isinstance(left, list):
+        assert type(left) is type(right)
+        for each, other in zip(left, right, strict=True):
+            same(each, other)
     elif isinstance(left, dict):
         assert left.keys() == right.keys()
         for name, value in left.items():
@@ -103,15 +115,51 @@ def test_optimization_settings_arrive(settings: OptimizationSettings) -> None:
 
 
 @check
-@given(strategies.policy_losses)
-def test_policy_loss_settings_arrive(loss: PolicyLossSettings) -> None:
-    same(codec.policy_loss_from_proto(codec.policy_loss_to_proto(loss)), loss)
+@given(strategies.update_requests)
+def test_update_requests_arrive(request: UpdateRequest) -> None:
+    same(codec.update_request_from_proto(codec.update_request_to_proto(request)), request)
 
 
 @check
-@given(strategies.value_losses)
-def test_value_loss_settings_arrive(loss: ValueLossSettings) -> None:
-    same(codec.value_loss_from_proto(codec.value_loss_to_proto(loss)), loss)
+@given(strategies.generation_batches())
+def test_generation_batches_arrive(batch: GenerationBatch) -> None:
+    same(codec.generation_batch_from_proto(codec.generation_batch_to_proto(batch)), batch)
+
+
+@check
+@given(strategies.progresses)
+def test_progress_arrives(progress: Progress) -> None:
+    same(codec.progress_from_proto(codec.progress_to_proto(progress)), progress)
+
+
+def test_every_run_state_arrives() -> None:
+    states = [codec.progress_from_proto(codec.progress_to_proto(Progress("r", 1, state))).state for state in RunState]
+    assert states == list(RunState)
+
+
+def test_an_unknown_run_state_is_refused() -> None:
+    message = codec.progress_to_proto(Progress("r", 1))
+    message.state = 99  # type: ignore[assignment]
+    with pytest.raises(InvalidRequest, match=r"progress\.state 99: unknown"):
+        codec.progress_from_proto(message)
+
+
+def test_settings_and_their_changes_arrive() -> None:
+    settings = [Setting("kl_coefficient", 0.1, 0.0, 1.0)]
+    assert codec.settings_from_proto(codec.settings_to_proto(settings)) == settings
+    changes = [SettingChange("actor.learning_rate", 1e-5, 2e-5, 7, "a user", 1.5e9)]
+    assert codec.setting_changes_from_proto(codec.setting_changes_to_proto(changes)) == changes
+
+
+def test_a_process_status_arrives() -> None:
+    status = ProcessStatus((ServiceStatus(Role.ACTOR), ServiceStatus(Role.REWARD)), "1.2", "127.0.0.1:9")
+    assert codec.process_status_from_proto(codec.process_status_to_proto(status)) == status
+
+
+def test_a_generation_ends_with_its_number_of_trajectories() -> None:
+    assert codec.trajectories_from_proto(codec.generation_finished_to_proto(8, 90, 0.5)) == 8
+    with pytest.raises(ServiceFailed, match="without the event `finished`"):
+        codec.trajectories_from_proto(codec.generation_started_to_proto())
 
 
 @check
@@ -129,13 +177,20 @@ def test_scores_of_another_number_of_sequences_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", list(SaveKind))
-def test_save_kinds_arrive(kind: SaveKind) -> None:
-    assert codec.save_kind_from_proto(codec.save_kind_to_proto(kind)) is kind
+@pytest.mark.parametrize("step", [None, 0, 2**64 - 1])
+def test_save_requests_arrive(kind: SaveKind, step: int | None) -> None:
+    request = SaveRequest("run", "policy", kind, 3, step)
+    assert codec.save_request_from_proto(codec.save_request_to_proto(request)) == request
+
+
+def test_restore_requests_arrive() -> None:
+    request = RestoreRequest("run", 4, "checkpoints/step-000004/actor", 3)
+    assert codec.restore_request_from_proto(codec.restore_request_to_proto(request)) == request
 
 
 def test_saved_files_arrive() -> None:
-    file = SavedFile("policy/model.safetensors", 2**40, "ab" * 32)
-    same(codec.saved_file_from_proto(codec.saved_file_to_proto(file)), file)
+    files = [SavedFile("policy/model.safetensors", 2**40, "ab" * 32)]
+    assert codec.saved_files_from_proto(codec.save_response_to_proto(files, 4)) == files
 
 
 def test_tensors_are_little_endian_and_keep_their_shape_whatever_their_memory_looks_like() -> None:
@@ -342,6 +397,10 @@ def test_optimization_settings_out_of_range_are_refused(wrong: dict[str, float])
         codec.optimization_from_proto(update_pb2.OptimizationSettings(**{**good, **wrong}))  # type: ignore[arg-type]
 
 
+def update(**loss: Any) -> update_pb2.UpdateRequest:
+    return update_pb2.UpdateRequest(optimization=update_pb2.OptimizationSettings(num_mini_batches=1), **loss)
+
+
 @every_case(
     "wrong",
     [{"temperature": 0.0}, {"temperature": NAN}, {"dual_clip": 1.0}, {"dual_clip": 0.5}]
@@ -364,26 +423,26 @@ def test_optimization_settings_out_of_range_are_refused(wrong: dict[str, float])
 def test_policy_loss_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     good: dict[str, Any] = {
         "temperature": 1.0,
-        "kl_loss": actor_pb2.KL_LOSS_NONE,
-        "ratio_level": actor_pb2.RATIO_LEVEL_TOKEN,
-        "aggregation": actor_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
+        "kl_loss": update_pb2.KL_LOSS_NONE,
+        "ratio_level": update_pb2.RATIO_LEVEL_TOKEN,
+        "aggregation": update_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
         "policy_loss": "clipped",
     }
-    codec.policy_loss_from_proto(actor_pb2.PolicyLossSettings(**good))
+    codec.update_request_from_proto(update(policy_loss=update_pb2.PolicyLossSettings(**good)))
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-        codec.policy_loss_from_proto(actor_pb2.PolicyLossSettings(**{**good, **wrong}))
+        codec.update_request_from_proto(update(policy_loss=update_pb2.PolicyLossSettings(**{**good, **wrong})))
 
 
 @pytest.mark.parametrize("value", [-0.1, NAN, INFINITY])
 def test_a_value_clip_out_of_range_is_refused(value: float) -> None:
     with pytest.raises(InvalidRequest, match="value_clip"):
-        codec.value_loss_from_proto(critic_pb2.ValueLossSettings(value_clip=value))
+        codec.update_request_from_proto(update(value_loss=update_pb2.ValueLossSettings(value_clip=value)))
 
 
 @pytest.mark.parametrize("kind", [0, 4, 99])
 def test_an_unknown_save_kind_is_refused(kind: int) -> None:
     with pytest.raises(InvalidRequest, match=f"kind {kind}: expected SAVE_KIND_CHECKPOINT, _MODEL or _ADAPTER"):
-        codec.save_kind_from_proto(kind)  # type: ignore[arg-type]
+        codec.save_request_from_proto(update_pb2.SaveRequest(kind=kind))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("role", [0, 99])

@@ -21,7 +21,7 @@ import yaml
 
 from quartet.buffer.embedded_redis import find_server
 from quartet.processes import tied_to_parent
-from quartet.rpc.health import serves
+from quartet.rpc.health import is_serving
 from tests.e2e.commands import QUARTET, Command
 from tests.e2e.conftest import Run, figures, weights
 
@@ -123,7 +123,7 @@ def test_processes_that_were_started_one_by_one_train_as_one_machine_does(
     orchestrator = begin("services", "orchestrator")
     for role, command in services.items():
         command.wait_for(lambda command=command: "event='ready'" in command.err)
-        assert serves(tree["services"][role]["health"])
+        assert is_serving(tree["services"][role]["health"])
     url = gateway.wait_for(lambda: re.search(r"https://127\.0\.0\.1:(\d+)", gateway.out))
     api = Api(int(url[1]), tmp_path)
     orchestrator.wait_for(lambda: api.ask("POST", "/pause")[0] == 202)

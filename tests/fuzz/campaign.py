@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from quartet.rpc.call_interceptors import SUBSCRIPTIONS
 from quartet.rpc.limits import CHANNEL_OPTIONS
 from quartet.types import Role
 from quartet.v1 import orchestrator_pb2, status_pb2, status_pb2_grpc
@@ -192,7 +193,7 @@ class _Sender:
         self.standing = Standing()
 
     def send(self, method: Method, data: bytes, deadline: float) -> tuple[grpc.StatusCode, str]:
-        """The status and the text of the answer; of a stream its first message is enough."""
+        """The status and the text of the answer; of a subscription its first message is enough."""
         kind: Any = self._channel.unary_stream if method.streams else self._channel.unary_unary
         call = kind(method.path, None, None)
         try:
@@ -200,7 +201,7 @@ class _Sender:
                 call(data, timeout=deadline)
                 return grpc.StatusCode.OK, ""
             stream = call(data, timeout=deadline)
-            list(islice(stream, 1))
+            list(islice(stream, 1 if method.name in SUBSCRIPTIONS else None))
             stream.cancel()
             return grpc.StatusCode.OK, ""
         except grpc.RpcError as error:

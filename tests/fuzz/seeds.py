@@ -85,32 +85,33 @@ def _optimization(random: Random) -> update_pb2.OptimizationSettings:
 
 
 def _actor_update(random: Random, now: Standing) -> Message:
-    loss = actor_pb2.PolicyLossSettings(
+    loss = update_pb2.PolicyLossSettings(
         temperature=1.0,
         clip_low=0.2,
         clip_high=0.2,
-        kl_loss=random.choice([actor_pb2.KL_LOSS_NONE, actor_pb2.KL_LOSS_K2, actor_pb2.KL_LOSS_K3]),
+        kl_loss=random.choice([update_pb2.KL_LOSS_NONE, update_pb2.KL_LOSS_K2, update_pb2.KL_LOSS_K3]),
         kl_loss_coefficient=0.1,
-        ratio_level=random.choice([actor_pb2.RATIO_LEVEL_TOKEN, actor_pb2.RATIO_LEVEL_SEQUENCE]),
-        aggregation=random.choice([actor_pb2.LOSS_AGGREGATION_TOKEN_MEAN, actor_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN]),
+        ratio_level=random.choice([update_pb2.RATIO_LEVEL_TOKEN, update_pb2.RATIO_LEVEL_SEQUENCE]),
+        aggregation=random.choice([update_pb2.LOSS_AGGREGATION_TOKEN_MEAN, update_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN]),
+        policy_loss="clipped",
     )
-    return actor_pb2.ActorServiceUpdateRequest(
-        run=RUN, step=now.step + 1, leader_epoch=now.leader_epoch, optimization=_optimization(random), loss=loss
+    return update_pb2.UpdateRequest(
+        run=RUN, step=now.step + 1, leader_epoch=now.leader_epoch, optimization=_optimization(random), policy_loss=loss
     )
 
 
 def _critic_update(random: Random, now: Standing) -> Message:
-    return critic_pb2.CriticServiceUpdateRequest(
+    return update_pb2.UpdateRequest(
         run=RUN,
         step=now.step + 1,
         leader_epoch=now.leader_epoch,
         optimization=_optimization(random),
-        loss=critic_pb2.ValueLossSettings(value_clip=0.2),
+        value_loss=update_pb2.ValueLossSettings(value_clip=0.2),
     )
 
 
-def _save(kind: Callable[..., Message]) -> Callable[[Random, Standing], Message]:
-    return lambda random, now: kind(
+def _save(random: Random, now: Standing) -> Message:
+    return update_pb2.SaveRequest(
         run=RUN,
         leader_epoch=now.leader_epoch,
         directory=f"saved/{random.randrange(3)}",
@@ -119,12 +120,9 @@ def _save(kind: Callable[..., Message]) -> Callable[[Random, Standing], Message]
     )
 
 
-def _restore(kind: Callable[..., Message]) -> Callable[[Random, Standing], Message]:
-    def restore(random: Random, now: Standing) -> Message:
-        at = {} if random.random() < 0.5 else {"step": 1, "directory": CHECKPOINT}
-        return kind(run=RUN, leader_epoch=now.leader_epoch, **at)
-
-    return restore
+def _restore(random: Random, now: Standing) -> Message:
+    checkpoint = {} if random.random() < 0.5 else {"step": 1, "directory": CHECKPOINT}
+    return update_pb2.RestoreRequest(run=RUN, leader_epoch=now.leader_epoch, **checkpoint)
 
 
 def _log_probs(kind: Callable[..., Message]) -> Callable[[Random, Standing], Message]:
@@ -162,12 +160,12 @@ SEEDS: dict[str, Callable[[Random, Standing], Message]] = {
     "/quartet.v1.ActorService/Generate": _generate,
     "/quartet.v1.ActorService/LogProbs": _log_probs(actor_pb2.ActorServiceLogProbsRequest),
     "/quartet.v1.ActorService/Update": _actor_update,
-    "/quartet.v1.ActorService/Save": _save(actor_pb2.ActorServiceSaveRequest),
-    "/quartet.v1.ActorService/Restore": _restore(actor_pb2.ActorServiceRestoreRequest),
+    "/quartet.v1.ActorService/Save": _save,
+    "/quartet.v1.ActorService/Restore": _restore,
     "/quartet.v1.CriticService/Values": lambda random, now: critic_pb2.ValuesRequest(batch=_batch(random)),
     "/quartet.v1.CriticService/Update": _critic_update,
-    "/quartet.v1.CriticService/Save": _save(critic_pb2.CriticServiceSaveRequest),
-    "/quartet.v1.CriticService/Restore": _restore(critic_pb2.CriticServiceRestoreRequest),
+    "/quartet.v1.CriticService/Save": _save,
+    "/quartet.v1.CriticService/Restore": _restore,
     "/quartet.v1.RewardService/Score": _score,
     "/quartet.v1.ReferenceService/LogProbs": _log_probs(reference_pb2.ReferenceServiceLogProbsRequest),
     "/quartet.v1.OrchestratorService/GetProgress": _constant(orchestrator_pb2.GetProgressRequest()),

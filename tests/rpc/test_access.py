@@ -20,12 +20,12 @@ from structlog.testing import capture_logs
 from quartet import __version__, v1
 from quartet.config import SecurityConfig
 from quartet.errors import AccessRefused, ConfigError, ServiceUnavailable
-from quartet.rpc.channels import ServiceChannel
-from quartet.rpc.health import serves
+from quartet.rpc.health import is_serving
 from quartet.rpc.security.allow_list import CALLERS, GATEWAY, OPERATOR, PROCESSES, PROMETHEUS, REDIS
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.security.credentials import Credentials
 from quartet.rpc.server import Server
+from quartet.rpc.service_channel import ServiceChannel
 from quartet.types import Role, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
 
@@ -145,9 +145,8 @@ def test_a_caller_does_not_speak_to_a_process_of_another_role(server: Server, fo
     peer = ServiceChannel(
         Role.CRITIC, server.address, Credentials(Role.ORCHESTRATOR, SecurityConfig(certificates=folder))
     )
-    stub = status_pb2_grpc.StatusServiceStub(peer.channel)
     with pytest.raises(ServiceUnavailable, match=r"critic at .*(actor\.quartet|Hostname)"):
-        peer.call(stub.GetStatus, status_pb2.GetStatusRequest(), HANDSHAKE, "GetStatus")
+        peer.status(HANDSHAKE)
     peer.close()
 
 
@@ -189,14 +188,14 @@ def test_with_the_token_calls_streams_and_health_are_answered(guarded: tuple[Ser
     server, security = guarded
     credentials = Credentials(Role.ORCHESTRATOR, security)
     peer = ServiceChannel(Role.ACTOR, server.address, credentials)
-    status = status_pb2_grpc.StatusServiceStub(peer.channel)
-    assert peer.call(status.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus").version == __version__
+    assert peer.status().version == __version__
+    status = status_pb2_grpc.StatusServiceStub(peer.grpc_channel)
     pending = peer.start(status.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus")
     assert pending.result().version == __version__
-    health = health_pb2_grpc.HealthStub(peer.channel)
+    health = health_pb2_grpc.HealthStub(peer.grpc_channel)
     news = health.Watch(health_pb2.HealthCheckRequest(), timeout=5, metadata=credentials.metadata)
     assert next(iter(news)).status == health_pb2.HealthCheckResponse.SERVING
-    assert peer.answers(5)
+    assert peer.responds(5)
     peer.close()
 
 
@@ -205,9 +204,8 @@ def test_who_is_refused_is_told_what_to_mend(guarded: tuple[Server, SecurityConf
     peer = ServiceChannel(
         Role.ACTOR, server.address, Credentials(OPERATOR, security.model_copy(update={"token_file": None}))
     )
-    stub = status_pb2_grpc.StatusServiceStub(peer.channel)
     with pytest.raises(AccessRefused, match=r"GetStatus: refused \(the token .*missing.*check security\.token_file"):
-        peer.call(stub.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus")
+        peer.status()
     peer.close()
 
 
@@ -216,7 +214,7 @@ def test_health_has_a_port_of_its_own_that_tells_nothing_else(folder: Path) -> N
     server = Server([Everything()], "127.0.0.1:0", credentials, health_listen="127.0.0.1:0")
     assert server.health_address is not None
     try:
-        assert serves(server.health_address)
+        assert is_serving(server.health_address)
         with grpc.insecure_channel(server.health_address) as channel:
             answers = {method: code(channel, method) for method in CALLERS}
         assert answers.pop("grpc.health.v1.Health/Check") is grpc.StatusCode.OK
@@ -265,7 +263,7 @@ def test_certificates_that_cannot_be_used_are_refused_before_anything_listens(fo
     ):
         before = (tmp_path / "actor" / name).read_bytes()
         (tmp_path / "actor" / name).write_bytes(content)
-        with pytest.raises(ConfigError, match=r"^security\.certificates: .*cannot be used \(.*makes a folder anew$"):
+        with pytest.raises(ConfigError, match=r"^security\.certificates: .*cannot be used \(.*creates a new folder$"):
             Credentials("actor", security)
         (tmp_path / "actor" / name).write_bytes(before)
     Credentials("actor", security)
@@ -297,7 +295,7 @@ def test_a_few_questions_that_are_never_finished_do_not_keep_probes_out(folder: 
         with grpc.insecure_channel(server.health_address) as channel:
             check = channel.stream_unary("/grpc.health.v1.Health/Check")
             pending = [check.future(unfinished(), timeout=60) for _ in range(8)]
-            assert serves(server.health_address)
+            assert is_serving(server.health_address)
             for call in pending:
                 call.cancel()
     finally:

@@ -13,7 +13,7 @@ import pytest
 
 import quartet.services.__main__ as services_main
 from quartet.errors import Cancelled, DeadlinePassed, InvalidRequest, ServiceBusy, ServiceFailed
-from quartet.rpc.base_servicers import ModelRole
+from quartet.rpc.base_servicers import ModelServicer
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import MAX_PENDING_WORK
 from quartet.types import Role
@@ -118,7 +118,7 @@ def test_more_callers_than_may_wait_are_sent_away_at_once(compute: ComputeThread
         waiting = [callers.submit(compute.run, "w", Call(), block) for _ in range(MAX_PENDING_WORK)]
         assert begun.wait(10)
         wait_until(lambda: compute._executor._work_queue.qsize() == MAX_PENDING_WORK - 1)
-        with pytest.raises(ServiceBusy, match="calls wait already"):
+        with pytest.raises(ServiceBusy, match="calls are pending already"):
             compute.run("w", Call(), block)
         release.set()
         for call in waiting:
@@ -157,7 +157,7 @@ def test_work_whose_caller_goes_away_before_it_begins_is_dropped(compute: Comput
         waiting.end()
         release.set()
         first.result(timeout=10)
-        with pytest.raises(Cancelled, match="late: the caller went away before the work began"):
+        with pytest.raises(Cancelled, match="late: the caller was gone before the work started"):
             second.result(timeout=10)
     assert ran == []
     assert "late" not in compute.busy_seconds()
@@ -254,15 +254,15 @@ def test_work_whose_caller_goes_away_before_its_deadline_is_left_in_peace_until_
 def test_a_process_ends_itself_when_work_goes_on_for_a_stall_beyond_its_deadline(
     compute: ComputeThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(services_main, "WATCH", 0.01)
-    role: ModelRole[Any] = ModelRole(None, compute, 1)
+    monkeypatch.setattr(services_main, "CHECK_INTERVAL", 0.01)
+    role: ModelServicer[Any] = ModelServicer(None, compute, 1)
     role.role = Role.ACTOR  # type: ignore[attr-defined]
     end, endings = threading.Event(), queue.SimpleQueue[str]()
     with ThreadPoolExecutor(2) as pool:
         start = time.monotonic()
         waiting = pool.submit(compute.run, "update", Call(remaining=0.5), lambda _: end.wait(10))
-        watching = pool.submit(services_main._wait_for_the_end, endings, [role], 0.2)
-        with pytest.raises(ServiceFailed, match=r"actor: stalled in update, \d+ s after its deadline"):
+        watching = pool.submit(services_main._wait_for_end, endings, [role], 0.2)
+        with pytest.raises(ServiceFailed, match=r"actor: update is still running \d+ s after its deadline"):
             watching.result(10)
         assert time.monotonic() - start > 0.7
         endings.put("end")

@@ -52,13 +52,14 @@ def good_batch() -> trajectory_pb2.TokenBatch:
 def good_requests() -> dict[str, Any]:
     """A request for every RPC of the four services that succeeds."""
     optimization = update_pb2.OptimizationSettings(num_epochs=1, num_mini_batches=1, learning_rate=1e-3)
-    policy_loss = actor_pb2.PolicyLossSettings(
+    policy_loss = update_pb2.PolicyLossSettings(
         temperature=1.0,
         clip_low=0.2,
         clip_high=0.2,
-        kl_loss=actor_pb2.KL_LOSS_NONE,
-        ratio_level=actor_pb2.RATIO_LEVEL_TOKEN,
-        aggregation=actor_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
+        kl_loss=update_pb2.KL_LOSS_NONE,
+        ratio_level=update_pb2.RATIO_LEVEL_TOKEN,
+        aggregation=update_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
+        policy_loss="clipped",
     )
     update = {"run": RUN, "step": 1, "leader_epoch": 1, "optimization": optimization}
     save = {"run": RUN, "leader_epoch": 1, "directory": "saved", "kind": update_pb2.SAVE_KIND_MODEL}
@@ -75,11 +76,11 @@ def good_requests() -> dict[str, Any]:
             seed=1,
         ),
         "actor.LogProbs": actor_pb2.ActorServiceLogProbsRequest(batch=good_batch(), temperature=1.0),
-        "actor.Update": actor_pb2.ActorServiceUpdateRequest(**update, loss=policy_loss),
-        "actor.Save": actor_pb2.ActorServiceSaveRequest(**save),
+        "actor.Update": update_pb2.UpdateRequest(**update, policy_loss=policy_loss),
+        "actor.Save": update_pb2.SaveRequest(**save),
         "critic.Values": critic_pb2.ValuesRequest(batch=good_batch()),
-        "critic.Update": critic_pb2.CriticServiceUpdateRequest(**update, loss=critic_pb2.ValueLossSettings()),
-        "critic.Save": critic_pb2.CriticServiceSaveRequest(**save),
+        "critic.Update": update_pb2.UpdateRequest(**update, value_loss=update_pb2.ValueLossSettings()),
+        "critic.Save": update_pb2.SaveRequest(**save),
         "reward.Score": reward_pb2.ScoreRequest(batch=good_batch()),
         "reference.LogProbs": reference_pb2.ReferenceServiceLogProbsRequest(batch=good_batch(), temperature=1.0),
     }
@@ -126,7 +127,7 @@ BATCH: dict[str, tuple[Change, str]] = {
     "an empty response": (put("batch.response_lengths", ints(5, 0)), "at least one token"),
     "a negative length": (put("batch.prompt_lengths", ints(6, -1)), "at least one token"),
     "an id outside the vocabulary": (put("batch.token_ids", ints(*range(9), tiny.VOCABULARY)), "0..60"),
-    "a negative id": (put("batch.token_ids", ints(*range(9), -1)), "found -1"),
+    "a negative id": (put("batch.token_ids", ints(*range(9), -1)), "got -1"),
     "a sequence longer than the model's positions": (
         both(
             put("batch.token_ids", ints(*[1] * 70)),
@@ -146,7 +147,7 @@ GENERATE: dict[str, tuple[Change, str]] = {
     "no run": (drop("run"), "expected a run"),
     "no samples": (drop("samples_per_prompt"), "samples_per_prompt"),
     "no prompts": (both(drop("prompts"), put("prompt_lengths", ints())), "expected a run"),
-    "a prompt twice": (put("prompts", [3, 3]), "an index stands twice"),
+    "a prompt twice": (put("prompts", [3, 3]), "expected distinct indices"),
     "fewer indices than prompts": (put("prompts", [3]), "prompt_lengths: expected 1 elements, got 2"),
     "an empty prompt": (put("prompt_lengths", ints(0, 3)), "prompts of 1 token or more"),
     "a negative length": (put("prompt_lengths", ints(-1, 4)), "prompts of 1 token or more"),
@@ -178,16 +179,16 @@ UPDATE: dict[str, tuple[Change, str]] = {
     "a negative gradient norm": (put("optimization.max_grad_norm", -1.0), "max_grad_norm"),
 }
 POLICY_LOSS: dict[str, tuple[Change, str]] = {
-    "no loss": (drop("loss"), "kl_loss"),
-    "loss temperature 0": (put("loss.temperature", 0.0), "temperature"),
-    "a negative clip": (put("loss.clip_low", -0.1), "clip_low"),
-    "a clip beyond single precision": (put("loss.clip_high", 1e300), "clip_high 1e+300: expected 0 to 1e+30"),
-    "dual clip 1": (put("loss.dual_clip", 1.0), "dual_clip"),
-    "an unknown KL loss": (put("loss.kl_loss", 9), "kl_loss 9"),
-    "no ratio level": (put("loss.ratio_level", 0), "ratio_level 0"),
-    "an unknown aggregation": (put("loss.aggregation", 9), "aggregation 9"),
-    "a negative importance cap": (put("loss.importance_sampling_cap", -1.0), "importance_sampling_cap"),
-    "a limit of NaN": (put("loss.target_kl", NAN), "target_kl"),
+    "no loss": (drop("policy_loss"), "loss: expected policy_loss or value_loss"),
+    "loss temperature 0": (put("policy_loss.temperature", 0.0), "temperature"),
+    "a negative clip": (put("policy_loss.clip_low", -0.1), "clip_low"),
+    "a clip beyond single precision": (put("policy_loss.clip_high", 1e300), "clip_high 1e+300: expected 0 to 1e+30"),
+    "dual clip 1": (put("policy_loss.dual_clip", 1.0), "dual_clip"),
+    "an unknown KL loss": (put("policy_loss.kl_loss", 9), "kl_loss 9"),
+    "no ratio level": (put("policy_loss.ratio_level", 0), "ratio_level 0"),
+    "an unknown aggregation": (put("policy_loss.aggregation", 9), "aggregation 9"),
+    "a negative importance cap": (put("policy_loss.importance_sampling_cap", -1.0), "importance_sampling_cap"),
+    "a limit of NaN": (put("policy_loss.target_kl", NAN), "target_kl"),
 }
 SAVE: dict[str, tuple[Change, str]] = {
     **{
@@ -208,7 +209,15 @@ CASES: dict[str, dict[str, tuple[Change, str]]] = {
     "actor.Update": UPDATE | POLICY_LOSS,
     "actor.Save": SAVE,
     "critic.Values": BATCH,
-    "critic.Update": UPDATE | {"a negative clip": (put("loss.value_clip", -0.1), "value_clip")},
+    "critic.Update": UPDATE
+    | {
+        "a negative clip": (put("value_loss.value_clip", -0.1), "value_clip"),
+        "no loss": (drop("value_loss"), "loss: expected policy_loss or value_loss"),
+        "the actor's loss": (
+            lambda message: message.policy_loss.CopyFrom(good_requests()["actor.Update"].policy_loss),
+            "loss: expected ValueLossSettings, got PolicyLossSettings",
+        ),
+    },
     "critic.Save": SAVE,
     "reward.Score": BATCH,
     "reference.LogProbs": BATCH | TEMPERATURE,
@@ -233,13 +242,14 @@ def channels(
     RolloutStream(client, redis_url, RUN).reset()
     client.close()
     config = make_config()
-    found = {str(role): session_services.start(role, config).peer.channel for role in MODEL_ROLES}
-    return {**found, "actor.Generate": clients[Role.ACTOR].peer.channel}
+    found = {str(role): session_services.start(role, config).channel.grpc_channel for role in MODEL_ROLES}
+    return {**found, "actor.Generate": clients[Role.ACTOR].channel.grpc_channel}
 
 
 def call(channels: dict[str, grpc.Channel], method: str, request: Any) -> Any:
     service, name = method.split(".")
-    return getattr(STUBS[service](channels.get(method, channels[service])), name)(request, timeout=30)
+    response = getattr(STUBS[service](channels.get(method, channels[service])), name)(request, timeout=30)
+    return list(response)[-1] if method == "actor.Generate" else response
 
 
 @every_case(("method", "case"), [(method, case) for method, cases in CASES.items() for case in cases])
@@ -286,7 +296,7 @@ def test_the_largest_numbers_are_numbers_too(channels: dict[str, grpc.Channel], 
     request.run, request.step, request.seed = "large", 2**64 - 1, 2**64 - 1
     request.prompts[:] = [0, 2**64 - 1]
     request.sampling.top_k = 2**32 - 1
-    assert call(channels, "actor.Generate", request).trajectories == 4
+    assert call(channels, "actor.Generate", request).finished.trajectories == 4
     redis_client.delete("quartet:large:rollouts")
 
 

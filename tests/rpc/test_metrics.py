@@ -20,7 +20,7 @@ from quartet.config import Config
 from quartet.errors import Cancelled, ConfigError, FailedPrecondition, ServiceFailed
 from quartet.rpc.clients import ReferenceClient
 from quartet.rpc.server import Server
-from quartet.services.observability import Observation
+from quartet.services.observability import Observability
 from quartet.types import Role
 from quartet.v1 import status_pb2, status_pb2_grpc
 from tests.e2e.commands import wait_until
@@ -33,8 +33,8 @@ SERVICE = "quartet.v1.ReferenceService"
 
 
 @pytest.fixture
-def observation(make_config: Callable[..., Config]) -> Observation:
-    return Observation([Role.REFERENCE], make_config())
+def observability(make_config: Callable[..., Config]) -> Observability:
+    return Observability([Role.REFERENCE], make_config())
 
 
 @pytest.fixture
@@ -45,34 +45,36 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.fixture
-def reference(gate: Gate, observation: Observation, services: Services) -> Iterator[ReferenceClient]:
+def reference(gate: Gate, observability: Observability, services: Services) -> Iterator[ReferenceClient]:
     role = gated(gate)
-    observation.of_services([role])
-    observation.begin()
-    server = Server([role], "127.0.0.1:0", observers=observation.observers, metrics_address=observation.address)
+    observability.add_services([role])
+    observability.start()
+    server = Server(
+        [role], "127.0.0.1:0", interceptors=observability.interceptors, metrics_address=observability.address
+    )
     client: ReferenceClient = services.client(Role.REFERENCE, server)
     yield client
     gate.release.set()
     server.stop(5.0)
 
 
-def calls(observation: Observation, code: str) -> float:
+def calls(observability: Observability, code: str) -> float:
     labels = {"service": SERVICE, "method": "LogProbs", "code": code}
-    return read(observation.address).get(("quartet_rpc_requests_total", frozenset(labels.items())), 0.0)
+    return read(observability.address).get(("quartet_rpc_requests_total", frozenset(labels.items())), 0.0)
 
 
 def test_calls_in_hand_and_those_that_wait_are_seen(
-    reference: ReferenceClient, gate: Gate, observation: Observation
+    reference: ReferenceClient, gate: Gate, observability: Observability
 ) -> None:
     pending = [reference.log_probs(BATCH, 1.0) for _ in range(3)]
-    wait_until(lambda: value(read(observation.address), "quartet_work_pending") == 3, 20)
-    assert value(read(observation.address), "quartet_rpc_in_flight") == 3
+    wait_until(lambda: value(read(observability.address), "quartet_work_pending") == 3, 20)
+    assert value(read(observability.address), "quartet_rpc_in_flight") == 3
     assert reference.wait_until_ready().work_pending == 3
     gate.release.set()
     for call in pending:
         call.result()
-    wait_until(lambda: calls(observation, "OK") == 3, 20)
-    found = read(observation.address)
+    wait_until(lambda: calls(observability, "OK") == 3, 20)
+    found = read(observability.address)
     assert value(found, "quartet_work_pending") == value(found, "quartet_rpc_in_flight") == 0
     assert value(found, "quartet_rpc_seconds_count", service=SERVICE, method="LogProbs") == 3
     assert value(found, "quartet_rpc_seconds_sum", service=SERVICE, method="LogProbs") > 0
@@ -83,18 +85,18 @@ def test_calls_in_hand_and_those_that_wait_are_seen(
     [(FailedPrecondition("not now"), "FAILED_PRECONDITION"), (RuntimeError("a fault"), "INTERNAL")],
 )
 def test_failures_count_by_their_code(
-    reference: ReferenceClient, gate: Gate, observation: Observation, failure: Exception, code: str
+    reference: ReferenceClient, gate: Gate, observability: Observability, failure: Exception, code: str
 ) -> None:
     gate.failure = failure
     gate.release.set()
     with pytest.raises((FailedPrecondition, ServiceFailed)):
         reference.log_probs(BATCH, 1.0).result()
-    wait_until(lambda: calls(observation, code) == 1, 20)
-    assert calls(observation, "OK") == 0
+    wait_until(lambda: calls(observability, code) == 1, 20)
+    assert calls(observability, "OK") == 0
 
 
 def test_a_call_that_was_let_go_of_counts_as_cancelled(
-    reference: ReferenceClient, gate: Gate, observation: Observation
+    reference: ReferenceClient, gate: Gate, observability: Observability
 ) -> None:
     call = reference.log_probs(BATCH, 1.0)
     assert gate.begun.wait(20)
@@ -102,13 +104,13 @@ def test_a_call_that_was_let_go_of_counts_as_cancelled(
     with pytest.raises(Cancelled):
         call.result()
     gate.release.set()
-    wait_until(lambda: calls(observation, "CANCELLED") == 1, 20)
+    wait_until(lambda: calls(observability, "CANCELLED") == 1, 20)
 
 
-def test_the_status_says_where_the_figures_are(reference: ReferenceClient, observation: Observation) -> None:
-    stub = status_pb2_grpc.StatusServiceStub(reference.peer.channel)
+def test_the_status_says_where_the_figures_are(reference: ReferenceClient, observability: Observability) -> None:
+    stub = status_pb2_grpc.StatusServiceStub(reference.channel.grpc_channel)
     answer = stub.GetStatus(status_pb2.GetStatusRequest(), timeout=5)
-    assert answer.metrics_address == observation.address
+    assert answer.metrics_address == observability.address
     assert answer.metrics_address.startswith("127.0.0.1:")
     assert not answer.metrics_address.endswith(":0")
 
@@ -118,9 +120,9 @@ def test_figures_are_served_in_plaintext_on_loopback_only_unless_told_so(make_co
     with pytest.raises(
         ConfigError, match=r"services\.reference\.metrics_listen: listen 0\.0\.0\.0:0: not a loopback address"
     ):
-        Observation([Role.REFERENCE], make_config(services=section))
-    told = Observation([Role.REFERENCE], make_config(services=section, security={"allow_plaintext": True}))
-    told.begin()
+        Observability([Role.REFERENCE], make_config(services=section))
+    told = Observability([Role.REFERENCE], make_config(services=section, security={"allow_plaintext": True}))
+    told.start()
     assert value(read(told.address.replace("0.0.0.0", "127.0.0.1")), "process_resident_memory_bytes") > 0
 
 
@@ -134,20 +136,22 @@ def taken() -> Iterator[str]:
 def test_an_address_of_the_config_that_is_taken_is_for_the_user_to_mend(
     make_config: Callable[..., Config], taken: str
 ) -> None:
-    observation = Observation([Role.CRITIC], make_config(services={"critic": {"metrics_listen": taken}}))
-    with pytest.raises(ConfigError, match=rf"^services\.critic\.metrics {taken}: cannot listen there .*another port"):
-        observation.begin()
+    observability = Observability([Role.CRITIC], make_config(services={"critic": {"metrics_listen": taken}}))
+    with pytest.raises(
+        ConfigError, match=rf"^services\.critic\.metrics_listen {taken}: cannot listen there .*another port"
+    ):
+        observability.start()
 
 
 def test_where_the_config_names_no_address_the_process_goes_on_without(
     make_config: Callable[..., Config], taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quartet.services.observability.ANYWHERE", taken)
-    observation = Observation([Role.CRITIC], make_config())
+    monkeypatch.setattr("quartet.services.observability.DEFAULT_LISTEN", taken)
+    observability = Observability([Role.CRITIC], make_config())
     with capture_logs() as logs:
-        observation.begin()
-    assert observation.address == ""
-    assert [(line["event"], line["log_level"]) for line in logs] == [("figures are not served", "warning")]
+        observability.start()
+    assert observability.address == ""
+    assert [(line["event"], line["log_level"]) for line in logs] == [("metrics are not served", "warning")]
     assert f"metrics {taken}: cannot listen there" in logs[0]["error"]
 
 

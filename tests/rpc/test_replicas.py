@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quartet.rpc.channels import replicas_at
+from quartet.rpc.service_channel import replicas_at
 
 
 def test_an_address_is_one_process_and_a_list_as_many_as_it_has() -> None:

@@ -135,7 +135,7 @@ def test_malformed_fields_are_refused_and_a_good_request_right_after_succeeds(
     client = clients[Role.REWARD]
     if kind != "model":
         client = start(**(ensemble if kind == "ensemble" else function("bonus")))
-    stub = reward_pb2_grpc.RewardServiceStub(client.peer.channel)
+    stub = reward_pb2_grpc.RewardServiceStub(client.channel.grpc_channel)
     request = reward_pb2.ScoreRequest(batch=codec.batch_to_proto(BATCH), fields=fields)
     with pytest.raises(grpc.RpcError) as refused:
         stub.Score(request, timeout=30)

@@ -27,7 +27,7 @@ from quartet.errors import (
     ServiceFailed,
     ServiceUnavailable,
 )
-from quartet.rpc import channels
+from quartet.rpc import service_channel
 from quartet.rpc.clients import CriticClient, ReferenceClient, RewardClient
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_PENDING_SAVES, MAX_PENDING_WORK, MAX_STREAMS, WORKERS
@@ -120,7 +120,7 @@ def test_allowed_plaintext_listens_everywhere(gate: Gate) -> None:
 def test_a_drain_finishes_the_call_in_hand_and_refuses_new_ones(gate: Gate) -> None:
     server = Server([gated(gate)], "127.0.0.1:0")
     client = ReferenceClient(server.address, TIMEOUTS)
-    watch = health_pb2_grpc.HealthStub(client.peer.channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+    watch = health_pb2_grpc.HealthStub(client.channel.grpc_channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
     pending = client.log_probs(BATCH, 1.0)
     assert gate.begun.wait(10)
@@ -141,9 +141,8 @@ def test_a_drain_finishes_the_call_in_hand_and_refuses_new_ones(gate: Gate) -> N
 def is_served(address: str) -> bool:
     """Whether a newcomer's call is taken."""
     client = ReferenceClient(address, TIMEOUTS)
-    check = health_pb2_grpc.HealthStub(client.peer.channel).Check
     try:
-        client.peer.call(check, health_pb2.HealthCheckRequest(), 5, "Check")
+        client.channel.is_serving(5)
     except (ServiceUnavailable, NoResponse):  # Of one that comes as the port is closed, the call is cancelled.
         return False
     finally:
@@ -182,7 +181,7 @@ def test_a_caller_raises_the_class_that_the_service_raised(gate: Gate, reference
             reference.log_probs(BATCH, 1.0).result()
         except errors.QuartetError as raised:
             text = str(raised)
-            named = text.startswith(f"reference at {reference.peer.address}: LogProbs: ")
+            named = text.startswith(f"reference at {reference.channel.address}: LogProbs: ")
             if type(raised) is not expected or not named or "secret" in text:
                 problems.append(f"{failure!r} arrives as {raised!r}")
     assert problems == []
@@ -207,7 +206,7 @@ def test_a_passed_deadline_names_service_method_and_seconds(gate: Gate, services
 
 
 def test_nobody_at_an_address_is_unavailable_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "FOREIGN_AFTER", 0.05)
+    monkeypatch.setattr(service_channel, "FOREIGN_AFTER", 0.05)
     address = f"127.0.0.1:{free_port()}"
     client = RewardClient(address, TIMEOUTS)
     with pytest.raises(ServiceUnavailable, match=f"^reward at {address}: Score: unavailable"):
@@ -215,7 +214,7 @@ def test_nobody_at_an_address_is_unavailable_however_long(monkeypatch: pytest.Mo
     client.close()
     client = RewardClient(address, TimeoutsConfig(load_seconds=0.3))
     with pytest.raises(
-        ServiceUnavailable, match=r"no Quartet service answered within 0\.3 s; start it, or correct serv"
+        ServiceUnavailable, match=r"no Quartet service responded within 0\.3 s; start it, or correct serv"
     ):
         client.wait_until_ready()
     client.close()
@@ -227,7 +226,7 @@ def free_port() -> int:
 
 
 def test_the_wrong_service_does_not_offer_the_method(reference: ReferenceClient, gate: Gate) -> None:
-    critic = CriticClient(reference.peer.address, TIMEOUTS)
+    critic = CriticClient(reference.channel.address, TIMEOUTS)
     with pytest.raises(MismatchError, match=r"critic at .*: Values: .*does not offer this method; check the address"):
         critic.values(BATCH).result()
     critic.close()
@@ -256,10 +255,10 @@ def web_server() -> Iterator[str]:
 
 
 def test_something_else_at_an_address_is_told_from_nobody(web_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "FOREIGN_AFTER", 0.5)
+    monkeypatch.setattr(service_channel, "FOREIGN_AFTER", 0.5)
     client = RewardClient(web_server, TimeoutsConfig(load_seconds=60))
     expected = (
-        rf"reward at {web_server}: what answers there is not a Quartet service, or .*check services\.reward\.address"
+        rf"reward at {web_server}: the server there is not a Quartet service, or .*check services\.reward\.address"
     )
     with pytest.raises(ConfigError, match=expected):
         client.wait_until_ready()
@@ -309,7 +308,7 @@ def test_a_caller_that_sets_no_deadline_is_answered(services: Services, make_con
         stub = actor_pb2_grpc.ActorServiceStub(channel)
         request = actor_pb2.ActorServiceLogProbsRequest(batch=codec.batch_to_proto(BATCH), temperature=1.0)
         assert stub.LogProbs(request).log_probs.shape == [11]
-        save = actor_pb2.ActorServiceSaveRequest(run="run", directory="kept", kind=update_pb2.SAVE_KIND_MODEL)
+        save = update_pb2.SaveRequest(run="run", directory="kept", kind=update_pb2.SAVE_KIND_MODEL)
         assert stub.Save(save).files
 
 
@@ -323,7 +322,7 @@ def test_streams_are_bounded_so_that_health_and_status_always_answer(services: S
         with pytest.raises(grpc.RpcError) as refused:
             next(health.Watch(request, timeout=30))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert refused.value.details() == "16 streams are open already; close some"
+        assert refused.value.details() == "16 streams are open already; close one first"
         for _ in range(3):
             assert health.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.SERVING
         for stream in streams:

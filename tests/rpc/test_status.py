@@ -19,7 +19,7 @@ from quartet.buffer.connection import connect
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.errors import ConfigError, MismatchError, ServiceFailed, ServiceUnavailable
-from quartet.rpc import channels
+from quartet.rpc import service_channel
 from quartet.types import MODEL_ROLES, Prompt, Role, SamplingParameters, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
 from tests.rpc.conftest import TIMEOUTS, Services
@@ -91,7 +91,7 @@ def health(channel: grpc.Channel, service: str, timeout: float = 5.0) -> int:
 def test_health_is_serving_for_the_process_and_its_service_and_unknown_for_others(
     role: Role, clients: dict[Role, Any]
 ) -> None:
-    channel = clients[role].peer.channel
+    channel = clients[role].channel.grpc_channel
     assert health(channel, "") == SERVING
     assert health(channel, f"quartet.v1.{role.capitalize()}Service") == SERVING
     with pytest.raises(grpc.RpcError) as refused:
@@ -107,17 +107,17 @@ def test_roles_that_share_a_process_all_answer(services: Services, make_config: 
         client = services.client(role, server)
         assert client.wait_until_ready().role is role
         CALLS[role][1](client)
-        assert health(client.peer.channel, f"quartet.v1.{role.capitalize()}Service") == SERVING
-    stub = status_pb2_grpc.StatusServiceStub(client.peer.channel)
+        assert health(client.channel.grpc_channel, f"quartet.v1.{role.capitalize()}Service") == SERVING
+    stub = status_pb2_grpc.StatusServiceStub(client.channel.grpc_channel)
     answer = stub.GetStatus(status_pb2.GetStatusRequest(), timeout=5)
     assert answer.version == __version__
     assert [status.role for status in answer.roles] == [status_pb2.ROLE_REWARD, status_pb2.ROLE_REFERENCE]
 
 
 def test_the_wrong_service_at_an_address_is_named(clients: dict[Role, Any], services: Services) -> None:
-    address = clients[Role.REWARD].peer.address
+    address = clients[Role.REWARD].channel.address
     wrong = services.client(Role.CRITIC, type("At", (), {"address": address})())
-    expected = rf"services\.critic\.address {address}: the reward service answers there, expected the critic"
+    expected = rf"services\.critic\.address {address}: expected the critic, got the reward service"
     with pytest.raises(MismatchError, match=expected) as refused:
         wrong.wait_until_ready()
     assert isinstance(refused.value, ConfigError)
@@ -158,7 +158,7 @@ def test_health_and_status_answer_at_once_during_a_step_and_a_cancelled_generati
     slowest = 0.0
     for _ in range(10):
         start = time.perf_counter()
-        assert health(actor.peer.channel, "quartet.v1.ActorService") == SERVING
+        assert health(actor.channel.grpc_channel, "quartet.v1.ActorService") == SERVING
         assert actor.wait_until_ready().role is Role.ACTOR
         slowest = max(slowest, time.perf_counter() - start)
     assert not generation.done()
@@ -183,12 +183,12 @@ def test_a_generation_whose_deadline_passes_stops_early_and_the_service_goes_on(
 
 
 def test_whom_a_process_waits_for_is_in_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "TELL_AFTER", 0.0)
-    monkeypatch.setattr(channels, "FOREIGN_AFTER", 0.0)
-    peer = channels.ServiceChannel(Role.CRITIC, "127.0.0.1:1")
+    monkeypatch.setattr(service_channel, "LOG_AFTER", 0.0)
+    monkeypatch.setattr(service_channel, "FOREIGN_AFTER", 0.0)
+    peer = service_channel.ServiceChannel(Role.CRITIC, "127.0.0.1:1")
     with (
         structlog.testing.capture_logs() as logs,
-        pytest.raises(ServiceUnavailable, match="no Quartet service answered"),
+        pytest.raises(ServiceUnavailable, match="no Quartet service responded"),
     ):
         peer.wait_until_ready(0.3)
     peer.close()

@@ -18,7 +18,7 @@ from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.factories import build_model_role
-from quartet.services.observability import Observation
+from quartet.services.observability import Observability
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.run import TrainingRun, run_training
@@ -79,7 +79,7 @@ class Observed:
 
     run: Run
     samples: dict[str, Samples]
-    observations: dict[str, Observation]
+    observations: dict[str, Observability]
 
 
 def read(address: str) -> Samples:
@@ -102,19 +102,19 @@ def run_observed(config: Config) -> Observed:
     """The run from start to end; figures are read when it has ended and everything still stands."""
     with ExitStack() as stack:
         RunFiles(config.run_directory).write_config(config.to_yaml())
-        observations: dict[str, Observation] = {}
+        observations: dict[str, Observability] = {}
 
-        def observe(role: Role) -> Observation:
-            observations[role] = Observation([role], config)
+        def observe(role: Role) -> Observability:
+            observations[role] = Observability([role], config)
             return observations[role]
 
         overrides = []
         for role in model_roles(config):
             observation, built = observe(role), build_model_role(role, config, ComputeThread(), threads=1)
-            observation.of_services([built])
-            observation.begin()
+            observation.add_services([built])
+            observation.start()
             server = Server(
-                [built], "127.0.0.1:0", observers=observation.observers, metrics_address=observation.address
+                [built], "127.0.0.1:0", interceptors=observation.interceptors, metrics_address=observation.address
             )
             stack.callback(server.stop, 5.0)
             overrides.append(f"services.{role}.address={server.address}")
@@ -130,7 +130,7 @@ def run_observed(config: Config) -> Observed:
             traces=observation.traces,
         )
         observation.registry.register(RunMetrics(addressed, board, BufferDepth(config.buffer.url, config.run.name)))
-        observation.begin()
+        observation.start()
         run_training(training, board, ended.append)
         result = {name: read(one.address) for name, one in observations.items()}
     closing = [threading.Thread(target=one.close) for one in observations.values()]

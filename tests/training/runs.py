@@ -17,11 +17,11 @@ from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.factories import build_model_role
 from quartet.services.orchestrator.control.live_settings import LiveSettings
-from quartet.services.orchestrator.control.progress import Progress, ProgressBoard
+from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.run import TrainingRun, run_training
 from quartet.topology import model_roles
-from quartet.types import Role
+from quartet.types import Progress, Role
 
 
 @dataclass(frozen=True)

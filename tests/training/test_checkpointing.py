@@ -20,9 +20,9 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services import trainable_model as trained
 from quartet.services.orchestrator.algorithm.update_request import start_update
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
-from quartet.services.orchestrator.control.progress import RunState
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.step import StepTransaction
+from quartet.types import RunState
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, orchestrator, run_to_the_end, services, step_metrics, wait_for, weights
 from tests.training.test_resume import KINDS

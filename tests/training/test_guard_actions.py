@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 
 from quartet.demo.toy_task import ToyTask
-from quartet.services.orchestrator.control.progress import RunState
+from quartet.types import RunState
 from tests.training.conftest import MakeConfig
 from tests.training.runs import active_run, json_lines, run_to_the_end, wait_for
 

@@ -17,10 +17,10 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.checkpointing.recovery import RecoveryAttempts
 from quartet.services.orchestrator.control.live_settings import LiveSettings
-from quartet.services.orchestrator.control.progress import RunState
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.service_clients import ServiceHandshake
 from quartet.services.orchestrator.step import StepTransaction
+from quartet.types import RunState
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
     ActiveRun,

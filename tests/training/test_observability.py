@@ -175,12 +175,12 @@ def test_a_failing_trace_collector_does_not_affect_the_run(make: MakeConfig, sta
 
 
 def test_without_traces_no_tracer_is_installed(make: MakeConfig) -> None:
-    from quartet.services.observability import Observation
+    from quartet.services.observability import Observability
 
     config = make()
-    observation = Observation([MODEL_ROLES[0]], config)
+    observation = Observability([MODEL_ROLES[0]], config)
     assert observation.traces is None
-    assert len(observation.observers) == 1
+    assert len(observation.interceptors) == 1
 
 
 def _version() -> str:

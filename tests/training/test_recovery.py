@@ -26,10 +26,9 @@ from quartet.services.critic import critic
 from quartet.services.orchestrator.checkpointing import checkpoint_writer as checkpoints
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.control.alerts import AlertHandler
-from quartet.services.orchestrator.control.progress import RunState
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.step import StepTransaction
-from quartet.types import Alert, Role, Trajectory
+from quartet.types import Alert, Role, RunState, Trajectory
 from tests.e2e.commands import wait_until
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (

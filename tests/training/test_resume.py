@@ -13,9 +13,9 @@ from quartet.buffer.connection import Redis
 from quartet.config import Config
 from quartet.demo.toy_task import ToyTask
 from quartet.services.orchestrator.control.alerts import AlertHandler
-from quartet.services.orchestrator.control.progress import RunState
 from quartet.services.orchestrator.run import TrainingLoop
 from quartet.services.orchestrator.step import StepTransaction
+from quartet.types import RunState
 from tests.training.conftest import MakeConfig
 from tests.training.runs import (
     ActiveRun,

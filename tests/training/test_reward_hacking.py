@@ -11,7 +11,7 @@ import yaml
 
 from quartet.config import Config
 from quartet.demo.toy_task import ToyTask, make_toy_task
-from quartet.services.orchestrator.control.progress import RunState
+from quartet.types import RunState
 from tests.training.runs import active_run, merged, parsed, run_to_the_end, wait_for
 
 ROOT = Path(__file__).parents[2]

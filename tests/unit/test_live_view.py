@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from quartet.cli.progress_view import LineView, LiveView, Messages
-from quartet.v1 import orchestrator_pb2
+from quartet.types import Alert, Progress
 
 FIGURES = {
     "reward_mean": 0.5,
@@ -22,12 +22,12 @@ FIGURES = {
 }
 
 
-def progress(step: int, *notes: str, **metrics: float) -> orchestrator_pb2.Progress:
-    return orchestrator_pb2.Progress(run="tiny", step=step, total_steps=9, notes=notes, metrics=metrics)
+def progress(step: int, *notes: str, **metrics: float) -> Progress:
+    return Progress(run="tiny", step=step, total_steps=9, notes=list(notes), metrics=metrics)
 
 
-def alert(step: int, guard: str) -> orchestrator_pb2.Alert:
-    return orchestrator_pb2.Alert(step=step, guard=guard, action="warn", evidence="it rises", remedy="lower it")
+def alert(step: int, guard: str) -> Alert:
+    return Alert(step=step, guard=guard, action="warn", evidence="it rises", remedy="lower it")
 
 
 def test_each_note_is_said_once_and_those_of_a_second_orchestrator_all() -> None:
@@ -41,10 +41,10 @@ def test_each_note_is_said_once_and_those_of_a_second_orchestrator_all() -> None
 
 def test_each_alert_is_said_once_and_those_of_a_second_orchestrator_all() -> None:
     news = Messages(Path("runs/tiny"))
-    first = orchestrator_pb2.Progress(alerts=[alert(1, "collapse"), alert(2, "collapse")])
+    first = Progress("toy", 9, alerts=[alert(1, "collapse"), alert(2, "collapse")])
     assert len(news.new_lines(first)) == 2
     assert news.new_lines(first) == []
-    second = orchestrator_pb2.Progress(alerts=[alert(4, "kl"), alert(5, "kl"), alert(6, "kl")])
+    second = Progress("toy", 9, alerts=[alert(4, "kl"), alert(5, "kl"), alert(6, "kl")])
     assert [line[:25] for line in news.new_lines(second)] == ["guard kl (warn) after ste" for _ in range(3)]
 
 
@@ -55,7 +55,7 @@ def test_of_lists_whose_beginning_is_dropped_each_entry_is_said_once() -> None:
         """What is new of a list whose entries are single letters."""
         alerts = [alert(ord(letter), "kl") for letter in notes]
         lines = news.new_lines(
-            orchestrator_pb2.Progress(notes=notes, notes_before=before, alerts=alerts, alerts_before=before)
+            Progress("toy", 9, notes=list(notes), notes_before=before, alerts=alerts, alerts_before=before)
         )
         new = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
         assert [line.split(":")[0] for line in lines[len(new) :]] == [

@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 from quartet.config import GuardsConfig
-from quartet.services.orchestrator.control.progress import RunState
-from quartet.types import Role
+from quartet.types import Role, RunState
 from tests.every_case import every_case
 
 ROOT = Path(__file__).parents[2]

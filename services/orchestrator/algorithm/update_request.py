@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from quartet.config import AlgorithmConfig, Config, TrainedModelConfig
 from quartet.ppo.schedules import scheduled_learning_rate
-from quartet.rpc.clients import ActorClient, CriticClient, PendingResult
+from quartet.rpc.clients import ActorClient, CriticClient
+from quartet.rpc.pending_calls import PendingResult
 from quartet.run_directory.identity import Identity
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.service_clients import ServiceClients

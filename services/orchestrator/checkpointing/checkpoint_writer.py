@@ -15,7 +15,8 @@ from quartet import __version__
 from quartet.durable_files import check_saved_files, fsync_path, write_durably
 from quartet.errors import ServiceFailed, StorageFailed
 from quartet.failpoints import failpoint
-from quartet.rpc.clients import ActorClient, CriticClient, PendingResult
+from quartet.rpc.clients import ActorClient, CriticClient
+from quartet.rpc.pending_calls import PendingResult
 from quartet.run_directory.checkpoints import (
     FORMAT,
     MANIFEST,

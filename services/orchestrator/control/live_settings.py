@@ -10,14 +10,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from quartet.config import Config, TrainedModelConfig
 from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.types import Role
+from quartet.types import Role, Setting, SettingChange
 
 KL_COEFFICIENT = "kl_coefficient"
 MAX_GROWTH = 10.0
@@ -26,28 +26,6 @@ MIN_ADAPTIVE_KL_COEFFICIENT = 1e-6
 """Smallest KL coefficient with an adaptive controller. The controller multiplies, so it could never leave 0."""
 MAX_USER_LENGTH = 200
 """Longest name of the user who made a change. It is kept for as long as the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A live setting: its value for the next step, and the smallest and largest value that it may take."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A change of one setting. ``step`` is the first step that it applies to; ``at`` is in seconds since 1970."""
-
-    setting: str
-    before: float
-    after: float
-    step: int
-    user: str
-    at: float
 
 
 def learning_rate_setting(role: Role) -> str:
@@ -62,7 +40,7 @@ class LiveSettings:
         """Settings that accept no change before ``resume``. While ``control`` has a rollback pending, changes are refused."""
         self._config, self._files, self._control = config, files, control
         self._lock = threading.Lock()
-        self._changes: list[Change] = []
+        self._changes: list[SettingChange] = []
         self._started_step: int | None = None
         self._kl_coefficient: Callable[[], float] = lambda: config.algorithm.kl_coefficient
 
@@ -100,7 +78,7 @@ class LiveSettings:
         with self._lock:
             return [] if self._started_step is None else [self._setting(name) for name in self._names()]
 
-    def change(self, values: Mapping[str, float], user: str) -> list[Change]:
+    def change(self, values: Mapping[str, float], user: str) -> list[SettingChange]:
         """Change settings from the next step on: all of ``values``, or none if one is refused.
 
         Raises InvalidRequest for a wrong name, value or user, FailedPrecondition if the run has not started, rolls back or has no
@@ -123,15 +101,15 @@ class LiveSettings:
             if first > self._config.run.steps:
                 raise FailedPrecondition("settings: the last step has started, so a change would have no effect")
             made = [
-                Change(name, self._checked(name, after).value, after, first, user, at) for name, after in values.items()
+                SettingChange(name, self._checked(name, after).value, after, first, user, at) for name, after in values.items()
             ]
             self._files.append_changes([asdict(change) for change in made])
             self._changes += made
             return made
 
-    def _parse(self, line: dict[str, Any], number: int) -> Change:
+    def _parse(self, line: dict[str, Any], number: int) -> SettingChange:
         try:
-            return Change(**line)
+            return SettingChange(**line)
         except TypeError:
             raise ConfigError(
                 f"changes {self._files.changes}:{number}: is not a change of a setting; fix the file, or return to an earlier "

@@ -6,55 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import islice
 from typing import Protocol
 
-from quartet.types import Alert
+from quartet.types import Alert, Progress, RunState
 
 HISTORY = 256
 """Committed steps, notes and alerts kept in memory for late watchers. The run's files and log have all of them."""
-
-
-class RunState(StrEnum):
-    """State of a run."""
-
-    STARTING = "starting"
-    TRAINING = "training"
-    FINISHED = "finished"
-    STOPPED = "stopped"
-    FAILED = "failed"
-    PAUSED = "paused"
-    RECOVERING = "recovering"
-
-    @property
-    def ended(self) -> bool:
-        """True for a final state."""
-        return self in (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
-
-
-@dataclass(slots=True)
-class Progress:
-    """Progress of a run. ``metrics`` are those of the last committed step."""
-
-    run: str
-    total_steps: int
-    state: RunState = RunState.STARTING
-    step: int = 0
-    phase: str = "starting"
-    scored: int = 0
-    wanted: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    error: str = ""
-    exit_code: int = 0
-    notes: list[str] = field(default_factory=list)
-    alerts: list[Alert] = field(default_factory=list)
-    recoveries: int = 0
-    notes_before: int = 0
-    """Older notes that are no longer in ``notes``."""
-    alerts_before: int = 0
-    """Older alerts that are no longer in ``alerts``."""
 
 
 class BoardObserver(Protocol):

@@ -12,7 +12,7 @@ from itertools import count
 from quartet.buffer.rollout_stream import Delivery, RolloutStream
 from quartet.config import RecoveryConfig
 from quartet.errors import BufferFailed
-from quartet.rpc.clients import PendingResult
+from quartet.rpc.pending_calls import PendingResult
 from quartet.services.orchestrator.rollout.scoring import FailedTrajectory, ScoredTrajectory, Scoring, ScoringServices
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
 from quartet.types import Trajectory, TrajectoryId

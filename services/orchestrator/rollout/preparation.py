@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.evaluation import run_sampling
-from quartet.rpc.clients import PendingResult
+from quartet.rpc.pending_calls import PendingGeneration
 from quartet.services.orchestrator.algorithm.experience import PreparedStep, prepare_step
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.control.progress import ProgressBoard
@@ -39,7 +39,7 @@ class StepPreparation:
         profiler: StepProfiler,
     ) -> None:
         self._config, self._actor, self._board, self._profiler = config, service_clients.actor, board, profiler
-        self._prefetched: tuple[int, PendingResult[int]] | None = None
+        self._prefetched: tuple[int, PendingGeneration] | None = None
         self._collector = Collector(
             stream, service_clients.scoring(), config.rollout.score_batch_size, profiler.observe
         )
@@ -52,7 +52,7 @@ class StepPreparation:
             self._prefetched = step, call
             if policy_version < step - 1:
                 # Once generation has begun, the engine keeps these weights while the policy takes its next update.
-                call.wait_until_begun()
+                call.wait_until_started()
 
     def discard(self) -> None:
         """Cancel a generation that has started early, because the actor is needed first. Its trajectories are generated again."""
@@ -98,7 +98,7 @@ class StepPreparation:
             started_step, generation = prefetched
             assert started_step == step, f"generation of step {started_step} has started, expected step {step}"
 
-        def replace(indices: set[int], sample: int) -> PendingResult[int]:
+        def replace(indices: set[int], sample: int) -> PendingGeneration:
             failed = [prompt for prompt in prompts if prompt.index in indices]
             return self._generate(step, failed, leader_epoch, step - 1, sample, 1)
 
@@ -120,7 +120,7 @@ class StepPreparation:
         policy_version: int,
         first_sample: int,
         samples: int,
-    ) -> PendingResult[int]:
+    ) -> PendingGeneration:
         config = self._config
         call = self._actor.generate(
             run=config.run.name,

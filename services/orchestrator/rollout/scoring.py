@@ -21,7 +21,8 @@ from quartet.errors import (
     ServiceFailed,
     TooManyFailedTrajectories,
 )
-from quartet.rpc.clients import ActorClient, CriticClient, PendingResult, RewardClient
+from quartet.rpc.clients import ActorClient, CriticClient, RewardClient
+from quartet.rpc.pending_calls import PendingResult
 from quartet.services.orchestrator.telemetry.step_profiler import CallObserver, ignore_call
 from quartet.types import FloatArray, Role, Scores, TokenBatch, Trajectory, TrajectoryId
 

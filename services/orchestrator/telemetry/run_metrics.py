@@ -15,8 +15,8 @@ from quartet.buffer.connection import connect
 from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config, GuardConfig, GuardsConfig
 from quartet.errors import QuartetError
-from quartet.services.orchestrator.control.progress import ProgressBoard, RunState
-from quartet.types import Alert
+from quartet.services.orchestrator.control.progress import ProgressBoard
+from quartet.types import Alert, RunState
 
 PREFIX = "quartet_"
 BUFFER_TIMEOUT_SECONDS = 1.0

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from quartet.rpc.clients import PendingResult
+from quartet.rpc.pending_calls import PendingResult
 from quartet.services.orchestrator.telemetry.timeline import Timeline
 from quartet.telemetry.traces import NoTraces, StepTraces
 

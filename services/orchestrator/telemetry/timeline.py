@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from quartet.rpc.clients import PendingResult
+from quartet.rpc.pending_calls import PendingResult
 
 MAX_SPANS = 200
 """Largest number of spans kept per step. Beyond it, neighbouring spans of one kind are merged."""

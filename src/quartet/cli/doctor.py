@@ -24,8 +24,8 @@ from quartet.config import Config, load_config, redact_url
 from quartet.errors import ConfigError, QuartetError
 from quartet.launcher.security_checks import check_access
 from quartet.preflight import check_inputs, looks_local
-from quartet.rpc.channels import accepts_connections
 from quartet.rpc.security.allow_list import OPERATOR
+from quartet.rpc.service_channel import accepts_connections
 from quartet.topology import (
     available_cores,
     free_memory_bytes,

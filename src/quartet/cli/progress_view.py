@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from quartet.v1 import orchestrator_pb2
+from quartet.types import Progress as RunProgress
+from quartet.types import RunState
 
 CURVE_STEPS = 48
 """Number of steps in a sparkline."""
@@ -26,7 +27,7 @@ _SPARK_CHARACTERS = "▁▂▃▄▅▆▇█"
 class View(Protocol):
     """Display of the progress of a run."""
 
-    def show(self, progress: orchestrator_pb2.Progress) -> None:
+    def show(self, progress: RunProgress) -> None:
         """Display the current progress."""
 
     def print_line(self, line: str) -> None:
@@ -78,7 +79,7 @@ class Messages:
         self._alerts: tuple[int, Sequence[object]] = (0, [])
         self._paused = False
 
-    def new_lines(self, progress: orchestrator_pb2.Progress) -> list[str]:
+    def new_lines(self, progress: RunProgress) -> list[str]:
         """Return the lines to print for this progress."""
         notes = progress.notes_before, list(progress.notes)
         alerts = progress.alerts_before, [(alert.step, alert.guard) for alert in progress.alerts]
@@ -87,7 +88,7 @@ class Messages:
             f"guard {alert.guard} ({alert.action}) after step {alert.step}: {alert.evidence}; {alert.remedy}"
             for alert in progress.alerts[_num_seen(self._alerts, alerts) :]
         ]
-        paused = progress.state == orchestrator_pb2.RUN_STATE_PAUSED
+        paused = progress.state == RunState.PAUSED
         if paused and not self._paused:
             lines.append(
                 f"paused after step {progress.step}: quartet resume {self._run} continues, "
@@ -116,7 +117,7 @@ class LineView:
         self._step = 0
         self._messages = Messages(run)
 
-    def show(self, progress: orchestrator_pb2.Progress) -> None:
+    def show(self, progress: RunProgress) -> None:
         """Print new notes, alerts and committed steps."""
         for line in self._messages.new_lines(progress):
             self._print(line)
@@ -158,7 +159,7 @@ class LiveView:
         self._curves: dict[str, deque[float]] = {}
         self._step = 0
         self._messages = Messages(run)
-        self._progress = orchestrator_pb2.Progress()
+        self._progress = RunProgress("", 0, phase="")
         self._since = time.monotonic()
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
@@ -172,7 +173,7 @@ class LiveView:
         self._task = self._bar.add_task("starting", total=None, left="--:--")
         self._live = Live(self._render(), console=console, refresh_per_second=4, transient=False)
 
-    def show(self, progress: orchestrator_pb2.Progress) -> None:
+    def show(self, progress: RunProgress) -> None:
         """Redraw the view."""
         for line in self._messages.new_lines(progress):
             self._live.console.print(Text(line, style="yellow"))

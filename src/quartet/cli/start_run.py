@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
 from rich.console import Console
 
 from quartet.cli.progress_view import View, make_view
 from quartet.config import Config, load_config, redact_url
-from quartet.errors import ConfigError, ServiceFailed
+from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.launcher import Launcher
 from quartet.launcher.security_checks import check_access
 from quartet.preflight import check_gateway, check_inputs, check_resumable, unused_settings
+from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.security.credentials import Credentials
 from quartet.run_directory.lifecycle import (
     check_unused,
@@ -28,8 +28,7 @@ from quartet.run_directory.lifecycle import (
     restore_earlier_run,
 )
 from quartet.run_directory.run_files import RunFiles
-from quartet.types import Role
-from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from quartet.types import Progress, Role, RunState
 
 console = Console()
 
@@ -117,12 +116,6 @@ def _print_lines(lines: list[str]) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-END_STATES = (
-    orchestrator_pb2.RUN_STATE_FINISHED,
-    orchestrator_pb2.RUN_STATE_STOPPED,
-    orchestrator_pb2.RUN_STATE_FAILED,
-)
-"""States after which no more progress follows."""
 RECONNECT_SECONDS = 0.2
 """Pause before reconnecting to the progress stream."""
 
@@ -132,35 +125,33 @@ class _ProgressStream:
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self._address, self._credentials = address, credentials
-        self._channel: grpc.Channel | None = None
+        self._client: OrchestratorClient | None = None
         self._closed = threading.Event()
-        self.queue: queue.Queue[orchestrator_pb2.Progress | None] = queue.Queue()
+        self.queue: queue.Queue[Progress | None] = queue.Queue()
         """Received progress. None stands for a broken connection or a failed attempt to reconnect."""
         threading.Thread(target=self._receive, name="watch", daemon=True).start()
 
     def close(self) -> None:
         """Stop receiving."""
         self._closed.set()
-        if self._channel is not None:
-            self._channel.close()
+        if self._client is not None:
+            self._client.close()
 
     def _receive(self) -> None:
         step = 0
         while not self._closed.is_set():
             # A new channel for each attempt: a failed channel waits longer and longer before it reconnects.
-            self._channel = self._credentials.channel(Role.ORCHESTRATOR, self._address)
-            stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
+            self._client = OrchestratorClient(self._address, 0.0, self._credentials)
             try:
-                request = orchestrator_pb2.WatchProgressRequest(after_step=step)
-                for response in stub.WatchProgress(request, metadata=self._credentials.metadata):
-                    self.queue.put(response.progress)
-                    step = response.progress.step
-                    if response.progress.state in END_STATES:
+                for progress in self._client.watch(step):
+                    self.queue.put(progress)
+                    step = progress.step
+                    if progress.state.ended:
                         return
-            except (grpc.RpcError, ValueError):  # ValueError: close() has closed the channel.
+            except QuartetError:
                 pass
             finally:
-                self._channel.close()
+                self._client.close()
             self.queue.put(None)
             self._closed.wait(RECONNECT_SECONDS)
 
@@ -180,7 +171,7 @@ def show_progress(launcher: Launcher, files: RunFiles) -> None:
 
 
 def _follow(
-    launcher: Launcher, updates: queue.Queue[orchestrator_pb2.Progress | None], view: View, files: RunFiles
+    launcher: Launcher, updates: queue.Queue[Progress | None], view: View, files: RunFiles
 ) -> None:
     while True:
         try:
@@ -199,12 +190,12 @@ def _follow(
         view.show(progress)
         if progress.step:
             delete_earlier_run(files)
-        if progress.state == orchestrator_pb2.RUN_STATE_FAILED:
+        if progress.state is RunState.FAILED:
             _blame_a_service(launcher)
             kind = ConfigError if progress.exit_code == 2 else ServiceFailed
             raise kind(progress.error)
-        if progress.state in END_STATES:
-            if progress.state == orchestrator_pb2.RUN_STATE_STOPPED:
+        if progress.state.ended:
+            if progress.state is RunState.STOPPED:
                 console.print(f"stopped after step {progress.step} of {progress.total_steps}", highlight=False)
             return
         # While progress arrives, the orchestrator is healthy.

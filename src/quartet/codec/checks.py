@@ -1,4 +1,4 @@
-"""What the numbers of a request may be."""
+"""Range checks for the numbers of a request."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Any
 
 from quartet.errors import InvalidRequest
 
-LARGEST = 1e30
-"""Largest setting that a request may hold: what is computed in single precision ends at 3e38."""
+MAX_SETTING = 1e30
+"""Maximum of a setting in a request. Single precision, in which losses are computed, overflows at 3e38."""
 
 
 def positive(value: float, name: str) -> float:
-    """The value, when more than 0 and at most LARGEST. Raises InvalidRequest."""
-    if not 0 < value <= LARGEST:
-        raise InvalidRequest(f"{name} {value}: expected more than 0 and at most {LARGEST:g}")
+    """Return the value if it is more than 0 and at most MAX_SETTING. Raises InvalidRequest."""
+    if not 0 < value <= MAX_SETTING:
+        raise InvalidRequest(f"{name} {value}: expected more than 0 and at most {MAX_SETTING:g}")
     return value
 
 
 def require_non_negative(message: Any, *names: str) -> None:
-    """Raises InvalidRequest unless each of these fields is 0 to LARGEST."""
+    """Raise InvalidRequest unless each of these fields is in 0..MAX_SETTING."""
     for name in names:
         value = getattr(message, name)
-        if not 0 <= value <= LARGEST:
-            raise InvalidRequest(f"{name} {value}: expected 0 to {LARGEST:g}")
+        if not 0 <= value <= MAX_SETTING:
+            raise InvalidRequest(f"{name} {value}: expected 0 to {MAX_SETTING:g}")

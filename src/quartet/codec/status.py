@@ -1,9 +1,9 @@
-"""What a service says of itself."""
+"""Messages of GetStatus."""
 
 from __future__ import annotations
 
 from quartet.errors import InvalidRequest
-from quartet.types import Role, ServiceStatus
+from quartet.types import ProcessStatus, Role, ServiceStatus
 from quartet.v1 import status_pb2
 
 _ROLES = {
@@ -17,7 +17,7 @@ _ROLE_NAMES = {number: role for role, number in _ROLES.items()}
 
 
 def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:
-    """One role's status to its message."""
+    """Convert the status of one role."""
     return status_pb2.RoleStatus(
         role=_ROLES[status.role],
         model=status.model,
@@ -47,7 +47,7 @@ def status_to_proto(status: ServiceStatus) -> status_pb2.RoleStatus:
 
 
 def status_from_proto(message: status_pb2.RoleStatus) -> ServiceStatus:
-    """One role's status from its message. Raises InvalidRequest."""
+    """Convert the status of one role. Raises InvalidRequest for an unknown role."""
     role = _ROLE_NAMES.get(message.role)
     if role is None:
         raise InvalidRequest(f"status.role {message.role}: unknown")
@@ -76,4 +76,27 @@ def status_from_proto(message: status_pb2.RoleStatus) -> ServiceStatus:
         gradient_checkpointing=message.gradient_checkpointing,
         token_bytes=message.token_bytes,
         free_bytes=message.free_bytes,
+    )
+
+
+def get_status_request() -> status_pb2.GetStatusRequest:
+    """Return the request for the status of a process."""
+    return status_pb2.GetStatusRequest()
+
+
+def process_status_to_proto(status: ProcessStatus) -> status_pb2.GetStatusResponse:
+    """Convert the status of a process."""
+    return status_pb2.GetStatusResponse(
+        roles=[status_to_proto(role) for role in status.roles],
+        version=status.version,
+        metrics_address=status.metrics_address,
+    )
+
+
+def process_status_from_proto(message: status_pb2.GetStatusResponse) -> ProcessStatus:
+    """Convert the status of a process. Raises InvalidRequest for an unknown role."""
+    return ProcessStatus(
+        roles=tuple(status_from_proto(role) for role in message.roles),
+        version=message.version,
+        metrics_address=message.metrics_address,
     )

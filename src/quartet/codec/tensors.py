@@ -1,4 +1,4 @@
-"""Arrays and their messages: the number of each, the shape and the bytes."""
+"""NumPy arrays as Tensor messages: element type, shape, and little-endian bytes."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ def require_finite(values: NDArray[Any], name: str) -> None:
 
 
 def tensor_to_proto(array: NDArray[Any]) -> tensor_pb2.Tensor:
-    """A float32 or int32 array of any shape."""
+    """Convert a float32 or int32 array of any shape."""
     message = tensor_pb2.Tensor()
     write_tensor(message, array)
     return message
 
 
 def write_tensor(message: tensor_pb2.Tensor, array: NDArray[Any]) -> None:
-    """A float32 or int32 array into its message, which may be a field of another."""
+    """Write a float32 or int32 array into a message, which may be a field of another message. This saves a copy."""
     message.dtype = dtype_to_proto(array.dtype)
     message.shape.extend(array.shape)
     message.data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
 
 
 def _vector(message: tensor_pb2.Tensor, name: str, dtype: np.dtype[Any], length: int | None) -> NDArray[Any]:
-    found = dtype_from_proto(message.dtype)
-    if found != dtype:
-        raise InvalidRequest(f"{name}: expected dtype {dtype.name}, got {found.name if found else 'none'}")
+    sent = dtype_from_proto(message.dtype)
+    if sent != dtype:
+        raise InvalidRequest(f"{name}: expected dtype {dtype.name}, got {sent.name if sent else 'none'}")
     if len(message.shape) != 1 or message.shape[0] < 0:
         raise InvalidRequest(f"{name}: expected one dimension, got shape {list(message.shape)}")
     expected = message.shape[0] * dtype.itemsize
-    data = message.data  # A copy, each time.
+    data = message.data  # Each access copies the bytes.
     if len(data) != expected:
         raise InvalidRequest(
             f"{name}: shape {list(message.shape)} of {dtype.name} needs {expected} bytes, got {len(data)}"
@@ -68,12 +68,12 @@ def _vector(message: tensor_pb2.Tensor, name: str, dtype: np.dtype[Any], length:
 
 
 def ints_from_proto(message: tensor_pb2.Tensor, name: str, length: int | None = None) -> IntArray:
-    """A one-dimensional int32 tensor. Raises InvalidRequest naming the field."""
+    """Return a one-dimensional int32 tensor. Raises InvalidRequest with the field's name."""
     return _vector(message, name, _INT32, length)
 
 
 def floats_from_proto(message: tensor_pb2.Tensor, name: str, length: int | None = None) -> FloatArray:
-    """A one-dimensional float32 tensor of finite numbers. Raises InvalidRequest naming the field."""
+    """Return a one-dimensional float32 tensor of finite numbers. Raises InvalidRequest with the field's name."""
     values = _vector(message, name, _FLOAT32, length)
     require_finite(values, name)
     return values

@@ -1,17 +1,17 @@
-"""What is generated and how: batches of tokens, sampling parameters, the entries of the rollout stream."""
+"""Messages of token batches, sampling parameters, and the entries of the rollout stream."""
 
 from __future__ import annotations
 
 from google.protobuf.message import DecodeError
 
-from quartet.codec.checks import LARGEST
+from quartet.codec.checks import MAX_SETTING
 from quartet.codec.tensors import floats_from_proto, ints_from_proto, write_tensor
 from quartet.errors import InvalidRequest
 from quartet.types import FinishReason, SamplingParameters, TokenBatch, Trajectory, TrajectoryId
 from quartet.v1 import trajectory_pb2
 
 MAX_RESPONSE_TOKENS = 1_048_576
-"""Most tokens of a response that a request may ask for."""
+"""Maximum response tokens in a request."""
 
 _FINISH = {
     FinishReason.EOS: trajectory_pb2.FINISH_REASON_EOS,
@@ -21,21 +21,21 @@ _FINISH_REASONS = {number: reason for reason, number in _FINISH.items()}
 
 
 def batch_to_proto(batch: TokenBatch) -> trajectory_pb2.TokenBatch:
-    """Ragged sequences to their message."""
+    """Convert ragged sequences."""
     message = trajectory_pb2.TokenBatch()
     write_batch(message, batch)
     return message
 
 
 def write_batch(message: trajectory_pb2.TokenBatch, batch: TokenBatch) -> None:
-    """Ragged sequences into their message, which may be a field: protobuf copies twice what is made first and put there then."""
+    """Write ragged sequences into a message, which may be a field of another message. This saves two copies."""
     write_tensor(message.token_ids, batch.token_ids)
     write_tensor(message.prompt_lengths, batch.prompt_lengths)
     write_tensor(message.response_lengths, batch.response_lengths)
 
 
 def batch_from_proto(message: trajectory_pb2.TokenBatch) -> TokenBatch:
-    """Ragged sequences from their message. Raises InvalidRequest."""
+    """Convert and validate ragged sequences. Raises InvalidRequest."""
     prompt_lengths = ints_from_proto(message.prompt_lengths, "prompt_lengths")
     return TokenBatch(
         token_ids=ints_from_proto(message.token_ids, "token_ids"),
@@ -45,7 +45,7 @@ def batch_from_proto(message: trajectory_pb2.TokenBatch) -> TokenBatch:
 
 
 def sampling_to_proto(sampling: SamplingParameters) -> trajectory_pb2.SamplingParameters:
-    """Sampling parameters to their message."""
+    """Convert sampling parameters."""
     return trajectory_pb2.SamplingParameters(
         max_response_tokens=sampling.max_response_tokens,
         temperature=sampling.temperature,
@@ -56,13 +56,13 @@ def sampling_to_proto(sampling: SamplingParameters) -> trajectory_pb2.SamplingPa
 
 
 def sampling_from_proto(message: trajectory_pb2.SamplingParameters) -> SamplingParameters:
-    """Sampling parameters from their message. Raises InvalidRequest."""
+    """Convert and validate sampling parameters. Raises InvalidRequest."""
     if not 1 <= message.max_response_tokens <= MAX_RESPONSE_TOKENS:
         raise InvalidRequest(
             f"sampling.max_response_tokens {message.max_response_tokens}: expected 1 to {MAX_RESPONSE_TOKENS}"
         )
-    if not 0 <= message.temperature <= LARGEST:
-        raise InvalidRequest(f"sampling.temperature {message.temperature}: expected 0 to {LARGEST:g}")
+    if not 0 <= message.temperature <= MAX_SETTING:
+        raise InvalidRequest(f"sampling.temperature {message.temperature}: expected 0 to {MAX_SETTING:g}")
     if not 0 < message.top_p <= 1:
         raise InvalidRequest(f"sampling.top_p {message.top_p}: expected more than 0 and at most 1")
     return SamplingParameters(
@@ -75,7 +75,7 @@ def sampling_from_proto(message: trajectory_pb2.SamplingParameters) -> SamplingP
 
 
 def trajectory_to_bytes(trajectory: Trajectory) -> bytes:
-    """The entry of the rollout stream."""
+    """Serialise a trajectory as the rollout stream stores it."""
     message = trajectory_pb2.Trajectory(
         id=trajectory_pb2.TrajectoryId(
             run=trajectory.id.run, step=trajectory.id.step, prompt=trajectory.id.prompt, sample=trajectory.id.sample
@@ -89,7 +89,7 @@ def trajectory_to_bytes(trajectory: Trajectory) -> bytes:
 
 
 def trajectory_from_bytes(data: bytes) -> Trajectory:
-    """Inverse of ``trajectory_to_bytes``. Raises InvalidRequest."""
+    """Parse the result of ``trajectory_to_bytes``. Raises InvalidRequest."""
     message = trajectory_pb2.Trajectory()
     try:
         message.ParseFromString(data)

@@ -1,28 +1,32 @@
-"""How an update is made: the optimisation of a step, and the losses."""
+"""Messages of Update: optimization settings, losses and results."""
 
 from __future__ import annotations
 
+import math
+
 from quartet.codec.checks import positive, require_non_negative
-from quartet.errors import InvalidRequest
-from quartet.types import OptimizationSettings, PolicyLossSettings, ValueLossSettings
-from quartet.v1 import actor_pb2, critic_pb2, update_pb2
+from quartet.errors import InvalidRequest, ServiceFailed
+from quartet.types import OptimizationSettings, PolicyLossSettings, UpdateRequest, UpdateResult, ValueLossSettings
+from quartet.v1 import update_pb2
 
 MAX_EPOCHS = 1000
-"""Most passes over one step's experience that a request may ask for: an update cannot be interrupted."""
+"""Maximum passes over one step's experience in a request. An update cannot be interrupted, so its length needs a limit."""
 
-_KL_LOSSES = {"none": actor_pb2.KL_LOSS_NONE, "k2": actor_pb2.KL_LOSS_K2, "k3": actor_pb2.KL_LOSS_K3}
+_REQUIRED_METRICS = ("optimizer_steps", "skipped_steps")
+
+_KL_LOSSES = {"none": update_pb2.KL_LOSS_NONE, "k2": update_pb2.KL_LOSS_K2, "k3": update_pb2.KL_LOSS_K3}
 _KL_LOSS_NAMES = {number: name for name, number in _KL_LOSSES.items()}
-_RATIO_LEVELS = {"token": actor_pb2.RATIO_LEVEL_TOKEN, "sequence": actor_pb2.RATIO_LEVEL_SEQUENCE}
+_RATIO_LEVELS = {"token": update_pb2.RATIO_LEVEL_TOKEN, "sequence": update_pb2.RATIO_LEVEL_SEQUENCE}
 _RATIO_LEVEL_NAMES = {number: name for name, number in _RATIO_LEVELS.items()}
 _AGGREGATIONS = {
-    "token_mean": actor_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
-    "sequence_mean": actor_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN,
+    "token_mean": update_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
+    "sequence_mean": update_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN,
 }
 _AGGREGATION_NAMES = {number: name for name, number in _AGGREGATIONS.items()}
 
 
 def optimization_to_proto(settings: OptimizationSettings) -> update_pb2.OptimizationSettings:
-    """Optimisation settings to their message."""
+    """Convert optimization settings."""
     return update_pb2.OptimizationSettings(
         num_epochs=settings.num_epochs,
         num_mini_batches=settings.num_mini_batches,
@@ -35,7 +39,7 @@ def optimization_to_proto(settings: OptimizationSettings) -> update_pb2.Optimiza
 
 
 def optimization_from_proto(message: update_pb2.OptimizationSettings) -> OptimizationSettings:
-    """Optimisation settings from their message. Raises InvalidRequest."""
+    """Convert and validate optimization settings. Raises InvalidRequest."""
     if message.num_mini_batches < 1:
         raise InvalidRequest("optimization.num_mini_batches 0: expected at least 1")
     if message.num_epochs > MAX_EPOCHS:
@@ -52,9 +56,58 @@ def optimization_from_proto(message: update_pb2.OptimizationSettings) -> Optimiz
     )
 
 
-def policy_loss_to_proto(loss: PolicyLossSettings) -> actor_pb2.PolicyLossSettings:
-    """Policy loss settings to their message."""
-    return actor_pb2.PolicyLossSettings(
+def update_request_to_proto(request: UpdateRequest) -> update_pb2.UpdateRequest:
+    """Convert the arguments of an Update call."""
+    policy, value = None, None
+    if isinstance(request.loss, PolicyLossSettings):
+        policy = _policy_loss_to_proto(request.loss)
+    else:
+        value = update_pb2.ValueLossSettings(value_clip=request.loss.value_clip)
+    return update_pb2.UpdateRequest(
+        run=request.run,
+        step=request.step,
+        leader_epoch=request.leader_epoch,
+        optimization=optimization_to_proto(request.optimization),
+        policy_loss=policy,
+        value_loss=value,
+    )
+
+
+def update_request_from_proto(message: update_pb2.UpdateRequest) -> UpdateRequest:
+    """Convert and validate the arguments of an Update call. Raises InvalidRequest."""
+    loss: PolicyLossSettings | ValueLossSettings
+    match message.WhichOneof("loss"):
+        case "policy_loss":
+            loss = _policy_loss_from_proto(message.policy_loss)
+        case "value_loss":
+            loss = _value_loss_from_proto(message.value_loss)
+        case _:
+            raise InvalidRequest("loss: expected policy_loss or value_loss")
+    return UpdateRequest(
+        message.run, message.step, message.leader_epoch, optimization_from_proto(message.optimization), loss
+    )
+
+
+def update_result_to_proto(result: UpdateResult) -> update_pb2.UpdateResponse:
+    """Convert the result of an update."""
+    return update_pb2.UpdateResponse(step=result.step, policy_version=result.policy_version, metrics=result.metrics)
+
+
+def update_result_from_proto(message: update_pb2.UpdateResponse, step: int) -> UpdateResult:
+    """Convert and validate the result of the update of ``step``. Raises ServiceFailed."""
+    metrics = dict(message.metrics)
+    if message.step != step:
+        raise ServiceFailed(f"Update of step {step}: the response is for step {message.step}")
+    for name in (*_REQUIRED_METRICS, *metrics):
+        if not math.isfinite(metrics.get(name, math.nan)):
+            raise ServiceFailed(
+                f"Update of step {step}: metric {name} is {metrics.get(name)}, expected a finite number"
+            )
+    return UpdateResult(message.step, message.policy_version, metrics)
+
+
+def _policy_loss_to_proto(loss: PolicyLossSettings) -> update_pb2.PolicyLossSettings:
+    return update_pb2.PolicyLossSettings(
         temperature=loss.temperature,
         clip_low=loss.clip_low,
         clip_high=loss.clip_high,
@@ -70,8 +123,7 @@ def policy_loss_to_proto(loss: PolicyLossSettings) -> actor_pb2.PolicyLossSettin
     )
 
 
-def policy_loss_from_proto(message: actor_pb2.PolicyLossSettings) -> PolicyLossSettings:
-    """Policy loss settings from their message. Raises InvalidRequest."""
+def _policy_loss_from_proto(message: update_pb2.PolicyLossSettings) -> PolicyLossSettings:
     require_non_negative(
         message,
         "clip_low",
@@ -83,20 +135,20 @@ def policy_loss_from_proto(message: actor_pb2.PolicyLossSettings) -> PolicyLossS
         "target_kl",
     )
     if 0 < message.dual_clip <= 1:
-        raise InvalidRequest(f"loss.dual_clip {message.dual_clip}: expected 0 (off) or more than 1")
+        raise InvalidRequest(f"policy_loss.dual_clip {message.dual_clip}: expected 0 (off) or more than 1")
     if not message.policy_loss:
-        raise InvalidRequest("loss.policy_loss: empty, expected the name or import path of a policy loss")
+        raise InvalidRequest("policy_loss.policy_loss: empty, expected the name or import path of a policy loss")
     kl_loss = _KL_LOSS_NAMES.get(message.kl_loss)
     if kl_loss is None:
-        raise InvalidRequest(f"loss.kl_loss {message.kl_loss}: unknown")
+        raise InvalidRequest(f"policy_loss.kl_loss {message.kl_loss}: unknown")
     ratio_level = _RATIO_LEVEL_NAMES.get(message.ratio_level)
     if ratio_level is None:
-        raise InvalidRequest(f"loss.ratio_level {message.ratio_level}: unknown")
+        raise InvalidRequest(f"policy_loss.ratio_level {message.ratio_level}: unknown")
     aggregation = _AGGREGATION_NAMES.get(message.aggregation)
     if aggregation is None:
-        raise InvalidRequest(f"loss.aggregation {message.aggregation}: unknown")
+        raise InvalidRequest(f"policy_loss.aggregation {message.aggregation}: unknown")
     return PolicyLossSettings(
-        temperature=positive(message.temperature, "loss.temperature"),
+        temperature=positive(message.temperature, "policy_loss.temperature"),
         clip_low=message.clip_low,
         clip_high=message.clip_high,
         dual_clip=message.dual_clip,
@@ -111,12 +163,6 @@ def policy_loss_from_proto(message: actor_pb2.PolicyLossSettings) -> PolicyLossS
     )
 
 
-def value_loss_to_proto(loss: ValueLossSettings) -> critic_pb2.ValueLossSettings:
-    """Value loss settings to their message."""
-    return critic_pb2.ValueLossSettings(value_clip=loss.value_clip)
-
-
-def value_loss_from_proto(message: critic_pb2.ValueLossSettings) -> ValueLossSettings:
-    """Value loss settings from their message. Raises InvalidRequest."""
+def _value_loss_from_proto(message: update_pb2.ValueLossSettings) -> ValueLossSettings:
     require_non_negative(message, "value_clip")
     return ValueLossSettings(value_clip=message.value_clip)

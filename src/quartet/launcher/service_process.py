@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from quartet.processes import module_command, tied_to_parent
-from quartet.rpc.channels import ServiceChannel
 from quartet.rpc.security.credentials import LOCAL, Credentials
+from quartet.rpc.service_channel import ServiceChannel
 
 LOG_TAIL_LINES = 20
 """Log lines of a dead process that an error message shows."""
@@ -95,7 +95,7 @@ class ServiceProcess:
             return False
         if self._channel is None:
             self._channel = ServiceChannel(self.name, self.address, self._credentials)
-        return self._channel.answers(timeout)
+        return self._channel.responds(timeout)
 
     def close_channel(self) -> None:
         """Close the channel of the liveness probes. The process keeps running."""

@@ -1,1 +1,1 @@
-"""gRPC: one server builder, one way to call, one table from domain errors to status codes."""
+"""gRPC: typed clients, the server of every process, errors on the wire, and access control."""

@@ -1,32 +1,53 @@
-"""A model role: a core that computes, and the compute thread that it computes on."""
+"""Base classes of the model servicers: a core that computes, and the compute thread that it runs on."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import grpc
 
-from quartet.errors import DeadlinePassed, ServiceBusy
+from quartet import codec
+from quartet.errors import DeadlinePassed, InvalidRequest, ServiceBusy
 from quartet.rpc.compute_thread import ComputeThread, remaining_time
 from quartet.rpc.limits import MAX_PENDING_SAVES
-from quartet.types import SavedFile, ServiceStatus
+from quartet.types import OptimizationSettings, SavedFile, SaveKind, ServiceStatus, UpdateResult
 
 
 class Core(Protocol):
-    """A service's own logic, callable without gRPC."""
+    """The logic of a service, without gRPC."""
 
     def status(self) -> ServiceStatus:
-        """What the role says of itself; must not wait for model work."""
+        """Return the role's status without waiting for model work."""
+
+
+class TrainableCore(Core, Protocol):
+    """The logic of a service with a trainable model."""
+
+    @property
+    def policy_version(self) -> int:
+        """Updates that the model has taken."""
+
+    def update(self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: Any) -> UpdateResult:
+        """Apply the update of one step. Idempotent by (run, step)."""
+
+    def snapshot(
+        self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
+    ) -> Callable[[], list[SavedFile]]:
+        """Copy the model to host memory and return the function that writes the copy."""
+
+    def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
+        """Restore a checkpoint, or the initial model for step 0."""
 
 
 AnyCore = TypeVar("AnyCore", bound=Core)
+AnyTrainableCore = TypeVar("AnyTrainableCore", bound=TrainableCore)
 
 
-class ModelRole(Generic[AnyCore]):
-    """What the four servicers share. Roles of one process share its compute thread."""
+class ModelServicer(Generic[AnyCore]):
+    """Base class of the four model servicers. Roles of one process may share a compute thread."""
 
     def __init__(self, core: AnyCore, compute: ComputeThread, threads: int) -> None:
         self.core = core
@@ -34,7 +55,7 @@ class ModelRole(Generic[AnyCore]):
         self._threads = threads
 
     def status(self) -> ServiceStatus:
-        """The core's status, with what the compute thread measured."""
+        """Return the core's status with the measurements of the compute thread."""
         return replace(
             self.core.status(),
             threads=self._threads,
@@ -43,46 +64,77 @@ class ModelRole(Generic[AnyCore]):
         )
 
     def abandoned(self) -> tuple[str, float]:
-        """As ``ComputeThread.abandoned``."""
+        """See ``ComputeThread.abandoned``."""
         return self.compute.abandoned()
 
     def close(self) -> None:
-        """Waits for the work in hand."""
+        """Close the compute thread."""
         self.compute.close()
 
 
-class TrainedRole(ModelRole[AnyCore]):
-    """A role whose model learns. A save stops its model work only while what is to be written is copied."""
+class TrainableServicer(ModelServicer[AnyTrainableCore]):
+    """Base class of the actor's and the critic's servicers: Update, Save and Restore.
 
-    def __init__(self, core: AnyCore, compute: ComputeThread, threads: int, cut_off: Callable[[], bool]) -> None:
-        """``cut_off``: whether the core cannot reach the rollout buffer; must not wait for it."""
+    A save stops model work only while the model is copied; the copy is written on the thread of the call.
+    """
+
+    loss: ClassVar[type]
+    """Class of the loss settings that this role accepts."""
+
+    def __init__(
+        self, core: AnyTrainableCore, compute: ComputeThread, threads: int, buffer_unreachable: Callable[[], bool]
+    ) -> None:
+        """``buffer_unreachable`` returns at once whether the core's last access to the rollout buffer failed."""
         super().__init__(core, compute, threads)
-        self._cut_off = cut_off
-        self._places = threading.BoundedSemaphore(MAX_PENDING_SAVES)
-        # There is memory for one copy, and no two saves write at the same place.
-        self._saving = threading.Lock()
+        self._buffer_unreachable = buffer_unreachable
+        self._save_slots = threading.BoundedSemaphore(MAX_PENDING_SAVES)
+        # One save at a time: there is memory for one copy, and two saves must not write the same directory.
+        self._save_lock = threading.Lock()
 
     def status(self) -> ServiceStatus:
-        """The core's status, with what the compute thread measured, and whether the buffer can be reached."""
-        return replace(super().status(), buffer_unreachable=self._cut_off())
+        """Return the status of a model servicer, and whether the buffer is unreachable."""
+        return replace(super().status(), buffer_unreachable=self._buffer_unreachable())
 
-    def save(
-        self, context: grpc.ServicerContext, snapshot: Callable[[], tuple[Callable[[], list[SavedFile]], int]]
-    ) -> tuple[list[SavedFile], int]:
-        """Takes a snapshot on the compute thread, and writes it on this thread, while the compute thread goes on.
+    def Update(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Apply the update of one step."""
+        update = codec.update_request_from_proto(request)
+        if not isinstance(update.loss, self.loss):
+            raise InvalidRequest(f"loss: expected {self.loss.__name__}, got {type(update.loss).__name__}")
+        result = self.compute.run(
+            "update",
+            context,
+            lambda _: self.core.update(update.run, update.step, update.leader_epoch, update.optimization, update.loss),
+        )
+        return codec.update_result_to_proto(result)
 
-        ``snapshot`` gives what writes it, and the policy version; so does this, with the files instead. One save at a time.
-        Raises ServiceBusy when too many wait already, otherwise as ComputeThread.run, and what ``snapshot`` and writing raise.
-        """
-        if not self._places.acquire(blocking=False):
-            raise ServiceBusy(f"save: {MAX_PENDING_SAVES} saves wait already; send fewer at once")
+    def Save(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Save the model below the run's directory."""
+        save = codec.save_request_from_proto(request)
+
+        def snapshot(_: Callable[[], bool]) -> tuple[Callable[[], list[SavedFile]], int]:
+            write = self.core.snapshot(save.run, save.leader_epoch, save.directory, save.kind, save.step)
+            return write, self.core.policy_version
+
+        if not self._save_slots.acquire(blocking=False):
+            raise ServiceBusy(f"save: {MAX_PENDING_SAVES} saves are pending already; send fewer at once")
         try:
-            if not self._saving.acquire(timeout=max(remaining_time(context), 0.0)):
-                raise DeadlinePassed("save: the deadline passed while an earlier save was written")
+            if not self._save_lock.acquire(timeout=max(remaining_time(context), 0.0)):
+                raise DeadlinePassed("save: the deadline passed during an earlier save")
             try:
-                write, version = self.compute.run("save", context, lambda _: snapshot())
-                return write(), version
+                write, version = self.compute.run("save", context, snapshot)
+                files = write()
             finally:
-                self._saving.release()
+                self._save_lock.release()
         finally:
-            self._places.release()
+            self._save_slots.release()
+        return codec.save_response_to_proto(files, version)
+
+    def Restore(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Restore the model of a checkpoint."""
+        restore = codec.restore_request_from_proto(request)
+
+        def work(_: Callable[[], bool]) -> int:
+            self.core.restore(restore.run, restore.step, restore.leader_epoch, restore.directory)
+            return self.core.policy_version
+
+        return codec.restore_response_to_proto(self.compute.run("restore", context, work))

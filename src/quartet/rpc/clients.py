@@ -1,120 +1,128 @@
-"""Typed clients of the four model services: types in, types out."""
+"""Typed clients of all services: ``quartet.types`` in, ``quartet.types`` out."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
-
-import numpy as np
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from quartet import codec
 from quartet.config import TimeoutsConfig
-from quartet.errors import FailedPrecondition, MismatchError, ServiceFailed
-from quartet.rpc.channels import PendingCall, ServiceChannel, ToldAtOnce, replicas_at
+from quartet.errors import FailedPrecondition, MismatchError
+from quartet.rpc.pending_calls import PendingGeneration, PendingResult
 from quartet.rpc.security.credentials import LOCAL, Credentials
+from quartet.rpc.service_channel import ServiceChannel, replicas_at
 from quartet.types import (
     FloatArray,
+    GenerationBatch,
     OptimizationSettings,
     PolicyLossSettings,
+    Progress,
     Prompt,
+    RestoreRequest,
     Role,
     SamplingParameters,
     SavedFile,
     SaveKind,
+    SaveRequest,
     Scores,
     ServiceStatus,
+    Setting,
+    SettingChange,
     TokenBatch,
+    UpdateRequest,
     UpdateResult,
     ValueLossSettings,
 )
-from quartet.v1 import (
-    actor_pb2,
-    actor_pb2_grpc,
-    critic_pb2,
-    critic_pb2_grpc,
-    reference_pb2,
-    reference_pb2_grpc,
-    reward_pb2,
-    reward_pb2_grpc,
-)
-
-T = TypeVar("T")
-
-
-class PendingResult(Generic[T]):
-    """An answer under way, and how to read it."""
-
-    def __init__(self, pending: PendingCall, read: Callable[..., T]) -> None:
-        self._pending, self._read = pending, read
-        self._found: T | None = None
-
-    def done(self) -> bool:
-        """Whether the answer, or the failure, is there."""
-        return self._pending.done()
-
-    def when_done(self, heard: Callable[[], None]) -> None:
-        """Has ``heard`` called, by another thread, when the answer or the failure is there; at once if it is."""
-        self._pending.when_done(heard)
-
-    def wait_until_begun(self) -> None:
-        """Returns when the service says that it has begun, or when the call has ended."""
-        self._pending.wait_until_begun()
-
-    def result(self) -> T:
-        """The answer. Raises the domain exception that the service answered with."""
-        if self._found is None:
-            self._found = self._read(self._pending.result())
-        return self._found
-
-    def cancel(self) -> None:
-        """Tells the service that nobody waits any more."""
-        self._pending.cancel()
+from quartet.v1 import actor_pb2_grpc, critic_pb2_grpc, orchestrator_pb2_grpc, reference_pb2_grpc, reward_pb2_grpc
 
 
 class ServiceClient:
-    """What the clients share."""
+    """Base class of the clients of model services."""
 
     role: Role
 
     def __init__(self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL) -> None:
-        self.peer = ServiceChannel(self.role, address, credentials)
+        self.channel = ServiceChannel(self.role, address, credentials)
         self.timeouts = timeouts
 
-    def wait_until_ready(self, alive: Callable[[], None] = lambda: None, known: bool = False) -> ServiceStatus:
-        """The status of this client's role at its address. Raises MismatchError when another role answers there.
+    def wait_until_ready(self, check_alive: Callable[[], None] = lambda: None, known: bool = False) -> ServiceStatus:
+        """Wait until the service responds and return its status. Raises MismatchError if another role responds.
 
-        ``known``: it has answered before, so whatever accepts connections there without an answer is waited for.
+        See ``ServiceChannel.wait_until_ready`` for the arguments and the other errors.
         """
-        answer = self.peer.wait_until_ready(self.timeouts.load_seconds, alive, known)
-        statuses = [codec.status_from_proto(message) for message in answer.roles]
-        for status in statuses:
+        process = self.channel.wait_until_ready(self.timeouts.load_seconds, check_alive, known)
+        for status in process.roles:
             if status.role == self.role:
                 return status
-        found = ", ".join(status.role for status in statuses)
+        others = ", ".join(status.role for status in process.roles)
         raise MismatchError(
-            f"services.{self.role}.address {self.peer.address}: the {found} service answers there, "
-            f"expected the {self.role}; correct the address"
+            f"services.{self.role}.address {self.channel.address}: expected the {self.role}, got the {others} service; "
+            "correct the address"
         )
 
     def replicas(self) -> int:
-        """Processes that share this client's calls, as far as its address tells."""
-        return replicas_at(self.peer.address)
+        """Return the number of processes that share this client's calls, as far as the address shows."""
+        return replicas_at(self.channel.address)
 
     def close(self) -> None:
-        """Closes the channel."""
-        self.peer.close()
+        """Close the channel."""
+        self.channel.close()
 
 
-class ActorClient(ServiceClient):
-    """The policy."""
+class TrainableClient(ServiceClient):
+    """Client of a service with a trainable model: actor or critic."""
+
+    @property
+    @abstractmethod
+    def _stub(self) -> Any:
+        """The stub, with Update, Save and Restore."""
+
+    def _start_update(
+        self,
+        run: str,
+        step: int,
+        leader_epoch: int,
+        settings: OptimizationSettings,
+        loss: PolicyLossSettings | ValueLossSettings,
+    ) -> PendingResult[UpdateResult]:
+        request = codec.update_request_to_proto(UpdateRequest(run, step, leader_epoch, settings, loss))
+        pending = self.channel.start(self._stub.Update, request, self.timeouts.update_seconds, "Update")
+        return PendingResult(pending, lambda response: codec.update_result_from_proto(response, step))
+
+    def save(
+        self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
+    ) -> PendingResult[list[SavedFile]]:
+        """Start a save below the run's directory. ``step`` is the step that the model must have; None accepts any step."""
+        request = codec.save_request_to_proto(SaveRequest(run, directory, kind, leader_epoch, step))
+        pending = self.channel.start(self._stub.Save, request, self._save_seconds(), "Save")
+        return PendingResult(pending, codec.saved_files_from_proto)
+
+    def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> PendingResult[int]:
+        """Start the restore of a checkpoint below the run's directory; step 0 is the initial model.
+
+        The result is the number of updates that the restored model has taken.
+        """
+        request = codec.restore_request_to_proto(RestoreRequest(run, step, directory, leader_epoch))
+        pending = self.channel.start(self._stub.Restore, request, self.timeouts.load_seconds, "Restore")
+        return PendingResult(pending, lambda response: int(response.policy_version))
+
+    def _save_seconds(self) -> float:
+        return self.timeouts.save_seconds
+
+
+class ActorClient(TrainableClient):
+    """Client of the policy."""
 
     role = Role.ACTOR
 
     def __init__(self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL) -> None:
         super().__init__(address, timeouts, credentials)
-        self._stub = actor_pb2_grpc.ActorServiceStub(self.peer.channel)
-        self._generate = ToldAtOnce(self.peer.channel, "/quartet.v1.ActorService/Generate", actor_pb2.GenerateResponse)
+        self._actor = actor_pb2_grpc.ActorServiceStub(self.channel.grpc_channel)
+
+    @property
+    def _stub(self) -> actor_pb2_grpc.ActorServiceStub:
+        return self._actor
 
     def generate(
         self,
@@ -127,204 +135,164 @@ class ActorClient(ServiceClient):
         seed: int,
         policy_version: int,
         first_sample: int = 0,
-    ) -> PendingResult[int]:
-        """Begins a step's generation; the result is the number of trajectories in the rollout stream.
-
-        Of each prompt the samples ``first_sample`` to ``first_sample + samples_per_prompt - 1`` are drawn.
-        """
-        request = actor_pb2.GenerateRequest(
-            run=run,
-            step=step,
-            leader_epoch=leader_epoch,
-            prompt_ids=codec.tensor_to_proto(np.concatenate([prompt.token_ids for prompt in prompts])),
-            prompt_lengths=codec.tensor_to_proto(np.array([len(p.token_ids) for p in prompts], np.int32)),
-            prompts=[prompt.index for prompt in prompts],
-            samples_per_prompt=samples_per_prompt,
-            sampling=codec.sampling_to_proto(sampling),
-            seed=seed,
-            policy_version=policy_version,
-            first_sample=first_sample,
+    ) -> PendingGeneration:
+        """Start the generation of a step. See ``GenerationBatch`` for the arguments."""
+        batch = GenerationBatch(
+            run, step, leader_epoch, prompts, samples_per_prompt, sampling, seed, policy_version, first_sample
         )
-        pending = self.peer.start(self._generate, request, self.timeouts.generate_seconds, "Generate")
-        return PendingResult(pending, lambda answer: int(answer.trajectories))
+        request = codec.generation_batch_to_proto(batch)
+        pending = self.channel.start_stream(self._actor.Generate, request, self.timeouts.generate_seconds, "Generate")
+        return PendingGeneration(pending, codec.trajectories_from_proto)
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
-        """Log-probs under the current policy, float32 [response tokens]."""
-        return self._begin_log_probs(batch, temperature, False, self.timeouts.score_seconds).result()
+        """Return log-probs under the current policy, float32 [response tokens]."""
+        return self._start_log_probs(batch, temperature, False, self.timeouts.score_seconds).result()
 
     def reference_log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
-        """Begins to compute log-probs with the adapter off, float32 [response tokens]; after the generation in hand."""
-        return self._begin_log_probs(
-            batch, temperature, True, self.timeouts.generate_seconds + self.timeouts.score_seconds
-        )
+        """Start log-probs with the adapter disabled, float32 [response tokens]. They wait for a running generation."""
+        seconds = self.timeouts.generate_seconds + self.timeouts.score_seconds
+        return self._start_log_probs(batch, temperature, True, seconds)
 
-    def _begin_log_probs(
+    def _start_log_probs(
         self, batch: TokenBatch, temperature: float, reference: bool, timeout: float
     ) -> PendingResult[FloatArray]:
-        request = actor_pb2.ActorServiceLogProbsRequest(temperature=temperature, reference=reference)
-        codec.write_batch(request.batch, batch)
+        request = codec.actor_log_probs_to_proto(batch, temperature, reference)
         tokens = int(batch.response_lengths.sum())
-        pending = self.peer.start(self._stub.LogProbs, request, timeout, "LogProbs")
-        return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.log_probs, "log_probs", tokens))
+        pending = self.channel.start(self._actor.LogProbs, request, timeout, "LogProbs")
+        return PendingResult(pending, lambda response: codec.log_probs_from_proto(response, tokens))
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: PolicyLossSettings
     ) -> PendingResult[UpdateResult]:
-        """Begins the step's update."""
-        request = actor_pb2.ActorServiceUpdateRequest(
-            run=run,
-            step=step,
-            leader_epoch=leader_epoch,
-            optimization=codec.optimization_to_proto(settings),
-            loss=codec.policy_loss_to_proto(loss),
-        )
-        pending = self.peer.start(self._stub.Update, request, self.timeouts.update_seconds, "Update")
-        return PendingResult(pending, lambda answer: _update_result(answer, step))
+        """Start the policy update of a step."""
+        return self._start_update(run, step, leader_epoch, settings, loss)
 
-    def save(
-        self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
-    ) -> PendingResult[list[SavedFile]]:
-        """Begins a save below the run's directory, of the model as it is after ``step`` (None: as it is).
-
-        It may have to wait for the generation in hand.
-        """
-        request = actor_pb2.ActorServiceSaveRequest(
-            run=run, directory=directory, kind=codec.save_kind_to_proto(kind), leader_epoch=leader_epoch, step=step
-        )
-        timeout = self.timeouts.generate_seconds + self.timeouts.save_seconds
-        return PendingResult(self.peer.start(self._stub.Save, request, timeout, "Save"), _saved_files)
-
-    def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> PendingResult[int]:
-        """Begins to go back to a checkpoint below the run's directory, or to step 0; the result is the updates taken there."""
-        request = actor_pb2.ActorServiceRestoreRequest(
-            run=run, step=step, leader_epoch=leader_epoch, directory=directory
-        )
-        pending = self.peer.start(self._stub.Restore, request, self.timeouts.load_seconds, "Restore")
-        return PendingResult(pending, lambda answer: int(answer.policy_version))
+    def _save_seconds(self) -> float:
+        # A save may wait for a running generation.
+        return self.timeouts.generate_seconds + self.timeouts.save_seconds
 
 
-class CriticClient(ServiceClient):
-    """The value model."""
+class CriticClient(TrainableClient):
+    """Client of the value model."""
 
     role = Role.CRITIC
 
     def __init__(self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL) -> None:
         super().__init__(address, timeouts, credentials)
-        self._stub = critic_pb2_grpc.CriticServiceStub(self.peer.channel)
+        self._critic = critic_pb2_grpc.CriticServiceStub(self.channel.grpc_channel)
+
+    @property
+    def _stub(self) -> critic_pb2_grpc.CriticServiceStub:
+        return self._critic
 
     def values(self, batch: TokenBatch, policy_version: int | None = None) -> PendingResult[FloatArray]:
-        """Begins to compute values, float32 [response tokens].
+        """Start to compute values, float32 [response tokens].
 
-        The result raises FailedPrecondition unless the value model has taken ``policy_version`` updates: a critic that was
-        restarted in the middle of a step would answer as it was at its start.
+        The result raises FailedPrecondition unless the value model has taken ``policy_version`` updates. A critic that restarted
+        in the middle of a step would otherwise respond with its initial weights.
         """
-        request = critic_pb2.ValuesRequest()
-        codec.write_batch(request.batch, batch)
+        request = codec.values_request_to_proto(batch)
         tokens = int(batch.response_lengths.sum())
-        pending = self.peer.start(self._stub.Values, request, self.timeouts.score_seconds, "Values")
+        pending = self.channel.start(self._critic.Values, request, self.timeouts.score_seconds, "Values")
 
-        def read(answer: critic_pb2.ValuesResponse) -> FloatArray:
-            if policy_version not in (None, answer.policy_version):
+        def convert(response: Any) -> FloatArray:
+            values, version = codec.values_from_proto(response, tokens)
+            if policy_version not in (None, version):
                 raise FailedPrecondition(
-                    f"critic at {self.peer.address}: Values: the value model is version {answer.policy_version}, "
+                    f"critic at {self.channel.address}: Values: the value model is version {version}, "
                     f"expected {policy_version}"
                 )
-            return codec.floats_from_proto(answer.values, "values", tokens)
+            return values
 
-        return PendingResult(pending, read)
+        return PendingResult(pending, convert)
 
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: ValueLossSettings
     ) -> PendingResult[UpdateResult]:
-        """Begins the step's update."""
-        request = critic_pb2.CriticServiceUpdateRequest(
-            run=run,
-            step=step,
-            leader_epoch=leader_epoch,
-            optimization=codec.optimization_to_proto(settings),
-            loss=codec.value_loss_to_proto(loss),
-        )
-        pending = self.peer.start(self._stub.Update, request, self.timeouts.update_seconds, "Update")
-        return PendingResult(pending, lambda answer: _update_result(answer, step))
-
-    def save(
-        self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
-    ) -> PendingResult[list[SavedFile]]:
-        """Begins a save below the run's directory, of the model as it is after ``step`` (None: as it is)."""
-        request = critic_pb2.CriticServiceSaveRequest(
-            run=run, directory=directory, kind=codec.save_kind_to_proto(kind), leader_epoch=leader_epoch, step=step
-        )
-        return PendingResult(
-            self.peer.start(self._stub.Save, request, self.timeouts.save_seconds, "Save"), _saved_files
-        )
-
-    def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> PendingResult[int]:
-        """Begins to go back to a checkpoint below the run's directory, or to step 0; the result is the updates taken there."""
-        request = critic_pb2.CriticServiceRestoreRequest(
-            run=run, step=step, leader_epoch=leader_epoch, directory=directory
-        )
-        pending = self.peer.start(self._stub.Restore, request, self.timeouts.load_seconds, "Restore")
-        return PendingResult(pending, lambda answer: int(answer.policy_version))
+        """Start the value update of a step."""
+        return self._start_update(run, step, leader_epoch, settings, loss)
 
 
 class RewardClient(ServiceClient):
-    """The scorer."""
+    """Client of the reward source."""
 
     role = Role.REWARD
 
     def __init__(
-        self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL, patience: float = 0.0
+        self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL, function_seconds: float = 0.0
     ) -> None:
-        """``patience``: seconds beyond ``timeouts.score_seconds`` that a batch may take, for functions with time-outs of their own."""
+        """``function_seconds``: time that reward functions may need for a batch, in addition to ``timeouts.score_seconds``."""
         super().__init__(address, timeouts, credentials)
-        self._deadline = timeouts.score_seconds + patience
-        self._stub = reward_pb2_grpc.RewardServiceStub(self.peer.channel)
+        self._seconds = timeouts.score_seconds + function_seconds
+        self._stub = reward_pb2_grpc.RewardServiceStub(self.channel.grpc_channel)
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> PendingResult[Scores]:
-        """Begins to score. ``fields``: of each sequence the prompt's own fields as a JSON object, or nothing."""
-        request = reward_pb2.ScoreRequest(fields=fields)
-        codec.write_batch(request.batch, batch)
-        pending = self.peer.start(self._stub.Score, request, self._deadline, "Score")
-        return PendingResult(pending, lambda answer: codec.scores_from_proto(answer, len(batch)))
+        """Start to score. ``fields``: the fields of each sequence's prompt as a JSON object, or empty."""
+        request = codec.score_request_to_proto(batch, fields)
+        pending = self.channel.start(self._stub.Score, request, self._seconds, "Score")
+        return PendingResult(pending, lambda response: codec.scores_from_proto(response, len(batch)))
 
 
 class ReferenceClient(ServiceClient):
-    """The frozen initial policy."""
+    """Client of the frozen initial policy."""
 
     role = Role.REFERENCE
 
     def __init__(self, address: str, timeouts: TimeoutsConfig, credentials: Credentials = LOCAL) -> None:
         super().__init__(address, timeouts, credentials)
-        self._stub = reference_pb2_grpc.ReferenceServiceStub(self.peer.channel)
+        self._stub = reference_pb2_grpc.ReferenceServiceStub(self.channel.grpc_channel)
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> PendingResult[FloatArray]:
-        """Begins to compute log-probs, float32 [response tokens]."""
-        request = reference_pb2.ReferenceServiceLogProbsRequest(temperature=temperature)
-        codec.write_batch(request.batch, batch)
+        """Start to compute log-probs, float32 [response tokens]."""
+        request = codec.reference_log_probs_to_proto(batch, temperature)
         tokens = int(batch.response_lengths.sum())
-        pending = self.peer.start(self._stub.LogProbs, request, self.timeouts.score_seconds, "LogProbs")
-        return PendingResult(pending, lambda answer: codec.floats_from_proto(answer.log_probs, "log_probs", tokens))
+        pending = self.channel.start(self._stub.LogProbs, request, self.timeouts.score_seconds, "LogProbs")
+        return PendingResult(pending, lambda response: codec.log_probs_from_proto(response, tokens))
 
 
-_REQUIRED_METRICS = ("optimizer_steps", "skipped_steps")
+class OrchestratorClient:
+    """Client of a run's orchestrator. All calls respond at once, also during a step."""
 
+    def __init__(self, address: str, timeout: float, credentials: Credentials = LOCAL) -> None:
+        """``timeout``: seconds for each call, except ``watch``."""
+        self.address = address
+        self._channel = ServiceChannel(Role.ORCHESTRATOR, address, credentials)
+        self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel.grpc_channel)
+        self._timeout = timeout
 
-def _update_result(
-    answer: actor_pb2.ActorServiceUpdateResponse | critic_pb2.CriticServiceUpdateResponse,
-    step: int,
-) -> UpdateResult:
-    metrics = dict(answer.metrics)
-    if answer.step != step:
-        raise ServiceFailed(f"Update of step {step}: the answer is of step {answer.step}")
-    for name in (*_REQUIRED_METRICS, *metrics):
-        if not math.isfinite(metrics.get(name, math.nan)):
-            raise ServiceFailed(
-                f"Update of step {step}: metric {name} is {metrics.get(name)}, expected a finite number"
-            )
-    return UpdateResult(answer.step, answer.policy_version, metrics)
+    def progress(self) -> Progress:
+        """Return the progress of the run."""
+        response = self._call(self._stub.GetProgress, codec.get_progress_request(), "GetProgress")
+        return codec.progress_from_proto(response.progress)
 
+    def watch(self, after_step: int) -> Iterator[Progress]:
+        """Yield each committed step after ``after_step`` and each change of phase, until the run ends."""
+        request = codec.watch_progress_request(after_step)
+        for response in self._channel.stream(self._stub.WatchProgress, request, "WatchProgress"):
+            yield codec.progress_from_proto(response.progress)
 
-def _saved_files(
-    answer: actor_pb2.ActorServiceSaveResponse | critic_pb2.CriticServiceSaveResponse,
-) -> list[SavedFile]:
-    return [codec.saved_file_from_proto(file) for file in answer.files]
+    def command(self, command: codec.Command) -> None:
+        """Send a command without arguments. The run obeys it after the current step."""
+        self._call(getattr(self._stub, command), codec.command_request(command), command)
+
+    def roll_back(self, step: int) -> None:
+        """Request a rollback to the checkpoint of ``step`` after the current step."""
+        self._call(self._stub.RollBack, codec.roll_back_request(step), "RollBack")
+
+    def settings(self) -> list[Setting]:
+        """Return the settings that can change during the run."""
+        return codec.settings_from_proto(
+            self._call(self._stub.GetSettings, codec.get_settings_request(), "GetSettings")
+        )
+
+    def change_settings(self, values: Mapping[str, float], user: str) -> list[SettingChange]:
+        """Change settings from the next step on: all of them, or none if one is refused. ``user`` requests it."""
+        request = codec.change_settings_request(values, user)
+        return codec.setting_changes_from_proto(self._call(self._stub.ChangeSettings, request, "ChangeSettings"))
+
+    def close(self) -> None:
+        """Close the channel. A call in progress ends with NoResponse, a later one with Cancelled."""
+        self._channel.close()
+
+    def _call(self, method: Any, request: Any, title: str) -> Any:
+        return self._channel.call(method, request, self._timeout, title)

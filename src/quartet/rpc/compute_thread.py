@@ -1,134 +1,163 @@
-"""The compute thread: model work runs one piece at a time, beside the threads that answer health and status."""
+"""The compute thread: model work runs one piece at a time, apart from the threads that respond to health and status checks."""
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from quartet.errors import Cancelled, DeadlinePassed, ServiceBusy
-from quartet.rpc.limits import MAX_CALL, MAX_PENDING_WORK
+from quartet.rpc.limits import MAX_CALL_SECONDS, MAX_PENDING_WORK
 
 Result = TypeVar("Result")
+Event = TypeVar("Event")
 
 
 class Caller(Protocol):
-    """What the compute thread needs of a gRPC context: how long the caller waits, and when it went away."""
+    """The part of a gRPC context that the compute thread needs."""
 
     def time_remaining(self) -> float | None:
-        """Seconds until the deadline; None without one."""
+        """Return the seconds until the caller's deadline; None without a deadline."""
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Calls back when the call ends; False when it already has."""
+        """Register a callback for the end of the call. Return False if it has ended."""
 
 
-class Gone:
-    """Whether a caller went away, and since when."""
+class CallerState:
+    """Whether a caller still waits for its response."""
 
     def __init__(self, remaining: float) -> None:
-        """``remaining``: seconds for which the caller meant to wait."""
+        """``remaining``: seconds until the caller's deadline."""
         self._deadline = time.monotonic() + remaining
-        self.since: float | None = None
+        self._gone_since: float | None = None
 
-    def set(self) -> None:
-        """Notes that it did."""
-        if self.since is None:
-            self.since = time.monotonic()
+    def mark_gone(self) -> None:
+        """Record that the caller has cancelled, disconnected or reached its deadline."""
+        if self._gone_since is None:
+            self._gone_since = time.monotonic()
 
-    def is_set(self) -> bool:
-        """Whether it did."""
-        return self.since is not None
+    def is_gone(self) -> bool:
+        """Return whether the caller no longer waits."""
+        return self._gone_since is not None
 
-    def overdue(self) -> float:
-        """Seconds since the caller is gone and would not have waited any longer either; 0 before."""
-        return 0.0 if self.since is None else max(0.0, time.monotonic() - max(self.since, self._deadline))
+    def overdue_seconds(self) -> float:
+        """Return the seconds since the caller is gone and its deadline has passed too; 0 before."""
+        since = self._gone_since
+        return 0.0 if since is None else max(0.0, time.monotonic() - max(since, self._deadline))
 
 
 class ComputeThread:
-    """Runs work in order on one thread, so that one model never computes two things at once."""
+    """Runs work in order on one thread, so that a model never computes two things at once."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
-        self._in_hand: tuple[str, Gone] | None = None
-        self._places = threading.BoundedSemaphore(MAX_PENDING_WORK)
+        self._running: tuple[str, CallerState] | None = None
+        self._slots = threading.BoundedSemaphore(MAX_PENDING_WORK)
         self._pending = 0
 
     def run(self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]) -> Result:
-        """Runs ``work(cancelled)`` and waits for it.
+        """Run ``work(cancelled)`` and wait for its result.
 
-        Work that has not begun when the caller goes away is dropped; work that has begun may ask ``cancelled()``.
-        Raises DeadlinePassed when the caller's deadline passes first, Cancelled when the caller goes away, ServiceBusy when
-        too many callers wait already.
+        Work that has not started when the caller is gone is dropped. Running work may poll ``cancelled()``. Raises DeadlinePassed
+        if the caller's deadline passes first, Cancelled if the caller is gone, ServiceBusy if too many calls are pending.
         """
-        if not self._places.acquire(blocking=False):
-            raise ServiceBusy(f"{kind}: {MAX_PENDING_WORK} calls wait already; send fewer at once")
+        with self._slot(kind):
+            future, state = self._submit(kind, caller, work)
+            try:
+                return future.result(timeout=remaining_time(caller))
+            except FutureTimeoutError:
+                state.mark_gone()
+                raise DeadlinePassed(f"{kind}: the deadline passed") from None
+
+    def stream(
+        self, kind: str, caller: Caller, work: Callable[[Callable[[], bool], Callable[[Event], None]], Event]
+    ) -> Iterator[Event]:
+        """Run ``work(cancelled, emit)``. Yield each emitted event at once, and the result last. Raises as ``run``."""
+        with self._slot(kind):
+            events: queue.SimpleQueue[Event | Future[Event]] = queue.SimpleQueue()
+            future, state = self._submit(kind, caller, lambda cancelled: work(cancelled, events.put))
+            future.add_done_callback(events.put)
+            while True:
+                try:
+                    event = events.get(timeout=remaining_time(caller))
+                except queue.Empty:
+                    state.mark_gone()
+                    raise DeadlinePassed(f"{kind}: the deadline passed") from None
+                if isinstance(event, Future):
+                    yield event.result()
+                    return
+                yield event
+
+    @contextmanager
+    def _slot(self, kind: str) -> Iterator[None]:
+        if not self._slots.acquire(blocking=False):
+            raise ServiceBusy(f"{kind}: {MAX_PENDING_WORK} calls are pending already; send fewer at once")
         self._count(1)
         try:
-            return self._run(kind, caller, work)
+            yield
         finally:
             self._count(-1)
-            self._places.release()
+            self._slots.release()
 
     def _count(self, change: int) -> None:
         with self._lock:
             self._pending += change
 
-    def _run(self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]) -> Result:
-        gone = Gone(remaining_time(caller))
-        if not caller.add_callback(gone.set):
-            raise Cancelled(f"{kind}: the caller went away")
+    def _submit(
+        self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]
+    ) -> tuple[Future[Result], CallerState]:
+        state = CallerState(remaining_time(caller))
+        if not caller.add_callback(state.mark_gone):
+            raise Cancelled(f"{kind}: the caller is gone")
 
         def timed() -> Result:
-            if gone.is_set():
-                raise Cancelled(f"{kind}: the caller went away before the work began")
+            if state.is_gone():
+                raise Cancelled(f"{kind}: the caller was gone before the work started")
             start = time.perf_counter()
-            self._in_hand = (kind, gone)
+            self._running = (kind, state)
             try:
-                return work(gone.is_set)
+                return work(state.is_gone)
             finally:
-                self._in_hand = None
+                self._running = None
                 with self._lock:
                     self._busy[kind] += time.perf_counter() - start
 
-        future = self._executor.submit(timed)
-        try:
-            return future.result(timeout=remaining_time(caller))
-        except FutureTimeoutError:
-            gone.set()
-            raise DeadlinePassed(f"{kind}: the deadline passed") from None
+        return self._executor.submit(timed), state
 
     def busy_seconds(self) -> dict[str, float]:
-        """Seconds spent on finished work, by kind."""
+        """Return the seconds of finished work, by kind."""
         with self._lock:
             return dict(self._busy)
 
     def pending(self) -> int:
-        """Calls that wait, the one that is worked on included."""
+        """Return the number of pending calls, including the running one."""
         with self._lock:
             return self._pending
 
     def abandoned(self) -> tuple[str, float]:
-        """What is being worked on although its caller is gone and its deadline has passed, and since how many seconds; or "", 0.
+        """Return the kind of running work whose caller is gone and whose deadline has passed, and for how many seconds.
 
-        Until its deadline, work may take as long as its caller thought it could: that a caller goes away earlier, because another
-        service failed, says nothing about the work.
+        Returns ("", 0) if there is none. A caller may be gone earlier because another service failed; until the deadline that
+        says nothing about this work.
         """
-        pending_step = self._in_hand
-        overdue = 0.0 if pending_step is None else pending_step[1].overdue()
-        return (pending_step[0], overdue) if pending_step is not None and overdue else ("", 0.0)
+        running = self._running
+        overdue = 0.0 if running is None else running[1].overdue_seconds()
+        return (running[0], overdue) if running is not None and overdue else ("", 0.0)
 
     def close(self) -> None:
-        """Drops what has not begun. What has begun had its time while the server drained, and ends with the process."""
+        """Drop work that has not started. Running work has had its time while the server drained; it ends with the process."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def remaining_time(caller: Caller) -> float:
-    """Seconds until the caller's deadline; one that sets no deadline has one all the same."""
+    """Return the seconds until the caller's deadline, at most MAX_CALL_SECONDS."""
     remaining = caller.time_remaining()
-    return MAX_CALL if remaining is None else min(remaining, MAX_CALL)
+    return MAX_CALL_SECONDS if remaining is None else min(remaining, MAX_CALL_SECONDS)

@@ -1,7 +1,6 @@
-"""Health beside the calls: a listener that answers health checks and nothing else, in plaintext, and the check itself.
+"""Health checks: a plaintext listener for probes without a certificate, and a command that checks it.
 
-Probes of a container runtime have no certificate. What they learn is whether the process serves. ``python -m quartet.rpc.health
-HOST:PORT`` asks; exit status 0: it serves.
+``python -m quartet.rpc.health HOST:PORT`` exits with status 0 if the process there reports itself as serving, else with 1.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from quartet.errors import ConfigError
 from quartet.rpc.limits import SERVER_OPTIONS
 
-PATIENCE = 5.0
-"""Seconds that a check waits for its answer."""
+TIMEOUT = 5.0
+"""Seconds for one check."""
 _WORKERS = 16
 _OPTIONS = {
     **dict(SERVER_OPTIONS),
     "grpc.max_receive_message_length": 4096,
-    # Who asks and does not finish asking holds a worker until then.
+    # An unfinished request holds a worker until the connection reaches its maximum age.
     "grpc.max_connection_age_ms": 15_000,
     "grpc.max_connection_age_grace_ms": 2_000,
 }
 
 
 class HealthListener:
-    """Answers gRPC health checks at an address of its own."""
+    """Server for gRPC health checks, and for nothing else, at a separate address."""
 
     def __init__(self, servicer: health.HealthServicer, listen: str) -> None:
-        """Raises ConfigError when the address is taken or not this machine's."""
-        # Watch is left out: each watcher would hold a thread, and anyone may come.
+        """Listen at HOST:PORT. Raises ConfigError if the port is taken or the address is not local."""
+        # Watch is left out: each watcher would hold a thread, and callers are not authenticated.
         checks = health_pb2_grpc.HealthServicer()
         checks.Check = servicer.Check
         self._server = grpc.server(
@@ -41,7 +40,7 @@ class HealthListener:
             maximum_concurrent_rpcs=_WORKERS,
         )
         health_pb2_grpc.add_HealthServicer_to_server(checks, self._server)
-        # Not above: a check runs every few seconds, and needs none of what this brings along.
+        # Imported here: the command below runs every few seconds and does not need the config.
         from quartet.rpc.security.credentials import LOCAL
 
         port = LOCAL.listen(self._server, listen)
@@ -53,22 +52,22 @@ class HealthListener:
         self._server.start()
 
     def stop(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         self._server.stop(grace=None).wait()
 
 
-def serves(address: str) -> bool:
-    """Whether the process whose health is told at HOST:PORT says that it serves."""
+def is_serving(address: str) -> bool:
+    """Return whether the process with the health listener at HOST:PORT reports itself as serving."""
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
+            response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT)
         except grpc.RpcError:
             return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not sys.argv[1].rpartition(":")[2].isdecimal():
-        print("error: expected one address, HOST:PORT, to ask for its health", file=sys.stderr)
+        print("error: expected one argument: the HOST:PORT of a health listener", file=sys.stderr)
         sys.exit(2)
-    sys.exit(0 if serves(sys.argv[1]) else 1)
+    sys.exit(0 if is_serving(sys.argv[1]) else 1)

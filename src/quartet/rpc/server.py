@@ -1,4 +1,4 @@
-"""One server builder for every process: health, status, error translation, limits, graceful drain."""
+"""The gRPC server of every process: health, status, errors on the wire, limits, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -15,54 +15,52 @@ from grpc_status import rpc_status
 
 from quartet import __version__, codec
 from quartet.errors import ConfigError, InvalidRequest, ServiceBusy
-from quartet.rpc.call_observers import Observer, wrapped
+from quartet.rpc.call_interceptors import CallInterceptor, wrap_handler
 from quartet.rpc.health import HealthListener
 from quartet.rpc.limits import MAX_CONCURRENT_CALLS, MAX_STREAMS, SERVER_OPTIONS, WORKERS
 from quartet.rpc.security.credentials import LOCAL, AccessControl, Credentials
 from quartet.rpc.status_codes import status_of
 from quartet.topology import is_loopback
-from quartet.types import Role, ServiceStatus
-from quartet.v1 import status_pb2, status_pb2_grpc
+from quartet.types import ProcessStatus, Role, ServiceStatus
+from quartet.v1 import status_pb2_grpc
 
 log = structlog.get_logger()
 
 
 class HostedRole(Protocol):
-    """One role of a process, as the server sees it."""
+    """Servicer of one role of the process."""
 
     role: Role
 
     def status(self) -> ServiceStatus:
-        """What the role says of itself; must not wait for model work."""
+        """Return the role's status without waiting for model work."""
 
     def register(self, server: grpc.Server) -> None:
-        """Adds the role's servicer."""
+        """Add the servicer to a server."""
 
     def abandoned(self) -> tuple[str, float]:
-        """Work in hand whose caller is gone, and for how many seconds it has gone on after its deadline; "" and 0 for nothing."""
+        """Return the kind of running work whose caller is gone, and the seconds since its deadline; ("", 0) for none."""
 
     def close(self) -> None:
-        """Called once, after the last call has ended."""
+        """Release resources. Called once, after the last call has ended."""
 
 
 class StatusServicer(status_pb2_grpc.StatusServiceServicer):
-    """Answers for all roles of the process."""
+    """StatusService for all roles of the process."""
 
     def __init__(self, roles: Sequence[HostedRole], metrics_address: str = "") -> None:
         self._roles, self._metrics_address = roles, metrics_address
 
-    def GetStatus(
-        self, request: status_pb2.GetStatusRequest, context: grpc.ServicerContext
-    ) -> status_pb2.GetStatusResponse:
-        """What this process is and has done."""
-        statuses = [codec.status_to_proto(role.status()) for role in self._roles]
-        return status_pb2.GetStatusResponse(roles=statuses, version=__version__, metrics_address=self._metrics_address)
+    def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """Return the status of the process."""
+        roles = tuple(role.status() for role in self._roles)
+        return codec.process_status_to_proto(ProcessStatus(roles, __version__, self._metrics_address))
 
 
 class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Turns domain exceptions into status codes. The cause goes to the log, only safe text leaves the process.
+    """Ends a failed call with the status of its exception, and limits the number of open streams.
 
-    And bounds the streams of the process: each holds a thread for as long as its caller likes.
+    The log has the cause of an unforeseen exception; its text does not leave the process.
     """
 
     def __init__(self) -> None:
@@ -73,12 +71,12 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wraps the method's handler."""
+        """Wrap the handler of the method."""
         handler = continuation(handler_call_details)
         if handler is None:
             return None
         method = handler_call_details.method
-        return wrapped(
+        return wrap_handler(
             handler,
             lambda behaviour: self._guard(behaviour, method),
             lambda behaviour: self._guard_stream(behaviour, method),
@@ -89,7 +87,7 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
     def _guard(behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
         def guarded(request: Any, context: grpc.ServicerContext) -> Any:
             try:
-                return behaviour(_whole(request), context)
+                return behaviour(_require_parsed(request), context)
             except Exception as error:
                 _abort(error, method, context)
 
@@ -98,9 +96,9 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
     def _guard_stream(self, behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
         def bounded(request: Any, context: grpc.ServicerContext) -> Any:
             if not self._streams.acquire(blocking=False):
-                raise ServiceBusy(f"{MAX_STREAMS} streams are open already; close some")
+                raise ServiceBusy(f"{MAX_STREAMS} streams are open already; close one first")
             try:
-                yield from behaviour(_whole(request), context)
+                yield from behaviour(_require_parsed(request), context)
             finally:
                 self._streams.release()
 
@@ -114,7 +112,7 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _parser(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Reads a message, or gives the reason why it cannot be read: gRPC by itself would call that an internal error."""
+    """Return a parser that returns a parse error instead of raising it: gRPC would report it as an internal error."""
     if deserialize is None:
         return None
 
@@ -127,9 +125,9 @@ def _parser(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
     return parse
 
 
-def _whole(request: Any) -> Any:
+def _require_parsed(request: Any) -> Any:
     if isinstance(request, DecodeError):
-        raise InvalidRequest(f"request: not the message that this method takes ({request})")
+        raise InvalidRequest(f"request: not the message that this method accepts ({request})")
     return request
 
 
@@ -143,21 +141,21 @@ def _abort(error: Exception, method: str, context: grpc.ServicerContext) -> None
 
 
 class Server:
-    """A listening gRPC server for the given roles. It answers health and status from its start to its end."""
+    """A listening gRPC server for the given roles. It responds to health and status calls until it is stopped."""
 
     def __init__(
         self,
         roles: Sequence[HostedRole],
         listen: str,
         credentials: Credentials = LOCAL,
-        observers: Sequence[Observer] = (),
+        interceptors: Sequence[CallInterceptor] = (),
         metrics_address: str = "",
         health_listen: str | None = None,
     ) -> None:
-        """Binds and starts. ``observers`` see every call; ``metrics_address`` is told to whoever asks for the status.
+        """Bind and start.
 
-        ``health_listen``: HOST:PORT that answers health checks alone, for probes. Raises ConfigError when an address is taken or
-        invalid, or not loopback without certificates or leave.
+        ``metrics_address`` is part of the status. ``health_listen``: HOST:PORT of a listener for health checks alone. Raises
+        ConfigError if an address is taken or invalid, or is not loopback without certificates and without ``allow_plaintext``.
         """
         if not credentials.encrypted:
             check_listen_address(listen, credentials.allow_plaintext)
@@ -165,7 +163,7 @@ class Server:
         self._stopping = threading.Event()
         self._server = grpc.server(
             ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="rpc"),
-            interceptors=[*observers, AccessControl(credentials), ErrorInterceptor()],
+            interceptors=[*interceptors, AccessControl(credentials), ErrorInterceptor()],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
         )
@@ -195,11 +193,11 @@ class Server:
 
     @property
     def health_address(self) -> str | None:
-        """HOST:PORT that answers health checks alone, if any."""
+        """HOST:PORT of the listener for health checks alone; None if there is none."""
         return self._probes.address if self._probes is not None else None
 
     def stop(self, drain: float) -> None:
-        """Refuses new calls, gives those in hand ``drain`` seconds, then closes the roles. May be called once."""
+        """Refuse new calls, give running calls ``drain`` seconds to finish, then close the roles. Call at most once."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace=drain).wait()
         if self._probes is not None:
@@ -209,7 +207,7 @@ class Server:
 
 
 def check_listen_address(listen: str, allow_plaintext: bool) -> None:
-    """Refuses to listen beyond loopback in plaintext unless told so in words. Raises ConfigError."""
+    """Raise ConfigError for an address beyond loopback, unless plaintext is allowed explicitly."""
     if not allow_plaintext and not is_loopback(listen.rpartition(":")[0]):
         raise ConfigError(
             f"listen {listen}: not a loopback address, and calls are not encrypted; listen on 127.0.0.1, give "

@@ -27,45 +27,25 @@ from quartet.v1 import trajectory_pb2 as quartet_dot_v1_dot_trajectory__pb2
 from quartet.v1 import update_pb2 as quartet_dot_v1_dot_update__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16quartet/v1/actor.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\x1a\x17quartet/v1/update.proto\"\xb1\x02\n\x0fGenerateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\x04\x12&\n\nprompt_ids\x18\x04 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12*\n\x0eprompt_lengths\x18\x05 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x0f\n\x07prompts\x18\x06 \x03(\x04\x12\x1a\n\x12samples_per_prompt\x18\x07 \x01(\r\x12\x30\n\x08sampling\x18\x08 \x01(\x0b\x32\x1e.quartet.v1.SamplingParameters\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x16\n\x0epolicy_version\x18\n \x01(\x04\x12\x14\n\x0c\x66irst_sample\x18\x0b \x01(\r\"R\n\x10GenerateResponse\x12\x14\n\x0ctrajectories\x18\x01 \x01(\r\x12\x17\n\x0fresponse_tokens\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"l\n\x1b\x41\x63torServiceLogProbsRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\x11\n\treference\x18\x03 \x01(\x08\"]\n\x1c\x41\x63torServiceLogProbsResponse\x12%\n\tlog_probs\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"\xe8\x02\n\x12PolicyLossSettings\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x10\n\x08\x63lip_low\x18\x02 \x01(\x01\x12\x11\n\tclip_high\x18\x03 \x01(\x01\x12\x11\n\tdual_clip\x18\x04 \x01(\x01\x12\x1b\n\x13\x65ntropy_coefficient\x18\x05 \x01(\x01\x12#\n\x07kl_loss\x18\x06 \x01(\x0e\x32\x12.quartet.v1.KlLoss\x12\x1b\n\x13kl_loss_coefficient\x18\x07 \x01(\x01\x12+\n\x0bratio_level\x18\x08 \x01(\x0e\x32\x16.quartet.v1.RatioLevel\x12\x30\n\x0b\x61ggregation\x18\t \x01(\x0e\x32\x1b.quartet.v1.LossAggregation\x12\x1f\n\x17importance_sampling_cap\x18\n \x01(\x01\x12\x11\n\ttarget_kl\x18\x0b \x01(\x01\x12\x13\n\x0bpolicy_loss\x18\x0c \x01(\t\"\xb2\x01\n\x19\x41\x63torServiceUpdateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\x04\x12\x36\n\x0coptimization\x18\x04 \x01(\x0b\x32 .quartet.v1.OptimizationSettings\x12,\n\x04loss\x18\x05 \x01(\x0b\x32\x1e.quartet.v1.PolicyLossSettings\"\xb8\x01\n\x1a\x41\x63torServiceUpdateResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x44\n\x07metrics\x18\x03 \x03(\x0b\x32\x33.quartet.v1.ActorServiceUpdateResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x8f\x01\n\x17\x41\x63torServiceSaveRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.quartet.v1.SaveKind\x12\x14\n\x0cleader_epoch\x18\x04 \x01(\x04\x12\x11\n\x04step\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"X\n\x18\x41\x63torServiceSaveResponse\x12$\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x15.quartet.v1.SavedFile\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"`\n\x1a\x41\x63torServiceRestoreRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x04 \x01(\x04\"5\n\x1b\x41\x63torServiceRestoreResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04*S\n\x06KlLoss\x12\x17\n\x13KL_LOSS_UNSPECIFIED\x10\x00\x12\x10\n\x0cKL_LOSS_NONE\x10\x01\x12\x0e\n\nKL_LOSS_K2\x10\x02\x12\x0e\n\nKL_LOSS_K3\x10\x03*Z\n\nRatioLevel\x12\x1b\n\x17RATIO_LEVEL_UNSPECIFIED\x10\x00\x12\x15\n\x11RATIO_LEVEL_TOKEN\x10\x01\x12\x18\n\x14RATIO_LEVEL_SEQUENCE\x10\x02*x\n\x0fLossAggregation\x12 \n\x1cLOSS_AGGREGATION_UNSPECIFIED\x10\x00\x12\x1f\n\x1bLOSS_AGGREGATION_TOKEN_MEAN\x10\x01\x12\"\n\x1eLOSS_AGGREGATION_SEQUENCE_MEAN\x10\x02\x32\xbc\x03\n\x0c\x41\x63torService\x12\x45\n\x08Generate\x12\x1b.quartet.v1.GenerateRequest\x1a\x1c.quartet.v1.GenerateResponse\x12]\n\x08LogProbs\x12\'.quartet.v1.ActorServiceLogProbsRequest\x1a(.quartet.v1.ActorServiceLogProbsResponse\x12W\n\x06Update\x12%.quartet.v1.ActorServiceUpdateRequest\x1a&.quartet.v1.ActorServiceUpdateResponse\x12Q\n\x04Save\x12#.quartet.v1.ActorServiceSaveRequest\x1a$.quartet.v1.ActorServiceSaveResponse\x12Z\n\x07Restore\x12&.quartet.v1.ActorServiceRestoreRequest\x1a\'.quartet.v1.ActorServiceRestoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16quartet/v1/actor.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\x1a\x17quartet/v1/update.proto\"\xb1\x02\n\x0fGenerateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\x04\x12&\n\nprompt_ids\x18\x04 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12*\n\x0eprompt_lengths\x18\x05 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x0f\n\x07prompts\x18\x06 \x03(\x04\x12\x1a\n\x12samples_per_prompt\x18\x07 \x01(\r\x12\x30\n\x08sampling\x18\x08 \x01(\x0b\x32\x1e.quartet.v1.SamplingParameters\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x16\n\x0epolicy_version\x18\n \x01(\x04\x12\x14\n\x0c\x66irst_sample\x18\x0b \x01(\r\"\x13\n\x11GenerationStarted\"T\n\x12GenerationFinished\x12\x14\n\x0ctrajectories\x18\x01 \x01(\r\x12\x17\n\x0fresponse_tokens\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\x81\x01\n\x10GenerateResponse\x12\x30\n\x07started\x18\x01 \x01(\x0b\x32\x1d.quartet.v1.GenerationStartedH\x00\x12\x32\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1e.quartet.v1.GenerationFinishedH\x00\x42\x07\n\x05\x65vent\"l\n\x1b\x41\x63torServiceLogProbsRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\x11\n\treference\x18\x03 \x01(\x08\"]\n\x1c\x41\x63torServiceLogProbsResponse\x12%\n\tlog_probs\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x32\xf6\x02\n\x0c\x41\x63torService\x12G\n\x08Generate\x12\x1b.quartet.v1.GenerateRequest\x1a\x1c.quartet.v1.GenerateResponse0\x01\x12]\n\x08LogProbs\x12\'.quartet.v1.ActorServiceLogProbsRequest\x1a(.quartet.v1.ActorServiceLogProbsResponse\x12?\n\x06Update\x12\x19.quartet.v1.UpdateRequest\x1a\x1a.quartet.v1.UpdateResponse\x12\x39\n\x04Save\x12\x17.quartet.v1.SaveRequest\x1a\x18.quartet.v1.SaveResponse\x12\x42\n\x07Restore\x12\x1a.quartet.v1.RestoreRequest\x1a\x1b.quartet.v1.RestoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.actor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ACTORSERVICEUPDATERESPONSE_METRICSENTRY']._loaded_options = None
-  _globals['_ACTORSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_KLLOSS']._serialized_start=1834
-  _globals['_KLLOSS']._serialized_end=1917
-  _globals['_RATIOLEVEL']._serialized_start=1919
-  _globals['_RATIOLEVEL']._serialized_end=2009
-  _globals['_LOSSAGGREGATION']._serialized_start=2011
-  _globals['_LOSSAGGREGATION']._serialized_end=2131
   _globals['_GENERATEREQUEST']._serialized_start=118
   _globals['_GENERATEREQUEST']._serialized_end=423
-  _globals['_GENERATERESPONSE']._serialized_start=425
-  _globals['_GENERATERESPONSE']._serialized_end=507
-  _globals['_ACTORSERVICELOGPROBSREQUEST']._serialized_start=509
-  _globals['_ACTORSERVICELOGPROBSREQUEST']._serialized_end=617
-  _globals['_ACTORSERVICELOGPROBSRESPONSE']._serialized_start=619
-  _globals['_ACTORSERVICELOGPROBSRESPONSE']._serialized_end=712
-  _globals['_POLICYLOSSSETTINGS']._serialized_start=715
-  _globals['_POLICYLOSSSETTINGS']._serialized_end=1075
-  _globals['_ACTORSERVICEUPDATEREQUEST']._serialized_start=1078
-  _globals['_ACTORSERVICEUPDATEREQUEST']._serialized_end=1256
-  _globals['_ACTORSERVICEUPDATERESPONSE']._serialized_start=1259
-  _globals['_ACTORSERVICEUPDATERESPONSE']._serialized_end=1443
-  _globals['_ACTORSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_start=1397
-  _globals['_ACTORSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_end=1443
-  _globals['_ACTORSERVICESAVEREQUEST']._serialized_start=1446
-  _globals['_ACTORSERVICESAVEREQUEST']._serialized_end=1589
-  _globals['_ACTORSERVICESAVERESPONSE']._serialized_start=1591
-  _globals['_ACTORSERVICESAVERESPONSE']._serialized_end=1679
-  _globals['_ACTORSERVICERESTOREREQUEST']._serialized_start=1681
-  _globals['_ACTORSERVICERESTOREREQUEST']._serialized_end=1777
-  _globals['_ACTORSERVICERESTORERESPONSE']._serialized_start=1779
-  _globals['_ACTORSERVICERESTORERESPONSE']._serialized_end=1832
-  _globals['_ACTORSERVICE']._serialized_start=2134
-  _globals['_ACTORSERVICE']._serialized_end=2578
+  _globals['_GENERATIONSTARTED']._serialized_start=425
+  _globals['_GENERATIONSTARTED']._serialized_end=444
+  _globals['_GENERATIONFINISHED']._serialized_start=446
+  _globals['_GENERATIONFINISHED']._serialized_end=530
+  _globals['_GENERATERESPONSE']._serialized_start=533
+  _globals['_GENERATERESPONSE']._serialized_end=662
+  _globals['_ACTORSERVICELOGPROBSREQUEST']._serialized_start=664
+  _globals['_ACTORSERVICELOGPROBSREQUEST']._serialized_end=772
+  _globals['_ACTORSERVICELOGPROBSRESPONSE']._serialized_start=774
+  _globals['_ACTORSERVICELOGPROBSRESPONSE']._serialized_end=867
+  _globals['_ACTORSERVICE']._serialized_start=870
+  _globals['_ACTORSERVICE']._serialized_end=1244
 # @@protoc_insertion_point(module_scope)

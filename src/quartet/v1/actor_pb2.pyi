@@ -7,10 +7,8 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from quartet.v1 import tensor_pb2 as _tensor_pb2
 from quartet.v1 import trajectory_pb2 as _trajectory_pb2
-from quartet.v1 import update_pb2 as _update_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -22,85 +20,9 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _KlLoss:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _KlLossEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlLoss.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    KL_LOSS_UNSPECIFIED: _KlLoss.ValueType  # 0
-    """Never valid in a message."""
-    KL_LOSS_NONE: _KlLoss.ValueType  # 1
-    """None."""
-    KL_LOSS_K2: _KlLoss.ValueType  # 2
-    """Half the squared log-ratio."""
-    KL_LOSS_K3: _KlLoss.ValueType  # 3
-    """exp(-d) - 1 + d with d the log-ratio of policy to reference."""
-
-class KlLoss(_KlLoss, metaclass=_KlLossEnumTypeWrapper):
-    """An auxiliary KL term of the policy loss."""
-
-KL_LOSS_UNSPECIFIED: KlLoss.ValueType  # 0
-"""Never valid in a message."""
-KL_LOSS_NONE: KlLoss.ValueType  # 1
-"""None."""
-KL_LOSS_K2: KlLoss.ValueType  # 2
-"""Half the squared log-ratio."""
-KL_LOSS_K3: KlLoss.ValueType  # 3
-"""exp(-d) - 1 + d with d the log-ratio of policy to reference."""
-Global___KlLoss: _TypeAlias = KlLoss  # noqa: Y015
-
-class _RatioLevel:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _RatioLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RatioLevel.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    RATIO_LEVEL_UNSPECIFIED: _RatioLevel.ValueType  # 0
-    """Never valid in a message."""
-    RATIO_LEVEL_TOKEN: _RatioLevel.ValueType  # 1
-    """Each token's probability."""
-    RATIO_LEVEL_SEQUENCE: _RatioLevel.ValueType  # 2
-    """The whole response's: the product of its tokens' probabilities."""
-
-class RatioLevel(_RatioLevel, metaclass=_RatioLevelEnumTypeWrapper):
-    """What a ratio of new to old policy is taken of."""
-
-RATIO_LEVEL_UNSPECIFIED: RatioLevel.ValueType  # 0
-"""Never valid in a message."""
-RATIO_LEVEL_TOKEN: RatioLevel.ValueType  # 1
-"""Each token's probability."""
-RATIO_LEVEL_SEQUENCE: RatioLevel.ValueType  # 2
-"""The whole response's: the product of its tokens' probabilities."""
-Global___RatioLevel: _TypeAlias = RatioLevel  # noqa: Y015
-
-class _LossAggregation:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _LossAggregationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossAggregation.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    LOSS_AGGREGATION_UNSPECIFIED: _LossAggregation.ValueType  # 0
-    """Never valid in a message."""
-    LOSS_AGGREGATION_TOKEN_MEAN: _LossAggregation.ValueType  # 1
-    """The mean over all response tokens."""
-    LOSS_AGGREGATION_SEQUENCE_MEAN: _LossAggregation.ValueType  # 2
-    """The mean over responses of each one's mean over its tokens."""
-
-class LossAggregation(_LossAggregation, metaclass=_LossAggregationEnumTypeWrapper):
-    """How a mini-batch's loss is put together. Tokens that the mask leaves out count nowhere."""
-
-LOSS_AGGREGATION_UNSPECIFIED: LossAggregation.ValueType  # 0
-"""Never valid in a message."""
-LOSS_AGGREGATION_TOKEN_MEAN: LossAggregation.ValueType  # 1
-"""The mean over all response tokens."""
-LOSS_AGGREGATION_SEQUENCE_MEAN: LossAggregation.ValueType  # 2
-"""The mean over responses of each one's mean over its tokens."""
-Global___LossAggregation: _TypeAlias = LossAggregation  # noqa: Y015
-
 @_typing.final
 class GenerateRequest(_message.Message):
-    """Asks for trajectories. Each has its own random stream, derived from (seed, step, prompt, sample) alone."""
+    """Requests trajectories. Each one has its own random stream, derived from (seed, step, prompt, sample)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -120,18 +42,18 @@ class GenerateRequest(_message.Message):
     step: _builtins.int
     """Training step, from 1. 0 is an evaluation: every evaluation draws the same random numbers."""
     leader_epoch: _builtins.int
-    """Term of the orchestrator's lease. A lower one than seen before is refused."""
+    """Epoch of the orchestrator's lease. A lower epoch than the highest seen is refused."""
     samples_per_prompt: _builtins.int
-    """Trajectories for each prompt, at least 1."""
+    """Trajectories per prompt, at least 1."""
     seed: _builtins.int
     """Seed of the run."""
     policy_version: _builtins.int
-    """Updates that the policy must have taken; another policy answers FAILED_PRECONDITION."""
+    """Updates that the policy must have taken. Another policy version fails with FAILED_PRECONDITION."""
     first_sample: _builtins.int
-    """Index of each prompt's first sample, from 0: samples first_sample to first_sample + samples_per_prompt - 1 are drawn."""
+    """Index of each prompt's first sample, from 0. The samples first_sample to first_sample + samples_per_prompt - 1 are drawn."""
     @_builtins.property
     def prompt_ids(self) -> _tensor_pb2.Tensor:
-        """int32 [all prompt tokens]: prompt after prompt."""
+        """int32 [all prompt tokens]: the prompts, concatenated."""
 
     @_builtins.property
     def prompt_lengths(self) -> _tensor_pb2.Tensor:
@@ -139,11 +61,11 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """[prompts]: index of each prompt in the data set, without repetition."""
+        """[prompts]: index of each prompt in the data set, without duplicates."""
 
     @_builtins.property
     def sampling(self) -> _trajectory_pb2.SamplingParameters:
-        """How tokens are drawn."""
+        """Sampling of the tokens."""
 
     def __init__(
         self,
@@ -169,7 +91,24 @@ class GenerateRequest(_message.Message):
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
-class GenerateResponse(_message.Message):
+class GenerationStarted(_message.Message):
+    """The generation has started. Until it finishes, the weights that it uses do not change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationStarted: _TypeAlias = GenerationStarted  # noqa: Y015
+
+@_typing.final
+class GenerationFinished(_message.Message):
     """All trajectories are in the rollout stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -180,9 +119,9 @@ class GenerateResponse(_message.Message):
     trajectories: _builtins.int
     """Trajectories written."""
     response_tokens: _builtins.int
-    """Response tokens in them."""
+    """Response tokens of these trajectories."""
     seconds: _builtins.float
-    """Seconds spent computing."""
+    """Duration in seconds, including the wait for the compute thread."""
     def __init__(
         self,
         *,
@@ -196,11 +135,43 @@ class GenerateResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+Global___GenerationFinished: _TypeAlias = GenerationFinished  # noqa: Y015
+
+@_typing.final
+class GenerateResponse(_message.Message):
+    """One event of a generation: `started` first, `finished` last."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STARTED_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def started(self) -> Global___GenerationStarted:
+        """The first event."""
+
+    @_builtins.property
+    def finished(self) -> Global___GenerationFinished:
+        """The last event."""
+
+    def __init__(
+        self,
+        *,
+        started: Global___GenerationStarted | None = ...,
+        finished: Global___GenerationFinished | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "finished"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class ActorServiceLogProbsRequest(_message.Message):
-    """Asks for log-probabilities under the current policy."""
+    """Requests log-probs under the current policy."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -208,9 +179,9 @@ class ActorServiceLogProbsRequest(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     REFERENCE_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Logits are divided by this. More than 0."""
+    """Divisor of the logits, more than 0."""
     reference: _builtins.bool
-    """Answer as the reference: with the LoRA adapter off. Only of an actor that has one."""
+    """Whether the LoRA adapter is disabled, so that the actor serves as the reference. Only for an actor with an adapter."""
     @_builtins.property
     def batch(self) -> _trajectory_pb2.TokenBatch:
         """The sequences."""
@@ -232,17 +203,17 @@ Global___ActorServiceLogProbsRequest: _TypeAlias = ActorServiceLogProbsRequest  
 
 @_typing.final
 class ActorServiceLogProbsResponse(_message.Message):
-    """The log-probabilities."""
+    """Log-probs under the current policy, or under the reference."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """Updates that the policy had taken."""
+    """Updates that the policy has taken."""
     @_builtins.property
     def log_probs(self) -> _tensor_pb2.Tensor:
-        """float32 [response tokens], nats."""
+        """float32 [response tokens], in nats."""
 
     def __init__(
         self,
@@ -257,292 +228,3 @@ class ActorServiceLogProbsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ActorServiceLogProbsResponse: _TypeAlias = ActorServiceLogProbsResponse  # noqa: Y015
-
-@_typing.final
-class PolicyLossSettings(_message.Message):
-    """The PPO policy loss."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    CLIP_LOW_FIELD_NUMBER: _builtins.int
-    CLIP_HIGH_FIELD_NUMBER: _builtins.int
-    DUAL_CLIP_FIELD_NUMBER: _builtins.int
-    ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    KL_LOSS_FIELD_NUMBER: _builtins.int
-    KL_LOSS_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    RATIO_LEVEL_FIELD_NUMBER: _builtins.int
-    AGGREGATION_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_SAMPLING_CAP_FIELD_NUMBER: _builtins.int
-    TARGET_KL_FIELD_NUMBER: _builtins.int
-    POLICY_LOSS_FIELD_NUMBER: _builtins.int
-    temperature: _builtins.float
-    """Sampling temperature of the rollouts. More than 0."""
-    clip_low: _builtins.float
-    """Ratios count down to 1 - clip_low."""
-    clip_high: _builtins.float
-    """Ratios count up to 1 + clip_high."""
-    dual_clip: _builtins.float
-    """With negative advantage A the loss is at most -dual_clip * A. 0 is off, else more than 1."""
-    entropy_coefficient: _builtins.float
-    """Weight of the mean entropy, subtracted from the loss."""
-    kl_loss: Global___KlLoss.ValueType
-    """Auxiliary KL term against the reference."""
-    kl_loss_coefficient: _builtins.float
-    """Its weight."""
-    ratio_level: Global___RatioLevel.ValueType
-    """What ratios are taken of."""
-    aggregation: Global___LossAggregation.ValueType
-    """How tokens weigh."""
-    importance_sampling_cap: _builtins.float
-    """Tokens weigh min(exp(log-prob of the trainer - log-prob of the engine), importance_sampling_cap). 0 is off."""
-    target_kl: _builtins.float
-    """Nats per token: the update ends before an optimizer step whose mini-batch has a larger KL(old || new). 0 is off."""
-    policy_loss: _builtins.str
-    """Name of a built-in policy loss, or an import path (package.module:callable). The actor refuses any other than the one that its
-    own config names.
-    """
-    def __init__(
-        self,
-        *,
-        temperature: _builtins.float = ...,
-        clip_low: _builtins.float = ...,
-        clip_high: _builtins.float = ...,
-        dual_clip: _builtins.float = ...,
-        entropy_coefficient: _builtins.float = ...,
-        kl_loss: Global___KlLoss.ValueType = ...,
-        kl_loss_coefficient: _builtins.float = ...,
-        ratio_level: Global___RatioLevel.ValueType = ...,
-        aggregation: Global___LossAggregation.ValueType = ...,
-        importance_sampling_cap: _builtins.float = ...,
-        target_kl: _builtins.float = ...,
-        policy_loss: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "importance_sampling_cap", b"importance_sampling_cap", "kl_loss", b"kl_loss", "kl_loss_coefficient", b"kl_loss_coefficient", "policy_loss", b"policy_loss", "ratio_level", b"ratio_level", "target_kl", b"target_kl", "temperature", b"temperature"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PolicyLossSettings: _TypeAlias = PolicyLossSettings  # noqa: Y015
-
-@_typing.final
-class ActorServiceUpdateRequest(_message.Message):
-    """Asks for one step's update from the experience sealed in the buffer."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
-    OPTIMIZATION_FIELD_NUMBER: _builtins.int
-    LOSS_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    """Name of the run."""
-    step: _builtins.int
-    """Training step; one more than the last update's, or the last update's again."""
-    leader_epoch: _builtins.int
-    """Term of the orchestrator's lease. A lower one than seen before is refused."""
-    @_builtins.property
-    def optimization(self) -> _update_pb2.OptimizationSettings:
-        """Epochs, mini-batches, learning rate."""
-
-    @_builtins.property
-    def loss(self) -> Global___PolicyLossSettings:
-        """The loss."""
-
-    def __init__(
-        self,
-        *,
-        run: _builtins.str = ...,
-        step: _builtins.int = ...,
-        leader_epoch: _builtins.int = ...,
-        optimization: _update_pb2.OptimizationSettings | None = ...,
-        loss: Global___PolicyLossSettings | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "optimization", b"optimization"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_epoch", b"leader_epoch", "loss", b"loss", "optimization", b"optimization", "run", b"run", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ActorServiceUpdateRequest: _TypeAlias = ActorServiceUpdateRequest  # noqa: Y015
-
-@_typing.final
-class ActorServiceUpdateResponse(_message.Message):
-    """The update is applied. Repeating the request gives the same answer and changes nothing."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class MetricsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.float
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.float = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    STEP_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    METRICS_FIELD_NUMBER: _builtins.int
-    step: _builtins.int
-    """The step applied."""
-    policy_version: _builtins.int
-    """Updates that the policy has now taken."""
-    @_builtins.property
-    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Finite. Required: "optimizer_steps" (taken), "skipped_steps" (for a NaN or an infinity). Where there was something to see:
-        "policy_loss", "clip_fraction", "approx_kl" (nats), "entropy" (nats per token), "grad_norm", "learning_rate",
-        "rollout_mismatch_kl" (nats per token), "importance_weight" (mean; 1 when off).
-        """
-
-    def __init__(
-        self,
-        *,
-        step: _builtins.int = ...,
-        policy_version: _builtins.int = ...,
-        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ActorServiceUpdateResponse: _TypeAlias = ActorServiceUpdateResponse  # noqa: Y015
-
-@_typing.final
-class ActorServiceSaveRequest(_message.Message):
-    """Asks for the policy to be written."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    DIRECTORY_FIELD_NUMBER: _builtins.int
-    KIND_FIELD_NUMBER: _builtins.int
-    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    """Name of the run."""
-    directory: _builtins.str
-    """Directory relative to the run's directory; confined to it."""
-    kind: _update_pb2.SaveKind.ValueType
-    """What to write."""
-    leader_epoch: _builtins.int
-    """Term of the orchestrator's lease. A lower one than seen before is refused."""
-    step: _builtins.int
-    """The step after which the policy is to be saved: the updates that it must have taken. Absent: as it is."""
-    def __init__(
-        self,
-        *,
-        run: _builtins.str = ...,
-        directory: _builtins.str = ...,
-        kind: _update_pb2.SaveKind.ValueType = ...,
-        leader_epoch: _builtins.int = ...,
-        step: _builtins.int | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "directory", b"directory", "kind", b"kind", "leader_epoch", b"leader_epoch", "run", b"run", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
-    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
-
-Global___ActorServiceSaveRequest: _TypeAlias = ActorServiceSaveRequest  # noqa: Y015
-
-@_typing.final
-class ActorServiceSaveResponse(_message.Message):
-    """It is on disk, whole."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FILES_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    policy_version: _builtins.int
-    """Updates that the saved policy had taken."""
-    @_builtins.property
-    def files(self) -> _containers.RepeatedCompositeFieldContainer[_update_pb2.SavedFile]:
-        """Every file."""
-
-    def __init__(
-        self,
-        *,
-        files: _abc.Iterable[_update_pb2.SavedFile] | None = ...,
-        policy_version: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "policy_version", b"policy_version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ActorServiceSaveResponse: _TypeAlias = ActorServiceSaveResponse  # noqa: Y015
-
-@_typing.final
-class ActorServiceRestoreRequest(_message.Message):
-    """Asks for the policy as it was after a step of this run, with its optimizer. Also the way back from an update that broke off."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    DIRECTORY_FIELD_NUMBER: _builtins.int
-    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    """Name of the run."""
-    step: _builtins.int
-    """The step that the checkpoint is of. 0 is the initial policy, which needs no directory."""
-    directory: _builtins.str
-    """Directory relative to the run's directory, as a Save of kind CHECKPOINT wrote it. Empty for step 0."""
-    leader_epoch: _builtins.int
-    """Term of the orchestrator's lease. A lower one than seen before is refused."""
-    def __init__(
-        self,
-        *,
-        run: _builtins.str = ...,
-        step: _builtins.int = ...,
-        directory: _builtins.str = ...,
-        leader_epoch: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "leader_epoch", b"leader_epoch", "run", b"run", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ActorServiceRestoreRequest: _TypeAlias = ActorServiceRestoreRequest  # noqa: Y015
-
-@_typing.final
-class ActorServiceRestoreResponse(_message.Message):
-    """It is there, and the next update is of the step after."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    policy_version: _builtins.int
-    """Updates that the policy has now taken."""
-    def __init__(
-        self,
-        *,
-        policy_version: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ActorServiceRestoreResponse: _TypeAlias = ActorServiceRestoreResponse  # noqa: Y015

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from quartet.v1 import actor_pb2 as quartet_dot_v1_dot_actor__pb2
+from quartet.v1 import update_pb2 as quartet_dot_v1_dot_update__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
@@ -35,7 +36,7 @@ class ActorServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Generate = channel.unary_unary(
+        self.Generate = channel.unary_stream(
                 '/quartet.v1.ActorService/Generate',
                 request_serializer=quartet_dot_v1_dot_actor__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_actor__pb2.GenerateResponse.FromString,
@@ -47,18 +48,18 @@ class ActorServiceStub:
                 _registered_method=True)
         self.Update = channel.unary_unary(
                 '/quartet.v1.ActorService/Update',
-                request_serializer=quartet_dot_v1_dot_actor__pb2.ActorServiceUpdateRequest.SerializeToString,
-                response_deserializer=quartet_dot_v1_dot_actor__pb2.ActorServiceUpdateResponse.FromString,
+                request_serializer=quartet_dot_v1_dot_update__pb2.UpdateRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_update__pb2.UpdateResponse.FromString,
                 _registered_method=True)
         self.Save = channel.unary_unary(
                 '/quartet.v1.ActorService/Save',
-                request_serializer=quartet_dot_v1_dot_actor__pb2.ActorServiceSaveRequest.SerializeToString,
-                response_deserializer=quartet_dot_v1_dot_actor__pb2.ActorServiceSaveResponse.FromString,
+                request_serializer=quartet_dot_v1_dot_update__pb2.SaveRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_update__pb2.SaveResponse.FromString,
                 _registered_method=True)
         self.Restore = channel.unary_unary(
                 '/quartet.v1.ActorService/Restore',
-                request_serializer=quartet_dot_v1_dot_actor__pb2.ActorServiceRestoreRequest.SerializeToString,
-                response_deserializer=quartet_dot_v1_dot_actor__pb2.ActorServiceRestoreResponse.FromString,
+                request_serializer=quartet_dot_v1_dot_update__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_update__pb2.RestoreResponse.FromString,
                 _registered_method=True)
 
 
@@ -67,35 +68,35 @@ class ActorServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates trajectories and appends each to the rollout stream as it finishes.
+        """Generates trajectories and appends each one to the rollout stream as it finishes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LogProbs(self, request, context):
-        """Log-probabilities of given responses under the current policy.
+        """Computes the log-probs of given responses under the current policy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Update(self, request, context):
-        """Takes one step's PPO update. Idempotent by (run, step).
+        """Applies the PPO update of one step. Idempotent by (run, step).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request, context):
-        """Writes the policy under the run's directory.
+        """Saves the policy below the run's directory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request, context):
-        """Goes back to the policy of a checkpoint, or to the initial one.
+        """Restores the policy of a checkpoint, or the initial policy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +105,7 @@ class ActorServiceServicer:
 
 def add_ActorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Generate': grpc.unary_unary_rpc_method_handler(
+            'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=quartet_dot_v1_dot_actor__pb2.GenerateRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_actor__pb2.GenerateResponse.SerializeToString,
@@ -116,18 +117,18 @@ def add_ActorServiceServicer_to_server(servicer, server):
             ),
             'Update': grpc.unary_unary_rpc_method_handler(
                     servicer.Update,
-                    request_deserializer=quartet_dot_v1_dot_actor__pb2.ActorServiceUpdateRequest.FromString,
-                    response_serializer=quartet_dot_v1_dot_actor__pb2.ActorServiceUpdateResponse.SerializeToString,
+                    request_deserializer=quartet_dot_v1_dot_update__pb2.UpdateRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_update__pb2.UpdateResponse.SerializeToString,
             ),
             'Save': grpc.unary_unary_rpc_method_handler(
                     servicer.Save,
-                    request_deserializer=quartet_dot_v1_dot_actor__pb2.ActorServiceSaveRequest.FromString,
-                    response_serializer=quartet_dot_v1_dot_actor__pb2.ActorServiceSaveResponse.SerializeToString,
+                    request_deserializer=quartet_dot_v1_dot_update__pb2.SaveRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_update__pb2.SaveResponse.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
-                    request_deserializer=quartet_dot_v1_dot_actor__pb2.ActorServiceRestoreRequest.FromString,
-                    response_serializer=quartet_dot_v1_dot_actor__pb2.ActorServiceRestoreResponse.SerializeToString,
+                    request_deserializer=quartet_dot_v1_dot_update__pb2.RestoreRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_update__pb2.RestoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -152,7 +153,7 @@ class ActorService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/quartet.v1.ActorService/Generate',
@@ -210,8 +211,8 @@ class ActorService:
             request,
             target,
             '/quartet.v1.ActorService/Update',
-            quartet_dot_v1_dot_actor__pb2.ActorServiceUpdateRequest.SerializeToString,
-            quartet_dot_v1_dot_actor__pb2.ActorServiceUpdateResponse.FromString,
+            quartet_dot_v1_dot_update__pb2.UpdateRequest.SerializeToString,
+            quartet_dot_v1_dot_update__pb2.UpdateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -237,8 +238,8 @@ class ActorService:
             request,
             target,
             '/quartet.v1.ActorService/Save',
-            quartet_dot_v1_dot_actor__pb2.ActorServiceSaveRequest.SerializeToString,
-            quartet_dot_v1_dot_actor__pb2.ActorServiceSaveResponse.FromString,
+            quartet_dot_v1_dot_update__pb2.SaveRequest.SerializeToString,
+            quartet_dot_v1_dot_update__pb2.SaveResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -264,8 +265,8 @@ class ActorService:
             request,
             target,
             '/quartet.v1.ActorService/Restore',
-            quartet_dot_v1_dot_actor__pb2.ActorServiceRestoreRequest.SerializeToString,
-            quartet_dot_v1_dot_actor__pb2.ActorServiceRestoreResponse.FromString,
+            quartet_dot_v1_dot_update__pb2.RestoreRequest.SerializeToString,
+            quartet_dot_v1_dot_update__pb2.RestoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from quartet.v1 import actor_pb2 as _actor_pb2
+from quartet.v1 import update_pb2 as _update_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -33,32 +34,32 @@ class ActorServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ActorServiceAsyncStub: ...
-    Generate: _grpc.UnaryUnaryMultiCallable[_actor_pb2.GenerateRequest, _actor_pb2.GenerateResponse]
-    """Generates trajectories and appends each to the rollout stream as it finishes."""
+    Generate: _grpc.UnaryStreamMultiCallable[_actor_pb2.GenerateRequest, _actor_pb2.GenerateResponse]
+    """Generates trajectories and appends each one to the rollout stream as it finishes."""
     LogProbs: _grpc.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceLogProbsRequest, _actor_pb2.ActorServiceLogProbsResponse]
-    """Log-probabilities of given responses under the current policy."""
-    Update: _grpc.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceUpdateRequest, _actor_pb2.ActorServiceUpdateResponse]
-    """Takes one step's PPO update. Idempotent by (run, step)."""
-    Save: _grpc.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceSaveRequest, _actor_pb2.ActorServiceSaveResponse]
-    """Writes the policy under the run's directory."""
-    Restore: _grpc.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceRestoreRequest, _actor_pb2.ActorServiceRestoreResponse]
-    """Goes back to the policy of a checkpoint, or to the initial one."""
+    """Computes the log-probs of given responses under the current policy."""
+    Update: _grpc.UnaryUnaryMultiCallable[_update_pb2.UpdateRequest, _update_pb2.UpdateResponse]
+    """Applies the PPO update of one step. Idempotent by (run, step)."""
+    Save: _grpc.UnaryUnaryMultiCallable[_update_pb2.SaveRequest, _update_pb2.SaveResponse]
+    """Saves the policy below the run's directory."""
+    Restore: _grpc.UnaryUnaryMultiCallable[_update_pb2.RestoreRequest, _update_pb2.RestoreResponse]
+    """Restores the policy of a checkpoint, or the initial policy."""
 
 @_typing.type_check_only
 class ActorServiceAsyncStub(ActorServiceStub):
     """The policy."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Generate: _aio.UnaryUnaryMultiCallable[_actor_pb2.GenerateRequest, _actor_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates trajectories and appends each to the rollout stream as it finishes."""
+    Generate: _aio.UnaryStreamMultiCallable[_actor_pb2.GenerateRequest, _actor_pb2.GenerateResponse]  # type: ignore[assignment]
+    """Generates trajectories and appends each one to the rollout stream as it finishes."""
     LogProbs: _aio.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceLogProbsRequest, _actor_pb2.ActorServiceLogProbsResponse]  # type: ignore[assignment]
-    """Log-probabilities of given responses under the current policy."""
-    Update: _aio.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceUpdateRequest, _actor_pb2.ActorServiceUpdateResponse]  # type: ignore[assignment]
-    """Takes one step's PPO update. Idempotent by (run, step)."""
-    Save: _aio.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceSaveRequest, _actor_pb2.ActorServiceSaveResponse]  # type: ignore[assignment]
-    """Writes the policy under the run's directory."""
-    Restore: _aio.UnaryUnaryMultiCallable[_actor_pb2.ActorServiceRestoreRequest, _actor_pb2.ActorServiceRestoreResponse]  # type: ignore[assignment]
-    """Goes back to the policy of a checkpoint, or to the initial one."""
+    """Computes the log-probs of given responses under the current policy."""
+    Update: _aio.UnaryUnaryMultiCallable[_update_pb2.UpdateRequest, _update_pb2.UpdateResponse]  # type: ignore[assignment]
+    """Applies the PPO update of one step. Idempotent by (run, step)."""
+    Save: _aio.UnaryUnaryMultiCallable[_update_pb2.SaveRequest, _update_pb2.SaveResponse]  # type: ignore[assignment]
+    """Saves the policy below the run's directory."""
+    Restore: _aio.UnaryUnaryMultiCallable[_update_pb2.RestoreRequest, _update_pb2.RestoreResponse]  # type: ignore[assignment]
+    """Restores the policy of a checkpoint, or the initial policy."""
 
 class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
     """The policy."""
@@ -68,8 +69,8 @@ class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _actor_pb2.GenerateRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_actor_pb2.GenerateResponse, _abc.Awaitable[_actor_pb2.GenerateResponse]]:
-        """Generates trajectories and appends each to the rollout stream as it finishes."""
+    ) -> _typing.Union[_abc.Iterator[_actor_pb2.GenerateResponse], _abc.AsyncIterator[_actor_pb2.GenerateResponse]]:
+        """Generates trajectories and appends each one to the rollout stream as it finishes."""
 
     @_abc_1.abstractmethod
     def LogProbs(
@@ -77,30 +78,30 @@ class ActorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _actor_pb2.ActorServiceLogProbsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_actor_pb2.ActorServiceLogProbsResponse, _abc.Awaitable[_actor_pb2.ActorServiceLogProbsResponse]]:
-        """Log-probabilities of given responses under the current policy."""
+        """Computes the log-probs of given responses under the current policy."""
 
     @_abc_1.abstractmethod
     def Update(
         self,
-        request: _actor_pb2.ActorServiceUpdateRequest,
+        request: _update_pb2.UpdateRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_actor_pb2.ActorServiceUpdateResponse, _abc.Awaitable[_actor_pb2.ActorServiceUpdateResponse]]:
-        """Takes one step's PPO update. Idempotent by (run, step)."""
+    ) -> _typing.Union[_update_pb2.UpdateResponse, _abc.Awaitable[_update_pb2.UpdateResponse]]:
+        """Applies the PPO update of one step. Idempotent by (run, step)."""
 
     @_abc_1.abstractmethod
     def Save(
         self,
-        request: _actor_pb2.ActorServiceSaveRequest,
+        request: _update_pb2.SaveRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_actor_pb2.ActorServiceSaveResponse, _abc.Awaitable[_actor_pb2.ActorServiceSaveResponse]]:
-        """Writes the policy under the run's directory."""
+    ) -> _typing.Union[_update_pb2.SaveResponse, _abc.Awaitable[_update_pb2.SaveResponse]]:
+        """Saves the policy below the run's directory."""
 
     @_abc_1.abstractmethod
     def Restore(
         self,
-        request: _actor_pb2.ActorServiceRestoreRequest,
+        request: _update_pb2.RestoreRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_actor_pb2.ActorServiceRestoreResponse, _abc.Awaitable[_actor_pb2.ActorServiceRestoreResponse]]:
-        """Goes back to the policy of a checkpoint, or to the initial one."""
+    ) -> _typing.Union[_update_pb2.RestoreResponse, _abc.Awaitable[_update_pb2.RestoreResponse]]:
+        """Restores the policy of a checkpoint, or the initial policy."""
 
 def add_ActorServiceServicer_to_server(servicer: ActorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -27,35 +27,17 @@ from quartet.v1 import trajectory_pb2 as quartet_dot_v1_dot_trajectory__pb2
 from quartet.v1 import update_pb2 as quartet_dot_v1_dot_update__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/critic.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\x1a\x17quartet/v1/update.proto\"6\n\rValuesRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\"L\n\x0eValuesResponse\x12\"\n\x06values\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"\'\n\x11ValueLossSettings\x12\x12\n\nvalue_clip\x18\x01 \x01(\x01\"\xb2\x01\n\x1a\x43riticServiceUpdateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\x04\x12\x36\n\x0coptimization\x18\x04 \x01(\x0b\x32 .quartet.v1.OptimizationSettings\x12+\n\x04loss\x18\x05 \x01(\x0b\x32\x1d.quartet.v1.ValueLossSettings\"\xba\x01\n\x1b\x43riticServiceUpdateResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x45\n\x07metrics\x18\x03 \x03(\x0b\x32\x34.quartet.v1.CriticServiceUpdateResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x90\x01\n\x18\x43riticServiceSaveRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.quartet.v1.SaveKind\x12\x14\n\x0cleader_epoch\x18\x04 \x01(\x04\x12\x11\n\x04step\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_step\"Y\n\x19\x43riticServiceSaveResponse\x12$\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x15.quartet.v1.SavedFile\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"a\n\x1b\x43riticServiceRestoreRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x04 \x01(\x04\"6\n\x1c\x43riticServiceRestoreResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x32\xde\x02\n\rCriticService\x12?\n\x06Values\x12\x19.quartet.v1.ValuesRequest\x1a\x1a.quartet.v1.ValuesResponse\x12Y\n\x06Update\x12&.quartet.v1.CriticServiceUpdateRequest\x1a\'.quartet.v1.CriticServiceUpdateResponse\x12S\n\x04Save\x12$.quartet.v1.CriticServiceSaveRequest\x1a%.quartet.v1.CriticServiceSaveResponse\x12\\\n\x07Restore\x12\'.quartet.v1.CriticServiceRestoreRequest\x1a(.quartet.v1.CriticServiceRestoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quartet/v1/critic.proto\x12\nquartet.v1\x1a\x17quartet/v1/tensor.proto\x1a\x1bquartet/v1/trajectory.proto\x1a\x17quartet/v1/update.proto\"6\n\rValuesRequest\x12%\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x16.quartet.v1.TokenBatch\"L\n\x0eValuesResponse\x12\"\n\x06values\x18\x01 \x01(\x0b\x32\x12.quartet.v1.Tensor\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x32\x90\x02\n\rCriticService\x12?\n\x06Values\x12\x19.quartet.v1.ValuesRequest\x1a\x1a.quartet.v1.ValuesResponse\x12?\n\x06Update\x12\x19.quartet.v1.UpdateRequest\x1a\x1a.quartet.v1.UpdateResponse\x12\x39\n\x04Save\x12\x17.quartet.v1.SaveRequest\x1a\x18.quartet.v1.SaveResponse\x12\x42\n\x07Restore\x12\x1a.quartet.v1.RestoreRequest\x1a\x1b.quartet.v1.RestoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.critic_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CRITICSERVICEUPDATERESPONSE_METRICSENTRY']._loaded_options = None
-  _globals['_CRITICSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_VALUESREQUEST']._serialized_start=118
   _globals['_VALUESREQUEST']._serialized_end=172
   _globals['_VALUESRESPONSE']._serialized_start=174
   _globals['_VALUESRESPONSE']._serialized_end=250
-  _globals['_VALUELOSSSETTINGS']._serialized_start=252
-  _globals['_VALUELOSSSETTINGS']._serialized_end=291
-  _globals['_CRITICSERVICEUPDATEREQUEST']._serialized_start=294
-  _globals['_CRITICSERVICEUPDATEREQUEST']._serialized_end=472
-  _globals['_CRITICSERVICEUPDATERESPONSE']._serialized_start=475
-  _globals['_CRITICSERVICEUPDATERESPONSE']._serialized_end=661
-  _globals['_CRITICSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_start=615
-  _globals['_CRITICSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_end=661
-  _globals['_CRITICSERVICESAVEREQUEST']._serialized_start=664
-  _globals['_CRITICSERVICESAVEREQUEST']._serialized_end=808
-  _globals['_CRITICSERVICESAVERESPONSE']._serialized_start=810
-  _globals['_CRITICSERVICESAVERESPONSE']._serialized_end=899
-  _globals['_CRITICSERVICERESTOREREQUEST']._serialized_start=901
-  _globals['_CRITICSERVICERESTOREREQUEST']._serialized_end=998
-  _globals['_CRITICSERVICERESTORERESPONSE']._serialized_start=1000
-  _globals['_CRITICSERVICERESTORERESPONSE']._serialized_end=1054
-  _globals['_CRITICSERVICE']._serialized_start=1057
-  _globals['_CRITICSERVICE']._serialized_end=1407
+  _globals['_CRITICSERVICE']._serialized_start=253
+  _globals['_CRITICSERVICE']._serialized_end=525
 # @@protoc_insertion_point(module_scope)

@@ -3,13 +3,10 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
 from quartet.v1 import tensor_pb2 as _tensor_pb2
 from quartet.v1 import trajectory_pb2 as _trajectory_pb2
-from quartet.v1 import update_pb2 as _update_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -23,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ValuesRequest(_message.Message):
-    """Asks for values."""
+    """Requests values."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -54,10 +51,10 @@ class ValuesResponse(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """Updates that the value model had taken."""
+    """Updates that the value model has taken."""
     @_builtins.property
     def values(self) -> _tensor_pb2.Tensor:
-        """float32 [response tokens]: expected return from the state in which each response token was drawn, in units of reward."""
+        """float32 [response tokens]: expected return of the state in which each response token was drawn, in units of reward."""
 
     def __init__(
         self,
@@ -72,245 +69,3 @@ class ValuesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ValuesResponse: _TypeAlias = ValuesResponse  # noqa: Y015
-
-@_typing.final
-class ValueLossSettings(_message.Message):
-    """The clipped value loss."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VALUE_CLIP_FIELD_NUMBER: _builtins.int
-    value_clip: _builtins.float
-    """Values count within this distance of those at generation. 0 is off."""
-    def __init__(
-        self,
-        *,
-        value_clip: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["value_clip", b"value_clip"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ValueLossSettings: _TypeAlias = ValueLossSettings  # noqa: Y015
-
-@_typing.final
-class CriticServiceUpdateRequest(_message.Message):
-    """Asks for one step's update from the experience sealed in the buffer."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
-    OPTIMIZATION_FIELD_NUMBER: _builtins.int
-    LOSS_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    """Name of the run."""
-    step: _builtins.int
-    """Training step; one more than the last update's, or the last update's again."""
-    leader_epoch: _builtins.int
-    """Term of the orchestrator's lease. A lower one than seen before is refused."""
-    @_builtins.property
-    def optimization(self) -> _update_pb2.OptimizationSettings:
-        """Epochs, mini-batches, learning rate."""
-
-    @_builtins.property
-    def loss(self) -> Global___ValueLossSettings:
-        """The loss."""
-
-    def __init__(
-        self,
-        *,
-        run: _builtins.str = ...,
-        step: _builtins.int = ...,
-        leader_epoch: _builtins.int = ...,
-        optimization: _update_pb2.OptimizationSettings | None = ...,
-        loss: Global___ValueLossSettings | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "optimization", b"optimization"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_epoch", b"leader_epoch", "loss", b"loss", "optimization", b"optimization", "run", b"run", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CriticServiceUpdateRequest: _TypeAlias = CriticServiceUpdateRequest  # noqa: Y015
-
-@_typing.final
-class CriticServiceUpdateResponse(_message.Message):
-    """The update is applied. Repeating the request gives the same answer and changes nothing."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class MetricsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.float
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.float = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    STEP_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    METRICS_FIELD_NUMBER: _builtins.int
-    step: _builtins.int
-    """The step applied."""
-    policy_version: _builtins.int
-    """Updates that the value model has now taken."""
-    @_builtins.property
-    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Finite. Required: "optimizer_steps" (taken), "skipped_steps" (for a NaN or an infinity). Where a step was taken:
-        "value_loss", "value_clip_fraction", "grad_norm", "learning_rate".
-        """
-
-    def __init__(
-        self,
-        *,
-        step: _builtins.int = ...,
-        policy_version: _builtins.int = ...,
-        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CriticServiceUpdateResponse: _TypeAlias = CriticServiceUpdateResponse  # noqa: Y015
-
-@_typing.final
-class CriticServiceSaveRequest(_message.Message):
-    """Asks for the value model to be written."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    DIRECTORY_FIELD_NUMBER: _builtins.int
-    KIND_FIELD_NUMBER: _builtins.int
-    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    """Name of the run."""
-    directory: _builtins.str
-    """Directory relative to the run's directory; confined to it."""
-    kind: _update_pb2.SaveKind.ValueType
-    """What to write."""
-    leader_epoch: _builtins.int
-    """Term of the orchestrator's lease. A lower one than seen before is refused."""
-    step: _builtins.int
-    """The step after which the value model is to be saved: the updates that it must have taken. Absent: as it is."""
-    def __init__(
-        self,
-        *,
-        run: _builtins.str = ...,
-        directory: _builtins.str = ...,
-        kind: _update_pb2.SaveKind.ValueType = ...,
-        leader_epoch: _builtins.int = ...,
-        step: _builtins.int | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "directory", b"directory", "kind", b"kind", "leader_epoch", b"leader_epoch", "run", b"run", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
-    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
-
-Global___CriticServiceSaveRequest: _TypeAlias = CriticServiceSaveRequest  # noqa: Y015
-
-@_typing.final
-class CriticServiceSaveResponse(_message.Message):
-    """It is on disk, whole."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FILES_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    policy_version: _builtins.int
-    """Updates that the saved value model had taken."""
-    @_builtins.property
-    def files(self) -> _containers.RepeatedCompositeFieldContainer[_update_pb2.SavedFile]:
-        """Every file."""
-
-    def __init__(
-        self,
-        *,
-        files: _abc.Iterable[_update_pb2.SavedFile] | None = ...,
-        policy_version: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "policy_version", b"policy_version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CriticServiceSaveResponse: _TypeAlias = CriticServiceSaveResponse  # noqa: Y015
-
-@_typing.final
-class CriticServiceRestoreRequest(_message.Message):
-    """Asks for the value model as it was after a step of this run, with its optimizer. Also the way back from an update that broke off."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    DIRECTORY_FIELD_NUMBER: _builtins.int
-    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    """Name of the run."""
-    step: _builtins.int
-    """The step that the checkpoint is of. 0 is the initial value model, which needs no directory."""
-    directory: _builtins.str
-    """Directory relative to the run's directory, as a Save of kind CHECKPOINT wrote it. Empty for step 0."""
-    leader_epoch: _builtins.int
-    """Term of the orchestrator's lease. A lower one than seen before is refused."""
-    def __init__(
-        self,
-        *,
-        run: _builtins.str = ...,
-        step: _builtins.int = ...,
-        directory: _builtins.str = ...,
-        leader_epoch: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "leader_epoch", b"leader_epoch", "run", b"run", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CriticServiceRestoreRequest: _TypeAlias = CriticServiceRestoreRequest  # noqa: Y015
-
-@_typing.final
-class CriticServiceRestoreResponse(_message.Message):
-    """It is there, and the next update is of the step after."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    policy_version: _builtins.int
-    """Updates that the value model has now taken."""
-    def __init__(
-        self,
-        *,
-        policy_version: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CriticServiceRestoreResponse: _TypeAlias = CriticServiceRestoreResponse  # noqa: Y015

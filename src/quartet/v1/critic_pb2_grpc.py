@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from quartet.v1 import critic_pb2 as quartet_dot_v1_dot_critic__pb2
+from quartet.v1 import update_pb2 as quartet_dot_v1_dot_update__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
@@ -42,18 +43,18 @@ class CriticServiceStub:
                 _registered_method=True)
         self.Update = channel.unary_unary(
                 '/quartet.v1.CriticService/Update',
-                request_serializer=quartet_dot_v1_dot_critic__pb2.CriticServiceUpdateRequest.SerializeToString,
-                response_deserializer=quartet_dot_v1_dot_critic__pb2.CriticServiceUpdateResponse.FromString,
+                request_serializer=quartet_dot_v1_dot_update__pb2.UpdateRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_update__pb2.UpdateResponse.FromString,
                 _registered_method=True)
         self.Save = channel.unary_unary(
                 '/quartet.v1.CriticService/Save',
-                request_serializer=quartet_dot_v1_dot_critic__pb2.CriticServiceSaveRequest.SerializeToString,
-                response_deserializer=quartet_dot_v1_dot_critic__pb2.CriticServiceSaveResponse.FromString,
+                request_serializer=quartet_dot_v1_dot_update__pb2.SaveRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_update__pb2.SaveResponse.FromString,
                 _registered_method=True)
         self.Restore = channel.unary_unary(
                 '/quartet.v1.CriticService/Restore',
-                request_serializer=quartet_dot_v1_dot_critic__pb2.CriticServiceRestoreRequest.SerializeToString,
-                response_deserializer=quartet_dot_v1_dot_critic__pb2.CriticServiceRestoreResponse.FromString,
+                request_serializer=quartet_dot_v1_dot_update__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_update__pb2.RestoreResponse.FromString,
                 _registered_method=True)
 
 
@@ -62,28 +63,28 @@ class CriticServiceServicer:
     """
 
     def Values(self, request, context):
-        """Values of the states in which the response tokens were drawn.
+        """Computes the values of the states in which the response tokens were drawn.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Update(self, request, context):
-        """Takes one step's value update. Idempotent by (run, step).
+        """Applies the value update of one step. Idempotent by (run, step).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request, context):
-        """Writes the value model under the run's directory.
+        """Saves the value model below the run's directory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request, context):
-        """Goes back to the value model of a checkpoint, or to the initial one.
+        """Restores the value model of a checkpoint, or the initial value model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,18 +100,18 @@ def add_CriticServiceServicer_to_server(servicer, server):
             ),
             'Update': grpc.unary_unary_rpc_method_handler(
                     servicer.Update,
-                    request_deserializer=quartet_dot_v1_dot_critic__pb2.CriticServiceUpdateRequest.FromString,
-                    response_serializer=quartet_dot_v1_dot_critic__pb2.CriticServiceUpdateResponse.SerializeToString,
+                    request_deserializer=quartet_dot_v1_dot_update__pb2.UpdateRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_update__pb2.UpdateResponse.SerializeToString,
             ),
             'Save': grpc.unary_unary_rpc_method_handler(
                     servicer.Save,
-                    request_deserializer=quartet_dot_v1_dot_critic__pb2.CriticServiceSaveRequest.FromString,
-                    response_serializer=quartet_dot_v1_dot_critic__pb2.CriticServiceSaveResponse.SerializeToString,
+                    request_deserializer=quartet_dot_v1_dot_update__pb2.SaveRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_update__pb2.SaveResponse.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
-                    request_deserializer=quartet_dot_v1_dot_critic__pb2.CriticServiceRestoreRequest.FromString,
-                    response_serializer=quartet_dot_v1_dot_critic__pb2.CriticServiceRestoreResponse.SerializeToString,
+                    request_deserializer=quartet_dot_v1_dot_update__pb2.RestoreRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_update__pb2.RestoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -166,8 +167,8 @@ class CriticService:
             request,
             target,
             '/quartet.v1.CriticService/Update',
-            quartet_dot_v1_dot_critic__pb2.CriticServiceUpdateRequest.SerializeToString,
-            quartet_dot_v1_dot_critic__pb2.CriticServiceUpdateResponse.FromString,
+            quartet_dot_v1_dot_update__pb2.UpdateRequest.SerializeToString,
+            quartet_dot_v1_dot_update__pb2.UpdateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -193,8 +194,8 @@ class CriticService:
             request,
             target,
             '/quartet.v1.CriticService/Save',
-            quartet_dot_v1_dot_critic__pb2.CriticServiceSaveRequest.SerializeToString,
-            quartet_dot_v1_dot_critic__pb2.CriticServiceSaveResponse.FromString,
+            quartet_dot_v1_dot_update__pb2.SaveRequest.SerializeToString,
+            quartet_dot_v1_dot_update__pb2.SaveResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -220,8 +221,8 @@ class CriticService:
             request,
             target,
             '/quartet.v1.CriticService/Restore',
-            quartet_dot_v1_dot_critic__pb2.CriticServiceRestoreRequest.SerializeToString,
-            quartet_dot_v1_dot_critic__pb2.CriticServiceRestoreResponse.FromString,
+            quartet_dot_v1_dot_update__pb2.RestoreRequest.SerializeToString,
+            quartet_dot_v1_dot_update__pb2.RestoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from quartet.v1 import critic_pb2 as _critic_pb2
+from quartet.v1 import update_pb2 as _update_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -34,13 +35,13 @@ class CriticServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CriticServiceAsyncStub: ...
     Values: _grpc.UnaryUnaryMultiCallable[_critic_pb2.ValuesRequest, _critic_pb2.ValuesResponse]
-    """Values of the states in which the response tokens were drawn."""
-    Update: _grpc.UnaryUnaryMultiCallable[_critic_pb2.CriticServiceUpdateRequest, _critic_pb2.CriticServiceUpdateResponse]
-    """Takes one step's value update. Idempotent by (run, step)."""
-    Save: _grpc.UnaryUnaryMultiCallable[_critic_pb2.CriticServiceSaveRequest, _critic_pb2.CriticServiceSaveResponse]
-    """Writes the value model under the run's directory."""
-    Restore: _grpc.UnaryUnaryMultiCallable[_critic_pb2.CriticServiceRestoreRequest, _critic_pb2.CriticServiceRestoreResponse]
-    """Goes back to the value model of a checkpoint, or to the initial one."""
+    """Computes the values of the states in which the response tokens were drawn."""
+    Update: _grpc.UnaryUnaryMultiCallable[_update_pb2.UpdateRequest, _update_pb2.UpdateResponse]
+    """Applies the value update of one step. Idempotent by (run, step)."""
+    Save: _grpc.UnaryUnaryMultiCallable[_update_pb2.SaveRequest, _update_pb2.SaveResponse]
+    """Saves the value model below the run's directory."""
+    Restore: _grpc.UnaryUnaryMultiCallable[_update_pb2.RestoreRequest, _update_pb2.RestoreResponse]
+    """Restores the value model of a checkpoint, or the initial value model."""
 
 @_typing.type_check_only
 class CriticServiceAsyncStub(CriticServiceStub):
@@ -48,13 +49,13 @@ class CriticServiceAsyncStub(CriticServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Values: _aio.UnaryUnaryMultiCallable[_critic_pb2.ValuesRequest, _critic_pb2.ValuesResponse]  # type: ignore[assignment]
-    """Values of the states in which the response tokens were drawn."""
-    Update: _aio.UnaryUnaryMultiCallable[_critic_pb2.CriticServiceUpdateRequest, _critic_pb2.CriticServiceUpdateResponse]  # type: ignore[assignment]
-    """Takes one step's value update. Idempotent by (run, step)."""
-    Save: _aio.UnaryUnaryMultiCallable[_critic_pb2.CriticServiceSaveRequest, _critic_pb2.CriticServiceSaveResponse]  # type: ignore[assignment]
-    """Writes the value model under the run's directory."""
-    Restore: _aio.UnaryUnaryMultiCallable[_critic_pb2.CriticServiceRestoreRequest, _critic_pb2.CriticServiceRestoreResponse]  # type: ignore[assignment]
-    """Goes back to the value model of a checkpoint, or to the initial one."""
+    """Computes the values of the states in which the response tokens were drawn."""
+    Update: _aio.UnaryUnaryMultiCallable[_update_pb2.UpdateRequest, _update_pb2.UpdateResponse]  # type: ignore[assignment]
+    """Applies the value update of one step. Idempotent by (run, step)."""
+    Save: _aio.UnaryUnaryMultiCallable[_update_pb2.SaveRequest, _update_pb2.SaveResponse]  # type: ignore[assignment]
+    """Saves the value model below the run's directory."""
+    Restore: _aio.UnaryUnaryMultiCallable[_update_pb2.RestoreRequest, _update_pb2.RestoreResponse]  # type: ignore[assignment]
+    """Restores the value model of a checkpoint, or the initial value model."""
 
 class CriticServiceServicer(metaclass=_abc_1.ABCMeta):
     """The value model."""
@@ -65,30 +66,30 @@ class CriticServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _critic_pb2.ValuesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_critic_pb2.ValuesResponse, _abc.Awaitable[_critic_pb2.ValuesResponse]]:
-        """Values of the states in which the response tokens were drawn."""
+        """Computes the values of the states in which the response tokens were drawn."""
 
     @_abc_1.abstractmethod
     def Update(
         self,
-        request: _critic_pb2.CriticServiceUpdateRequest,
+        request: _update_pb2.UpdateRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_critic_pb2.CriticServiceUpdateResponse, _abc.Awaitable[_critic_pb2.CriticServiceUpdateResponse]]:
-        """Takes one step's value update. Idempotent by (run, step)."""
+    ) -> _typing.Union[_update_pb2.UpdateResponse, _abc.Awaitable[_update_pb2.UpdateResponse]]:
+        """Applies the value update of one step. Idempotent by (run, step)."""
 
     @_abc_1.abstractmethod
     def Save(
         self,
-        request: _critic_pb2.CriticServiceSaveRequest,
+        request: _update_pb2.SaveRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_critic_pb2.CriticServiceSaveResponse, _abc.Awaitable[_critic_pb2.CriticServiceSaveResponse]]:
-        """Writes the value model under the run's directory."""
+    ) -> _typing.Union[_update_pb2.SaveResponse, _abc.Awaitable[_update_pb2.SaveResponse]]:
+        """Saves the value model below the run's directory."""
 
     @_abc_1.abstractmethod
     def Restore(
         self,
-        request: _critic_pb2.CriticServiceRestoreRequest,
+        request: _update_pb2.RestoreRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_critic_pb2.CriticServiceRestoreResponse, _abc.Awaitable[_critic_pb2.CriticServiceRestoreResponse]]:
-        """Goes back to the value model of a checkpoint, or to the initial one."""
+    ) -> _typing.Union[_update_pb2.RestoreResponse, _abc.Awaitable[_update_pb2.RestoreResponse]]:
+        """Restores the value model of a checkpoint, or the initial value model."""
 
 def add_CriticServiceServicer_to_server(servicer: CriticServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -34,16 +34,16 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     RUN_STATE_FINISHED: _RunState.ValueType  # 3
     """All steps are taken and the policy is saved."""
     RUN_STATE_STOPPED: _RunState.ValueType  # 4
-    """Stopped on demand."""
+    """Stopped on request."""
     RUN_STATE_FAILED: _RunState.ValueType  # 5
     """Ended by an error."""
     RUN_STATE_PAUSED: _RunState.ValueType  # 6
-    """Waiting to be told to go on or to stop."""
+    """Paused until a Resume or a Stop."""
     RUN_STATE_RECOVERING: _RunState.ValueType  # 7
-    """A service or the buffer failed; the run goes back to its last committed step."""
+    """A service or the buffer failed; the run returns to its last committed step."""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
-    """Where a run stands."""
+    """State of a run."""
 
 RUN_STATE_UNSPECIFIED: RunState.ValueType  # 0
 """Never valid in a message."""
@@ -54,18 +54,18 @@ RUN_STATE_TRAINING: RunState.ValueType  # 2
 RUN_STATE_FINISHED: RunState.ValueType  # 3
 """All steps are taken and the policy is saved."""
 RUN_STATE_STOPPED: RunState.ValueType  # 4
-"""Stopped on demand."""
+"""Stopped on request."""
 RUN_STATE_FAILED: RunState.ValueType  # 5
 """Ended by an error."""
 RUN_STATE_PAUSED: RunState.ValueType  # 6
-"""Waiting to be told to go on or to stop."""
+"""Paused until a Resume or a Stop."""
 RUN_STATE_RECOVERING: RunState.ValueType  # 7
-"""A service or the buffer failed; the run goes back to its last committed step."""
+"""A service or the buffer failed; the run returns to its last committed step."""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 @_typing.final
 class Alert(_message.Message):
-    """What a guard found."""
+    """Finding of a guard."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -75,15 +75,15 @@ class Alert(_message.Message):
     EVIDENCE_FIELD_NUMBER: _builtins.int
     REMEDY_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Step after which it was found."""
+    """Step after which the guard reported it."""
     guard: _builtins.str
     """Name of the guard, such as "reward_hacking"."""
     action: _builtins.str
-    """What was done: "warn", "pause" or "stop"."""
+    """Action taken: "warn", "pause" or "stop"."""
     evidence: _builtins.str
-    """The figures that it saw; one line."""
+    """The metrics that the guard compared; one line."""
     remedy: _builtins.str
-    """What usually helps; one line."""
+    """The usual remedy; one line."""
     def __init__(
         self,
         *,
@@ -103,7 +103,7 @@ Global___Alert: _TypeAlias = Alert  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """A run's progress."""
+    """Progress of a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -145,38 +145,38 @@ class Progress(_message.Message):
     run: _builtins.str
     """Name of the run."""
     state: Global___RunState.ValueType
-    """Where it stands."""
+    """State of the run."""
     step: _builtins.int
-    """Steps committed."""
+    """Committed steps."""
     total_steps: _builtins.int
-    """Steps that the run will take."""
+    """Steps of the whole run."""
     phase: _builtins.str
-    """What the step in hand is doing: "generate", "update", "save", ..."""
+    """Phase of the current step: "generate", "update", "save", ..."""
     scored: _builtins.int
-    """Trajectories scored in the step in hand."""
+    """Trajectories of the current step that are scored."""
     wanted: _builtins.int
-    """Trajectories that the step in hand wants."""
+    """Trajectories that the current step needs."""
     error: _builtins.str
-    """Why it failed; one line."""
+    """Cause of a failure; one line."""
     exit_code: _builtins.int
-    """Exit status that the error deserves: 2 where the user can mend the input, else 1."""
+    """Exit status of a failed run: 2 if the user can fix the input, else 1."""
     recoveries: _builtins.int
-    """How often the run has recovered from a failure."""
+    """Number of recoveries from failures."""
     notes_before: _builtins.int
-    """Number of notes before the first of `notes`, no longer among them."""
+    """Number of notes before the first of `notes`, which are dropped."""
     alerts_before: _builtins.int
-    """Number of alerts before the first of `alerts`, no longer among them."""
+    """Number of alerts before the first of `alerts`, which are dropped."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """The last committed step's metrics, named as in metrics.jsonl."""
+        """Metrics of the last committed step, named as in metrics.jsonl."""
 
     @_builtins.property
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What a user should know: prompts dropped and the like; one line each. The last 256."""
+        """Notes for the user, such as dropped prompts; one line each. The last 256."""
 
     @_builtins.property
     def alerts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alert]:
-        """What the guards found, in order. The last 256; all of them are in the run's alerts.jsonl."""
+        """Alerts of the guards, in order. The last 256; the run's alerts.jsonl has all of them."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class GetProgressRequest(_message.Message):
-    """Asks where the run stands."""
+    """Requests the progress."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -224,7 +224,7 @@ Global___GetProgressRequest: _TypeAlias = GetProgressRequest  # noqa: Y015
 
 @_typing.final
 class GetProgressResponse(_message.Message):
-    """Where the run stands."""
+    """The progress."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -248,13 +248,13 @@ Global___GetProgressResponse: _TypeAlias = GetProgressResponse  # noqa: Y015
 
 @_typing.final
 class WatchProgressRequest(_message.Message):
-    """Asks to be told of progress."""
+    """Requests a stream of progress."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     AFTER_STEP_FIELD_NUMBER: _builtins.int
     after_step: _builtins.int
-    """Send the steps after this one, of the last 256; all of them are in the run's metrics.jsonl."""
+    """Steps after this one are sent, of the last 256. The run's metrics.jsonl has all of them."""
     def __init__(
         self,
         *,
@@ -270,7 +270,7 @@ Global___WatchProgressRequest: _TypeAlias = WatchProgressRequest  # noqa: Y015
 
 @_typing.final
 class WatchProgressResponse(_message.Message):
-    """One piece of news."""
+    """One change of the progress."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -294,7 +294,7 @@ Global___WatchProgressResponse: _TypeAlias = WatchProgressResponse  # noqa: Y015
 
 @_typing.final
 class StopRequest(_message.Message):
-    """Asks for the run to stop after the step in hand."""
+    """Requests a stop after the current step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -311,7 +311,7 @@ Global___StopRequest: _TypeAlias = StopRequest  # noqa: Y015
 
 @_typing.final
 class StopResponse(_message.Message):
-    """The request is noted."""
+    """The request is recorded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -328,7 +328,7 @@ Global___StopResponse: _TypeAlias = StopResponse  # noqa: Y015
 
 @_typing.final
 class PauseRequest(_message.Message):
-    """Asks for the run to wait after the step in hand."""
+    """Requests a pause after the current step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -345,7 +345,7 @@ Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
 
 @_typing.final
 class PauseResponse(_message.Message):
-    """The request is noted."""
+    """The request is recorded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -362,7 +362,7 @@ Global___PauseResponse: _TypeAlias = PauseResponse  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):
-    """Asks for a paused run to go on."""
+    """Requests that a paused run continues."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -379,7 +379,7 @@ Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
 
 @_typing.final
 class ResumeResponse(_message.Message):
-    """The request is noted."""
+    """The request is recorded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -396,7 +396,7 @@ Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
 class CheckpointRequest(_message.Message):
-    """Asks for a checkpoint after the step in hand, beside those that are due anyway."""
+    """Requests a checkpoint after the current step, in addition to the scheduled ones."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -413,7 +413,7 @@ Global___CheckpointRequest: _TypeAlias = CheckpointRequest  # noqa: Y015
 
 @_typing.final
 class CheckpointResponse(_message.Message):
-    """The request is noted."""
+    """The request is recorded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -430,7 +430,7 @@ Global___CheckpointResponse: _TypeAlias = CheckpointResponse  # noqa: Y015
 
 @_typing.final
 class RollBackRequest(_message.Message):
-    """Asks for the run to go back to a checkpoint after the step in hand."""
+    """Requests a rollback to a checkpoint after the current step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -452,7 +452,7 @@ Global___RollBackRequest: _TypeAlias = RollBackRequest  # noqa: Y015
 
 @_typing.final
 class RollBackResponse(_message.Message):
-    """The request is noted."""
+    """The request is recorded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -469,7 +469,7 @@ Global___RollBackResponse: _TypeAlias = RollBackResponse  # noqa: Y015
 
 @_typing.final
 class Setting(_message.Message):
-    """A setting that can be changed while the run goes on."""
+    """A setting that can change during the run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -480,11 +480,11 @@ class Setting(_message.Message):
     name: _builtins.str
     """"kl_coefficient", "actor.learning_rate" or "critic.learning_rate"."""
     value: _builtins.float
-    """What it is for the next step; of a learning rate what its schedule starts from."""
+    """Value for the next step. For a learning rate: the start value of its schedule."""
     low: _builtins.float
-    """The least that it may be."""
+    """Minimum value."""
     high: _builtins.float
-    """The most that it may be."""
+    """Maximum value."""
     def __init__(
         self,
         *,
@@ -503,7 +503,7 @@ Global___Setting: _TypeAlias = Setting  # noqa: Y015
 
 @_typing.final
 class Change(_message.Message):
-    """A change of a setting."""
+    """Change of a setting."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -516,15 +516,15 @@ class Change(_message.Message):
     setting: _builtins.str
     """Name of the setting."""
     before: _builtins.float
-    """What it was."""
+    """Previous value."""
     after: _builtins.float
-    """What it is."""
+    """New value."""
     step: _builtins.int
-    """The first step that it is for."""
+    """First step with the new value."""
     user: _builtins.str
-    """Who asked for it; one line."""
+    """User who requested it; one line."""
     at: _builtins.float
-    """When, in seconds since 1970."""
+    """Time in seconds since 1970."""
     def __init__(
         self,
         *,
@@ -545,7 +545,7 @@ Global___Change: _TypeAlias = Change  # noqa: Y015
 
 @_typing.final
 class GetSettingsRequest(_message.Message):
-    """Asks which settings can be changed."""
+    """Requests the settings that can change."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -562,14 +562,14 @@ Global___GetSettingsRequest: _TypeAlias = GetSettingsRequest  # noqa: Y015
 
 @_typing.final
 class GetSettingsResponse(_message.Message):
-    """Which settings can be changed."""
+    """The settings that can change."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SETTINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def settings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Setting]:
-        """The settings that this run has."""
+        """The settings of this run."""
 
     def __init__(
         self,
@@ -586,7 +586,7 @@ Global___GetSettingsResponse: _TypeAlias = GetSettingsResponse  # noqa: Y015
 
 @_typing.final
 class ChangeSettingsRequest(_message.Message):
-    """Asks for settings to be changed, from the first step on that has not begun: all of them, or none where one is refused."""
+    """Requests changes of settings from the next step on. If one value is refused, none is changed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -613,10 +613,10 @@ class ChangeSettingsRequest(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     user: _builtins.str
-    """Who asks for it; one line of at most 200 characters."""
+    """User who requests it; one line of at most 200 characters."""
     @_builtins.property
     def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """New values by name of the setting."""
+        """New values by setting name."""
 
     def __init__(
         self,
@@ -634,14 +634,14 @@ Global___ChangeSettingsRequest: _TypeAlias = ChangeSettingsRequest  # noqa: Y015
 
 @_typing.final
 class ChangeSettingsResponse(_message.Message):
-    """The settings are changed, and that is written down."""
+    """The settings are changed and the changes are recorded on disk."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CHANGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Change]:
-        """What was changed."""
+        """The changes."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class OrchestratorServiceStub:
-    """The algorithm.
+    """The training loop of a run.
     """
 
     def __init__(self, channel):
@@ -83,67 +83,67 @@ class OrchestratorServiceStub:
 
 
 class OrchestratorServiceServicer:
-    """The algorithm.
+    """The training loop of a run.
     """
 
     def GetProgress(self, request, context):
-        """Where the run stands.
+        """Returns the progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchProgress(self, request, context):
-        """Every step as it is committed and every change of phase, until the run ends.
+        """Streams every committed step and every change of phase, until the run ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """Stops after the step in hand; the policy is saved.
+        """Stops the run after the current step and saves the policy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Waits after the step in hand.
+        """Pauses the run after the current step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on.
+        """Resumes a paused run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Checkpoint(self, request, context):
-        """Saves a checkpoint after the step in hand.
+        """Saves a checkpoint after the current step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RollBack(self, request, context):
-        """Goes back to a checkpoint after the step in hand; what came after it is forgotten.
+        """Rolls back to a checkpoint after the current step and discards the later steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSettings(self, request, context):
-        """Which settings can be changed while the run goes on.
+        """Returns the settings that can change during the run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ChangeSettings(self, request, context):
-        """Changes settings from the first step on that has not begun.
+        """Changes settings from the next step on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -206,7 +206,7 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OrchestratorService:
-    """The algorithm.
+    """The training loop of a run.
     """
 
     @staticmethod

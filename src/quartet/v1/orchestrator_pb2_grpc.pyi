@@ -27,57 +27,57 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class OrchestratorServiceStub:
-    """The algorithm."""
+    """The training loop of a run."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> OrchestratorServiceAsyncStub: ...
     GetProgress: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetProgressRequest, _orchestrator_pb2.GetProgressResponse]
-    """Where the run stands."""
+    """Returns the progress."""
     WatchProgress: _grpc.UnaryStreamMultiCallable[_orchestrator_pb2.WatchProgressRequest, _orchestrator_pb2.WatchProgressResponse]
-    """Every step as it is committed and every change of phase, until the run ends."""
+    """Streams every committed step and every change of phase, until the run ends."""
     Stop: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.StopRequest, _orchestrator_pb2.StopResponse]
-    """Stops after the step in hand; the policy is saved."""
+    """Stops the run after the current step and saves the policy."""
     Pause: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.PauseRequest, _orchestrator_pb2.PauseResponse]
-    """Waits after the step in hand."""
+    """Pauses the run after the current step."""
     Resume: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ResumeRequest, _orchestrator_pb2.ResumeResponse]
-    """Goes on."""
+    """Resumes a paused run."""
     Checkpoint: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.CheckpointRequest, _orchestrator_pb2.CheckpointResponse]
-    """Saves a checkpoint after the step in hand."""
+    """Saves a checkpoint after the current step."""
     RollBack: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.RollBackRequest, _orchestrator_pb2.RollBackResponse]
-    """Goes back to a checkpoint after the step in hand; what came after it is forgotten."""
+    """Rolls back to a checkpoint after the current step and discards the later steps."""
     GetSettings: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetSettingsRequest, _orchestrator_pb2.GetSettingsResponse]
-    """Which settings can be changed while the run goes on."""
+    """Returns the settings that can change during the run."""
     ChangeSettings: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ChangeSettingsRequest, _orchestrator_pb2.ChangeSettingsResponse]
-    """Changes settings from the first step on that has not begun."""
+    """Changes settings from the next step on."""
 
 @_typing.type_check_only
 class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
-    """The algorithm."""
+    """The training loop of a run."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetProgress: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetProgressRequest, _orchestrator_pb2.GetProgressResponse]  # type: ignore[assignment]
-    """Where the run stands."""
+    """Returns the progress."""
     WatchProgress: _aio.UnaryStreamMultiCallable[_orchestrator_pb2.WatchProgressRequest, _orchestrator_pb2.WatchProgressResponse]  # type: ignore[assignment]
-    """Every step as it is committed and every change of phase, until the run ends."""
+    """Streams every committed step and every change of phase, until the run ends."""
     Stop: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.StopRequest, _orchestrator_pb2.StopResponse]  # type: ignore[assignment]
-    """Stops after the step in hand; the policy is saved."""
+    """Stops the run after the current step and saves the policy."""
     Pause: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.PauseRequest, _orchestrator_pb2.PauseResponse]  # type: ignore[assignment]
-    """Waits after the step in hand."""
+    """Pauses the run after the current step."""
     Resume: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ResumeRequest, _orchestrator_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Goes on."""
+    """Resumes a paused run."""
     Checkpoint: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.CheckpointRequest, _orchestrator_pb2.CheckpointResponse]  # type: ignore[assignment]
-    """Saves a checkpoint after the step in hand."""
+    """Saves a checkpoint after the current step."""
     RollBack: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.RollBackRequest, _orchestrator_pb2.RollBackResponse]  # type: ignore[assignment]
-    """Goes back to a checkpoint after the step in hand; what came after it is forgotten."""
+    """Rolls back to a checkpoint after the current step and discards the later steps."""
     GetSettings: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetSettingsRequest, _orchestrator_pb2.GetSettingsResponse]  # type: ignore[assignment]
-    """Which settings can be changed while the run goes on."""
+    """Returns the settings that can change during the run."""
     ChangeSettings: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ChangeSettingsRequest, _orchestrator_pb2.ChangeSettingsResponse]  # type: ignore[assignment]
-    """Changes settings from the first step on that has not begun."""
+    """Changes settings from the next step on."""
 
 class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The algorithm."""
+    """The training loop of a run."""
 
     @_abc_1.abstractmethod
     def GetProgress(
@@ -85,7 +85,7 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.GetProgressRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.GetProgressResponse, _abc.Awaitable[_orchestrator_pb2.GetProgressResponse]]:
-        """Where the run stands."""
+        """Returns the progress."""
 
     @_abc_1.abstractmethod
     def WatchProgress(
@@ -93,7 +93,7 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.WatchProgressRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_orchestrator_pb2.WatchProgressResponse], _abc.AsyncIterator[_orchestrator_pb2.WatchProgressResponse]]:
-        """Every step as it is committed and every change of phase, until the run ends."""
+        """Streams every committed step and every change of phase, until the run ends."""
 
     @_abc_1.abstractmethod
     def Stop(
@@ -101,7 +101,7 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.StopRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.StopResponse, _abc.Awaitable[_orchestrator_pb2.StopResponse]]:
-        """Stops after the step in hand; the policy is saved."""
+        """Stops the run after the current step and saves the policy."""
 
     @_abc_1.abstractmethod
     def Pause(
@@ -109,7 +109,7 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.PauseResponse, _abc.Awaitable[_orchestrator_pb2.PauseResponse]]:
-        """Waits after the step in hand."""
+        """Pauses the run after the current step."""
 
     @_abc_1.abstractmethod
     def Resume(
@@ -117,7 +117,7 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.ResumeResponse, _abc.Awaitable[_orchestrator_pb2.ResumeResponse]]:
-        """Goes on."""
+        """Resumes a paused run."""
 
     @_abc_1.abstractmethod
     def Checkpoint(
@@ -125,7 +125,7 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.CheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.CheckpointResponse, _abc.Awaitable[_orchestrator_pb2.CheckpointResponse]]:
-        """Saves a checkpoint after the step in hand."""
+        """Saves a checkpoint after the current step."""
 
     @_abc_1.abstractmethod
     def RollBack(
@@ -133,7 +133,7 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.RollBackRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.RollBackResponse, _abc.Awaitable[_orchestrator_pb2.RollBackResponse]]:
-        """Goes back to a checkpoint after the step in hand; what came after it is forgotten."""
+        """Rolls back to a checkpoint after the current step and discards the later steps."""
 
     @_abc_1.abstractmethod
     def GetSettings(
@@ -141,7 +141,7 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.GetSettingsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.GetSettingsResponse, _abc.Awaitable[_orchestrator_pb2.GetSettingsResponse]]:
-        """Which settings can be changed while the run goes on."""
+        """Returns the settings that can change during the run."""
 
     @_abc_1.abstractmethod
     def ChangeSettings(
@@ -149,6 +149,6 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.ChangeSettingsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.ChangeSettingsResponse, _abc.Awaitable[_orchestrator_pb2.ChangeSettingsResponse]]:
-        """Changes settings from the first step on that has not begun."""
+        """Changes settings from the next step on."""
 
 def add_OrchestratorServiceServicer_to_server(servicer: OrchestratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

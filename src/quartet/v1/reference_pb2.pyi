@@ -20,14 +20,14 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ReferenceServiceLogProbsRequest(_message.Message):
-    """Asks for log-probabilities under the reference."""
+    """Requests log-probs under the reference."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCH_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Logits are divided by this. More than 0; the sampling temperature of the rollouts."""
+    """Divisor of the logits, more than 0: the sampling temperature of the rollouts."""
     @_builtins.property
     def batch(self) -> _trajectory_pb2.TokenBatch:
         """The sequences."""
@@ -48,14 +48,14 @@ Global___ReferenceServiceLogProbsRequest: _TypeAlias = ReferenceServiceLogProbsR
 
 @_typing.final
 class ReferenceServiceLogProbsResponse(_message.Message):
-    """The log-probabilities."""
+    """Log-probs under the reference."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def log_probs(self) -> _tensor_pb2.Tensor:
-        """float32 [response tokens], nats."""
+        """float32 [response tokens], in nats."""
 
     def __init__(
         self,

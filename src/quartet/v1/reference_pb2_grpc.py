@@ -47,7 +47,7 @@ class ReferenceServiceServicer:
     """
 
     def LogProbs(self, request, context):
-        """Log-probabilities of given responses.
+        """Computes the log-probs of given responses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

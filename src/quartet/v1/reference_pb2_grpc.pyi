@@ -34,7 +34,7 @@ class ReferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReferenceServiceAsyncStub: ...
     LogProbs: _grpc.UnaryUnaryMultiCallable[_reference_pb2.ReferenceServiceLogProbsRequest, _reference_pb2.ReferenceServiceLogProbsResponse]
-    """Log-probabilities of given responses."""
+    """Computes the log-probs of given responses."""
 
 @_typing.type_check_only
 class ReferenceServiceAsyncStub(ReferenceServiceStub):
@@ -42,7 +42,7 @@ class ReferenceServiceAsyncStub(ReferenceServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     LogProbs: _aio.UnaryUnaryMultiCallable[_reference_pb2.ReferenceServiceLogProbsRequest, _reference_pb2.ReferenceServiceLogProbsResponse]  # type: ignore[assignment]
-    """Log-probabilities of given responses."""
+    """Computes the log-probs of given responses."""
 
 class ReferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """The frozen initial policy."""
@@ -53,6 +53,6 @@ class ReferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reference_pb2.ReferenceServiceLogProbsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reference_pb2.ReferenceServiceLogProbsResponse, _abc.Awaitable[_reference_pb2.ReferenceServiceLogProbsResponse]]:
-        """Log-probabilities of given responses."""
+        """Computes the log-probs of given responses."""
 
 def add_ReferenceServiceServicer_to_server(servicer: ReferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ScoreRequest(_message.Message):
-    """Asks for scores."""
+    """Requests scores."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -34,7 +34,7 @@ class ScoreRequest(_message.Message):
 
     @_builtins.property
     def fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """[sequences] or empty: of each sequence the prompt's own fields, one JSON object. Only functions look at them."""
+        """[sequences] or empty: the fields of each sequence's prompt, as one JSON object. Used by reward functions only."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class ScoreResponse(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scores(self) -> _tensor_pb2.Tensor:
-        """float32 [sequences]: score of each response, read at its last token, in units of reward."""
+        """float32 [sequences]: score of each response, in units of reward. A reward model reads it at the last token."""
 
     @_builtins.property
     def parts(self) -> _containers.MessageMap[_builtins.str, _tensor_pb2.Tensor]:
-        """float32 [sequences] each: the unweighted scores of an ensemble's sources, by name. Empty where there is one source."""
+        """float32 [sequences] each: unweighted scores of an ensemble's sources, by name. Empty for a single source."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RewardServiceStub:
-    """The frozen scorer.
+    """The frozen reward source: a reward model, a function, or an ensemble.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class RewardServiceStub:
 
 
 class RewardServiceServicer:
-    """The frozen scorer.
+    """The frozen reward source: a reward model, a function, or an ensemble.
     """
 
     def Score(self, request, context):
-        """One score for each prompt+response.
+        """Computes one score for each prompt and response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService:
-    """The frozen scorer.
+    """The frozen reward source: a reward model, a function, or an ensemble.
     """
 
     @staticmethod

@@ -27,25 +27,25 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RewardServiceStub:
-    """The frozen scorer."""
+    """The frozen reward source: a reward model, a function, or an ensemble."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
     Score: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
-    """One score for each prompt+response."""
+    """Computes one score for each prompt and response."""
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
-    """The frozen scorer."""
+    """The frozen reward source: a reward model, a function, or an ensemble."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]  # type: ignore[assignment]
-    """One score for each prompt+response."""
+    """Computes one score for each prompt and response."""
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The frozen scorer."""
+    """The frozen reward source: a reward model, a function, or an ensemble."""
 
     @_abc_1.abstractmethod
     def Score(
@@ -53,6 +53,6 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ScoreResponse, _abc.Awaitable[_reward_pb2.ScoreResponse]]:
-        """One score for each prompt+response."""
+        """Computes one score for each prompt and response."""
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

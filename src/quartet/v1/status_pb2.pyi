@@ -32,14 +32,14 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_CRITIC: _Role.ValueType  # 2
     """The value model."""
     ROLE_REWARD: _Role.ValueType  # 3
-    """The scorer."""
+    """The reward source."""
     ROLE_REFERENCE: _Role.ValueType  # 4
     """The frozen initial policy."""
     ROLE_ORCHESTRATOR: _Role.ValueType  # 5
-    """The algorithm."""
+    """The training loop."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """What a process of Quartet may be."""
+    """Role of a process."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """Never valid in a message."""
@@ -48,16 +48,16 @@ ROLE_ACTOR: Role.ValueType  # 1
 ROLE_CRITIC: Role.ValueType  # 2
 """The value model."""
 ROLE_REWARD: Role.ValueType  # 3
-"""The scorer."""
+"""The reward source."""
 ROLE_REFERENCE: Role.ValueType  # 4
 """The frozen initial policy."""
 ROLE_ORCHESTRATOR: Role.ValueType  # 5
-"""The algorithm."""
+"""The training loop."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
 class RoleStatus(_message.Message):
-    """What one role of a process says of itself."""
+    """Status of one role of a process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -126,58 +126,56 @@ class RoleStatus(_message.Message):
     TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     FREE_BYTES_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
-    """Which role this is."""
+    """The role."""
     model: _builtins.str
     """Path or hub id of the model."""
     device: _builtins.str
-    """Where it computes: "cpu", "cuda:0"."""
+    """Torch device: "cpu", "cuda:0"."""
     dtype: _builtins.str
     """Parameter type: "float32", "bfloat16"."""
     parameters: _builtins.int
     """Number of parameters."""
     policy_version: _builtins.int
-    """Updates taken. 0 for a frozen model."""
+    """Updates that the model has taken. 0 for a frozen model."""
     tokenizer_fingerprint: _builtins.str
-    """SHA-256 over the tokenizer's vocabulary, in hexadecimal. Equal fingerprints mean equal token ids."""
+    """SHA-256 of the tokenizer's vocabulary, in hexadecimal. Equal fingerprints mean equal token ids."""
     vocabulary_size: _builtins.int
     """Number of token ids that the model embeds."""
     run: _builtins.str
-    """Run of the last update, empty before the first."""
+    """Run of the last update. Empty before the first update."""
     step: _builtins.int
-    """Step of the last update, 0 before the first."""
+    """Step of the last update. 0 before the first update."""
     threads: _builtins.int
-    """CPU threads that it computes with."""
+    """CPU threads used for computation."""
     max_sequence_tokens: _builtins.int
-    """Most tokens of a sequence, prompt and response together. 0 is no limit."""
+    """Maximum tokens of a sequence, prompt and response together. 0 is no limit."""
     answers_as_reference: _builtins.bool
-    """An actor that answers LogProbs as the reference, too."""
+    """Whether this actor can serve as the reference: it has a LoRA adapter to disable."""
     leader_epoch: _builtins.int
-    """Highest term of the orchestrator's lease that it has seen. 0 before any."""
+    """Highest epoch of the orchestrator's lease that the role has seen. 0 if none."""
     broken: _builtins.bool
-    """An update or a restore of its model broke off: the weights are those of no step, and only Restore makes it usable again."""
+    """Whether an update or a restore failed half-way: the weights belong to no step, and only Restore makes the model usable again."""
     buffer_unreachable: _builtins.bool
-    """A role that uses the rollout buffer could not reach it when it last tried, and has not since: its calls would fail."""
+    """Whether the role's last access to the rollout buffer failed: calls that use the buffer would fail."""
     work_pending: _builtins.int
-    """Calls that wait for the thread that computes, the one that it works on included."""
+    """Calls that wait for the compute thread, including the running one."""
     micro_batch_tokens: _builtins.int
-    """Most tokens of one forward pass of an update that does not say otherwise, as configured or as the free memory allowed. 0 for a
-    frozen model.
-    """
+    """Default maximum tokens of one forward pass of an update, as configured or as free memory allows. 0 for a frozen model."""
     micro_batch_tokens_held: _builtins.int
-    """Most that the memory held at the start, with gradient checkpointing where it may be used. 0 where nobody looked."""
+    """Largest micro_batch_tokens that fits the memory that was free at the start. 0 if not measured."""
     gradient_checkpointing: _builtins.bool
-    """Such an update computes activations again on the way back instead of keeping them."""
+    """Whether an update with micro_batch_tokens recomputes activations in the backward pass instead of keeping them."""
     token_bytes: _builtins.int
-    """Bytes that such an update needs for each token of the longest sequence. 0 where nobody looked."""
+    """Bytes that such an update needs for each token of the longest sequence. 0 if not measured."""
     free_bytes: _builtins.int
-    """Bytes that were free at the start for gradients, optimizer and activations. 0 where nobody looked."""
+    """Bytes that were free at the start for gradients, optimizer state and activations. 0 if not measured."""
     @_builtins.property
     def busy_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Seconds spent computing, by kind of work ("generate", "log_probs", "update", ...), since the start."""
+        """Seconds of computation since the start, by kind of work ("generate", "log_probs", "update", ...)."""
 
     @_builtins.property
     def tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Response tokens since the start, by what was done with them: "generated", "trained" (counted once for each step's update)."""
+        """Response tokens since the start, by use: "generated", "trained" (counted once for each step's update)."""
 
     def __init__(
         self,
@@ -217,7 +215,7 @@ Global___RoleStatus: _TypeAlias = RoleStatus  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):
-    """Asks a process what it is."""
+    """Requests the status of a process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -234,7 +232,7 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
 class GetStatusResponse(_message.Message):
-    """All roles that share the process."""
+    """Status of all roles of the process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -242,9 +240,9 @@ class GetStatusResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
-    """Quartet's version."""
+    """Version of Quartet."""
     metrics_address: _builtins.str
-    """HOST:PORT at which Prometheus finds the process's figures, over HTTP, at /metrics. Empty where there are none."""
+    """HOST:PORT of the process's Prometheus metrics, served over HTTP at /metrics. Empty if they are not served."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleStatus]:
         """At least one."""

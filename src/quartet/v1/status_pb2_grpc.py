@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class StatusServiceStub:
-    """Every process of Quartet answers this. Health is grpc.health.v1, beside it.
+    """Status of a process. Every Quartet process implements this service and grpc.health.v1.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class StatusServiceStub:
 
 
 class StatusServiceServicer:
-    """Every process of Quartet answers this. Health is grpc.health.v1, beside it.
+    """Status of a process. Every Quartet process implements this service and grpc.health.v1.
     """
 
     def GetStatus(self, request, context):
-        """What this process is and has done. Answers at once, also during a step.
+        """Returns the status at once, also during a step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_StatusServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StatusService:
-    """Every process of Quartet answers this. Health is grpc.health.v1, beside it.
+    """Status of a process. Every Quartet process implements this service and grpc.health.v1.
     """
 
     @staticmethod

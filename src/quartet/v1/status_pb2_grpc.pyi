@@ -27,25 +27,25 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class StatusServiceStub:
-    """Every process of Quartet answers this. Health is grpc.health.v1, beside it."""
+    """Status of a process. Every Quartet process implements this service and grpc.health.v1."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StatusServiceAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_status_pb2.GetStatusRequest, _status_pb2.GetStatusResponse]
-    """What this process is and has done. Answers at once, also during a step."""
+    """Returns the status at once, also during a step."""
 
 @_typing.type_check_only
 class StatusServiceAsyncStub(StatusServiceStub):
-    """Every process of Quartet answers this. Health is grpc.health.v1, beside it."""
+    """Status of a process. Every Quartet process implements this service and grpc.health.v1."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_status_pb2.GetStatusRequest, _status_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """What this process is and has done. Answers at once, also during a step."""
+    """Returns the status at once, also during a step."""
 
 class StatusServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Every process of Quartet answers this. Health is grpc.health.v1, beside it."""
+    """Status of a process. Every Quartet process implements this service and grpc.health.v1."""
 
     @_abc_1.abstractmethod
     def GetStatus(
@@ -53,6 +53,6 @@ class StatusServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _status_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_status_pb2.GetStatusResponse, _abc.Awaitable[_status_pb2.GetStatusResponse]]:
-        """What this process is and has done. Answers at once, also during a step."""
+        """Returns the status at once, also during a step."""
 
 def add_StatusServiceServicer_to_server(servicer: StatusServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -33,7 +33,7 @@ class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.Val
     """Two's complement, 4 bytes."""
 
 class DataType(_DataType, metaclass=_DataTypeEnumTypeWrapper):
-    """The element type of a tensor. Elements are little-endian."""
+    """Element type of a tensor. Elements are little-endian."""
 
 DATA_TYPE_UNSPECIFIED: DataType.ValueType  # 0
 """Never valid in a message."""
@@ -45,7 +45,7 @@ Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final
 class Tensor(_message.Message):
-    """A dense array in row-major order."""
+    """Dense array in row-major order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -58,7 +58,7 @@ class Tensor(_message.Message):
     """The elements: product(shape) * size of dtype bytes, little-endian."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Extent of each dimension, in elements. A scalar has none."""
+        """Size of each dimension, in elements. A scalar has no dimensions."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """It reached max_response_tokens."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Why a response ended."""
+    """Reason for the end of a response."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Never valid in a message."""
@@ -44,7 +44,7 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class TrajectoryId(_message.Message):
-    """Names one trajectory. Derived, never drawn: whoever produces it again gives it the same name."""
+    """Identifies one trajectory. The id is derived, not random: a trajectory that is generated again has the same id."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -78,7 +78,7 @@ Global___TrajectoryId: _TypeAlias = TrajectoryId  # noqa: Y015
 
 @_typing.final
 class SamplingParameters(_message.Message):
-    """How the next token is drawn."""
+    """Sampling of response tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -88,15 +88,15 @@ class SamplingParameters(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     max_response_tokens: _builtins.int
-    """Most tokens a response may have, the end-of-sequence token included. At least 1."""
+    """Maximum tokens of a response, including the end-of-sequence token. At least 1."""
     temperature: _builtins.float
-    """Logits are divided by this before the softmax. 0 takes the most probable token."""
+    """Divisor of the logits before the softmax. 0 selects the most probable token."""
     top_p: _builtins.float
-    """Keep the smallest set of tokens with at least this probability mass, (0, 1]. 1 is off."""
+    """Nucleus sampling: keeps the smallest set of tokens with at least this probability mass, in (0, 1]. 1 is off."""
     top_k: _builtins.int
-    """Keep this many most probable tokens. 0 is off."""
+    """Keeps this number of most probable tokens. 0 is off."""
     ignore_eos: _builtins.bool
-    """Go on after an end-of-sequence token, up to max_response_tokens."""
+    """Whether generation continues after an end-of-sequence token, up to max_response_tokens."""
     def __init__(
         self,
         *,
@@ -116,7 +116,7 @@ Global___SamplingParameters: _TypeAlias = SamplingParameters  # noqa: Y015
 
 @_typing.final
 class TokenBatch(_message.Message):
-    """Ragged prompt+response sequences, one after the other, without padding."""
+    """Ragged sequences of prompt and response, concatenated without padding."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -125,7 +125,7 @@ class TokenBatch(_message.Message):
     RESPONSE_LENGTHS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor:
-        """int32 [all tokens]: of each sequence the prompt, then the response."""
+        """int32 [all tokens]: for each sequence its prompt, then its response."""
 
     @_builtins.property
     def prompt_lengths(self) -> _tensor_pb2.Tensor:
@@ -152,8 +152,8 @@ Global___TokenBatch: _TypeAlias = TokenBatch  # noqa: Y015
 
 @_typing.final
 class Trajectory(_message.Message):
-    """A finished response. An entry of the rollout stream `quartet:RUN:rollouts` holds three fields: `trajectory`, this message;
-    `id`, as RUN/STEP/PROMPT/SAMPLE; and `leader_epoch`, the request's, in decimal: what an earlier leader asked for is dropped.
+    """A finished response. An entry of the rollout stream `quartet:RUN:rollouts` has three fields: `trajectory` is this message; `id` is
+    RUN/STEP/PROMPT/SAMPLE; `leader_epoch` is the request's, in decimal. Entries of an earlier leader are dropped.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -167,10 +167,10 @@ class Trajectory(_message.Message):
     policy_version: _builtins.int
     """Updates that the generating policy had taken."""
     finish_reason: Global___FinishReason.ValueType
-    """Why it ended."""
+    """Reason for the end."""
     @_builtins.property
     def id(self) -> Global___TrajectoryId:
-        """Which trajectory this is."""
+        """Id of the trajectory."""
 
     @_builtins.property
     def prompt_ids(self) -> _tensor_pb2.Tensor:
@@ -178,11 +178,11 @@ class Trajectory(_message.Message):
 
     @_builtins.property
     def response_ids(self) -> _tensor_pb2.Tensor:
-        """int32 [response tokens], the end-of-sequence token included when there is one."""
+        """int32 [response tokens], including the end-of-sequence token if there is one."""
 
     @_builtins.property
     def log_probs(self) -> _tensor_pb2.Tensor:
-        """float32 [response tokens]: log-probability of each sampled token at the sampling temperature, in nats."""
+        """float32 [response tokens]: log-prob of each sampled token at the sampling temperature, in nats."""
 
     def __init__(
         self,

@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -17,6 +19,82 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _KlLoss:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KlLossEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KlLoss.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KL_LOSS_UNSPECIFIED: _KlLoss.ValueType  # 0
+    """Never valid in a message."""
+    KL_LOSS_NONE: _KlLoss.ValueType  # 1
+    """No KL term."""
+    KL_LOSS_K2: _KlLoss.ValueType  # 2
+    """d^2 / 2."""
+    KL_LOSS_K3: _KlLoss.ValueType  # 3
+    """exp(-d) - 1 + d."""
+
+class KlLoss(_KlLoss, metaclass=_KlLossEnumTypeWrapper):
+    """Auxiliary KL term of the policy loss, with d = log-prob of the policy - log-prob of the reference."""
+
+KL_LOSS_UNSPECIFIED: KlLoss.ValueType  # 0
+"""Never valid in a message."""
+KL_LOSS_NONE: KlLoss.ValueType  # 1
+"""No KL term."""
+KL_LOSS_K2: KlLoss.ValueType  # 2
+"""d^2 / 2."""
+KL_LOSS_K3: KlLoss.ValueType  # 3
+"""exp(-d) - 1 + d."""
+Global___KlLoss: _TypeAlias = KlLoss  # noqa: Y015
+
+class _RatioLevel:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RatioLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RatioLevel.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RATIO_LEVEL_UNSPECIFIED: _RatioLevel.ValueType  # 0
+    """Never valid in a message."""
+    RATIO_LEVEL_TOKEN: _RatioLevel.ValueType  # 1
+    """One ratio per token."""
+    RATIO_LEVEL_SEQUENCE: _RatioLevel.ValueType  # 2
+    """One ratio per response: the product of its token ratios. This is not GSPO's ratio, which is normalised by the response length."""
+
+class RatioLevel(_RatioLevel, metaclass=_RatioLevelEnumTypeWrapper):
+    """Unit of the probability ratio between the new and the old policy."""
+
+RATIO_LEVEL_UNSPECIFIED: RatioLevel.ValueType  # 0
+"""Never valid in a message."""
+RATIO_LEVEL_TOKEN: RatioLevel.ValueType  # 1
+"""One ratio per token."""
+RATIO_LEVEL_SEQUENCE: RatioLevel.ValueType  # 2
+"""One ratio per response: the product of its token ratios. This is not GSPO's ratio, which is normalised by the response length."""
+Global___RatioLevel: _TypeAlias = RatioLevel  # noqa: Y015
+
+class _LossAggregation:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LossAggregationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossAggregation.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOSS_AGGREGATION_UNSPECIFIED: _LossAggregation.ValueType  # 0
+    """Never valid in a message."""
+    LOSS_AGGREGATION_TOKEN_MEAN: _LossAggregation.ValueType  # 1
+    """Mean over all response tokens."""
+    LOSS_AGGREGATION_SEQUENCE_MEAN: _LossAggregation.ValueType  # 2
+    """Mean over responses of each response's token mean."""
+
+class LossAggregation(_LossAggregation, metaclass=_LossAggregationEnumTypeWrapper):
+    """Reduction of a mini-batch's token losses. Masked tokens are excluded."""
+
+LOSS_AGGREGATION_UNSPECIFIED: LossAggregation.ValueType  # 0
+"""Never valid in a message."""
+LOSS_AGGREGATION_TOKEN_MEAN: LossAggregation.ValueType  # 1
+"""Mean over all response tokens."""
+LOSS_AGGREGATION_SEQUENCE_MEAN: LossAggregation.ValueType  # 2
+"""Mean over responses of each response's token mean."""
+Global___LossAggregation: _TypeAlias = LossAggregation  # noqa: Y015
+
 class _SaveKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -26,28 +104,28 @@ class _SaveKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SaveKind.Val
     SAVE_KIND_UNSPECIFIED: _SaveKind.ValueType  # 0
     """Never valid in a message."""
     SAVE_KIND_CHECKPOINT: _SaveKind.ValueType  # 1
-    """Weights, optimizer and counters: enough to go on training."""
+    """Weights, optimizer state and counters: enough to continue training."""
     SAVE_KIND_MODEL: _SaveKind.ValueType  # 2
     """The model alone, in Hugging Face format."""
     SAVE_KIND_ADAPTER: _SaveKind.ValueType  # 3
-    """The model's LoRA adapter alone, in peft's format. Only of a model that has one."""
+    """The LoRA adapter alone, in peft format. Only for a model with an adapter."""
 
 class SaveKind(_SaveKind, metaclass=_SaveKindEnumTypeWrapper):
-    """Asks for a model to be written under the run's directory."""
+    """Content of a save."""
 
 SAVE_KIND_UNSPECIFIED: SaveKind.ValueType  # 0
 """Never valid in a message."""
 SAVE_KIND_CHECKPOINT: SaveKind.ValueType  # 1
-"""Weights, optimizer and counters: enough to go on training."""
+"""Weights, optimizer state and counters: enough to continue training."""
 SAVE_KIND_MODEL: SaveKind.ValueType  # 2
 """The model alone, in Hugging Face format."""
 SAVE_KIND_ADAPTER: SaveKind.ValueType  # 3
-"""The model's LoRA adapter alone, in peft's format. Only of a model that has one."""
+"""The LoRA adapter alone, in peft format. Only for a model with an adapter."""
 Global___SaveKind: _TypeAlias = SaveKind  # noqa: Y015
 
 @_typing.final
 class OptimizationSettings(_message.Message):
-    """How a service walks through one step's experience."""
+    """Optimization of one step. Shared by actor and critic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -59,22 +137,20 @@ class OptimizationSettings(_message.Message):
     SKIP_NON_FINITE_FIELD_NUMBER: _builtins.int
     MICRO_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     num_epochs: _builtins.int
-    """Passes over the experience. 0 takes note of the step and leaves the weights as they are. At most 1000."""
+    """Passes over the experience, at most 1000. 0 records the step and leaves the weights unchanged."""
     num_mini_batches: _builtins.int
-    """Optimizer steps per pass, at least 1 and at most the number of sequences."""
+    """Optimizer steps per pass: at least 1, at most the number of sequences."""
     learning_rate: _builtins.float
     """Learning rate of this step."""
     max_grad_norm: _builtins.float
-    """Gradients are scaled down to this L2 norm. 0 is off."""
+    """Maximum L2 norm of the gradients; larger gradients are scaled down. 0 is off."""
     seed: _builtins.int
-    """Orders the mini-batches."""
+    """Seed of the mini-batch order."""
     skip_non_finite: _builtins.bool
-    """A NaN or infinite loss or gradient skips its optimizer step. Otherwise it ends the update with an error, before it
-    reaches the weights.
-    """
+    """Whether a NaN or infinite loss or gradient skips its optimizer step. If false, it fails the update before the weights change."""
     micro_batch_tokens: _builtins.int
-    """Most tokens of one forward pass: how a mini-batch is split decides the last bits. 0 is as many as the service found or was
-    configured for.
+    """Maximum tokens of one forward pass. The split of a mini-batch decides the last bits of the result. 0 uses the service's own
+    setting.
     """
     def __init__(
         self,
@@ -96,8 +172,204 @@ class OptimizationSettings(_message.Message):
 Global___OptimizationSettings: _TypeAlias = OptimizationSettings  # noqa: Y015
 
 @_typing.final
+class PolicyLossSettings(_message.Message):
+    """PPO policy loss."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    CLIP_LOW_FIELD_NUMBER: _builtins.int
+    CLIP_HIGH_FIELD_NUMBER: _builtins.int
+    DUAL_CLIP_FIELD_NUMBER: _builtins.int
+    ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
+    KL_LOSS_FIELD_NUMBER: _builtins.int
+    KL_LOSS_COEFFICIENT_FIELD_NUMBER: _builtins.int
+    RATIO_LEVEL_FIELD_NUMBER: _builtins.int
+    AGGREGATION_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_SAMPLING_CAP_FIELD_NUMBER: _builtins.int
+    TARGET_KL_FIELD_NUMBER: _builtins.int
+    POLICY_LOSS_FIELD_NUMBER: _builtins.int
+    temperature: _builtins.float
+    """Sampling temperature of the rollouts, more than 0."""
+    clip_low: _builtins.float
+    """Lower clip range: ratios are clipped at 1 - clip_low."""
+    clip_high: _builtins.float
+    """Upper clip range: ratios are clipped at 1 + clip_high."""
+    dual_clip: _builtins.float
+    """Dual clip: for a negative advantage A, the loss is at most -dual_clip * A. More than 1, or 0 for off."""
+    entropy_coefficient: _builtins.float
+    """Coefficient of the mean entropy, which is subtracted from the loss."""
+    kl_loss: Global___KlLoss.ValueType
+    """Auxiliary KL term against the reference."""
+    kl_loss_coefficient: _builtins.float
+    """Coefficient of the auxiliary KL term."""
+    ratio_level: Global___RatioLevel.ValueType
+    """Unit of the ratio: token or response."""
+    aggregation: Global___LossAggregation.ValueType
+    """Reduction of the token losses."""
+    importance_sampling_cap: _builtins.float
+    """Maximum token weight that corrects for the generation engine: min(exp(log-prob of the trainer - log-prob of the engine),
+    importance_sampling_cap). 0 is off.
+    """
+    target_kl: _builtins.float
+    """Early stop, in nats per token: the update ends before an optimizer step whose mini-batch has a larger KL(old || new). 0 is off."""
+    policy_loss: _builtins.str
+    """Name of a built-in policy loss, or an import path (package.module:callable). Must equal the one in the actor's own config."""
+    def __init__(
+        self,
+        *,
+        temperature: _builtins.float = ...,
+        clip_low: _builtins.float = ...,
+        clip_high: _builtins.float = ...,
+        dual_clip: _builtins.float = ...,
+        entropy_coefficient: _builtins.float = ...,
+        kl_loss: Global___KlLoss.ValueType = ...,
+        kl_loss_coefficient: _builtins.float = ...,
+        ratio_level: Global___RatioLevel.ValueType = ...,
+        aggregation: Global___LossAggregation.ValueType = ...,
+        importance_sampling_cap: _builtins.float = ...,
+        target_kl: _builtins.float = ...,
+        policy_loss: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "importance_sampling_cap", b"importance_sampling_cap", "kl_loss", b"kl_loss", "kl_loss_coefficient", b"kl_loss_coefficient", "policy_loss", b"policy_loss", "ratio_level", b"ratio_level", "target_kl", b"target_kl", "temperature", b"temperature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyLossSettings: _TypeAlias = PolicyLossSettings  # noqa: Y015
+
+@_typing.final
+class ValueLossSettings(_message.Message):
+    """Clipped value loss."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUE_CLIP_FIELD_NUMBER: _builtins.int
+    value_clip: _builtins.float
+    """Values are clipped to this distance from the values at generation. 0 is off."""
+    def __init__(
+        self,
+        *,
+        value_clip: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["value_clip", b"value_clip"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValueLossSettings: _TypeAlias = ValueLossSettings  # noqa: Y015
+
+@_typing.final
+class UpdateRequest(_message.Message):
+    """Requests the update of one step from the experience in the buffer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    OPTIMIZATION_FIELD_NUMBER: _builtins.int
+    POLICY_LOSS_FIELD_NUMBER: _builtins.int
+    VALUE_LOSS_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Name of the run."""
+    step: _builtins.int
+    """Training step: one more than the last update's, or the last update's again."""
+    leader_epoch: _builtins.int
+    """Epoch of the orchestrator's lease. A lower epoch than the highest seen is refused."""
+    @_builtins.property
+    def optimization(self) -> Global___OptimizationSettings:
+        """Epochs, mini-batches, learning rate."""
+
+    @_builtins.property
+    def policy_loss(self) -> Global___PolicyLossSettings:
+        """For the actor."""
+
+    @_builtins.property
+    def value_loss(self) -> Global___ValueLossSettings:
+        """For the critic."""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+        leader_epoch: _builtins.int = ...,
+        optimization: Global___OptimizationSettings | None = ...,
+        policy_loss: Global___PolicyLossSettings | None = ...,
+        value_loss: Global___ValueLossSettings | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "optimization", b"optimization", "policy_loss", b"policy_loss", "value_loss", b"value_loss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_epoch", b"leader_epoch", "loss", b"loss", "optimization", b"optimization", "policy_loss", b"policy_loss", "run", b"run", "step", b"step", "value_loss", b"value_loss"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_loss: _TypeAlias = _typing.Literal["policy_loss", "value_loss"]  # noqa: Y015
+    _WhichOneofArgType_loss: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_loss) -> _WhichOneofReturnType_loss | None: ...
+
+Global___UpdateRequest: _TypeAlias = UpdateRequest  # noqa: Y015
+
+@_typing.final
+class UpdateResponse(_message.Message):
+    """The update is applied. A repeated request gets the same response and changes nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STEP_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """The applied step."""
+    policy_version: _builtins.int
+    """Updates that the model has taken."""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Finite values by name. Always present: "optimizer_steps" (taken) and "skipped_steps" (because of NaN or infinity).
+        If an optimizer step was taken, "grad_norm" and "learning_rate". Actor: "policy_loss", "clip_fraction", "approx_kl" (nats),
+        "entropy" (nats per token), "rollout_mismatch_kl" (nats per token), "importance_weight" (mean; 1 if off).
+        Critic: "value_loss", "value_clip_fraction".
+        """
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        policy_version: _builtins.int = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "policy_version", b"policy_version", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateResponse: _TypeAlias = UpdateResponse  # noqa: Y015
+
+@_typing.final
 class SavedFile(_message.Message):
-    """One file that a Save wrote."""
+    """One saved file."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -109,7 +381,7 @@ class SavedFile(_message.Message):
     bytes: _builtins.int
     """Size in bytes."""
     sha256: _builtins.str
-    """SHA-256 of the contents, in hexadecimal."""
+    """SHA-256 of the content, in hexadecimal."""
     def __init__(
         self,
         *,
@@ -124,3 +396,127 @@ class SavedFile(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SavedFile: _TypeAlias = SavedFile  # noqa: Y015
+
+@_typing.final
+class SaveRequest(_message.Message):
+    """Requests a save of the model below the run's directory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Name of the run."""
+    directory: _builtins.str
+    """Target directory, relative to the run's directory and confined to it."""
+    kind: Global___SaveKind.ValueType
+    """Content of the save."""
+    leader_epoch: _builtins.int
+    """Epoch of the orchestrator's lease. A lower epoch than the highest seen is refused."""
+    step: _builtins.int
+    """Step that the model must have: the updates that it has taken. If absent, any step."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        directory: _builtins.str = ...,
+        kind: Global___SaveKind.ValueType = ...,
+        leader_epoch: _builtins.int = ...,
+        step: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "directory", b"directory", "kind", b"kind", "leader_epoch", b"leader_epoch", "run", b"run", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+
+Global___SaveRequest: _TypeAlias = SaveRequest  # noqa: Y015
+
+@_typing.final
+class SaveResponse(_message.Message):
+    """The save is complete on disk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILES_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """Updates that the saved model has taken."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___SavedFile]:
+        """Every saved file."""
+
+    def __init__(
+        self,
+        *,
+        files: _abc.Iterable[Global___SavedFile] | None = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveResponse: _TypeAlias = SaveResponse  # noqa: Y015
+
+@_typing.final
+class RestoreRequest(_message.Message):
+    """Requests the model and optimizer state of an earlier step of this run. Also repairs a model whose update failed half-way."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Name of the run."""
+    step: _builtins.int
+    """Step of the checkpoint. 0 is the initial model, which needs no directory."""
+    directory: _builtins.str
+    """Directory relative to the run's directory, as saved with SAVE_KIND_CHECKPOINT. Empty for step 0."""
+    leader_epoch: _builtins.int
+    """Epoch of the orchestrator's lease. A lower epoch than the highest seen is refused."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+        directory: _builtins.str = ...,
+        leader_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "leader_epoch", b"leader_epoch", "run", b"run", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreRequest: _TypeAlias = RestoreRequest  # noqa: Y015
+
+@_typing.final
+class RestoreResponse(_message.Message):
+    """The model is restored; the next update is of the following step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """Updates that the restored model has taken."""
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreResponse: _TypeAlias = RestoreResponse  # noqa: Y015

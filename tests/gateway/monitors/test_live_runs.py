@@ -18,13 +18,13 @@ from quartet.gateway.monitors.run_monitor import RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
-from quartet.services.orchestrator.control.progress import ProgressBoard, RunState
+from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.servicer import OrchestratorServicer
-from quartet.types import MODEL_ROLES, Role
+from quartet.types import MODEL_ROLES, Role, RunState
 from tests.gateway.live_runs import eventually, live
 from tests.gateway.serving import PATIENCE, Gateway, a_run, serving
 from tests.training.conftest import MakeConfig
-from tests.training.runs import Fleet, ActiveRun
+from tests.training.runs import ActiveRun, Fleet
 
 
 @pytest.fixture(scope="module")

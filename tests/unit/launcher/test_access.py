@@ -96,8 +96,8 @@ def test_a_process_on_another_machine_needs_no_certificate_here(folder: Path) ->
     ("other", "files", "text"),
     [
         ("expired", "tls.*", "actor/tls.crt has expired"),
-        ("misnamed", "tls.*", "actor/tls.crt is for critic.quartet; expected actor.quartet"),
-        ("foreign", "*", "actor is of another authority than"),
+        ("misnamed", "tls.*", "actor/tls.crt names critic.quartet; expected actor.quartet"),
+        ("foreign", "*", "actor has another authority than"),
         ("foreign", "tls.*", "actor/tls.crt was not signed by the authority in ca.crt beside it"),
         ("foreign", "tls.key", "cannot be used (KEY_VALUES_MISMATCH)"),
     ],

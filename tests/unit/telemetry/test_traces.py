@@ -21,10 +21,10 @@ def test_nothing_of_opentelemetry_is_imported_while_traces_are_off() -> None:
     code = (
         "import sys\n"
         "from quartet.config import parse_config\n"
-        "from quartet.services.observability import Observation\n"
+        "from quartet.services.observability import Observability\n"
         "from quartet.types import Role\n"
         "tree = {'data': {'prompts': 'p'}, 'actor': {'model': 'a'}, 'reward': {'model': 'r'}}\n"
-        "observation = Observation([Role.ACTOR], parse_config(tree, 'test'))\n"
+        "observation = Observability([Role.ACTOR], parse_config(tree, 'test'))\n"
         "assert observation.traces is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
         "assert 'torch' not in sys.modules\n"

@@ -11,7 +11,7 @@ from rich.console import Console
 from quartet.cli.progress_view import CURVE_STEPS, View, make_view
 from quartet.cli.remote.gateway_client import Api, Event, Target, connect
 from quartet.errors import ServiceFailed, ServiceUnavailable
-from quartet.v1 import orchestrator_pb2
+from quartet.types import Progress, RunState
 
 console = Console()
 RECONNECT_SECONDS = 1.0
@@ -19,15 +19,6 @@ RECONNECT_SECONDS = 1.0
 GATEWAY_RESTART_SECONDS = 30.0
 """Time that a gateway that has responded before may be unreachable. A gateway that crashes is restarted."""
 
-_STATES = {
-    "starting": orchestrator_pb2.RUN_STATE_STARTING,
-    "training": orchestrator_pb2.RUN_STATE_TRAINING,
-    "paused": orchestrator_pb2.RUN_STATE_PAUSED,
-    "recovering": orchestrator_pb2.RUN_STATE_RECOVERING,
-    "finished": orchestrator_pb2.RUN_STATE_FINISHED,
-    "stopped": orchestrator_pb2.RUN_STATE_STOPPED,
-    "failed": orchestrator_pb2.RUN_STATE_FAILED,
-}
 END_STATES = ("finished", "stopped", "failed")
 """States after which no more events follow."""
 
@@ -105,7 +96,7 @@ class RunDisplay:
 
     def __init__(self, run: str, view: View) -> None:
         self._view = view
-        self._progress = orchestrator_pb2.Progress(run=run)
+        self._progress = Progress(run, 0, phase="")
         self._notes: list[str] = []
         self._committed = 0
         self.state, self.error = "", ""
@@ -146,7 +137,7 @@ class RunDisplay:
             self._view.print_line(f"note: {note}")
         self._notes = data["notes"]
         progress = self._progress
-        progress.state = _STATES.get(self.state, orchestrator_pb2.RUN_STATE_UNSPECIFIED)
+        progress.state = RunState(self.state) if self.state in set(RunState) else RunState.STARTING
         progress.phase, progress.total_steps = data["phase"] or self.state, data["total_steps"]
         progress.scored, progress.wanted = data["scored"], data["wanted"]
         progress.step = max(self._committed, data["step"])

@@ -9,11 +9,11 @@ from __future__ import annotations
 from quartet.types import Role
 
 GATEWAY = "gateway"
-"""The gateway's process."""
+"""The gateway."""
 OPERATOR = "operator"
-"""The `quartet` command, as it starts and watches a run."""
+"""The `quartet` command."""
 PROMETHEUS = "prometheus"
-"""Who reads figures; it calls no method."""
+"""Prometheus, which scrapes metrics; it calls no method."""
 REDIS = "redis"
 """The rollout buffer; it calls no method."""
 
@@ -49,9 +49,9 @@ CALLERS: dict[str, frozenset[str]] = {
     "grpc.health.v1.Health/Check": _ANY_CALLER,
     "grpc.health.v1.Health/Watch": _ANY_CALLER,
 }
-"""By method, the processes that may call it."""
+"""The processes that may call each method."""
 
 
 def may_call(processes: frozenset[str], method: str) -> bool:
-    """Whether one of the ``processes`` that a certificate names may call ``package.Service/Method``."""
+    """Return whether one of the ``processes`` in a certificate may call ``package.Service/Method``."""
     return bool(processes & CALLERS.get(method, frozenset()))

@@ -1,4 +1,4 @@
-"""An authority that makes certificates for processes. Only who makes certificates imports this."""
+"""A certificate authority for Quartet's processes. Only `quartet certificates` and tests import it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
 
 SLACK = timedelta(minutes=5)
-"""Of clocks that do not quite agree."""
+"""Tolerance for clocks that differ."""
 
 
 class Authority:
-    """Signs certificates as long as it lives; its key is kept nowhere."""
+    """Creates certificates. Its private key exists in memory only."""
 
     def __init__(self, lifetime: timedelta) -> None:
-        """``lifetime`` of itself, and of what it signs unless told otherwise."""
+        """``lifetime`` of the authority's certificate, and the default for issued ones."""
         self._key, self._lifetime = ec.generate_private_key(ec.SECP256R1()), lifetime
         subject = _named("Quartet")
         usage = x509.KeyUsage(
@@ -47,9 +47,9 @@ class Authority:
         )
 
     def issue(self, folder: Path, names: Sequence[str], lifetime: timedelta | None = None) -> None:
-        """Writes ``tls.crt``, ``tls.key`` and ``ca.crt``, as a Kubernetes TLS secret has them, into a new folder.
+        """Write ``tls.crt``, ``tls.key`` and ``ca.crt``, named as in a Kubernetes TLS secret, into a new folder.
 
-        ``names``: the DNS names and IP addresses that the certificate is for. Raises OSError.
+        ``names``: DNS names and IP addresses of the certificate. Raises OSError.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -97,6 +97,6 @@ def _name(name: str) -> x509.GeneralName:
 
 
 def _write(path: Path, content: bytes) -> None:
-    # For its owner alone from the first moment on.
+    # Created with its final mode, so that the file is never readable by others.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""What is wrong with the certificates of several processes, said before one of them starts: later it would look like a stall."""
+"""Checks of the certificates of several processes before one of them starts: a failed handshake later would look like a hang."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from quartet.secret_files import AUTHORITY, CERTIFICATE
 
 
 def check_certificates(certificates: Path, processes: Iterable[str]) -> None:
-    """Raises ConfigError unless each of the ``processes`` can use its certificate, is named by it, and all are of one authority.
+    """Check the certificates of ``processes``. ``certificates`` has one folder per process.
 
-    ``certificates``: the folder that has a folder for each.
+    Raises ConfigError unless each certificate is usable and names its process, and all of them have the same authority.
     """
     first: Path | None = None
     for process in processes:
@@ -26,18 +26,18 @@ def check_certificates(certificates: Path, processes: Iterable[str]) -> None:
         first = first or folder
         if (folder / AUTHORITY).read_bytes() != (first / AUTHORITY).read_bytes():
             raise ConfigError(
-                f"security.certificates: {folder} is of another authority than {first}; "
-                "quartet certificates makes all of them anew"
+                f"security.certificates: {folder} has another authority than {first}; "
+                "quartet certificates creates all of them again"
             )
         _check_issuer(folder)
         _check_name(folder, f"{process}.{DOMAIN}")
 
 
 def _check_issuer(folder: Path) -> None:
-    certificate, *between = x509.load_pem_x509_certificates((folder / CERTIFICATE).read_bytes())
+    certificate, *intermediates = x509.load_pem_x509_certificates((folder / CERTIFICATE).read_bytes())
     authorities = x509.load_pem_x509_certificates((folder / AUTHORITY).read_bytes())
-    # By one of the authorities itself, or by way of the others in the same file, each signed by the next.
-    for issuer in [*between, None]:
+    # The issuer is one of the authorities, or an intermediate certificate in the same file, each signed by the next.
+    for issuer in [*intermediates, None]:
         if any(_issued(certificate, authority) for authority in authorities):
             return
         if issuer is None or not _issued(certificate, issuer):
@@ -45,7 +45,7 @@ def _check_issuer(folder: Path) -> None:
         certificate = issuer
     raise ConfigError(
         f"security.certificates: {folder / CERTIFICATE} was not signed by the authority in {AUTHORITY} beside it; "
-        "quartet certificates makes all of them anew"
+        "quartet certificates creates all of them again"
     )
 
 
@@ -57,15 +57,15 @@ def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
     return True
 
 
-def _check_name(folder: Path, wanted: str) -> None:
+def _check_name(folder: Path, expected: str) -> None:
     certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        found = names.get_values_for_type(x509.DNSName)
+        dns_names = names.get_values_for_type(x509.DNSName)
     except (x509.ExtensionNotFound, ValueError):
-        found = []
-    if wanted not in found:
+        dns_names = []
+    if expected not in dns_names:
         raise ConfigError(
-            f"security.certificates: {folder / CERTIFICATE} is for {', '.join(found) or 'no name'}; expected {wanted}, by which "
-            "others know this process; quartet certificates makes a folder anew"
+            f"security.certificates: {folder / CERTIFICATE} names {', '.join(dns_names) or 'no process'}; expected {expected}, "
+            "the name of this process; quartet certificates creates a new folder"
         )

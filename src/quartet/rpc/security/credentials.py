@@ -1,7 +1,7 @@
-"""What a process shows to those it calls, and asks of those who call it: certificates both ways, and a token.
+"""Authentication between processes: mutual TLS, and a shared token.
 
-Identities do not depend on addresses: the certificate of a process names each of its roles as ROLE.quartet, and whoever calls the
-actor expects actor.quartet, wherever it listens.
+Identities do not depend on addresses. The certificate of a process names each of its roles as ROLE.quartet, and a caller of the
+actor expects actor.quartet at any address.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import structlog
 
 from quartet.config import SecurityConfig
 from quartet.errors import ConfigError
-from quartet.rpc.call_observers import Metadata, Observer, Watched
+from quartet.rpc.call_interceptors import CallContext, CallInterceptor, Metadata
 from quartet.rpc.limits import CHANNEL_OPTIONS
 from quartet.rpc.security.allow_list import CALLERS, OPERATOR, may_call
 from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY, read_token
@@ -27,15 +27,15 @@ from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY, read_token
 log = structlog.get_logger()
 
 DOMAIN = "quartet"
-"""Names of processes end in it."""
+"""Domain of the process names in certificates."""
 _TOKEN = "authorization"
 
 
 class Credentials:
-    """Of one process. Nothing of them stands in its text."""
+    """Credentials of one process. They never appear in its ``repr``."""
 
     def __init__(self, process: str, security: SecurityConfig | None = None) -> None:
-        """``process`` names its folder among the certificates: its first role, or gateway, operator. Raises ConfigError."""
+        """``process`` is the name of its folder of certificates: its first role, gateway or operator. Raises ConfigError."""
         security = security or SecurityConfig()
         self.folder = None if security.certificates is None else security.certificates / process
         self.allow_plaintext = security.allow_plaintext
@@ -47,19 +47,19 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call carries: the token, if there is one.
+        """Metadata of every call: the token, if there is one.
 
-        Not added by an interceptor, which would make the method anew for each call: see ``ServiceChannel``.
+        A client interceptor would create the method anew for each call, which is unsafe; see ``ServiceChannel``.
         """
         return () if self._token is None else ((_TOKEN, self._token),)
 
     @property
     def encrypted(self) -> bool:
-        """Whether calls are encrypted, and both sides known by their certificates."""
+        """Whether calls use mutual TLS."""
         return self._files is not None
 
     def channel(self, role: str, address: str) -> grpc.Channel:
-        """A channel to the process of ``role`` at HOST:PORT. One of another role that answers there is not trusted."""
+        """Return a channel to ``role`` at HOST:PORT. The connection fails if the server's certificate is for another role."""
         if self._files is None:
             return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         certificate, key, authority = self._files
@@ -68,60 +68,60 @@ class Credentials:
         return grpc.secure_channel(address, trusted, options=[*CHANNEL_OPTIONS, name])
 
     def listen(self, server: grpc.Server, address: str) -> int:
-        """Has ``server`` listen at HOST:PORT. The port, or 0 where it cannot."""
+        """Bind ``server`` to HOST:PORT. Return the port, or 0 if that fails."""
         try:
             if self._files is None:
                 return server.add_insecure_port(address)
             certificate, key, authority = self._files
-            shown = grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
-            return server.add_secure_port(address, shown)
+            own = grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
+            return server.add_secure_port(address, own)
         except RuntimeError:
             return 0
 
     def refusal(self, method: str, context: grpc.ServicerContext) -> tuple[grpc.StatusCode, str] | None:
-        """Why this caller may not call ``package.Service/Method``; None where they may."""
+        """Return why the caller may not call ``package.Service/Method``, or None if it may."""
         if self._token is not None:
-            shown = dict(context.invocation_metadata()).get(_TOKEN, "")
-            if not hmac.compare_digest(str(shown).encode(), self._token.encode()):
-                return grpc.StatusCode.UNAUTHENTICATED, "the token of these services is missing, or another one"
+            sent = dict(context.invocation_metadata()).get(_TOKEN, "")
+            if not hmac.compare_digest(str(sent).encode(), self._token.encode()):
+                return grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong"
         if self._files is None:
-            return None if method in CALLERS else (grpc.StatusCode.PERMISSION_DENIED, "nobody may call it")
+            return None if method in CALLERS else (grpc.StatusCode.PERMISSION_DENIED, "no caller is allowed")
         callers = _roles(cast("Iterable[bytes]", context.auth_context().get("x509_subject_alternative_name", ())))
         if may_call(callers, method):
             return None
-        return grpc.StatusCode.PERMISSION_DENIED, f"{'+'.join(sorted(callers)) or 'a stranger'} may not call it"
+        return grpc.StatusCode.PERMISSION_DENIED, f"{'+'.join(sorted(callers)) or 'an unknown caller'} is not allowed"
 
 
 LOCAL = Credentials(OPERATOR)
-"""Of processes that trust everyone who reaches them: on loopback, where none but users of this machine do."""
+"""Credentials without certificates and token, for loopback addresses: only users of this machine can connect."""
 
 
-class AccessControl(Observer):
-    """Answers those who may call, and refuses all others once their request is read, before anything is done for them."""
+class AccessControl(CallInterceptor):
+    """Refuses callers that may not call a method, before the method runs."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
 
-    def watch(self, service: str, method: str, streams: bool, metadata: Metadata) -> Watched:
-        """Lets the call go on, or ends it."""
+    def context_of(self, service: str, method: str, metadata: Metadata) -> CallContext:
+        """Return what ends a call that its caller may not make."""
         name = f"{service}/{method}"
 
         @contextmanager
         def admitted(context: grpc.ServicerContext) -> Iterator[None]:
             refusal = self._credentials.refusal(name, context)
             if refusal is not None:
-                code, why = refusal
-                log.warning("caller refused", method=name, peer=context.peer(), code=code.name, why=why)
-                context.abort(code, why)
+                code, reason = refusal
+                log.warning("caller refused", method=name, caller=context.peer(), code=code.name, reason=reason)
+                context.abort(code, reason)
             yield
 
         return admitted
 
 
 def _roles(names: Iterable[bytes]) -> frozenset[str]:
-    """The processes that a certificate's alternative names name."""
-    found = (name.decode(errors="replace").rpartition(".") for name in names)
-    return frozenset(role for role, _, domain in found if domain == DOMAIN)
+    """Return the process names among the alternative names of a certificate."""
+    parts = (name.decode(errors="replace").rpartition(".") for name in names)
+    return frozenset(role for role, _, domain in parts if domain == DOMAIN)
 
 
 def _paths(folder: Path) -> tuple[Path, Path, Path]:
@@ -129,24 +129,24 @@ def _paths(folder: Path) -> tuple[Path, Path, Path]:
 
 
 def _check(folder: Path) -> None:
-    """Raises ConfigError for what could be used to no end: gRPC itself says nothing, or something else."""
+    """Raise ConfigError for unusable or expired files: gRPC itself would fail later with an unclear message."""
     from cryptography import x509
 
     certificate, key, authority = _paths(folder)
     try:
         context = ssl.create_default_context(cafile=str(authority))
         context.load_cert_chain(certificate, key)
-        until = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
+        expiry = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or str(error) or "malformed"
         raise ConfigError(
             f"security.certificates: {folder}: {certificate.name}, {key.name} and {authority.name} cannot be used ({reason}); "
-            "quartet certificates makes a folder anew"
+            "quartet certificates creates a new folder"
         ) from None
-    if until < datetime.now(UTC):
+    if expiry < datetime.now(UTC):
         raise ConfigError(
-            f"security.certificates: {certificate} has expired ({until:%Y-%m-%d %H:%M} UTC); quartet certificates makes a "
-            "folder anew"
+            f"security.certificates: {certificate} has expired ({expiry:%Y-%m-%d %H:%M} UTC); "
+            "quartet certificates creates a new folder"
         )
 
 
@@ -155,8 +155,8 @@ def _read(path: Path) -> bytes:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"security.certificates: {path} cannot be read ({error.strerror}); quartet certificates makes the folder"
+            f"security.certificates: {path} cannot be read ({error.strerror}); quartet certificates creates the folder"
         ) from None
     if b"-----BEGIN " not in content:
-        raise ConfigError(f"security.certificates: {path} holds no PEM; quartet certificates makes the folder anew")
+        raise ConfigError(f"security.certificates: {path} is not a PEM file; quartet certificates creates a new folder")
     return content

@@ -5,22 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 
-import grpc
 import pytest
 
 from quartet.config import parse_config
-from quartet.errors import ServiceUnavailable
-from quartet.rpc.channels import ServiceChannel
+from quartet.errors import Cancelled, ServiceUnavailable
+from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.server import Server
+from quartet.rpc.service_channel import ServiceChannel
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.live_settings import LiveSettings
-from quartet.services.orchestrator.control.progress import HISTORY, Progress, ProgressBoard, RunState
+from quartet.services.orchestrator.control.progress import HISTORY, ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.servicer import OrchestratorServicer
-from quartet.types import Alert
-from quartet.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from quartet.types import Alert, Progress, RunState
 
 
 def servicer(board: ProgressBoard, control: RunControl) -> OrchestratorServicer:
@@ -124,71 +124,55 @@ def control(tmp_path: Path) -> RunControl:
 
 
 @pytest.fixture
-def peer(board: ProgressBoard, control: RunControl) -> Iterator[ServiceChannel]:
+def client(board: ProgressBoard, control: RunControl) -> Iterator[OrchestratorClient]:
     server = Server([servicer(board, control)], "127.0.0.1:0")
-    peer = ServiceChannel("orchestrator", server.address)
-    yield peer
+    client = OrchestratorClient(server.address, 5)
+    yield client
     board.update(state=RunState.STOPPED)
-    peer.close()
+    client.close()
     server.stop(5)
 
 
-def test_every_field_of_the_progress_crosses_the_wire(peer: ServiceChannel, board: ProgressBoard) -> None:
+def test_every_field_of_the_progress_crosses_the_wire(client: OrchestratorClient, board: ProgressBoard) -> None:
     commit(board, 2)
     board.update(state=RunState.PAUSED, phase="update", scored=5, wanted=8, error="e", exit_code=2, notes=["n"])
     board.alert(Alert(2, "mismatch", "pause", "seen", "do"))
     board.update(recoveries=3, notes_before=4, alerts_before=5)
-    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
-    actual = peer.call(stub.GetProgress, orchestrator_pb2.GetProgressRequest(), 5, "GetProgress").progress
-    expected = orchestrator_pb2.Progress(
-        run="run",
-        state=orchestrator_pb2.RUN_STATE_PAUSED,
-        step=2,
-        total_steps=3,
-        phase="update",
-        scored=5,
-        wanted=8,
-        metrics={"step": 2, "reward_mean": 2},
-        error="e",
-        exit_code=2,
-        notes=["n"],
-        alerts=[
-            orchestrator_pb2.Alert(step=2, guard="mismatch", action="pause", evidence="seen", remedy="do"),
-        ],
-        recoveries=3,
-        notes_before=4,
-        alerts_before=5,
-    )
-    assert actual == expected
-    assert {field.name for field, _ in actual.ListFields()} == set(orchestrator_pb2.Progress.DESCRIPTOR.fields_by_name)
+    progress = client.progress()
+    assert progress == board.current()
+    assert all(getattr(progress, field.name) for field in fields(progress)), "a field has its default"
 
 
-def test_a_remote_watcher_is_shown_every_step_until_the_end(peer: ServiceChannel, board: ProgressBoard) -> None:
+def test_a_remote_watcher_receives_every_step_until_the_end(client: OrchestratorClient, board: ProgressBoard) -> None:
     commit(board, 1)
-    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
-    news = stub.WatchProgress(orchestrator_pb2.WatchProgressRequest(), timeout=20)
-    assert next(news).progress.step == 1
+    news = client.watch(0)
+    assert next(news).step == 1
     commit(board, 2, 3)
     board.update(state=RunState.FINISHED)
-    rest = [answer.progress for answer in news]
+    rest = list(news)
     assert {2, 3} <= {progress.step for progress in rest}
-    assert rest[-1].state == orchestrator_pb2.RUN_STATE_FINISHED
-    assert news.code() is grpc.StatusCode.OK
+    assert rest[-1].state is RunState.FINISHED
 
 
-def test_a_stop_request_reaches_the_run(peer: ServiceChannel, control: RunControl) -> None:
-    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
+def test_a_stop_reaches_the_training_thread(client: OrchestratorClient, control: RunControl) -> None:
     assert not control.stopping
-    peer.call(stub.Stop, orchestrator_pb2.StopRequest(), 5, "Stop")
+    client.command("Stop")
     assert control.stopping
 
 
-def test_pause_and_resume_requests_reach_the_run(peer: ServiceChannel, control: RunControl) -> None:
-    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
-    peer.call(stub.Pause, orchestrator_pb2.PauseRequest(), 5, "Pause")
+def test_a_pause_and_a_resume_reach_the_training_thread(client: OrchestratorClient, control: RunControl) -> None:
+    client.command("Pause")
     assert control.paused
-    peer.call(stub.Resume, orchestrator_pb2.ResumeRequest(), 5, "Resume")
+    client.command("Resume")
     assert not control.paused
+
+
+def test_a_closed_client_raises_cancelled(client: OrchestratorClient) -> None:
+    client.close()
+    with pytest.raises(Cancelled, match="GetProgress: the channel is closed"):
+        client.progress()
+    with pytest.raises(Cancelled, match="WatchProgress: the channel is closed"):
+        next(client.watch(0))
 
 
 @pytest.mark.parametrize("end", ["resume", "stop"])
@@ -211,20 +195,21 @@ def test_a_stopping_run_does_not_wait(control: RunControl) -> None:
     control.wait_while_paused()
 
 
-def test_the_status_of_the_orchestrator_follows_the_board(peer: ServiceChannel, board: ProgressBoard) -> None:
+def test_the_orchestrators_status_follows_the_board(client: OrchestratorClient, board: ProgressBoard) -> None:
     commit(board, 2)
-    (status,) = peer.wait_until_ready(5).roles
+    channel = ServiceChannel("orchestrator", client.address)
+    (status,) = channel.wait_until_ready(5).roles
+    channel.close()
     assert (status.run, status.step) == ("run", 2)
 
 
 def test_a_stopped_orchestrator_is_unavailable(board: ProgressBoard, control: RunControl) -> None:
     server = Server([servicer(board, control)], "127.0.0.1:0")
-    peer = ServiceChannel("orchestrator", server.address)
+    client = OrchestratorClient(server.address, 5)
     server.stop(0)
-    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(peer.channel)
     with pytest.raises(ServiceUnavailable, match="orchestrator at"):
-        peer.call(stub.Stop, orchestrator_pb2.StopRequest(), 5, "Stop")
-    peer.close()
+        client.command("Stop")
+    client.close()
 
 
 def test_commands_survive_a_restart_of_the_orchestrator(tmp_path: Path) -> None:

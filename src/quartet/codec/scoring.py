@@ -1,0 +1,109 @@
+"""Messages of the scoring calls: Score, Values and LogProbs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quartet.codec.checks import positive
+from quartet.codec.tensors import floats_from_proto, tensor_to_proto
+from quartet.codec.trajectories import batch_from_proto, write_batch
+from quartet.types import FloatArray, Scores, TokenBatch
+from quartet.v1 import actor_pb2, critic_pb2, reference_pb2, reward_pb2
+
+
+def score_request_to_proto(batch: TokenBatch, fields: Sequence[str]) -> reward_pb2.ScoreRequest:
+    """Convert the arguments of a Score call."""
+    message = reward_pb2.ScoreRequest(fields=fields)
+    write_batch(message.batch, batch)
+    return message
+
+
+def score_request_from_proto(message: reward_pb2.ScoreRequest) -> tuple[TokenBatch, list[str]]:
+    """Return the sequences and the fields of their prompts. Raises InvalidRequest."""
+    return batch_from_proto(message.batch), list(message.fields)
+
+
+def scores_to_proto(scores: Scores) -> reward_pb2.ScoreResponse:
+    """Convert scores."""
+    parts = {name: tensor_to_proto(values) for name, values in scores.parts.items()}
+    return reward_pb2.ScoreResponse(scores=tensor_to_proto(scores.total), parts=parts)
+
+
+def scores_from_proto(message: reward_pb2.ScoreResponse, sequences: int) -> Scores:
+    """Convert and validate the scores of ``sequences`` sequences. Raises InvalidRequest."""
+    return Scores(
+        total=floats_from_proto(message.scores, "scores", sequences),
+        parts={name: floats_from_proto(values, f"parts.{name}", sequences) for name, values in message.parts.items()},
+    )
+
+
+def values_request_to_proto(batch: TokenBatch) -> critic_pb2.ValuesRequest:
+    """Convert the argument of a Values call."""
+    message = critic_pb2.ValuesRequest()
+    write_batch(message.batch, batch)
+    return message
+
+
+def values_request_from_proto(message: critic_pb2.ValuesRequest) -> TokenBatch:
+    """Return the sequences. Raises InvalidRequest."""
+    return batch_from_proto(message.batch)
+
+
+def values_to_proto(values: FloatArray, policy_version: int) -> critic_pb2.ValuesResponse:
+    """Convert values float32 [response tokens] and the version of the value model."""
+    return critic_pb2.ValuesResponse(values=tensor_to_proto(values), policy_version=policy_version)
+
+
+def values_from_proto(message: critic_pb2.ValuesResponse, response_tokens: int) -> tuple[FloatArray, int]:
+    """Return values float32 [response tokens] and the version of the value model. Raises InvalidRequest."""
+    return floats_from_proto(message.values, "values", response_tokens), message.policy_version
+
+
+def actor_log_probs_to_proto(
+    batch: TokenBatch, temperature: float, reference: bool
+) -> actor_pb2.ActorServiceLogProbsRequest:
+    """Convert the arguments of the actor's LogProbs call."""
+    message = actor_pb2.ActorServiceLogProbsRequest(temperature=temperature, reference=reference)
+    write_batch(message.batch, batch)
+    return message
+
+
+def actor_log_probs_from_proto(message: actor_pb2.ActorServiceLogProbsRequest) -> tuple[TokenBatch, float, bool]:
+    """Return the sequences, the temperature, and whether the actor serves as the reference. Raises InvalidRequest."""
+    return batch_from_proto(message.batch), positive(message.temperature, "temperature"), message.reference
+
+
+def actor_log_probs_response_to_proto(
+    log_probs: FloatArray, policy_version: int
+) -> actor_pb2.ActorServiceLogProbsResponse:
+    """Convert log-probs float32 [response tokens] and the policy version."""
+    return actor_pb2.ActorServiceLogProbsResponse(log_probs=tensor_to_proto(log_probs), policy_version=policy_version)
+
+
+def reference_log_probs_to_proto(
+    batch: TokenBatch, temperature: float
+) -> reference_pb2.ReferenceServiceLogProbsRequest:
+    """Convert the arguments of the reference's LogProbs call."""
+    message = reference_pb2.ReferenceServiceLogProbsRequest(temperature=temperature)
+    write_batch(message.batch, batch)
+    return message
+
+
+def reference_log_probs_from_proto(
+    message: reference_pb2.ReferenceServiceLogProbsRequest,
+) -> tuple[TokenBatch, float]:
+    """Return the sequences and the temperature. Raises InvalidRequest."""
+    return batch_from_proto(message.batch), positive(message.temperature, "temperature")
+
+
+def reference_log_probs_response_to_proto(log_probs: FloatArray) -> reference_pb2.ReferenceServiceLogProbsResponse:
+    """Convert log-probs float32 [response tokens]."""
+    return reference_pb2.ReferenceServiceLogProbsResponse(log_probs=tensor_to_proto(log_probs))
+
+
+def log_probs_from_proto(
+    message: actor_pb2.ActorServiceLogProbsResponse | reference_pb2.ReferenceServiceLogProbsResponse,
+    response_tokens: int,
+) -> FloatArray:
+    """Return log-probs float32 [response tokens], of actor or reference. Raises InvalidRequest."""
+    return floats_from_proto(message.log_probs, "log_probs", response_tokens)

@@ -1,0 +1,198 @@
+"""A connection to one service. Every failed call raises a domain exception that names the service."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quartet import codec
+from quartet.errors import AccessRefused, Cancelled, ConfigError, MismatchError, QuartetError, ServiceUnavailable
+from quartet.rpc.call_interceptors import CallTracer, OutgoingSpan
+from quartet.rpc.pending_calls import PendingCall, PendingStream
+from quartet.rpc.security.credentials import LOCAL, Credentials
+from quartet.rpc.status_codes import error_of
+from quartet.types import ProcessStatus
+from quartet.v1 import status_pb2_grpc
+
+Response = TypeVar("Response")
+
+log = structlog.get_logger()
+
+LOG_AFTER, LOG_INTERVAL = 5.0, 60.0
+"""Seconds before the first log line about a service that is not ready, and between later ones."""
+FOREIGN_AFTER = 8.0
+"""Seconds for which a port may accept connections without a response before it counts as another kind of server."""
+POLL = 0.1
+"""Seconds between two attempts to get a status."""
+STATUS_TIMEOUT = 2.0
+"""Seconds for one attempt to get a status."""
+_NO_RESPONSE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+
+class ServiceChannel:
+    """Connection to one service at one address."""
+
+    def __init__(self, name: str, address: str, credentials: Credentials = LOCAL) -> None:
+        """``name`` is the role expected at ``address``."""
+        self.name = name
+        self.address = address
+        self._credentials = credentials
+        self.grpc_channel = credentials.channel(name, address)
+        # Created once: gRPC 1.81 may abort the process if a stub is created on a channel that another thread has just closed.
+        self._status = status_pb2_grpc.StatusServiceStub(self.grpc_channel)
+        self._health = health_pb2_grpc.HealthStub(self.grpc_channel)
+        self.tracer: CallTracer | None = None
+        """Traces the calls made with ``start`` and ``start_stream``."""
+
+    def call(self, method: Callable[..., Response], request: Any, timeout: float, title: str) -> Response:
+        """Call a method of a stub and wait for its response.
+
+        ``timeout`` is in seconds. Raises the exception that the service raised, Cancelled if this channel is closed.
+        """
+        try:
+            return method(request, timeout=timeout, metadata=self._credentials.metadata)
+        except grpc.RpcError as error:
+            raise self._error(error, title, timeout) from None
+        except ValueError:
+            raise self._closed(title) from None
+
+    def start(self, method: Any, request: Any, timeout: float, title: str) -> PendingCall:
+        """Start a call of a unary method without waiting for its response."""
+        metadata, span = self._traced(title)
+        future = method.future(request, timeout=timeout, metadata=metadata)
+        if span is not None:
+            future.add_done_callback(lambda ended: span.end(ended.code().name))
+        return PendingCall(future, lambda error: self._error(error, title, timeout), f"{self.name}: {title}")
+
+    def start_stream(self, method: Any, request: Any, timeout: float, title: str) -> PendingStream:
+        """Start a call of a server-streaming method and read its messages on a separate thread."""
+        metadata, span = self._traced(title)
+        stream = method(request, timeout=timeout, metadata=metadata)
+        pending = PendingStream(stream, lambda error: self._error(error, title, timeout), f"{self.name}: {title}")
+        if span is not None:
+            pending.when_done(lambda: span.end(stream.code().name))
+        return pending
+
+    def stream(self, method: Any, request: Any, title: str) -> Iterator[Any]:
+        """Yield the messages of a server-streaming method without a deadline. Raises as ``call``."""
+        try:
+            yield from method(request, metadata=self._credentials.metadata)
+        except grpc.RpcError as error:
+            raise self._error(error, title, 0.0) from None
+        except ValueError:
+            raise self._closed(title) from None
+
+    def status(self, timeout: float = STATUS_TIMEOUT) -> ProcessStatus:
+        """Return the status of the process. Raises as ``call``."""
+        response = self.call(self._status.GetStatus, codec.get_status_request(), timeout, "GetStatus")
+        return codec.process_status_from_proto(response)
+
+    def is_serving(self, timeout: float = STATUS_TIMEOUT) -> bool:
+        """Return whether the process reports itself as serving. Raises as ``call``."""
+        response = self.call(self._health.Check, health_pb2.HealthCheckRequest(), timeout, "Check")
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def wait_until_ready(
+        self, timeout: float, check_alive: Callable[[], None] = lambda: None, known: bool = False
+    ) -> ProcessStatus:
+        """Wait until the service responds and return its status. ``check_alive`` may raise to end the wait.
+
+        ``known``: the address belongs to a Quartet service that was ready before. Raises ServiceUnavailable after ``timeout``
+        seconds, ConfigError if another kind of server responds at an address that is not ``known``.
+        """
+        deadline = time.monotonic() + timeout
+        accepting_since: float | None = None
+        next_log = time.monotonic() + LOG_AFTER
+        while True:
+            check_alive()
+            try:
+                return self.status()
+            except AccessRefused:
+                raise
+            except QuartetError as error:
+                now = time.monotonic()
+                if now > next_log:
+                    log.info("waiting for a service", service=self.name, address=self.address)
+                    next_log = now + LOG_INTERVAL
+                if not isinstance(error, MismatchError) and not accepts_connections(self.address):
+                    accepting_since = None
+                elif accepting_since is None:
+                    accepting_since = now
+                foreign = isinstance(error, MismatchError) or (
+                    accepting_since is not None and now - accepting_since > FOREIGN_AFTER
+                )
+                if foreign and not known:
+                    raise ConfigError(
+                        f"{self.name} at {self.address}: the server there is not a Quartet service, or it has other "
+                        f"certificates; check services.{self.name}.address, and security.certificates on both sides"
+                    ) from None
+                if now > deadline:
+                    raise ServiceUnavailable(
+                        f"{self.name} at {self.address}: no Quartet service responded within {timeout:g} s; "
+                        f"start it, or correct services.{self.name}.address"
+                    ) from None
+            time.sleep(POLL)
+
+    def responds(self, timeout: float) -> bool:
+        """Return whether the service responds within ``timeout`` seconds, even with an error."""
+        try:
+            # wait_for_ready: a lost connection is re-established only after a backoff.
+            self._status.GetStatus(
+                codec.get_status_request(), timeout=timeout, wait_for_ready=True, metadata=self._credentials.metadata
+            )
+        except grpc.RpcError as error:
+            return error.code() not in _NO_RESPONSE_CODES
+        except ValueError:  # The channel is closed.
+            return False
+        return True
+
+    def reconnected(self) -> ServiceChannel:
+        """Return a new channel to the same service. A lost connection reconnects only after a backoff; a new one does not wait."""
+        return ServiceChannel(self.name, self.address, self._credentials)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.grpc_channel.close()
+
+    def _traced(self, title: str) -> tuple[tuple[tuple[str, str | bytes], ...], OutgoingSpan | None]:
+        span = self.tracer.outgoing(self.name, title) if self.tracer is not None else None
+        return (*self._credentials.metadata, *(span.metadata if span is not None else ())), span
+
+    def _error(self, error: grpc.RpcError, title: str, timeout: float) -> QuartetError:
+        return error_of(error, f"{self.name} at {self.address}: {title}", timeout)
+
+    def _closed(self, title: str) -> QuartetError:
+        return Cancelled(f"{self.name} at {self.address}: {title}: the channel is closed")
+
+
+def replicas_at(address: str) -> int:
+    """Return the number of processes behind HOST:PORT or a gRPC address list, at least 1. A channel sends calls to each in turn.
+
+    A host name may resolve to several addresses. A name that cannot be resolved counts as one process: the call reports the error.
+    """
+    if address.startswith(("ipv4:", "ipv6:")):
+        return len(address.split(","))
+    host, _, port = address.rpartition(":")
+    try:
+        resolved = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return 1
+    # One process may have an address in each family.
+    return max(Counter(family for family, *_ in resolved).values())
+
+
+def accepts_connections(address: str) -> bool:
+    """Return whether a server listens at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
