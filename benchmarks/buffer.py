@@ -1,9 +1,8 @@
-"""The rollout buffer: trajectories a second from a process that writes to one that reads, and experience in gigabytes a second.
+"""Throughput of the rollout buffer: trajectories per second from one process to another, and experience in GB/s.
 
-`make buffer`, or python -m benchmarks.buffer. The Redis is the embedded one as `quartet train` starts it: its append-only file is
-flushed to the disk every second. The writer appends as the actor does, the reader reads as the orchestrator does and frees what
-it has read. Writes the figures below build/, the table into docs/performance.md. Exits 1 when trajectories come more slowly than
-they should.
+`make buffer`, or python -m benchmarks.buffer. Uses the embedded Redis as `quartet train` starts it, with an append-only file that
+is flushed to the disk every second. One process appends as the actor does, another reads and acknowledges as the orchestrator
+does. Writes the results below build/ and a table to docs/performance.md. Exits with 1 if trajectories are slower than LIMIT.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from quartet.services.actor.actor import FLUSH
 from quartet.types import FinishReason, Trajectory, TrajectoryId
 
 LIMIT = 5_000
-"""Trajectories of 1,000 tokens a second."""
+"""Fewest trajectories of 1,000 tokens per second."""
 RUN = "buffer"
 PROMPT, RESPONSE = 100, 900
 """Tokens."""
 READ = 16
-"""Trajectories that a read asks for, as with rollout.score_batch_size as it is by default."""
+"""Trajectories in one read, as with the default rollout.score_batch_size."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One round: so many trajectories; seconds that the writer took, and that all took from the first append to the last read."""
+    """One round: number of trajectories, seconds of the writer, and seconds from the first append to the last read."""
 
     trajectories: int
     write: float
@@ -50,13 +49,13 @@ class Stream:
 
     @property
     def rate(self) -> float:
-        """Trajectories a second, all in all."""
+        """Trajectories per second, appended and read."""
         return self.trajectories / self.all
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """Experience of so many response tokens: its bytes, and the shortest time to seal and to load it."""
+    """Experience of ``tokens`` response tokens: its bytes, and the shortest times to seal and to load it, in seconds."""
 
     tokens: int
     size: int
@@ -79,12 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rounds = [stream(server.url, options.trajectories) for _ in range(options.rounds + 1)][1:]
         sealed = [seal(server.url, tokens, options.rounds) for tokens in (options.tokens // 10, options.tokens)]
     shutil.rmtree(options.folder / "redis")
-    figures = {
+    results = {
         "machine": where,
         "streams": [asdict(each) for each in rounds],
         "experience": [asdict(each) for each in sealed],
     }
-    (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.folder / "figures.json").write_text(json.dumps(results, indent=1) + "\n")
     text = table(rounds, sealed, where)
     print(text)
     page.write(page_of(parser, options), "buffer", text)
@@ -92,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def trajectories(count: int) -> Iterator[Trajectory]:
-    """Trajectories of PROMPT and RESPONSE tokens, the same for each."""
+    """Yield trajectories of PROMPT and RESPONSE tokens with equal content."""
     prompt, response = np.arange(PROMPT, dtype=np.int32), np.arange(RESPONSE, dtype=np.int32)
     log_probs = np.full(RESPONSE, -1.0, np.float32)
     for index in range(count):
@@ -100,7 +99,7 @@ def trajectories(count: int) -> Iterator[Trajectory]:
 
 
 def write(url: str, count: int) -> int:
-    """The writer: begins when it is told to, and says on one line when it began and ended."""
+    """Run the writer: start after a line on standard input, and print the times of start and end."""
     stream = RolloutStream(connect(url), url, RUN)
     made = list(trajectories(count))
     print("ready", flush=True)
@@ -113,7 +112,7 @@ def write(url: str, count: int) -> int:
 
 
 def stream(url: str, count: int) -> Stream:
-    """One round with a writer in a process of its own, and this one as the reader."""
+    """Run one round, with a writer in a separate process and the reader in this one."""
     rollouts = RolloutStream(connect(url), url, RUN)
     rollouts.reset()
     command = [sys.executable, "-m", "benchmarks.buffer", "--write", url, "--trajectories", str(count)]
@@ -121,7 +120,7 @@ def stream(url: str, count: int) -> Stream:
         assert writer.stdin is not None
         assert writer.stdout is not None
         if not writer.stdout.readline():
-            raise RuntimeError(f"the writer ended with status {writer.wait()}; its error stands above")
+            raise RuntimeError(f"the writer ended with status {writer.wait()}; see its error above")
         writer.stdin.write("\n")
         writer.stdin.flush()
         read: list[str] = []
@@ -130,12 +129,12 @@ def stream(url: str, count: int) -> Stream:
         end = time.monotonic()
         started, written = json.loads(writer.stdout.readline())
     rollouts.acknowledge(read)
-    # Both read the machine's clock.
+    # Both processes use the machine's monotonic clock.
     return Stream(count, written - started, end - started)
 
 
 def seal(url: str, tokens: int, rounds: int) -> Sealed:
-    """Experience sealed and loaded over one connection, with its checksum both times."""
+    """Seal and load experience over one connection, with checksums both times."""
     client = connect(url)
     store, experience = ExperienceStore(client, url, "transport"), experience_of(tokens)
     seconds = best(rounds, lambda: store.seal(experience))
@@ -146,14 +145,14 @@ def seal(url: str, tokens: int, rounds: int) -> Sealed:
 
 
 def table(rounds: Sequence[Stream], sealed: Sequence[Sealed], where: str) -> str:
-    """What the page says."""
+    """Return the table for the page."""
     rates = [each.rate for each in rounds]
     writes = [each.trajectories / each.write for each in rounds]
     lines = [
         f"{where}. {rounds[0].trajectories:,} trajectories of {PROMPT + RESPONSE:,} tokens a round, appended by {FLUSH}, read by "
-        f"{READ}; at least {LIMIT:,} a second are asked for.",
+        f"{READ}; at least {LIMIT:,} per second are required.",
         "",
-        "| trajectories a second | best | median | least |",
+        "| trajectories per second | best | median | minimum |",
         "|---|---|---|---|",
         f"| appended | {max(writes):,.0f} | {statistics.median(writes):,.0f} | {min(writes):,.0f} |",
         f"| appended and read | **{max(rates):,.0f}** | {statistics.median(rates):,.0f} | {min(rates):,.0f} |",

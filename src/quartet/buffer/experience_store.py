@@ -42,7 +42,7 @@ class ExperienceStore:
     def seal(self, experience: Experience) -> None:
         """Store a step's experience. Sealing the same step again replaces it.
 
-        Each chunk is a command of its own, so neither Redis's limit on a value nor that on a client's commands (1 GB by default)
+        Each chunk is a separate command, so neither Redis's limit on a value nor that on a client's commands (1 GB by default)
         bounds a step. Raises ConfigError if the step has so many sequences that its manifest is too large, BufferFailed if Redis
         is full.
         """

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces: one for each training step, across all services. Off, nothing of OpenTelemetry is imported.
+"""OpenTelemetry traces: one for each training step, across all services. Without an endpoint, OpenTelemetry is not imported.
 
-The current span is kept where OpenTelemetry keeps it, in the context of the thread: a step is taken by one thread, which begins
-all of its calls. Spans are sent in batches from a thread of their own; what cannot be sent is dropped, and said once.
+OpenTelemetry keeps the current span in the context of the thread: one thread takes a step and starts all of its calls. A
+background thread sends the spans in batches. Spans that cannot be sent are dropped, which is logged once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 PATH = "/v1/traces"
-"""Where an OTLP/HTTP endpoint takes spans."""
+"""Path for spans at an OTLP/HTTP endpoint."""
 DELAY_MS = 2000
-"""Milliseconds for which spans wait for others."""
+"""Milliseconds that a batch waits for more spans."""
 EXPORT_SECONDS = 5.0
-"""Seconds that one batch may take."""
+"""Seconds that the export of one batch may take."""
 CLOSING_SECONDS = 1.0
-"""Seconds for what is left at the end of the process."""
+"""Seconds for the remaining spans at the end of the process."""
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -58,10 +58,10 @@ class NoTraces:
 
 
 class Traces:
-    """The spans of one process, and where they go."""
+    """The spans of one process, and their export."""
 
     def __init__(self, endpoint: str, role: str, run: str) -> None:
-        """``endpoint``: base address that takes OTLP over HTTP; nothing is sent yet, so it need not be there."""
+        """``endpoint`` is the base URL for OTLP over HTTP. It does not have to be reachable yet."""
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -69,7 +69,7 @@ class Traces:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # Of a collector that is gone one line is enough, and that is ours.
+        # Log an unreachable collector once, see _log_failures_once, instead of for each batch.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         endpoint = endpoint.rstrip("/")
         exporter = OTLPSpanExporter(endpoint.removesuffix(PATH) + PATH, timeout=EXPORT_SECONDS)
@@ -91,7 +91,7 @@ class Traces:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around a whole step: the root of a trace of its own."""
+        """Trace a whole step, as the root of a new trace."""
         from opentelemetry.context import Context
 
         attributes = {"quartet.run": self._run, "quartet.step": step}
@@ -108,7 +108,7 @@ class Traces:
             yield
 
     def outgoing(self, peer: str, method: str) -> _Outgoing | None:
-        """A call begins that this thread's step makes; None outside of a step."""
+        """Start the span of an outgoing call of this thread's step. Return None outside a step."""
         if not self._api.get_current_span().get_span_context().is_valid:
             return None
         span = self._tracer.start_span(
@@ -122,7 +122,7 @@ class Traces:
 
     @contextmanager
     def incoming(self, service: str, method: str, metadata: Metadata, code: Callable[[], str]) -> Iterator[None]:
-        """Around the work on a call whose caller sent what it belongs to."""
+        """Trace the handling of an incoming call, with the trace context of the caller as parent."""
         context = self._propagator.extract({key: value for key, value in metadata if isinstance(value, str)})
         span = self._tracer.start_span(
             f"{service}/{method}",
@@ -137,14 +137,14 @@ class Traces:
             self._finish(span, code())
 
     def close(self) -> None:
-        """Sends what is left, for a short while. May be called once."""
+        """Send the remaining spans, for a limited time. Must be called only once."""
         closing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         closing.start()
         closing.join(CLOSING_SECONDS)
 
     @contextmanager
     def _span(self, name: str, kind: Any, attributes: dict[str, Any], context: Any) -> Iterator[None]:
-        # An error's text may quote a response, which is no matter for a trace.
+        # The error's message may quote a response, which does not belong in a trace.
         with self._tracer.start_as_current_span(
             name, context, kind, attributes, record_exception=False, set_status_on_exception=False
         ) as span:
@@ -162,35 +162,35 @@ class Traces:
 
 
 class _Outgoing:
-    """The client's end of a call."""
+    """The client span of a call."""
 
     def __init__(self, span: Span, metadata: Metadata, finish: Callable[[Span, str], None]) -> None:
         self._span, self.metadata, self._finish = span, metadata, finish
 
     def end(self, code: str) -> None:
-        """The answer is there."""
+        """End the span with the status code of the call."""
         self._finish(self._span, code)
 
 
 def _log_failures_once(exporter: SpanExporter, endpoint: str) -> SpanExporter:
-    """The exporter, which says in the log when it fails first, and when it works again."""
+    """Return the exporter with one log line when it starts to fail and one when it works again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    class SaidOnce(SpanExporter):
+    class LogFailuresOnce(SpanExporter):
         failing = False
 
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
             try:
                 result = exporter.export(spans)
-            except Exception as error:  # Whatever it is, it is not the run's trouble.
+            except Exception as error:  # No failure of the export may affect the run.
                 result, cause = SpanExportResult.FAILURE, type(error).__name__
             else:
-                cause = "not taken"
+                cause = "not accepted"
             failed = result is not SpanExportResult.SUCCESS
             if failed and not self.failing:
-                log.warning("traces are lost", endpoint=endpoint, cause=cause)
+                log.warning("trace export failed", endpoint=endpoint, cause=cause)
             elif self.failing and not failed:
-                log.info("traces arrive again", endpoint=endpoint)
+                log.info("trace export recovered", endpoint=endpoint)
             self.failing = failed
             return result
 
@@ -200,4 +200,4 @@ def _log_failures_once(exporter: SpanExporter, endpoint: str) -> SpanExporter:
         def force_flush(self, timeout_millis: int = 30000) -> bool:
             return exporter.force_flush(timeout_millis)
 
-    return SaidOnce()
+    return LogFailuresOnce()

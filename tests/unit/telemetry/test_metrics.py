@@ -1,4 +1,4 @@
-"""Who may read a process's figures on loopback."""
+"""Access to a process's metrics on loopback and beyond."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where figures go besides the run's files: whatever happens there, the run goes on."""
+"""Metric sinks: order, failures, slowness. The run continues in every case."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ ALERT = Alert(step=3, guard="entropy", action="note", evidence="entropy is 0.01"
 
 
 class Recorder:
-    """A sink that remembers, and fails where the test says so."""
+    """A sink that records its calls, and fails at the one that the test names."""
 
     def __init__(self, fails_at: str = "", held: threading.Event | None = None) -> None:
-        self.heard: list[Any] = []
+        self.calls: list[Any] = []
         self._fails_at, self._held = fails_at, held
 
-    def _hear(self, what: str, *rest: Any) -> None:
+    def _record(self, what: str, *rest: Any) -> None:
         if self._held is not None:
             assert self._held.wait(20)
         if what == self._fails_at:
             raise RuntimeError(f"{what} is refused")
-        self.heard.append((what, *rest))
+        self.calls.append((what, *rest))
 
     def continues_from(self, step: int) -> None:
-        self._hear("continues_from", step)
+        self._record("continues_from", step)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._hear("step", step, dict(metrics))
+        self._record("step", step, dict(metrics))
 
     def evaluation(self, step: int, summary: Mapping[str, float]) -> None:
-        self._hear("evaluation", step, dict(summary))
+        self._record("evaluation", step, dict(summary))
 
     def alert(self, alert: Alert) -> None:
-        self._hear("alert", alert)
+        self._record("alert", alert)
 
     def close(self) -> None:
-        self._hear("close")
+        self._record("close")
 
 
-def tell_all(sinks: Sinks) -> None:
+def send_all(sinks: Sinks) -> None:
     sinks.continues_from(2)
     sinks.step(3, {"reward_mean": 0.5})
     sinks.alert(ALERT)
@@ -58,7 +58,7 @@ def tell_all(sinks: Sinks) -> None:
     sinks.close()
 
 
-HEARD = [
+CALLS = [
     ("continues_from", 2),
     ("step", 3, {"reward_mean": 0.5}),
     ("alert", ALERT),
@@ -70,58 +70,58 @@ HEARD = [
 def test_every_sink_gets_every_metric_in_order() -> None:
     first, second, notes = Recorder(), Recorder(), list[str]()
     sinks = Sinks({"first": lambda: first, "second": lambda: second}, notes.append)
-    tell_all(sinks)
+    send_all(sinks)
     sinks.close()
     sinks.step(4, {})
-    assert first.heard == second.heard == HEARD
+    assert first.calls == second.calls == CALLS
     assert notes == []
 
 
 @pytest.mark.parametrize("fails_at", ["continues_from", "step", "alert", "evaluation", "close"])
 def test_a_failing_sink_is_reported_once_and_dropped(fails_at: str) -> None:
-    broken, whole, notes = Recorder(fails_at), Recorder(), list[str]()
-    tell_all(Sinks({"broken": lambda: broken, "whole": lambda: whole}, notes.append))
-    names = [heard[0] for heard in HEARD]
-    assert [heard[0] for heard in broken.heard] == names[: names.index(fails_at)]
-    assert whole.heard == HEARD
-    assert notes == [f"broken: RuntimeError: {fails_at} is refused; the run goes on and sends it nothing more"]
+    broken, intact, notes = Recorder(fails_at), Recorder(), list[str]()
+    send_all(Sinks({"broken": lambda: broken, "intact": lambda: intact}, notes.append))
+    names = [call[0] for call in CALLS]
+    assert [call[0] for call in broken.calls] == names[: names.index(fails_at)]
+    assert intact.calls == CALLS
+    assert notes == [f"broken: RuntimeError: {fails_at} is refused; the run continues and sends it nothing more"]
 
 
 def test_an_unreachable_sink_is_reported_and_dropped() -> None:
-    whole, notes = Recorder(), list[str]()
+    intact, notes = Recorder(), list[str]()
 
     def unreachable() -> Sink:
         raise ConnectionError("no such host")
 
-    tell_all(Sinks({"away": unreachable, "whole": lambda: whole}, notes.append))
-    assert whole.heard == HEARD
-    assert notes == ["away: ConnectionError: no such host; the run goes on and sends it nothing more"]
+    send_all(Sinks({"away": unreachable, "intact": lambda: intact}, notes.append))
+    assert intact.calls == CALLS
+    assert notes == ["away: ConnectionError: no such host; the run continues and sends it nothing more"]
 
 
 def test_a_slow_sink_loses_metrics_and_never_delays_the_run() -> None:
     held, notes = threading.Event(), list[str]()
     slow = Recorder(held=held)
-    sinks = Sinks({"slow": lambda: slow}, notes.append, waiting=4)
+    sinks = Sinks({"slow": lambda: slow}, notes.append, max_queued=4)
     for step in range(1, 51):
         sinks.step(step, {})
-    assert notes == ["slow: slower than the run; some figures are missing there"]
+    assert notes == ["slow: slower than the run; some metrics are missing there"]
     sinks.close(0.05)
-    assert notes[1:] == ["slow: not done after 0.05 s; the last figures may be missing there"]
+    assert notes[1:] == ["slow: not finished after 0.05 s; the last metrics may be missing there"]
     held.set()
     sinks._thread.join(20)
     assert not sinks._thread.is_alive()
-    assert slow.heard[0] == ("step", 1, {})
-    assert slow.heard[-1] == ("close",)
+    assert slow.calls[0] == ("step", 1, {})
+    assert slow.calls[-1] == ("close",)
 
 
 def test_without_sinks_there_is_no_thread() -> None:
     sinks = Sinks({}, lambda text: None)
-    tell_all(sinks)
+    send_all(sinks)
     assert not sinks._thread.is_alive()
 
 
 def events(folder: Path) -> Iterator[Any]:
-    """Every event below a folder, by the format's own rules and another checksum than the writer's."""
+    """Yield every event below a folder, with an implementation of the format that is independent of the writer."""
     from tensorboardX.proto.event_pb2 import Event
 
     for path in sorted(folder.iterdir()):
@@ -156,7 +156,7 @@ def scalars(folder: Path) -> list[tuple[int, str, float]]:
 
 def test_tensorboard_files_contain_the_metrics(tmp_path: Path) -> None:
     folder = tmp_path / "tensorboard"
-    tell_all(Sinks({"TensorBoard": lambda: TensorBoard(folder)}, pytest.fail))
+    send_all(Sinks({"TensorBoard": lambda: TensorBoard(folder)}, pytest.fail))
     assert scalars(folder) == [
         (3, "train/reward_mean", 0.5),
         (3, "evaluation/eval_kl", pytest.approx(0.1)),

@@ -1,1 +1,1 @@
-"""Where a run's figures go besides its own files: TensorBoard, Weights & Biases, MLflow. None of them can fail or slow a run."""
+"""Metric sinks besides the run's files: TensorBoard, Weights & Biases, MLflow. None can fail or slow down a run."""

@@ -1,4 +1,4 @@
-"""The sinks that a run's config asks for."""
+"""Open the sinks that a config enables."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from quartet.telemetry.sinks.sink import Sink
 
 
 def check_sinks(config: Config) -> None:
-    """Raises ConfigError when a sink's package is not installed."""
-    wanted = {"wandb": config.telemetry.wandb, "mlflow": config.telemetry.mlflow}
-    for package, settings in wanted.items():
+    """Raise ConfigError if the package of an enabled sink is not installed."""
+    packages = {"wandb": config.telemetry.wandb, "mlflow": config.telemetry.mlflow}
+    for package, settings in packages.items():
         if settings is not None and find_spec(package) is None:
             raise ConfigError(
                 f"telemetry.{package}: the package {package} is not installed; "
-                f"pip install 'quartet-rlhf[{package}]', or leave telemetry.{package} out"
+                f"pip install 'quartet-rlhf[{package}]', or remove telemetry.{package}"
             )
 
 
 def open_sinks(config: Config, files: RunFiles, identity: str, note: Callable[[str], None]) -> Sinks:
-    """Connects to the sinks that ``config`` asks for. ``identity`` is the run's id; ``note`` hears what a user should know."""
+    """Connect to the sinks that ``config`` enables. ``identity`` is the run's id; ``note`` gets messages for the user."""
     telemetry, name = config.telemetry, config.run.name
     openers: dict[str, Callable[[], Sink]] = {}
-    # Each package is loaded by its own thread, and only where it is wanted.
+    # The background thread imports a package, and only if its sink is enabled.
     if telemetry.tensorboard:
 
         def open_tensorboard() -> Sink:
@@ -44,7 +44,7 @@ def open_sinks(config: Config, files: RunFiles, identity: str, note: Callable[[s
         def open_wandb() -> Sink:
             from quartet.telemetry.sinks.weights_and_biases import WeightsAndBiases
 
-            return WeightsAndBiases(wandb, name, identity, _sent(config), files.logs)
+            return WeightsAndBiases(wandb, name, identity, _config_to_send(config), files.logs)
 
         openers["Weights & Biases"] = open_wandb
     if (mlflow := telemetry.mlflow) is not None:
@@ -52,14 +52,14 @@ def open_sinks(config: Config, files: RunFiles, identity: str, note: Callable[[s
         def open_mlflow() -> Sink:
             from quartet.telemetry.sinks.mlflow_tracking import MLflow
 
-            return MLflow(mlflow, name, identity, _sent(config))
+            return MLflow(mlflow, name, identity, _config_to_send(config))
 
         openers["MLflow"] = open_mlflow
     return Sinks(openers, note)
 
 
-def _sent(config: Config) -> dict[str, Any]:
-    """The settings without passwords: the buffer's is left out by the config, addresses of sinks may hold others."""
+def _config_to_send(config: Config) -> dict[str, Any]:
+    """Return the settings without passwords. The config hides the buffer's; URLs of sinks may contain others."""
     tree: dict[str, Any] = yaml.safe_load(config.to_yaml())
     del tree["telemetry"]
     return tree

@@ -1,4 +1,4 @@
-"""MLflow: the figures of a run as a run there."""
+"""MLflow sink."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from quartet.config import MLflowConfig
-from quartet.telemetry.sinks.sink import under
+from quartet.telemetry.sinks.sink import with_prefix
 from quartet.types import Alert
 
 TAG = "quartet.run"
-"""Under which a run there knows the id of the run that it is of."""
-_BATCH = 100
-"""Parameters that a server takes at once."""
-_LONGEST = 500
-"""Characters of a parameter's value that every server takes."""
+"""Tag of an MLflow run that contains the id of the Quartet run."""
+_MAX_PARAMETERS = 100
+"""Most parameters in one request."""
+_MAX_VALUE_LENGTH = 500
+"""Most characters of a parameter's value that every server accepts."""
 
 
 class MLflow:
-    """A run with the run's id as a tag: one that is resumed goes on. A step that comes again is written again."""
+    """An MLflow run with the run's id as a tag. A resumed run continues it. Recomputed steps are written again."""
 
     def __init__(self, settings: MLflowConfig, name: str, identity: str, config: Mapping[str, Any]) -> None:
         if "://" not in settings.tracking_uri:
-            # A folder is what the user has asked for; the library wants to be told so a second time.
+            # The user has configured a folder. The library requires a second confirmation.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
@@ -32,42 +32,42 @@ class MLflow:
         self._metric = Metric
         self._client = MlflowClient(tracking_uri=settings.tracking_uri)
         experiment = self._client.get_experiment_by_name(settings.experiment)
-        place = experiment.experiment_id if experiment else self._client.create_experiment(settings.experiment)
-        earlier = self._client.search_runs([place], f"tags.`{TAG}` = '{identity}'", max_results=1)
-        run = earlier[0] if earlier else self._client.create_run(place, run_name=name, tags={TAG: identity})
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(settings.experiment)
+        earlier = self._client.search_runs([experiment_id], f"tags.`{TAG}` = '{identity}'", max_results=1)
+        run = earlier[0] if earlier else self._client.create_run(experiment_id, run_name=name, tags={TAG: identity})
         self._id = run.info.run_id
         self._client.update_run(self._id, status="RUNNING")
         if not earlier:
-            flat = [Param(key, str(value)[:_LONGEST]) for key, value in _flat(config).items()]
-            for start in range(0, len(flat), _BATCH):
-                self._client.log_batch(self._id, params=flat[start : start + _BATCH])
+            flat = [Param(key, str(value)[:_MAX_VALUE_LENGTH]) for key, value in _flatten(config).items()]
+            for start in range(0, len(flat), _MAX_PARAMETERS):
+                self._client.log_batch(self._id, params=flat[start : start + _MAX_PARAMETERS])
 
     def continues_from(self, step: int) -> None:
-        """Nothing: figures that come again are written again, with the step that they are of."""
+        """Do nothing: metrics of recomputed steps are written again with their step."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step's figures, below ``train``."""
-        self._log(step, under("train", metrics))
+        """Log a step's metrics below ``train``."""
+        self._log(step, with_prefix("train", metrics))
 
     def evaluation(self, step: int, summary: Mapping[str, float]) -> None:
-        """An evaluation's figures, below ``evaluation``."""
-        self._log(step, under("evaluation", summary))
+        """Log an evaluation's metrics below ``evaluation``."""
+        self._log(step, with_prefix("evaluation", summary))
 
     def alert(self, alert: Alert) -> None:
-        """What a guard found, as a tag."""
+        """Set a tag for the alert."""
         self._client.set_tag(self._id, f"alert.{alert.step}.{alert.guard}", f"{alert.evidence}. {alert.remedy}")
 
     def close(self) -> None:
-        """Says that the run has ended."""
+        """Mark the MLflow run as ended."""
         self._client.set_terminated(self._id)
 
-    def _log(self, step: int, figures: Mapping[str, float]) -> None:
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in figures.items()])
+        self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in metrics.items()])
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

@@ -1,4 +1,4 @@
-"""What a place for a run's figures is told."""
+"""The interface of a metric sink."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from quartet.types import Alert
 
 
 class Sink(Protocol):
-    """Takes a run's figures. Only one thread calls it; what it raises ends it and nothing else."""
+    """Receives the metrics of a run. Only one thread calls it. An exception drops this sink and affects nothing else."""
 
     def continues_from(self, step: int) -> None:
-        """The run goes on after ``step``, 0 at its start: whatever came of later steps was taken back."""
+        """Continue after ``step``, 0 at the start of a run. Metrics of later steps are obsolete."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step was committed."""
+        """Receive the metrics of a committed step."""
 
     def evaluation(self, step: int, summary: Mapping[str, float]) -> None:
-        """The policy after ``step`` was evaluated."""
+        """Receive an evaluation of the policy after ``step``."""
 
     def alert(self, alert: Alert) -> None:
-        """A guard found something."""
+        """Receive an alert of a guard."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Finish: no more calls follow."""
 
 
-def under(group: str, figures: Mapping[str, float]) -> dict[str, float]:
-    """The figures as the sinks call them, ``train/reward_mean``; the step is no figure."""
-    return {f"{group}/{name}": value for name, value in figures.items() if name != "step"}
+def with_prefix(group: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics with names such as ``train/reward_mean``, without ``step``."""
+    return {f"{group}/{name}": value for name, value in metrics.items() if name != "step"}

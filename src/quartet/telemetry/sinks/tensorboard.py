@@ -1,4 +1,4 @@
-"""TensorBoard files, written without TensorBoard."""
+"""TensorBoard sink. Writes event files without the TensorBoard package."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import text
 
-from quartet.telemetry.sinks.sink import under
+from quartet.telemetry.sinks.sink import with_prefix
 from quartet.types import Alert
 
 
 class TensorBoard:
-    """One event file for each time that the run goes on. TensorBoard drops what was taken back, by the steps in them.
+    """One event file for each start of the run. TensorBoard hides obsolete steps by the session logs in them.
 
-    The library's own writer is not used: it has a thread more, and flushes to the disk what nothing depends on.
+    The writer of tensorboardX is not used: it needs another thread, and flushes to the disk.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,28 +30,28 @@ class TensorBoard:
         self._write(Event(file_version="brain.Event:2"))
 
     def continues_from(self, step: int) -> None:
-        """Has TensorBoard hide what it knows of later steps."""
+        """Make TensorBoard hide the metrics of later steps."""
         self._write(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step's figures, below ``train``."""
-        self._scalars(step, under("train", metrics))
+        """Write a step's metrics below ``train``."""
+        self._scalars(step, with_prefix("train", metrics))
 
     def evaluation(self, step: int, summary: Mapping[str, float]) -> None:
-        """An evaluation's figures, below ``evaluation``."""
-        self._scalars(step, under("evaluation", summary))
+        """Write an evaluation's metrics below ``evaluation``."""
+        self._scalars(step, with_prefix("evaluation", summary))
 
     def alert(self, alert: Alert) -> None:
-        """What a guard found, as a text."""
-        found = f"{alert.evidence}. {alert.remedy} ({alert.action})"
-        self._write(Event(step=alert.step, summary=text(f"alerts/{alert.guard}", found)))
+        """Write an alert as text."""
+        content = f"{alert.evidence}. {alert.remedy} ({alert.action})"
+        self._write(Event(step=alert.step, summary=text(f"alerts/{alert.guard}", content)))
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
-    def _scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+    def _scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(Event(step=step, summary=Summary(value=values)))
 
     def _write(self, event: Event) -> None:
@@ -64,7 +64,7 @@ class TensorBoard:
 
     @staticmethod
     def _open(folder: Path) -> BinaryIO:
-        """A new file. TensorBoard reads a folder's files in the order of their names."""
+        """Open a new file. TensorBoard reads the files of a folder in the order of their names."""
         now = time.time_ns()
         return (folder / f"events.out.tfevents.{now // 10**9}.quartet.{now}.{os.getpid()}").open("xb")
 

@@ -1,4 +1,4 @@
-"""Weights & Biases: the figures of a run as a run there."""
+"""Weights & Biases sink."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import WandbConfig
-from quartet.telemetry.sinks.sink import under
+from quartet.telemetry.sinks.sink import with_prefix
 from quartet.types import Alert
 
 
 class WeightsAndBiases:
-    """A run of the same id there: one that is resumed goes on. Figures are held against ``step``, which may go back."""
+    """A Weights & Biases run with the same id. A resumed run continues it. Plots are over ``step``, which may go back."""
 
     def __init__(
         self, settings: WandbConfig, name: str, identity: str, config: Mapping[str, Any], folder: Path
     ) -> None:
-        """``folder`` takes the library's own files."""
+        """``folder`` is for the files of the library."""
         import wandb
 
         self._run = wandb.init(
@@ -28,27 +28,27 @@ class WeightsAndBiases:
             resume="allow",
             config=dict(config),
             dir=folder,
-            # Its own look at the console and at the code would show what a user did not ask to send.
+            # Capturing the console and the code would upload what the user did not ask to send.
             settings=wandb.Settings(console="off", silent=True, disable_code=True, disable_git=True),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def continues_from(self, step: int) -> None:
-        """Nothing: figures that come again are logged again, with the step that they are of."""
+        """Do nothing: metrics of recomputed steps are logged again with their step."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step's figures, below ``train``."""
-        self._run.log({"step": step, **under("train", metrics)})
+        """Log a step's metrics below ``train``."""
+        self._run.log({"step": step, **with_prefix("train", metrics)})
 
     def evaluation(self, step: int, summary: Mapping[str, float]) -> None:
-        """An evaluation's figures, below ``evaluation``."""
-        self._run.log({"step": step, **under("evaluation", summary)})
+        """Log an evaluation's metrics below ``evaluation``."""
+        self._run.log({"step": step, **with_prefix("evaluation", summary)})
 
     def alert(self, alert: Alert) -> None:
-        """What a guard found, as an alert there."""
+        """Send an alert."""
         self._run.alert(title=f"step {alert.step}: {alert.guard}", text=f"{alert.evidence}. {alert.remedy}")
 
     def close(self) -> None:
-        """Sends what has not been sent yet."""
+        """Send the remaining metrics."""
         self._run.finish()
