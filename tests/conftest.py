@@ -15,6 +15,9 @@ from quartet.telemetry.logs import configure_logs
 # Tests fork from a process that uses gRPC, to run something else. gRPC reads this variable at first use: its fork handlers could
 # abort the forked process.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+# The models of the tests are too small for several threads, and threads that wait for each other keep all cores busy. Set before
+# torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 SLOWEST_FILES = 10
