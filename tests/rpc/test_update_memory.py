@@ -61,9 +61,11 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     found: list[tuple[int, bool]] = []
 
     def watched(real: Any) -> Any:
-        def update(model: Any, optimizer: Any, experience: Any, settings: Any, loss: Any, tokens: int) -> Any:
+        def update(
+            model: Any, optimizer: Any, experience: Any, settings: Any, loss: Any, tokens: int, *rest: Any
+        ) -> Any:
             found.append((tokens, model.base_model.is_activation_checkpointing))
-            return real(model, optimizer, experience, settings, loss, tokens)
+            return real(model, optimizer, experience, settings, loss, tokens, *rest)
 
         return update
 
