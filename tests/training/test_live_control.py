@@ -268,7 +268,7 @@ def test_a_rollback_without_a_checkpoint_or_past_a_tagged_one_is_refused(
         run = active.finish()
     assert run.code == 0, run.progress.error
     assert refused[0] == "step 3: has no checkpoint; checkpoints exist for: 2, 4"
-    assert "step-000004 is named best, to be kept" in refused[1]
+    assert "step-000004 is tagged best" in refused[1]
     assert len(run.metrics) == STEPS
 
 
