@@ -89,7 +89,7 @@ def test_overlays_are_laid_over_a_config_that_is_shown_checked_or_diagnosed(
     assert told.code == 1
     assert re.search(r"failed +access +security\.token_file /nowhere/token", told.out)
     alone = start("doctor", *layers).ended()
-    assert (alone.code, "give CONFIG, too" in alone.err) == (2, True)
+    assert (alone.code, "need CONFIG" in alone.err) == (2, True)
 
 
 def test_doctor_describes_the_machine_and_what_a_config_needs(start: Start, config: Path) -> None:
