@@ -1,1 +1,1 @@
-"""The processes: four model services and the orchestrator, behind one entry point, ``python -m quartet.services ROLE...``."""
+"""Four model services and the orchestrator. Entry point: ``python -m quartet.services ROLE...``."""

@@ -1,4 +1,4 @@
-"""Building each role's core and servicer from the config. Imports torch: the entry point imports this last."""
+"""Construction of each role's core and servicer from the config. Imports torch, so the entry point imports it last."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from quartet.types import Role
 def build_model_role(
     role: Role, config: Config, compute: ComputeThread, threads: int, certificates: Path | None = None
 ) -> HostedRole:
-    """Loads one role's model. ``certificates``: the process's own. Raises ModelError, ConfigError or ServiceUnavailable."""
+    """Load the model of one role and return its servicer.
+
+    ``certificates`` is the folder of the process's certificates. Raises ModelError, ConfigError or ServiceUnavailable.
+    """
     if role is Role.ACTOR:
         return _build_actor(config, compute, threads, certificates)
     if role is Role.CRITIC:
@@ -47,13 +50,15 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
     link = ConnectionMonitor(client, url)
 
     def access(run: str) -> BufferAccess:
-        return BufferAccess(RolloutStream(client, url, run, link.mark_lost), ExperienceStore(client, url, run, link.mark_lost))
+        return BufferAccess(
+            RolloutStream(client, url, run, link.mark_lost), ExperienceStore(client, url, run, link.mark_lost)
+        )
 
-    stale = config.rollout.max_off_policy_steps > 0
-    device, generates = devices_of_actor(config.services.actor, stale)
+    off_policy = config.rollout.max_off_policy_steps > 0
+    device, generation_device = devices_of_actor(config.services.actor, off_policy)
     engine = (
-        detached_torch_engine(config.rollout.max_concurrent_sequences, generates)
-        if stale
+        detached_torch_engine(config.rollout.max_concurrent_sequences, generation_device)
+        if off_policy
         else engine_factory(config, certificates)
     )
     actor = Actor(
@@ -68,7 +73,7 @@ def _build_actor(config: Config, compute: ComputeThread, threads: int, certifica
         limits_of(config, Role.ACTOR),
         config.algorithm.policy_loss,
     )
-    return ActorServicer(actor, compute, threads, link.is_lost, ComputeThread() if stale else None)
+    return ActorServicer(actor, compute, threads, link.is_lost, ComputeThread() if off_policy else None)
 
 
 def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str) -> HostedRole:
@@ -89,7 +94,7 @@ def _build_critic(config: Config, compute: ComputeThread, threads: int, url: str
 
 def _build_reward(config: Config, compute: ComputeThread, threads: int) -> HostedRole:
     source = build_reward(config, device_of(config.services.reward))
-    # Functions compute in processes of their own: what else is in this one does not wait with those who wait for them.
+    # Reward functions run in separate processes. Their callers wait on a separate thread, not on the models' compute thread.
     return RewardServicer(source, compute if source.status().parameters else ComputeThread(), threads)
 
 
@@ -103,47 +108,49 @@ def _build_reference(config: Config, compute: ComputeThread, threads: int) -> Ho
     return ReferenceServicer(reference, compute, threads)
 
 
-def devices_of_actor(service: ServiceConfig, stale: bool) -> tuple[str, str]:
-    """The torch devices on which the policy learns and generates: two where it does both at once and has two.
+def devices_of_actor(service: ServiceConfig, off_policy: bool) -> tuple[str, str]:
+    """Return the torch devices for training and for generation. They differ if both run at once and two are configured.
 
     Raises ConfigError.
     """
-    if stale and len(service.devices) == 2:
-        learns, generates = (service.model_copy(update={"devices": (device,)}) for device in service.devices)
-        return device_of(learns), device_of(generates)
+    if off_policy and len(service.devices) == 2:
+        training, generation = (service.model_copy(update={"devices": (device,)}) for device in service.devices)
+        return device_of(training), device_of(generation)
     device = device_of(service)
     return device, device
 
 
 def device_of(service: ServiceConfig) -> str:
-    """The torch device of a service. Raises ConfigError when it is not there."""
+    """Return the torch device of a service. Raises ConfigError if the machine does not have it."""
     if not service.devices:
         return "cpu"
-    found = torch.cuda.device_count()
+    available = torch.cuda.device_count()
     if len(service.devices) > 1:
         raise ConfigError(
-            f"devices {list(service.devices)}: a model on several GPUs is not supported yet; give one, or to an actor with "
-            "rollout.max_off_policy_steps 1 two, one to learn on and one to generate"
+            f"devices {list(service.devices)}: a model on several GPUs is not supported; give one device. An actor with "
+            "rollout.max_off_policy_steps 1 may have two: one for training and one for generation"
         )
-    if service.devices[0] >= found:
+    if service.devices[0] >= available:
         raise ConfigError(
-            f"devices {list(service.devices)}: this machine has {found} CUDA devices; give [] for the CPU"
+            f"devices {list(service.devices)}: this machine has {available} CUDA devices; give [] for the CPU"
         )
     return f"cuda:{service.devices[0]}"
 
 
 def limits_of(config: Config, role: Role) -> UpdateLimits:
-    """What the run asks of a role's updates at most."""
+    """Return the limits of a role's updates in this run."""
     rollout, engine = config.rollout, config.rollout.tensorrt_llm
-    stays = role is Role.ACTOR and rollout.engine == "tensorrt-llm" and engine is not None and not engine.release_memory
+    keeps_memory = (
+        role is Role.ACTOR and rollout.engine == "tensorrt-llm" and engine is not None and not engine.release_memory
+    )
     return UpdateLimits(
-        longest=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        max_sequence_tokens=config.data.max_prompt_tokens + rollout.max_response_tokens,
         trains_entropy=config.algorithm.entropy_coefficient != 0,
-        part=1 - engine.memory_fraction if engine is not None and stays else 1.0,
-        shared_by=num_memory_sharers(config, role),
+        memory_fraction=1 - engine.memory_fraction if engine is not None and keeps_memory else 1.0,
+        num_sharers=num_memory_sharers(config, role),
     )
 
 
 def run_root(config: Config) -> Path:
-    """The directory below which saves are confined."""
+    """Return the directory that saves are confined to."""
     return config.run_directory.absolute()

@@ -1,4 +1,4 @@
-"""How the updates of a model are split so that they fit its memory: looked at once, when the service starts."""
+"""Micro-batch size of updates that fits the free memory. Measured once, when the service starts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class UpdateLimits:
-    """What a run asks of updates at most, and leaves them of the memory that is free.
+    """The largest update of a run, and the share of the free memory that it may use.
 
-    ``longest``: tokens of a sequence. ``part``: of the free memory, where an engine keeps the rest. ``shared_by``: model services
-    that share the device's memory, itself counted.
+    ``max_sequence_tokens``: prompt and response of the longest sequence. ``memory_fraction``: share of the free memory if a
+    generation engine keeps the rest. ``num_sharers``: model services on the same device, including this one.
     """
 
-    longest: int
+    max_sequence_tokens: int
     trains_entropy: bool = False
-    part: float = 1.0
-    shared_by: int = 1
+    memory_fraction: float = 1.0
+    num_sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """``micro_batch_tokens`` of an update that does not say otherwise. ``memory`` None, ``free`` bytes 0: nobody looked."""
+class MemoryBudget:
+    """Default micro-batch size of updates, and the measurement that it is based on.
+
+    ``free`` is the free memory in bytes. ``memory`` is None and ``free`` 0 if nothing was measured.
+    """
 
     role: Role
     micro_batch_tokens: int
@@ -42,14 +45,14 @@ class Budget:
     free: int = 0
 
     @property
-    def held(self) -> int:
-        """Most tokens of a micro-batch that the memory holds, as far as anybody looked."""
+    def max_tokens(self) -> int:
+        """Largest micro-batch that fits the memory, in tokens; 0 if not measured."""
         if self.memory is None:
             return 0
-        return max(_most_tokens(self.memory, self.free, recomputes) for recomputes in self._ways())
+        return max(_most_tokens(self.memory, self.free, recomputes) for recomputes in self._checkpointing_options())
 
-    def recomputes(self, tokens: int) -> bool:
-        """Whether an update in micro-batches of so many tokens is to use gradient checkpointing. It decides no bits."""
+    def needs_checkpointing(self, tokens: int) -> bool:
+        """Return whether micro-batches of ``tokens`` tokens need gradient checkpointing. It does not change the results."""
         if self.gradient_checkpointing is not None or self.memory is None:
             return bool(self.gradient_checkpointing)
         return (
@@ -57,59 +60,64 @@ class Budget:
             and self.memory.bytes(tokens, False) > MEMORY_FRACTION * self.free
         )
 
-    def settle(self, asked: int) -> tuple[int, bool]:
-        """Most tokens of an update's micro-batches, ``asked`` or its own, and whether it is to use gradient checkpointing."""
-        tokens = asked or self.micro_batch_tokens
-        if self.memory is not None and tokens > self.held:
-            log.warning("update may not fit the memory", role=self.role, micro_batch_tokens=tokens, held=self.held)
-        return tokens, self.recomputes(tokens)
+    def resolve(self, requested: int) -> tuple[int, bool]:
+        """Return the micro-batch size of an update, ``requested`` or the default, and whether it uses gradient checkpointing."""
+        tokens = requested or self.micro_batch_tokens
+        if self.memory is not None and tokens > self.max_tokens:
+            log.warning(
+                "update may not fit the memory", role=self.role, micro_batch_tokens=tokens, max_tokens=self.max_tokens
+            )
+        return tokens, self.needs_checkpointing(tokens)
 
-    def told_in(self, status: ServiceStatus) -> ServiceStatus:
-        """``status``, which tells of it, too."""
-        again = self.recomputes(self.micro_batch_tokens)
+    def add_to(self, status: ServiceStatus) -> ServiceStatus:
+        """Return ``status`` with the fields of this budget."""
+        checkpointing = self.needs_checkpointing(self.micro_batch_tokens)
         return replace(
             status,
             micro_batch_tokens=self.micro_batch_tokens,
-            micro_batch_tokens_held=self.held,
-            gradient_checkpointing=again,
-            token_bytes=self.memory.token_bytes(again) if self.memory else 0,
+            micro_batch_tokens_held=self.max_tokens,
+            gradient_checkpointing=checkpointing,
+            token_bytes=self.memory.token_bytes(checkpointing) if self.memory else 0,
             free_bytes=self.free,
         )
 
-    def _ways(self) -> list[bool]:
+    def _checkpointing_options(self) -> list[bool]:
         assert self.memory is not None
-        ways = [False, True] if self.gradient_checkpointing is None else [self.gradient_checkpointing]
-        return [again for again in ways if not again or self.memory.with_checkpointing is not None] or [False]
+        options = [False, True] if self.gradient_checkpointing is None else [self.gradient_checkpointing]
+        return [each for each in options if not each or self.memory.with_checkpointing is not None] or [False]
 
 
-def find_budget(role: Role, config: TrainedModelConfig, memory: UpdateMemory, free: int) -> Budget:
-    """The budget of ``free`` bytes. Raises ConfigError where they do not hold the longest sequence, unless a number is given."""
-    asked, again = config.micro_batch_tokens, config.gradient_checkpointing
-    if again and memory.with_checkpointing is None:
+def find_budget(role: Role, config: TrainedModelConfig, memory: UpdateMemory, free: int) -> MemoryBudget:
+    """Return the budget for ``free`` bytes.
+
+    Raises ConfigError if the longest sequence does not fit and the config gives no micro-batch size.
+    """
+    configured, checkpointing = config.micro_batch_tokens, config.gradient_checkpointing
+    if checkpointing and memory.with_checkpointing is None:
         raise ConfigError(
-            f"{role}.gradient_checkpointing: this model's architecture has no layers that can be computed again; set it to false"
+            f"{role}.gradient_checkpointing: this model's architecture does not support it; set it to false"
         )
-    plain = 0 if again else _most_tokens(memory, free, False)
-    tokens = asked or plain or Budget(role, 0, again, memory, free).held
+    without_checkpointing = 0 if checkpointing else _most_tokens(memory, free, False)
+    tokens = configured or without_checkpointing or MemoryBudget(role, 0, checkpointing, memory, free).max_tokens
     if not tokens:
         raise ConfigError(_too_small(role, config, memory, free))
-    found = Budget(role, tokens, again, memory, free)
+    budget = MemoryBudget(role, tokens, checkpointing, memory, free)
     log.info(
         "memory of updates",
         role=role,
         micro_batch_tokens=tokens,
-        held=found.held,
-        gradient_checkpointing=found.recomputes(tokens),
+        max_tokens=budget.max_tokens,
+        gradient_checkpointing=budget.needs_checkpointing(tokens),
         free_bytes=free,
     )
-    return found
+    return budget
 
 
 def free_bytes(model: Any, limits: UpdateLimits) -> int:
-    """This service's part of the memory that is free where ``model`` is."""
+    """Return this service's share of the free memory on the model's device, in bytes."""
     device = device_of(model)
     free = free_gpu_bytes(device) if device.type == "cuda" else free_memory_bytes()
-    return int(limits.part * free) // limits.shared_by
+    return int(limits.memory_fraction * free) // limits.num_sharers
 
 
 def _most_tokens(memory: UpdateMemory, free: int, recomputes: bool) -> int:
@@ -117,15 +125,16 @@ def _most_tokens(memory: UpdateMemory, free: int, recomputes: bool) -> int:
 
 
 def _too_small(role: Role, config: TrainedModelConfig, memory: UpdateMemory, free: int) -> str:
-    may = config.gradient_checkpointing is not False and memory.with_checkpointing is not None
-    how = "even with gradient checkpointing" if may else "without gradient checkpointing"
-    more = f"set {role}.gradient_checkpointing to null, " if config.gradient_checkpointing is False else ""
+    checkpointing = config.gradient_checkpointing is not False and memory.with_checkpointing is not None
+    how = "even with gradient checkpointing" if checkpointing else "without gradient checkpointing"
+    allow = f"set {role}.gradient_checkpointing to null, " if config.gradient_checkpointing is False else ""
     adapter = "" if config.lora else f"train an adapter ({role}.lora), "
+    needed, state = _gib(memory.bytes(memory.longest, checkpointing)), _gib(memory.state)
+    limit = f"{_gib(MEMORY_FRACTION * free)}, {MEMORY_FRACTION:.0%} of this service's share of the free memory"
     return (
-        f"{role}.micro_batch_tokens: an update with one sequence of {memory.longest} tokens needs "
-        f"{_gib(memory.bytes(memory.longest, may))} {how}, {_gib(memory.state)} of it for gradients and optimizer, and may take "
-        f"{_gib(MEMORY_FRACTION * free)}: {MEMORY_FRACTION:.0%} of this service's part of the memory that is free; {more}lower "
-        f"rollout.max_response_tokens or data.max_prompt_tokens, {adapter}leave it more memory, or give a number and nobody looks"
+        f"{role}.micro_batch_tokens: an update with one sequence of {memory.longest} tokens needs {needed} {how}, {state} of it "
+        f"for gradients and optimizer; the limit is {limit}; {allow}lower rollout.max_response_tokens or data.max_prompt_tokens, "
+        f"{adapter}free memory, or give a number to skip this check"
     )
 
 

@@ -1,4 +1,4 @@
-"""What actor and critic share: a model that takes updates, is saved while it goes on, and goes back to a checkpoint."""
+"""Base class of actor and critic: a model that takes updates, is saved without a pause, and is restored from checkpoints."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from quartet.models.training.optimizer import (
 )
 from quartet.models.training.update_log import UpdateLog
 from quartet.models.training.update_memory import UpdateMemory
-from quartet.services.memory_budget import Budget, UpdateLimits, find_budget, free_bytes
+from quartet.services.memory_budget import MemoryBudget, UpdateLimits, find_budget, free_bytes
 from quartet.types import Role, SavedFile, SaveKind, ServiceStatus, UpdateResult
 
 
-class TrainedModel(ABC):
-    """A model with its adapter, where it has one, its optimizer, and the updates that it has taken."""
+class TrainableModel(ABC):
+    """A model with its optimizer, an optional LoRA adapter, and a log of its updates."""
 
     role: ClassVar[Role]
     saving: ClassVar[str]
-    """The failpoint between the files of a checkpoint."""
+    """Failpoint between the files of a checkpoint."""
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class TrainedModel(ABC):
         update_threads: int | None,
         limits: UpdateLimits | None = None,
     ) -> None:
-        """Loads ``model``. What is saved lies below ``run_directory``; ``seed`` is where an adapter starts.
+        """Load ``model``. Saves go below ``run_directory``; ``seed`` initialises an adapter.
 
-        ``update_threads``: CPU threads of an update, None for as many as of all else. ``limits`` of the updates, whose memory is
-        looked at; None: nobody looks. Raises ModelError, ConfigError.
+        ``update_threads``: CPU threads of an update; None uses the process's number. ``limits``: limits of the updates for the
+        memory measurement; None skips it. Raises ModelError, ConfigError.
         """
-        self._trained, self._name, self._device = config, model, device
+        self._model_config, self._name, self._device = config, model, device
         self._root, self._seed, self._update_threads = run_directory, seed, update_threads
         self._tokenizer = load_tokenizer(model)
         self._fingerprint = tokenizer_fingerprint(self._tokenizer)
@@ -66,39 +66,39 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def _read(self, source: str | Path) -> Any:
-        """The model, from a checkpoint of any kind that the role can use. Raises ModelError."""
+        """Load the model from a checkpoint. Raises ModelError."""
 
     @abstractmethod
     def _adapted(self) -> Any:
-        """The part of the model that an adapter is put on."""
+        """Return the part of the model that gets an adapter."""
 
     @abstractmethod
     def _snapshot(self, adapter: Adapter | None, merged: bool) -> Writer:
-        """Copies the weights: all of them, with the adapter ``merged`` into them where there is one, or the adapter's alone."""
+        """Copy the weights: all of them, with the adapter ``merged`` if there is one, or the adapter's weights alone."""
 
     @abstractmethod
     def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
-        """What an update needs, with sequences of at most ``longest`` tokens."""
+        """Measure the memory of an update with sequences of at most ``longest`` tokens."""
 
-    def _find_budget(self, limits: UpdateLimits | None) -> Budget:
-        config = self._trained
+    def _find_budget(self, limits: UpdateLimits | None) -> MemoryBudget:
+        config = self._model_config
         if limits is None or None not in (config.micro_batch_tokens, config.gradient_checkpointing):
-            return Budget(self.role, config.max_forward_tokens, config.gradient_checkpointing)
-        longest = min(limits.longest, self._positions) if self._positions else limits.longest
+            return MemoryBudget(self.role, config.max_forward_tokens, config.gradient_checkpointing)
+        longest = min(limits.max_sequence_tokens, self._positions) if self._positions else limits.max_sequence_tokens
         return find_budget(self.role, config, self._measure(longest, limits), free_bytes(self._model, limits))
 
     def _read_adapter(self, adapter: Adapter, checkpoint: Path) -> None:
-        """Puts back what ``_snapshot`` of an adapter alone has written. Raises ModelError."""
+        """Load an adapter that ``_snapshot`` has saved. Raises ModelError."""
         adapter.read(checkpoint)
 
     def _load(self, checkpoint: Path | None) -> None:
-        """Model, adapter and optimizer, initial or as a checkpoint holds them. Raises ModelError.
+        """Load model, adapter and optimizer: initial ones, or those of a checkpoint. Raises ModelError.
 
-        What was there before goes first, as there may be no room for two: after an error there is none.
+        The previous ones are released first, because there may be no memory for both. After an error there is no model.
         """
         for part in ("_model", "_adapter", "_optimizer"):
             vars(self).pop(part, None)
-        config, lora, optimizer = self._trained, self._trained.lora, self._trained.optimizer
+        config, lora, optimizer = self._model_config, self._model_config.lora, self._model_config.optimizer
         self._model = self._read(self._name if checkpoint is None or lora else checkpoint)
         self._adapter = (
             add_adapter(self._adapted(), self._name, lora.rank, lora.alpha, lora.target_modules, self._seed)
@@ -117,20 +117,20 @@ class TrainedModel(ABC):
     def snapshot(
         self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None
     ) -> Callable[[], list[SavedFile]]:
-        """Copies the model, and its optimizer for a checkpoint; what it gives writes them below the run's directory, once.
+        """Copy the model to host memory and return a function that writes the copy below the run's directory. Call it once.
 
-        The copy is in host memory, and may be written on any thread while the model goes on. With an adapter a checkpoint holds
-        the adapter alone (and a critic's head), and a model is the merged one. Raises InvalidRequest for a directory elsewhere,
-        FailedPrecondition when the model is not at ``step``, when it has learned in another run, when another orchestrator is the leader,
-        when an update broke off, or when there is no adapter to save. The writing raises StorageFailed.
+        A checkpoint includes the optimizer state. The function may run on any thread while the model continues. With an adapter,
+        a checkpoint has the adapter alone (and a critic's head), and a model has the merged weights. Raises InvalidRequest for a
+        directory outside the run's, and FailedPrecondition if the model is not at ``step``, belongs to another run, has a newer
+        leader, has a failed update, or has no adapter to save. The function raises StorageFailed.
         """
         self._updates.check_save(run, leader_epoch, step)
         target = confine_path(self._root, directory)
         if kind is SaveKind.ADAPTER and self._adapter is None:
             raise FailedPrecondition(
-                f"save of the adapter: this {self.role} has none; set {self.role}.lora, or save the model"
+                f"save of the adapter: this {self.role} has no adapter; set {self.role}.lora, or save the model"
             )
-        # Whoever starts from what is written needs the tokenizer, too.
+        # A saved model is complete only with its tokenizer.
         writers = [self._tokenizer.save_pretrained, self._snapshot(self._adapter, merged=kind is SaveKind.MODEL)]
         if kind is SaveKind.CHECKPOINT:
             writers += [lambda _: failpoint(self.saving), snapshot_optimizer(self._optimizer)]
@@ -142,9 +142,9 @@ class TrainedModel(ABC):
         return write
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
-        """Goes back to a checkpoint below the run's directory, or to the initial model for step 0.
+        """Restore a checkpoint below the run's directory, or the initial model for step 0.
 
-        Raises InvalidRequest, FailedPrecondition for a lower leader epoch, ModelError for a checkpoint that is broken.
+        Raises InvalidRequest, FailedPrecondition for a lower leader epoch, ModelError for a damaged checkpoint.
         """
         checkpoint = checkpoint_path(self._root, step, directory)
         self._updates.restore(run, step, leader_epoch, lambda: self._load(checkpoint))
@@ -156,12 +156,12 @@ class TrainedModel(ABC):
             return self._updates.once(run, step, leader_epoch, apply)
 
     def status(self) -> ServiceStatus:
-        """What the model says of itself; also while there is none, after a restore that failed."""
+        """Return the status of the model. It is also available after a failed restore, when there is no model."""
         status = ServiceStatus(
             role=self.role,
             model=self._name,
             device=self._device,
-            dtype=self._trained.dtype,
+            dtype=self._model_config.dtype,
             parameters=self._parameters,
             policy_version=self._updates.policy_version,
             tokenizer_fingerprint=self._fingerprint,
@@ -173,7 +173,7 @@ class TrainedModel(ABC):
             broken=self._updates.broken,
             tokens=dict(self._tokens),
         )
-        return self._budget.told_in(status)
+        return self._budget.add_to(status)
 
     @property
     def policy_version(self) -> int:

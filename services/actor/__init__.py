@@ -1,1 +1,1 @@
-"""The actor: the policy. It generates, recomputes log-probs and takes PPO updates."""
+"""The actor: the policy. It generates responses, computes log-probs and takes PPO updates."""

@@ -1,4 +1,4 @@
-"""The policy as a plain class: what the actor service does, without gRPC."""
+"""Logic of the actor service, without gRPC."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quartet.models.training.updates import update_policy
 from quartet.ppo.losses import PolicyLossFunction, checked_policy_loss
 from quartet.services.actor.engines import torch_engine
 from quartet.services.memory_budget import UpdateLimits
-from quartet.services.trainable_model import TrainedModel
+from quartet.services.trainable_model import TrainableModel
 from quartet.types import (
     FloatArray,
     GenerationRequest,
@@ -40,18 +40,18 @@ from quartet.types import (
 from quartet.user_code import NotImportable, import_callable
 
 FLUSH = 8
-"""Finished trajectories that may wait for one another before they go to the stream; scoring starts that much later."""
+"""Finished trajectories per write to the rollout stream. More would delay scoring."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferAccess:
-    """Where a run's trajectories go and its experience comes from."""
+    """Rollout stream and experience store of one run."""
 
     rollouts: RolloutStream
     experience: ExperienceStore
 
 
-class Actor(TrainedModel):
+class Actor(TrainableModel):
     """The policy, its optimizer and its generation engine."""
 
     role = Role.ACTOR
@@ -70,17 +70,16 @@ class Actor(TrainedModel):
         limits: UpdateLimits | None = None,
         policy_loss: str = "clipped",
     ) -> None:
-        """Loads the model. ``buffer`` gives access to the buffer of a run, by its name; ``seed`` is where an adapter starts.
+        """Load the model. ``buffer`` returns the access to the buffer of a run by its name.
 
-        ``create_engine`` makes what generates, None the engine in torch; ``update_threads`` and ``limits`` as of
-        TrainedModel. ``policy_loss`` is the name or import path of the only policy loss that updates may ask for.
-        Raises ModelError, ConfigError.
+        ``create_engine`` creates the generation engine; None is the torch engine. ``policy_loss`` is the name or import path of
+        the only policy loss that updates may request. See TrainableModel for the other arguments. Raises ModelError, ConfigError.
         """
         self._config, self._buffer = config, buffer
         self._policy_loss, self._loss_function = policy_loss, _import_policy_loss(policy_loss)
         self._create_engine = create_engine or torch_engine(max_concurrent_sequences)
-        self._generating = Lock()
-        self._generates = 0
+        self._generation_lock = Lock()
+        self._generation_version = 0
         super().__init__(config, config.model, device, run_directory, seed, update_threads, limits)
 
     def _read(self, source: str | Path) -> Any:
@@ -96,7 +95,7 @@ class Actor(TrainedModel):
         return snapshot_model(self._model, adapter) if adapter is None or merged else adapter.snapshot()
 
     def _load(self, checkpoint: Path | None) -> None:
-        # The engine holds the model that is to go.
+        # The engine references the previous model, which must be released first.
         if "_engine" in vars(self):
             vars(self).pop("_engine").close()
         super()._load(checkpoint)
@@ -111,27 +110,25 @@ class Actor(TrainedModel):
         leader_epoch: int,
         policy_version: int,
         cancelled: Callable[[], bool],
-        begun: Callable[[], None] = lambda: None,
+        on_start: Callable[[], None] = lambda: None,
     ) -> tuple[int, int]:
-        """Generates one step's trajectories into the rollout stream, each as it finishes.
+        """Generate trajectories into the rollout stream, each as it finishes. Return their number and their response tokens.
 
-        May be called while an update goes on where the engine has weights of its own: from when ``begun`` is called these stay as
-        they are until it returns.
-        Returns (trajectories, response tokens). Raises FailedPrecondition when the engine's weights are not of
-        ``policy_version``.
+        An engine with separate weights can generate during an update: from the call of ``on_start`` until the return, its weights
+        do not change. Raises FailedPrecondition if the engine's weights are not of ``policy_version``.
         """
-        with self._generating:
+        with self._generation_lock:
             self._updates.fence(leader_epoch)
             self._updates.check_whole()
-            if policy_version != self._generates:
+            if policy_version != self._generation_version:
                 raise FailedPrecondition(
-                    f"generate with policy version {policy_version}: this policy is version {self._generates}; "
+                    f"generate with policy version {policy_version}: this policy is version {self._generation_version}; "
                     "restart the actor for a new run"
                 )
             for request in requests:
                 if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self._vocabulary:
-                    raise InvalidRequest(f"prompt {request.id}: token ids must lie in 0..{self._vocabulary - 1}")
-            begun()
+                    raise InvalidRequest(f"prompt {request.id}: expected token ids in 0..{self._vocabulary - 1}")
+            on_start()
             stream = self._buffer(requests[0].id.run).rollouts
             tokens = 0
             finished = []
@@ -149,22 +146,22 @@ class Actor(TrainedModel):
             return len(requests), tokens
 
     def restore(self, run: str, step: int, leader_epoch: int, directory: str) -> None:
-        """As of TrainedModel; what is being generated comes to its end first."""
-        with self._generating:
+        """Restore a checkpoint after the end of a running generation. See ``TrainableModel.restore``."""
+        with self._generation_lock:
             super().restore(run, step, leader_epoch, directory)
-            self._generates = self._updates.policy_version
+            self._generation_version = self._updates.policy_version
 
     def log_probs(self, batch: TokenBatch, temperature: float, reference: bool = False) -> FloatArray:
-        """Log-probs under the current policy, or under the ``reference``, which is the policy without its adapter.
+        """Return log-probs, float32 [response tokens], under the current policy or under the policy without its adapter.
 
-        float32 [response tokens]. Raises FailedPrecondition when there is no adapter to turn off, or an update broke off.
+        Raises FailedPrecondition if there is no adapter to disable, or after a failed update.
         """
         self._updates.check_whole()
         if not reference:
             return self._score(batch, temperature)
         if self._adapter is None:
             raise FailedPrecondition(
-                "log-probs as the reference: this actor has no adapter to turn off; set actor.lora, or ask a reference service"
+                "log-probs as the reference: this actor has no adapter to disable; set actor.lora, or use a reference service"
             )
         with self._adapter.off():
             return self._score(batch, temperature)
@@ -175,7 +172,7 @@ class Actor(TrainedModel):
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: PolicyLossSettings
     ) -> UpdateResult:
-        """Takes one step's PPO update from the sealed experience. Idempotent by (run, step)."""
+        """Apply the PPO update of one step from the experience in the buffer. Idempotent by (run, step)."""
 
         if loss.policy_loss != self._policy_loss:
             raise MismatchError(
@@ -186,15 +183,15 @@ class Actor(TrainedModel):
         def apply() -> dict[str, float]:
             experience = self._buffer(run).experience.load(step)
             self._engine.release()
-            tokens, again = self._budget.settle(settings.micro_batch_tokens)
-            with activation_checkpointing(self._model, again):
+            tokens, checkpointing = self._budget.resolve(settings.micro_batch_tokens)
+            with activation_checkpointing(self._model, checkpointing):
                 metrics = update_policy(
                     self._model, self._optimizer, experience, settings, loss, tokens, self._loss_function
                 )
-            # What is generated with the former weights comes to its end first.
-            with self._generating:
+            # A running generation finishes with the previous weights.
+            with self._generation_lock:
                 self._engine.weights_changed()
-                self._generates = step
+                self._generation_version = step
             if settings.num_epochs:
                 self._tokens["trained"] += len(experience.advantages)
             return metrics
@@ -202,12 +199,12 @@ class Actor(TrainedModel):
         return self._update_once(run, step, leader_epoch, apply)
 
     def status(self) -> ServiceStatus:
-        """What the actor says of itself."""
+        """Return the status of the actor."""
         return replace(super().status(), answers_as_reference=self._config.lora is not None)
 
 
 def _import_policy_loss(name: str) -> PolicyLossFunction:
-    """The policy loss of this name or import path; a user's own is tried on a few tokens first. Raises ConfigError."""
+    """Return the policy loss of this name or import path. A custom loss is tried on a few tokens. Raises ConfigError."""
     try:
         function = import_callable(BUILT_IN_POLICY_LOSSES.get(name, name))
     except NotImportable as error:

@@ -1,4 +1,4 @@
-"""Which generation engine a config asks for."""
+"""Selection of the generation engine by the config."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from quartet.models.generation.torch_engine import TorchEngine
 from quartet.secret_files import AUTHORITY, CERTIFICATE, KEY
 
 FOLDER = "engine"
-"""Below the run's directory: weights for engines that read them from disk."""
+"""Folder below the run's directory for weights of engines that read them from disk."""
 
 
 def engine_factory(config: Config, certificates: Path | None) -> EngineFactory:
-    """Makes engines for ``rollout.engine``. ``certificates``: the actor's own. Raises ConfigError."""
+    """Return the factory for ``rollout.engine``. ``certificates`` is the actor's folder of certificates. Raises ConfigError."""
     if config.rollout.engine == "triton":
         return _triton(config, certificates)
     if config.rollout.engine == "tensorrt-llm":
@@ -25,12 +25,12 @@ def engine_factory(config: Config, certificates: Path | None) -> EngineFactory:
 
 
 def torch_engine(max_concurrent_sequences: int) -> EngineFactory:
-    """The engine that decodes with the model itself."""
+    """Return the factory of the engine that decodes with the policy model itself."""
     return lambda policy: TorchEngine(policy.model, policy.stop_ids, max_concurrent_sequences)
 
 
 def detached_torch_engine(max_concurrent_sequences: int, device: str) -> EngineFactory:
-    """The engine that decodes with a copy of the model, on ``device``."""
+    """Return the factory of the engine that decodes with a copy of the model on ``device``."""
     return lambda policy: DetachedTorchEngine(policy.model, policy.stop_ids, max_concurrent_sequences, device)
 
 

@@ -1,1 +1,1 @@
-"""The critic: the value model. It values states and takes value updates."""
+"""The critic: the value model. It computes values and takes value updates."""

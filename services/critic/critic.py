@@ -1,4 +1,4 @@
-"""The value model as a plain class: what the critic service does, without gRPC."""
+"""Logic of the critic service, without gRPC."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quartet.models.training.activation_checkpointing import activation_checkpoi
 from quartet.models.training.update_memory import UpdateMemory, measure_value
 from quartet.models.training.updates import update_value
 from quartet.services.memory_budget import UpdateLimits
-from quartet.services.trainable_model import TrainedModel
+from quartet.services.trainable_model import TrainableModel
 from quartet.types import (
     FloatArray,
     OptimizationSettings,
@@ -28,7 +28,7 @@ from quartet.types import (
 )
 
 
-class Critic(TrainedModel):
+class Critic(TrainableModel):
     """The value model and its optimizer."""
 
     role = Role.CRITIC
@@ -45,8 +45,9 @@ class Critic(TrainedModel):
         update_threads: int | None = None,
         limits: UpdateLimits | None = None,
     ) -> None:
-        """Loads ``model``. ``experience`` gives access to a run's sealed experience, by its name; ``seed`` is where an adapter
-        starts; ``update_threads`` and ``limits`` as of TrainedModel. Raises ModelError, ConfigError.
+        """Load ``model``. ``experience`` returns the experience store of a run by its name.
+
+        See TrainableModel for the other arguments. Raises ModelError, ConfigError.
         """
         self._config, self._experience = config, experience
         super().__init__(config, model, device, run_directory, seed, update_threads, limits)
@@ -58,12 +59,12 @@ class Critic(TrainedModel):
         return measure_value(self._model, longest)
 
     def _adapted(self) -> Any:
-        # The head is small and begins at nothing learned: it is trained in full beside an adapter.
+        # The value head is small and untrained, so it is trained in full beside an adapter.
         return self._model.backbone
 
     def _snapshot(self, adapter: Adapter | None, merged: bool) -> Writer:
-        whole = adapter is None or merged
-        writer: Writer = self._model.snapshot(adapter) if whole else self._model.snapshot_adapter(adapter)
+        all_weights = adapter is None or merged
+        writer: Writer = self._model.snapshot(adapter) if all_weights else self._model.snapshot_adapter(adapter)
         return writer
 
     def _read_adapter(self, adapter: Adapter, checkpoint: Path) -> None:
@@ -71,9 +72,9 @@ class Critic(TrainedModel):
         self._model.read_head(checkpoint)
 
     def values(self, batch: TokenBatch) -> FloatArray:
-        """Value of the state in which each response token was drawn, float32 [response tokens].
+        """Return the value of the state in which each response token was drawn, float32 [response tokens].
 
-        Raises FailedPrecondition when an update broke off.
+        Raises FailedPrecondition after a failed update.
         """
         self._updates.check_whole()
         failpoint("critic.scoring")
@@ -82,12 +83,12 @@ class Critic(TrainedModel):
     def update(
         self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: ValueLossSettings
     ) -> UpdateResult:
-        """Takes one step's value update from the sealed experience. Idempotent by (run, step)."""
+        """Apply the value update of one step from the experience in the buffer. Idempotent by (run, step)."""
 
         def apply() -> dict[str, float]:
             experience = self._experience(run).load(step)
-            tokens, again = self._budget.settle(settings.micro_batch_tokens)
-            with activation_checkpointing(self._model, again):
+            tokens, checkpointing = self._budget.resolve(settings.micro_batch_tokens)
+            with activation_checkpointing(self._model, checkpointing):
                 metrics = update_value(self._model, self._optimizer, experience, settings, loss, tokens)
             if settings.num_epochs:
                 self._tokens["trained"] += len(experience.advantages)

@@ -1,4 +1,4 @@
-"""The reference as a plain class: what the reference service does, without gRPC."""
+"""Logic of the reference service, without gRPC."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Reference:
     """A frozen causal language model."""
 
     def __init__(self, model: str, dtype: str, device: str, micro_batch_tokens: int) -> None:
-        """Loads the model. Raises ModelError."""
+        """Load the model. Raises ModelError."""
         self._name, self._dtype, self._device, self._micro_batch_tokens = model, dtype, device, micro_batch_tokens
         self._model = load_causal_lm(model, dtype, device)
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
@@ -21,12 +21,12 @@ class Reference:
         self._fingerprint = tokenizer_fingerprint(load_tokenizer(model))
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
-        """Log-probs of the responses, float32 [response tokens], nats."""
+        """Return the log-probs of the responses, float32 [response tokens], in nats."""
         failpoint("reference.scoring")
         return response_log_probs(self._model, batch, temperature, self._micro_batch_tokens)
 
     def status(self) -> ServiceStatus:
-        """What the reference says of itself."""
+        """Return the status of the reference."""
         return ServiceStatus(
             role=Role.REFERENCE,
             model=self._name,

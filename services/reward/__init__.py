@@ -1,1 +1,1 @@
-"""The reward: a frozen scorer, whatever its source."""
+"""The reward service: scores from a reward model, a function or an ensemble."""

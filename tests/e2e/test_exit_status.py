@@ -94,7 +94,7 @@ def test_a_service_that_has_the_certificate_of_another(config: Path, tmp_path: P
     secured = settings(f"security.certificates={folder}")
     code, said = status("services", "reward", "--config", config, *secured, cwd=tmp_path)
     assert code == 2
-    assert "is for critic.quartet; expected reward.quartet" in said
+    assert "names critic.quartet; expected reward.quartet" in said
 
 
 @pytest.mark.parametrize("given", [[], ["nonsense"]])

@@ -106,7 +106,7 @@ def test_a_reference_call_that_fails_leaves_the_policy_in_place(services: Servic
 def test_an_actor_without_an_adapter_is_no_reference(services: Services, make_config: Callable[..., Config]) -> None:
     actor = services.start(Role.ACTOR, make_config())
     assert not actor.wait_until_ready().answers_as_reference
-    with pytest.raises(FailedPrecondition, match=r"no adapter to turn off; set actor\.lora"):
+    with pytest.raises(FailedPrecondition, match=r"no adapter to disable; set actor\.lora"):
         actor.reference_log_probs(BATCH, 1.0).result()
 
 
@@ -181,7 +181,7 @@ def test_there_is_no_adapter_to_save_where_all_weights_are_trained(
 ) -> None:
     config = make_config()
     client = services.start(role, config)
-    with pytest.raises(FailedPrecondition, match=rf"this {role} has none; set {role}\.lora"):
+    with pytest.raises(FailedPrecondition, match=rf"this {role} has no adapter; set {role}\.lora"):
         client.save(RUN, 1, "adapter", SaveKind.ADAPTER).result()
     assert not (config.run_directory / "adapter").exists()
 

@@ -19,7 +19,7 @@ import transformers
 from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import Config, parse_config
-from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest, ServiceBusy, ServiceFailed
+from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest, ModelError, ServiceBusy, StorageFailed
 from quartet.models.snapshot import write_model
 from quartet.rpc.limits import MAX_PENDING_SAVES
 from quartet.services import trainable_model as trained
@@ -323,7 +323,7 @@ def test_more_saves_than_a_service_takes_are_sent_away(
 ) -> None:
     client = services.start(Role.ACTOR, make_config())
     saving = [client.save(run, 1, "same", SaveKind.MODEL) for _ in range(MAX_PENDING_SAVES + 1)]
-    with pytest.raises(ServiceBusy, match="saves wait already"):
+    with pytest.raises(ServiceBusy, match="saves are pending already"):
         wait_for_all(saving)
     assert client.wait_until_ready().role is Role.ACTOR
     held.go_on.set()
@@ -373,7 +373,7 @@ def test_a_save_that_does_not_fit_on_the_disk_says_so_and_the_model_goes_on(
         for directory in ("one", "two"):
             saving = client.save(run, 1, directory, SaveKind.CHECKPOINT, 2)
             with pytest.raises(
-                ServiceFailed, match=rf"{role} at .*: Save: model directory .*/{directory}: .*too large"
+                StorageFailed, match=rf"{role} at .*: Save: model directory .*/{directory}: .*too large"
             ):
                 saving.result()
     finally:
@@ -444,7 +444,7 @@ def test_a_restore_that_fails_leaves_a_model_that_is_not_used_until_another_succ
     update(client, run, 1)
     client.save(run, 1, "one", SaveKind.CHECKPOINT).result()
     (config.run_directory / "one" / "optimizer.safetensors").write_bytes(b"broken")
-    with pytest.raises(FailedPrecondition, match=r"optimizer\.safetensors: cannot be read"):
+    with pytest.raises(ModelError, match=r"optimizer\.safetensors: cannot be read"):
         client.restore(run, 1, 1, "one").result()
     with pytest.raises(FailedPrecondition, match="was interrupted"):
         update(client, run, 2)

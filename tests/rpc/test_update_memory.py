@@ -181,7 +181,10 @@ def test_the_free_memory_is_divided(
     part: float, shared_by: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "free_memory_bytes", lambda: 1200)
-    assert budget.free_bytes(tiny.causal("llama"), UpdateLimits(40, part=part, shared_by=shared_by)) == expected
+    assert (
+        budget.free_bytes(tiny.causal("llama"), UpdateLimits(40, memory_fraction=part, num_sharers=shared_by))
+        == expected
+    )
 
 
 def test_frozen_roles_say_nothing(config: Any, services: Services) -> None:

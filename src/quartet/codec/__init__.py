@@ -1,4 +1,4 @@
-"""Conversion between protobuf messages and ``quartet.types``. Only this package imports messages; it validates all that it reads."""
+"""Conversion between protobuf messages and ``quartet.types``. Only this package imports messages; it validates all input."""
 
 from quartet.codec.checks import MAX_SETTING, positive
 from quartet.codec.experience import EXPERIENCE_CHUNK_BYTES, EncodedExperience, decode_experience, encode_experience

@@ -64,7 +64,8 @@ class PendingStream(PendingCall):
     def _read(self) -> None:
         last: Any = None
         try:
-            for last in self._stream:
+            for message in self._stream:
+                last = message
                 self._started.set()
         except Exception as error:
             self._future.set_exception(grpc.FutureCancelledError() if self._stream.cancelled() else error)

@@ -154,7 +154,7 @@ class ServiceChannel:
         return True
 
     def reconnected(self) -> ServiceChannel:
-        """Return a new channel to the same service. A lost connection reconnects only after a backoff; a new one does not wait."""
+        """Return a new channel to the same service. A lost connection waits before it reconnects."""
         return ServiceChannel(self.name, self.address, self._credentials)
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class ServiceChannel:
 def replicas_at(address: str) -> int:
     """Return the number of processes behind HOST:PORT or a gRPC address list, at least 1. A channel sends calls to each in turn.
 
-    A host name may resolve to several addresses. A name that cannot be resolved counts as one process: the call reports the error.
+    A host name may resolve to several addresses. An unresolvable name counts as one process: the call reports the error.
     """
     if address.startswith(("ipv4:", "ipv6:")):
         return len(address.split(","))

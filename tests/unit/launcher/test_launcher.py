@@ -75,6 +75,6 @@ def test_certificates_of_two_authorities_are_refused_before_anything_starts(tmp_
         "here",
     )
     with Launcher(config, tmp_path / "config.yaml") as launcher:
-        with pytest.raises(ConfigError, match=r"certificates.actor is of another authority than .*operator"):
+        with pytest.raises(ConfigError, match=r"certificates.actor has another authority than .*operator"):
             launcher.start()
         assert launcher.addresses == {}
