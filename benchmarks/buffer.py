@@ -26,7 +26,7 @@ from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.processes import tied_to_parent
+from quartet.child_processes import tied_to_parent
 from quartet.services.actor.actor import FLUSH
 from quartet.types import FinishReason, Trajectory, TrajectoryId
 

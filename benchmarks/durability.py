@@ -20,9 +20,9 @@ from pathlib import Path
 
 from benchmarks import page
 from benchmarks.options import add_shared, page_of, parser_of, positive
+from quartet.child_processes import tied_to_parent
 from quartet.config import Config, TimeoutsConfig, load_config
 from quartet.errors import ConfigError, QuartetError
-from quartet.processes import tied_to_parent
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import Role
@@ -102,7 +102,7 @@ def _check_models(config: Config) -> None:
 
 
 def measure(config: Config, path: Path, steps: int, folder: Path) -> Cost:
-    """Runs ``steps`` of the config at ``path`` with CHECKPOINTS checkpoints. Raises ConfigError when the run fails."""
+    """Run ``steps`` of the config at ``path`` with CHECKPOINTS checkpoints. Raises ConfigError when the run fails."""
     every = steps // CHECKPOINTS
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -116,7 +116,7 @@ def measure(config: Config, path: Path, steps: int, folder: Path) -> Cost:
 
 
 def _held_by_saves(command: list[str], files: RunFiles, every: int, steps: int, log: Path) -> dict[Role, float]:
-    """Runs the command. Gives the seconds for which the copies of the checkpoint of step ``every`` held actor and critic."""
+    """Run the command. Gives the seconds for which the copies of the checkpoint of step ``every`` held actor and critic."""
     held: dict[Role, float] = {}
     with log.open("wb") as output:
         run = subprocess.Popen(
@@ -138,7 +138,7 @@ def _held_by_saves(command: list[str], files: RunFiles, every: int, steps: int, 
 
 
 def _busy_with_saves(files: RunFiles) -> dict[Role, float]:
-    """What actor and critic say of their time, as long as they are there."""
+    """Return what actor and critic say of their time, as long as they are there."""
     try:
         addresses = json.loads(files.services.read_text())
     except (OSError, ValueError):
@@ -157,7 +157,7 @@ def _busy_with_saves(files: RunFiles) -> dict[Role, float]:
 
 
 def logged_seconds(log: str) -> list[dict[str, float]]:
-    """What the orchestrator says of each step that it has committed, by name."""
+    """Return what the orchestrator says of each step that it has committed, by name."""
     lines = [line for line in log.splitlines() if "event='step committed'" in line]
     return [
         {name: float(value) for name, value in re.findall(r"\b(step|seconds\w*)=([-+.e\d]+)", line)} for line in lines
@@ -182,7 +182,7 @@ def cost_of(steps: Sequence[dict[str, float]], held: dict[Role, float], measured
 
 
 def table(cost: Cost, config: Path, steps: int) -> str:
-    """What the page says."""
+    """Return what the page says."""
 
     def row(what: str, seconds: float) -> str:
         return f"| {what} | {1000 * seconds:.2f} | {100 * seconds / cost.step:.3f} % |"

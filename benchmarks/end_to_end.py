@@ -22,9 +22,9 @@ from pathlib import Path
 
 from benchmarks import machine, page
 from benchmarks.options import add_shared, page_of, parser_of, positive
+from quartet.child_processes import tied_to_parent
 from quartet.config import Config, load_config
 from quartet.errors import ConfigError
-from quartet.processes import tied_to_parent
 from quartet.run_directory.run_files import RunFiles
 
 WARM_UP = 2
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_shared(parser, "build/end-to-end", kept="runs and figures are")
     options = parser.parse_args(arguments)
     paths = options.config or [Path(path) for path in CONFIGS]
-    found: dict[str, list[Pair]] = {}
+    results: dict[str, list[Pair]] = {}
     try:
         if options.steps <= WARM_UP:
             raise ConfigError(f"--steps {options.steps}: expected more than the {WARM_UP} of the warm-up")
@@ -91,14 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for path in paths:
                 settings = [*options.set, f"run.seed={number}"]
                 pair = measure(path, settings, options.steps, options.trl, options.folder / f"{path.stem}-{number}")
-                found.setdefault(str(path), []).append(pair)
+                results.setdefault(str(path), []).append(pair)
                 print(f"{path}: {pair.ratio:.2f} times TRL's episodes a second", flush=True)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    figures = {"machine": where, **{path: [asdict(pair) for pair in pairs] for path, pairs in found.items()}}
+    figures = {"machine": where, **{path: [asdict(pair) for pair in pairs] for path, pairs in results.items()}}
     (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
-    text = table(found, options.steps, dtype, where)
+    text = table(results, options.steps, dtype, where)
     print(text)
     if device == "cpu":
         page.write(page_of(parser, options), "end-to-end", text)
@@ -179,8 +179,8 @@ def speed_of_trl(steps: Sequence[dict[str, float]]) -> Speed:
     )
 
 
-def table(found: dict[str, list[Pair]], steps: int, dtype: str, where: str) -> str:
-    """What the page says: medians over the pairs."""
+def table(results: dict[str, list[Pair]], steps: int, dtype: str, where: str) -> str:
+    """Return what the page says: medians over the pairs."""
     lines = [
         f"{where}. {steps} steps a run, {dtype}, the first {WARM_UP} steps left out; medians, and of reward and "
         "ratio the least and the most, of pairs of different seeds. The reward is the mean of the last half of the steps.",
@@ -189,7 +189,7 @@ def table(found: dict[str, list[Pair]], steps: int, dtype: str, where: str) -> s
         "| reward, TRL | Quartet | times TRL |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for path, pairs in found.items():
+    for path, pairs in results.items():
         sides = [pair.trl for pair in pairs], [pair.quartet for pair in pairs]
         cells = [
             f"{statistics.median(getattr(run, name) for run in runs):.{digits}f}"

@@ -74,13 +74,13 @@ def lengths_of(kind: str, tokens: int) -> NDArray[np.int64]:
     }[kind]()
     ends = np.cumsum(drawn)
     last = int(np.searchsorted(ends, tokens))
-    found = drawn[: last + 1].astype(np.int64)
-    found[-1] -= ends[last] - tokens
-    return found
+    result = drawn[: last + 1].astype(np.int64)
+    result[-1] -= ends[last] - tokens
+    return result
 
 
 def measure(kind: str, lengths: NDArray[np.int64], rounds: int) -> Result:
-    """Calls it so many times, after one that is not counted."""
+    """Call it so many times, after one that is not counted."""
     tokens, sizes = int(lengths.sum()), torch.from_numpy(lengths)
     rewards, values = torch.randn(tokens), torch.randn(tokens)
     seconds = []
@@ -92,7 +92,7 @@ def measure(kind: str, lengths: NDArray[np.int64], rounds: int) -> Result:
 
 
 def table(results: Sequence[Result], where: str) -> str:
-    """What the page says."""
+    """Return what the page says."""
     lines = [
         f"{results[0].tokens:,} tokens, one thread; {where}. At most {1000 * LIMIT:.0f} ms for a million tokens, the best of "
         f"{len(results[0].seconds)} calls.",

@@ -28,8 +28,8 @@ import yaml
 
 from benchmarks import page
 from benchmarks.options import add_shared, page_of, parser_of, positive
+from quartet.child_processes import tied_to_parent
 from quartet.demo.toy_task import make_toy_task
-from quartet.processes import tied_to_parent
 from quartet.types import MODEL_ROLES
 
 RUN = "loaded"
@@ -124,13 +124,13 @@ async def _measure(root: Path, pid: int, turns: int, seconds: float) -> tuple[li
     gateway = json.loads((root / "gateway.json").read_text())
     headers = {"Authorization": f"Bearer {gateway['token']}"}
     limits = httpx2.Limits(max_connections=STREAMS + 64)
-    found, load = [], Load()
+    results, load = [], Load()
     async with httpx2.AsyncClient(base_url=gateway["url"], headers=headers, limits=limits, timeout=60) as client:
         await asyncio.sleep(5)
         for number in range(turns):
             loaded = number % 2 == 1
-            found.append(await _turn(root, pid, loaded, seconds, client, load))
-    return found, load
+            results.append(await _turn(root, pid, loaded, seconds, client, load))
+    return results, load
 
 
 async def _turn(root: Path, pid: int, loaded: bool, seconds: float, client: Any, load: Load) -> Turn:
@@ -210,7 +210,7 @@ def _steps(root: Path) -> list[float]:
 
 def _cpu(pid: int) -> dict[str, float]:
     """Return the CPU seconds so far: of the gateway, of the run's other processes, and of this load."""
-    found = {"gateway": 0.0, "run": 0.0}
+    results = {"gateway": 0.0, "run": 0.0}
     parent = psutil.Process(pid)
     for process in [parent, *parent.children(recursive=True)]:
         try:
@@ -218,9 +218,9 @@ def _cpu(pid: int) -> dict[str, float]:
         except psutil.NoSuchProcess:
             continue
         name = "gateway" if "gateway" in command else "run"
-        found[name] += times.user + times.system
+        results[name] += times.user + times.system
     own = os.times()
-    return {**found, "load": own.user + own.system}
+    return {**results, "load": own.user + own.system}
 
 
 def _report(turns: list[Turn], load: Load) -> dict[str, Any]:
@@ -276,15 +276,15 @@ def _table(report: dict[str, Any]) -> str:
 
 
 def _problems(report: dict[str, Any]) -> list[str]:
-    found = [f"{what}, {count} times" for what, count in report["failures"].items()]
+    results = [f"{what}, {count} times" for what, count in report["failures"].items()]
     if report["p99"] >= LIMIT:
-        found.append(f"99 of 100 requests took up to {report['p99']:.3f} s; expected less than {LIMIT} s")
+        results.append(f"99 of 100 requests took up to {report['p99']:.3f} s; expected less than {LIMIT} s")
     if report["slowdown"] > report["gateway_share"] + report["load_share"] + 0.02:
-        found.append(
+        results.append(
             f"the run slowed by {report['slowdown']:.1%}, more than gateway ({report['gateway_share']:.1%}) and load "
             f"({report['load_share']:.1%}) take of the processors"
         )
-    return found
+    return results
 
 
 if __name__ == "__main__":

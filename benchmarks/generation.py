@@ -26,9 +26,9 @@ from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.config import load_config
 from quartet.data import PromptEncoder, encode_prompts, iterate_prompt_lines
 from quartet.errors import QuartetError
-from quartet.models.forward.inspection import vocabulary_size
+from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from quartet.models.weights.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
 
 COUNTS = (1, 8, 64, 256)
@@ -92,8 +92,8 @@ def read_prompts(path: Path, tokenizer: Any, model: Any, stops: frozenset[int], 
     """The token ids of the first ``count`` prompts of a file. Raises DataError."""
     encoder = PromptEncoder.of(tokenizer, str(path))
     lines = iterate_prompt_lines(path)
-    found = encode_prompts(path, lines, encoder, stops, vocabulary_size(model), 512, limit=count).prompts
-    return [prompt.token_ids for prompt in found]
+    result = encode_prompts(path, lines, encoder, stops, vocabulary_size(model), 512, limit=count).prompts
+    return [prompt.token_ids for prompt in result]
 
 
 def memory_bandwidth(device: str = "cpu") -> float:
@@ -142,7 +142,7 @@ def measure(model: Any, stops: frozenset[int], prompts: Sequence[Any], tokens: i
 
 def _quartet(engine: TorchEngine, prompts: Sequence[Any], tokens: int, seed: int) -> int:
     asked = [GenerationRequest(TrajectoryId("r", 1, index, 0), ids) for index, ids in enumerate(prompts)]
-    return sum(len(found.response_ids) for found in engine.generate(asked, SamplingParameters(tokens), seed, 0))
+    return sum(len(result.response_ids) for result in engine.generate(asked, SamplingParameters(tokens), seed, 0))
 
 
 def _sampling(model: Any, stops: frozenset[int], tokens: int) -> Any:
@@ -184,7 +184,7 @@ def _continuous(model: Any, stops: frozenset[int], prompts: Sequence[Any], token
 
 
 def table(results: Sequence[Result], tokens: int, threads: int, bandwidth: float, where: str) -> str:
-    """What the page says: medians over the rounds."""
+    """Return what the page says: medians over the rounds."""
     lines = [
         f"{where}. At most {tokens} tokens, natural ends, {threads} CPU threads, {bandwidth / 1e9:.1f} GB/s of memory; real "
         "tokens a second, medians, and of the ratios the least and the most.",

@@ -84,7 +84,7 @@ class Result:
         return self.seconds[phase] / first.seconds[phase] * first.size(axis) / self.size(axis)
 
     def size(self, axis: str) -> int:
-        """What grows along the axis, as a number."""
+        """Return what grows along the axis, as a number."""
         return self.parameters if axis == "model" else int(getattr(self.point, axis))
 
 
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     figures = {
         "machine": where,
-        "results": {axis: [asdict(result) for result in found] for axis, found in results.items()},
+        "results": {axis: [asdict(result) for result in actual] for axis, actual in results.items()},
     }
     (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = tables(results, where, options.threads)
@@ -124,7 +124,7 @@ def policy(name: str) -> Any:
 
 
 def measure(point: Point, rounds: int) -> Result:
-    """Steps of one size, after one that is not counted."""
+    """Step of one size, after one that is not counted."""
     model = policy(point.model)
     step = Step(point, model)
     timed = [step.seconds(number) for number in range(rounds + 1)][1:]
@@ -144,7 +144,7 @@ class Step:
         self._prompts = list(drawn)
 
     def seconds(self, step: int) -> dict[str, float]:
-        """Takes a step; how long each phase took."""
+        """Take a step; how long each phase took."""
         start = time.perf_counter()
         generated = self._generate(step)
         made = time.perf_counter()
@@ -192,16 +192,16 @@ def _config(point: Point) -> Config:
 
 
 def tables(results: dict[str, list[Result]], where: str, threads: int) -> str:
-    """What the page says: a table for each axis."""
+    """Return what the page says: a table for each axis."""
     lines = [
         f"{where}; {threads} of {os.cpu_count()} cores, float32. Prompts of {PROMPT} tokens; seconds, response tokens a second, "
         "and in bold the seconds over those of the first row grown in proportion: 1 is proportional, less is better."
     ]
-    for axis, found in results.items():
-        first = found[0]
+    for axis, actual in results.items():
+        first = actual[0]
         lines += ["", f"| {axis} | of | " + " | ".join(f"{phase}, s | tokens/s | growth" for phase in PHASES) + " |"]
         lines.append("|" + "---|" * (2 + 3 * len(PHASES)))
-        for result in found:
+        for result in actual:
             point = result.point
             others = {"prompts": f"{point.prompts} prompts", "tokens": f"{point.tokens} tokens", "model": point.model}
             of = ", ".join(text for name, text in others.items() if name != axis)

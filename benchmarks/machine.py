@@ -25,7 +25,7 @@ def describe(device: str = "cpu") -> str:
 
 
 def device_of(config: Config, path: Path) -> str:
-    """Where the config has its policy compute: cpu, or cuda:N. Raises ConfigError where there is no such GPU."""
+    """Return where the config has its policy compute: cpu, or cuda:N. Raises ConfigError where there is no such GPU."""
     devices = config.services.actor.devices
     if not devices:
         return "cpu"
@@ -42,7 +42,7 @@ def device_of(config: Config, path: Path) -> str:
 
 
 def synchronize(device: str) -> None:
-    """Waits until the device has done what it was given."""
+    """Wait until the device has done what it was given."""
     if device != "cpu":
         import torch
 
@@ -50,7 +50,7 @@ def synchronize(device: str) -> None:
 
 
 def _value(path: Path, name: str) -> str:
-    """What stands behind the first ``name :`` of a file; empty where there is none."""
+    """Return what stands behind the first ``name :`` of a file; empty where there is none."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

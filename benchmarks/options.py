@@ -47,16 +47,16 @@ def add_shared(
 
 
 def add_page(parser: argparse.ArgumentParser, page: Path) -> None:
-    """Where the table goes: ``page``, where it is measured as `make` measures it."""
+    """Return where the table goes: ``page``, where it is measured as `make` measures it."""
     parser.add_argument("--page", type=Path, help=f"where the table goes; {page} where nothing else is asked for")
     parser.set_defaults(usual_page=page)
 
 
 def page_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Path | None:
-    """Where the table goes: what ``--page`` says, or the usual one; None where other options would make it another table."""
+    """Return where the table goes: what ``--page`` says, or the usual one; None where other options would make it another table."""
     if options.page is not None:
-        found: Path = options.page
-        return found
+        result: Path = options.page
+        return result
     usual = vars(parser.parse_args([]))
     if all(getattr(options, name) == value for name, value in usual.items() if name not in _ELSEWHERE):
         page: Path = options.usual_page

@@ -150,7 +150,7 @@ def critical_path(lengths: Sequence[int], prompt: int, batch: int, count: int, t
 
 
 def _last_end(arrivals: Sequence[tuple[float, int]], seconds: float, count: int) -> float:
-    """When the last of (when it comes, tokens) is through."""
+    """Return when the last of (when it comes, tokens) is through."""
     free = [0.0] * count
     for arrival, tokens in arrivals:
         heapq.heappush(free, max(arrival, heapq.heappop(free)) + tokens * seconds)
@@ -172,11 +172,11 @@ class Clock:
         self.look()
 
     def alert(self, alert: Alert) -> None:
-        """What the guards think of it does not matter."""
+        """Return what the guards think of it does not matter."""
 
 
 def measure(case: Case, steps: int, folder: Path) -> Result:
-    """Runs so many steps. Raises what the run fails with."""
+    """Run so many steps. Raises what the run fails with."""
     root = folder / "run"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
@@ -250,7 +250,7 @@ def _tokenizer() -> Any:
 
 
 def table(results: Sequence[Result], where: str) -> str:
-    """What the page says: of each case its best step."""
+    """Return what the page says: of each case its best step."""
     stated = {name: f"{1e6 * seconds:g} µs" for name, seconds in asdict(STATED).items()}
     lines = [
         f"{where}; the services are on it, too. Stated times: generation {stated['generate']} a response token, reward and "

@@ -16,14 +16,14 @@ def end(name: str) -> str:
 
 
 def write(page: Path | None, name: str, text: str) -> None:
-    """Puts ``text`` between the marks of ``name``, after its command; nowhere without a page.
+    """Put ``text`` between the marks of ``name``, after its command; nowhere without a page.
 
     Raises ValueError when the page has lost a mark.
     """
     if page is None:
         return
-    before, found, rest = page.read_text(encoding="utf-8").partition(begin(name))
+    before, result, rest = page.read_text(encoding="utf-8").partition(begin(name))
     _, closed, after = rest.partition(end(name))
-    if not found or not closed:
+    if not result or not closed:
         raise ValueError(f"{page} has lost a mark: expected {begin(name)} and then {end(name)}")
     page.write_text(f"{before}{begin(name)}\n\n`make {name}`\n\n{text.strip()}\n\n{end(name)}{after}", encoding="utf-8")

@@ -24,7 +24,7 @@ from benchmarks.update import Work, matmul_peak, of_policy
 from quartet.config import Config, load_config
 from quartet.errors import QuartetError
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from quartet.models.weights.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
 
 DTYPES = ("float32", "bfloat16")
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measure("reviews", (), 64, 48, False, options.rounds),
             measure("Qwen2 0.5B, 4 layers", HALF, 16, 32, True, options.rounds),
         ]
-        found = [moves(rate) for rate in RATES]
+        actual = [moves(rate) for rate in RATES]
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -91,10 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": where,
         "peaks": peaks,
         "results": [asdict(result) for result in results],
-        "moves": [asdict(one) for one in found],
+        "moves": [asdict(one) for one in actual],
     }
     (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
-    text = table(results, found, peaks, options.threads, where)
+    text = table(results, actual, peaks, options.threads, where)
     print(text)
     page.write(page_of(parser, options), "precision", text)
     return 0
@@ -121,8 +121,8 @@ class _Side:
     def __init__(self, config: Config, prompts: int, full: bool) -> None:
         model, tokenizer = load_causal_lm(config.actor.model, config.actor.dtype), load_tokenizer(config.actor.model)
         stops = stop_token_ids(model, tokenizer)
-        found = read_prompts(Path(config.data.prompts), tokenizer, model, stops, prompts)
-        self._requests = [GenerationRequest(TrajectoryId("r", 1, index, 0), ids) for index, ids in enumerate(found)]
+        result = read_prompts(Path(config.data.prompts), tokenizer, model, stops, prompts)
+        self._requests = [GenerationRequest(TrajectoryId("r", 1, index, 0), ids) for index, ids in enumerate(result)]
         self._engine = TorchEngine(model, stops, prompts)
         self._work: Work = of_policy(config, "cpu", full)
 
@@ -158,8 +158,8 @@ def _flat(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([weight.detach().double().flatten() for weight in weights])
 
 
-def table(results: Sequence[Result], found: Sequence[Moves], peaks: dict[str, float], threads: int, where: str) -> str:
-    """What the page says: medians over the rounds, and how many times as fast bfloat16 is."""
+def table(results: Sequence[Result], actual: Sequence[Moves], peaks: dict[str, float], threads: int, where: str) -> str:
+    """Return what the page says: medians over the rounds, and how many times as fast bfloat16 is."""
     wide, narrow = DTYPES
     lines = [
         f"{where}. {threads} CPU threads; matmul peak {peaks[wide] / 1e9:.0f} GFLOP/s in {wide}, {peaks[narrow] / 1e9:.0f} in "
@@ -182,7 +182,7 @@ def table(results: Sequence[Result], found: Sequence[Moves], peaks: dict[str, fl
         "cosine of the first two moves |",
         "|---|---|---|---|---|",
     ]
-    for one in found:
+    for one in actual:
         parts = " | ".join(f"{100 * part:.1f} %" for part in (one.float32, one.masters, one.bfloat16))
         lines.append(f"| {one.learning_rate:g} | {parts} | {one.cosine:.2f} |")
     return "\n".join(lines)

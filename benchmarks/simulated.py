@@ -24,9 +24,9 @@ from benchmarks.options import positive
 from quartet.buffer.connection import connect
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.child_processes import tied_to_parent
 from quartet.errors import Cancelled
-from quartet.models.training.update_log import UpdateLog
-from quartet.processes import tied_to_parent
+from quartet.models.training.update_idempotency import UpdateLog
 from quartet.rpc.compute_thread import ComputeThread
 from quartet.rpc.server import HostedRole, Server
 from quartet.services.actor.actor import FLUSH
@@ -68,7 +68,7 @@ class Times:
 
 
 def response_lengths(prompts: Sequence[int], longest: int) -> list[int]:
-    """How long the response to each prompt is: a quarter of ``longest`` up to all of it, by the prompt's index."""
+    """Return how long the response to each prompt is: a quarter of ``longest`` up to all of it, by the prompt's index."""
     spread = longest - longest // 4
     # A multiplicative hash: neighbours are far apart, and the mean is that of the range.
     return [longest // 4 + 1 + (int(prompt) * 2_654_435_761 % 2**32) * spread // 2**32 for prompt in prompts]

@@ -24,9 +24,9 @@ from benchmarks import page
 from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.buffer.connection import Redis, connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
+from quartet.child_processes import tied_to_parent
 from quartet.demo.toy_task import Recipe, make_toy_task
 from quartet.models.pretraining import Schedule, Shape
-from quartet.processes import tied_to_parent
 from quartet.types import MODEL_ROLES
 
 RUN = "soak"
@@ -179,7 +179,7 @@ class _Stall:
 
 
 def _counter(metrics: Path) -> Callable[[], int]:
-    """Counts the lines of a file that grows, without reading any of them twice."""
+    """Count the lines of a file that grows, without reading any of them twice."""
     read, lines = 0, 0
 
     def count() -> int:
@@ -264,7 +264,7 @@ def slope(steps: Sequence[int], values: Sequence[int]) -> float:
 
 
 def faults_of(rows: Sequence[Row], bound: float) -> list[str]:
-    """What is not flat, in words; ``bound`` in KiB per 100 steps."""
+    """Return what is not flat, in words; ``bound`` in KiB per 100 steps."""
     result = [
         f"{row.name}: memory rises by {row.slope:.0f} KiB per 100 steps, at most {bound:.0f} are allowed"
         for row in rows
@@ -278,7 +278,7 @@ def faults_of(rows: Sequence[Row], bound: float) -> list[str]:
 
 
 def table(rows: Sequence[Row], steps: int, seconds: float, experience: int, bound: float, faults: Sequence[str]) -> str:
-    """What the page says."""
+    """Return what the page says."""
     lines = [
         f"{steps} steps in {seconds / 60:.0f} minutes on {os.cpu_count()} CPU cores, {seconds / steps:.2f} s each: "
         + ("memory and open files stay flat." if not faults else f"**not flat**: {'; '.join(faults)}."),

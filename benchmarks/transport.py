@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def counts(rate: Rate) -> bool:
-    """Whether the limit is for it: experience of any size, and what a usual step sends at once."""
+    """Return whether the limit is for it: experience of any size, and what a usual step sends at once."""
     return rate.kind == "experience" or rate.size <= TRAVELLING * MEBIBYTE
 
 
@@ -188,7 +188,7 @@ def rpc(rounds: int) -> tuple[list[Call], float]:
 
 
 def table(rates: Sequence[Rate], calls: Sequence[Call], each_second: float, where: str) -> str:
-    """What the page says: the best of several."""
+    """Return what the page says: the best of several."""
     lines = [
         f"{where}. GB/s, the best of several; at least {LIMIT / 1e9:g} is asked of the codec both ways, for messages of up to "
         f"{TRAVELLING} MiB and for experience of any size. Larger ones are bound by the kernel's handing out of fresh memory.",

@@ -38,7 +38,7 @@ class Clock:
 
 
 def main(path: str, steps: str, out: str, *settings: str) -> None:
-    """Trains for so many steps, with ``settings`` in place of the config's."""
+    """Train for so many steps, with ``settings`` in place of the config's."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     config = load_config(Path(path), list(settings))
     os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.services.actor.devices))}
@@ -67,13 +67,13 @@ def _rows(config: Config) -> int:
 def _model(kind: str, path: str | None, dtype: str) -> Any:
     import transformers
 
-    from quartet.models.loading import DTYPES
+    from quartet.models.weights.loading import DTYPES
 
     return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(path, dtype=DTYPES[dtype])
 
 
 def _tokenizer(config: Config) -> Any:
-    from quartet.models.loading import load_tokenizer
+    from quartet.models.weights.loading import load_tokenizer
 
     tokenizer = load_tokenizer(config.actor.model)
     tokenizer.padding_side = "left"
@@ -92,9 +92,9 @@ def _ppo(config: Config, steps: int, folder: str, clock: Clock) -> None:
 
     class Timed(PPOTrainer):  # type: ignore[misc]
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-            found = sys._getframe(1).f_locals
-            tokens = int((~found["padding_mask"]).sum())
-            clock.step(len(found["responses"]), tokens, float(found["scores"].mean()))
+            result = sys._getframe(1).f_locals
+            tokens = int((~result["padding_mask"]).sum())
+            clock.step(len(result["responses"]), tokens, float(result["scores"].mean()))
 
     batch, rows = config.rollout.prompts_per_step, _rows(config)
     settings = PPOConfig(
@@ -186,8 +186,8 @@ def _scorer(config: Config, tokenizer: Any) -> Callable[..., list[float]]:
             last = hidden[torch.arange(len(rows), device=model.device), mask.sum(1) - 1]
             scores = model.score(last).squeeze(-1).float().cpu()
         ended = torch.tensor([tokens[-1] == tokenizer.eos_token_id for tokens in completion_ids])
-        found: list[float] = (scores - torch.where(ended, 0.0, penalty)).tolist()
-        return found
+        result: list[float] = (scores - torch.where(ended, 0.0, penalty)).tolist()
+        return result
 
     return score
 

@@ -27,12 +27,12 @@ from benchmarks.options import add_shared, page_of, parser_of
 from quartet.config import Config, load_config
 from quartet.errors import QuartetError
 from quartet.models.forward import batching
-from quartet.models.forward.inspection import vocabulary_size
+from quartet.models.forward.model_capabilities import vocabulary_size
 from quartet.models.forward.onednn_linear import linear
 from quartet.models.forward.scoring import response_log_probs
-from quartet.models.loading import DTYPES, load_causal_lm, load_critic
 from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
 from quartet.models.training.updates import update_policy, update_value
+from quartet.models.weights.loading import DTYPES, load_causal_lm, load_critic
 from quartet.services.orchestrator.algorithm.update_request import optimization_at, policy_loss_of, value_loss_of
 from quartet.types import Experience, TokenBatch
 
@@ -220,7 +220,7 @@ def _packing(packed: bool) -> Iterator[None]:
 
 
 def table(results: Sequence[Result], peak: float, dtype: str, threads: int, where: str) -> str:
-    """What the page says: medians over the rounds."""
+    """Return what the page says: medians over the rounds."""
     lines = [
         f"{where}. {threads} CPU threads, {dtype}, matmul peak {peak / 1e9:.0f} GFLOP/s; medians, and of the ratio the least and "
         "the most.",

@@ -6,7 +6,7 @@ own, so it exits without further cleanup.
 
 from __future__ import annotations
 
-import quartet.import_path  # noqa: F401 - first: it keeps the working directory from shadowing libraries
+import quartet.sys_path  # noqa: F401 - first: it keeps the working directory from shadowing libraries
 
 # isort: split
 import argparse

@@ -20,7 +20,7 @@ from quartet.gateway.http.api_router import PREFIX
 from quartet.gateway.http.http_errors import UnexpectedErrors, add_handlers
 from quartet.gateway.http.request_metrics import GatewayMetrics, RequestMetrics
 from quartet.gateway.monitors.buffer_monitor import BufferMonitor
-from quartet.gateway.monitors.run_monitor import RunMonitor
+from quartet.gateway.monitors.run_progress import RunMonitor
 from quartet.gateway.monitors.service_monitor import ServiceMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.readers.run_readers import RunReaders

@@ -39,7 +39,7 @@ class Session(Model):
     run: str | None
     """The run that this gateway was started with; null if it serves a folder of runs."""
     may_start_runs: bool
-    """Whether the caller can start runs with ``POST /api/v1/runs``."""
+    """True if the caller can start runs with ``POST /api/v1/runs``."""
 
 
 class FieldProblem(Model):
@@ -97,7 +97,7 @@ class RunSummary(Model):
     """Name of the run, which is also the name of its folder."""
     state: State
     live: bool
-    """Whether the run is active, which means that its orchestrator accepts commands."""
+    """True if the run is active, which means that its orchestrator accepts commands."""
     step: int
     """Number of the last committed step."""
     total_steps: int
@@ -228,7 +228,7 @@ class StepDetail(Model):
     spans: list[Span]
     """Sorted by service and start; empty if there is no timeline."""
     has_tokens: bool
-    """Whether the tokens of the step's trajectories were kept."""
+    """True if the tokens of the step's trajectories were kept."""
 
 
 class TrajectorySummary(Model):
@@ -250,7 +250,7 @@ class TrajectorySummary(Model):
     """KL of the response to the reference, in nats."""
     response_tokens: int
     finished: bool
-    """Whether the model ended the response; false if it was cut off at the token limit."""
+    """True if the model ended the response; false if it was cut off at the token limit."""
 
 
 class Token(Model):
@@ -331,7 +331,7 @@ class ServiceInfo(Model):
     micro_batch_tokens: int | None = None
     """Default maximum number of tokens per forward pass in an update, as configured or as limited by memory."""
     gradient_checkpointing: bool | None = None
-    """Whether updates recompute activations in the backward pass."""
+    """True if updates recompute activations in the backward pass."""
     busy_seconds: dict[str, float] = {}
     """Busy time since the process started, in seconds by kind of work."""
     load: float | None = None
@@ -391,7 +391,7 @@ class LogTail(Model):
     name: str
     lines: list[str]
     truncated: bool
-    """Whether the log has earlier lines."""
+    """True if the log has earlier lines."""
 
 
 class SettingInfo(Model):

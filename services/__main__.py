@@ -5,7 +5,7 @@ Reads the config, builds the servicer of each role, serves them until SIGTERM, a
 
 from __future__ import annotations
 
-import quartet.import_path  # noqa: F401 - before the libraries whose names a file in the working directory may have
+import quartet.sys_path  # noqa: F401 - before the libraries whose names a file in the working directory may have
 
 # isort: split
 import argparse
@@ -28,9 +28,9 @@ from quartet.config import Config, load_config
 from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, QuartetError, ServiceFailed
 from quartet.failpoints import arm
+from quartet.missing_packages import explain_missing_package
 from quartet.telemetry.logs import configure_logs
 from quartet.topology import listen_address, num_threads
-from quartet.train_extra import explain_missing_package
 from quartet.types import Role
 
 if TYPE_CHECKING:

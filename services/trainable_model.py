@@ -12,11 +12,7 @@ from quartet.config import TrainedModelConfig
 from quartet.durable_files import checkpoint_path, confine_path, describe_files
 from quartet.errors import FailedPrecondition
 from quartet.failpoints import failpoint
-from quartet.models.forward.inspection import max_positions
-from quartet.models.freezing import freeze_parameters
-from quartet.models.loading import count_parameters, load_tokenizer, tokenizer_fingerprint
-from quartet.models.lora import Adapter, add_adapter
-from quartet.models.snapshot import Writer, write_model
+from quartet.models.forward.model_capabilities import max_positions
 from quartet.models.torch_threads import torch_threads
 from quartet.models.training.optimizer import (
     OPTIMIZER_FILE,
@@ -24,8 +20,12 @@ from quartet.models.training.optimizer import (
     load_optimizer,
     snapshot_optimizer,
 )
-from quartet.models.training.update_log import UpdateLog
+from quartet.models.training.update_idempotency import UpdateLog
 from quartet.models.training.update_memory import UpdateMemory
+from quartet.models.weights.freezing import freeze_parameters
+from quartet.models.weights.loading import count_parameters, load_tokenizer, tokenizer_fingerprint
+from quartet.models.weights.lora import Adapter, add_adapter
+from quartet.models.weights.snapshot import Writer, write_model
 from quartet.services.memory_budget import MemoryBudget, UpdateLimits, find_budget, free_bytes
 from quartet.types import Role, SavedFile, SaveKind, ServiceStatus, UpdateResult
 

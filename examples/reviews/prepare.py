@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quartet.demo.staging import staged_directory
+from quartet.atomic_directory import staged_directory
 from quartet.errors import DataError, QuartetError
 
 PROMPT_WORDS = 5

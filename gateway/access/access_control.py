@@ -14,8 +14,8 @@ from limits.aio.strategies import MovingWindowRateLimiter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quartet.gateway.access.body_limits import check_content_length, limit_body, omit_body
 from quartet.gateway.access.callers import CALLER_KEY, Caller, operator_required, unauthorized
-from quartet.gateway.access.message_limits import check_content_length, limit_body, omit_body
 from quartet.gateway.http.http_errors import ProblemError, problem_response
 from quartet.gateway.schemas import Access
 from quartet.gateway.settings import GatewaySettings

@@ -24,7 +24,7 @@ MAX_OUTCOME_LENGTH = 500
 
 
 class AuditResult:
-    """Whether a command's entry could be written."""
+    """True if a command's entry could be written."""
 
     problem = ""
     """Why the entry could not be written, or empty."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from quartet.errors import Cancelled, ConfigError, InvalidRequest, MismatchError, NoResponse, QuartetError
 from quartet.gateway.commands.audit_log import audited
 from quartet.gateway.http.http_errors import ProblemError, WrongField
-from quartet.gateway.monitors.run_monitor import END_STATES, RunMonitor
+from quartet.gateway.monitors.run_progress import END_STATES, RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import ChangeSettingsRequest, SettingChange, SettingInfo
 from quartet.rpc.clients import OrchestratorClient

@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 import yaml
 
+from quartet.child_processes import module_command
 from quartet.config import Config, invalid_keys, parse_config
 from quartet.durable_files import write_durably
 from quartet.errors import ConfigError
@@ -19,8 +20,7 @@ from quartet.gateway.commands.audit_log import audited, printable
 from quartet.gateway.http.http_errors import ProblemError
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.schemas import FieldProblem, StartRunRequest
-from quartet.processes import module_command
-from quartet.run_directory.lifecycle import check_unused, lock_run_directory, remove_run
+from quartet.run_directory.locking_and_removal import check_unused, lock_run_directory, remove_run
 from quartet.run_directory.run_files import RunFiles
 
 log = structlog.get_logger()

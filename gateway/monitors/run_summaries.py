@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quartet.config import Config
 from quartet.errors import ConfigError
-from quartet.gateway.monitors.run_monitor import END_STATES, RunMonitor
+from quartet.gateway.monitors.run_progress import END_STATES, RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.gateway.readers.run_readers import RunReaders
 from quartet.gateway.schemas import Progress, RunDetail, RunSummary, State

@@ -11,7 +11,7 @@ from quartet.gateway.commands.run_commands import RunCommands
 from quartet.gateway.commands.run_launcher import RunLauncher
 from quartet.gateway.events.event_stream import EventStreams
 from quartet.gateway.monitors.buffer_monitor import BufferMonitor
-from quartet.gateway.monitors.run_monitor import RunMonitor
+from quartet.gateway.monitors.run_progress import RunMonitor
 from quartet.gateway.monitors.run_summaries import RunSummaries
 from quartet.gateway.monitors.service_monitor import ServiceMonitor
 from quartet.gateway.readers.run_catalog import NAME_PATTERN, RunCatalog

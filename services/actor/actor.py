@@ -16,12 +16,12 @@ from quartet.errors import ConfigError, FailedPrecondition, InvalidRequest, Mism
 from quartet.failpoints import failpoint
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.engine import EngineFactory, Policy
-from quartet.models.loading import load_causal_lm, snapshot_model, stop_token_ids
-from quartet.models.lora import Adapter
-from quartet.models.snapshot import Writer
 from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.update_memory import UpdateMemory, measure_policy
 from quartet.models.training.updates import update_policy
+from quartet.models.weights.loading import load_causal_lm, snapshot_model, stop_token_ids
+from quartet.models.weights.lora import Adapter
+from quartet.models.weights.snapshot import Writer
 from quartet.ppo.losses import PolicyLossFunction, checked_policy_loss
 from quartet.services.actor.engines import torch_engine
 from quartet.services.memory_budget import UpdateLimits

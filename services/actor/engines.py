@@ -35,7 +35,7 @@ def detached_torch_engine(max_concurrent_sequences: int, device: str) -> EngineF
 
 
 def _triton(config: Config, certificates: Path | None) -> EngineFactory:
-    from quartet.models.generation.triton import TritonEngine, TritonServer
+    from quartet.models.generation.triton_server import TritonEngine, TritonServer
 
     triton = config.rollout.triton
     assert triton is not None

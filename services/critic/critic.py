@@ -10,12 +10,12 @@ from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import CriticConfig
 from quartet.failpoints import failpoint
 from quartet.models.forward.scoring import response_values
-from quartet.models.loading import load_critic
-from quartet.models.lora import Adapter
-from quartet.models.snapshot import Writer
 from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.update_memory import UpdateMemory, measure_value
 from quartet.models.training.updates import update_value
+from quartet.models.weights.loading import load_critic
+from quartet.models.weights.lora import Adapter
+from quartet.models.weights.snapshot import Writer
 from quartet.services.memory_budget import UpdateLimits
 from quartet.services.trainable_model import TrainableModel
 from quartet.types import (

@@ -12,7 +12,7 @@ from quartet.buffer.connection import Redis
 from quartet.buffer.lease import Lease
 from quartet.config import Config
 from quartet.preflight import check_inputs, check_resumable, check_separate_orchestrator
-from quartet.run_directory.lifecycle import lock_run_directory
+from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.algorithm.state import AlgorithmState
 from quartet.services.orchestrator.checkpointing.recovery import Recovery, RecoveryPoint

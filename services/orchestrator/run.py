@@ -18,7 +18,7 @@ from quartet.config import Config
 from quartet.durable_files import storage_errors
 from quartet.errors import Cancelled, ConfigError, LeadershipConflict, QuartetError
 from quartet.evaluation import stream_name
-from quartet.models.loading import load_tokenizer
+from quartet.models.weights.loading import load_tokenizer
 from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.run_directory.checkpoints import DamagedCheckpoint, read_verified_checkpoint, roll_back
 from quartet.run_directory.identity import Identity
@@ -29,15 +29,15 @@ from quartet.services.orchestrator.algorithm.update_request import ModelUpdater
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
 from quartet.services.orchestrator.checkpointing.recovery import TRANSIENT_ERRORS, Recovery, RecoveryAttempts
 from quartet.services.orchestrator.checkpointing.step_committer import StepCommitter
-from quartet.services.orchestrator.control.alerts import AlertHandler
+from quartet.services.orchestrator.control.alert_actions import AlertHandler
 from quartet.services.orchestrator.control.live_settings import LiveSettings
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.leadership import Leadership, acquire_lease
 from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule, Evaluator
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
-from quartet.services.orchestrator.rollout.preparation import StepPreparation
 from quartet.services.orchestrator.rollout.prompts import training_prompts, validation_prompts
+from quartet.services.orchestrator.rollout.step_preparation import StepPreparation
 from quartet.services.orchestrator.service_clients import (
     ServiceClients,
     ServiceHandshake,
@@ -45,7 +45,7 @@ from quartet.services.orchestrator.service_clients import (
     load_identity,
 )
 from quartet.services.orchestrator.step import StepTransaction
-from quartet.services.orchestrator.telemetry.run_telemetry import RunTelemetry
+from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.telemetry.traces import Traces
 from quartet.types import RunState
@@ -398,7 +398,7 @@ class TrainingLoop:
         self._board.update(state=RunState.TRAINING, phase="generate")
 
     def _check_rollback(self) -> None:
-        """Raises RollbackRequested if a user has requested an earlier checkpoint. A checkpoint in progress is abandoned."""
+        """Raise RollbackRequested if a user has requested an earlier checkpoint. A checkpoint in progress is abandoned."""
         if self._control.rollback_step:
             raise RollbackRequested
 

@@ -16,7 +16,7 @@ from quartet.services.orchestrator.checkpointing.step_committer import StepCommi
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.leadership import Leadership
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
-from quartet.services.orchestrator.rollout.preparation import PendingStep, StepPreparation
+from quartet.services.orchestrator.rollout.step_preparation import PendingStep, StepPreparation
 from quartet.services.orchestrator.service_clients import wait_for_all
 from quartet.services.orchestrator.telemetry.step_profiler import StepProfiler
 from quartet.types import Alert, Role, UpdateResult

@@ -17,7 +17,7 @@ from quartet.data import iterate_prompt_lines
 from quartet.errors import ConfigError, DataError, ModelError
 from quartet.run_directory.identity import Identity
 from quartet.run_directory.run_files import RunFiles
-from quartet.tokenizer_files import check_tokenizer
+from quartet.tokenizer_check import check_tokenizer
 from quartet.topology import listen_address, model_roles
 from quartet.types import Role
 

@@ -45,7 +45,7 @@ def check_token(token: str, where: str) -> None:
 
 
 def check_certificate(certificate: Path, key: Path) -> None:
-    """Raises ConfigError unless ``gateway.certificate_file`` and ``gateway.key_file`` belong together and are good today."""
+    """Raise ConfigError unless ``gateway.certificate_file`` and ``gateway.key_file`` belong together and are good today."""
     from cryptography import x509
 
     where = f"gateway.certificate_file {certificate}, gateway.key_file {key}"

@@ -415,7 +415,7 @@ class RunState(enum.StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether the state is final."""
+        """Return whether the state is final."""
         return self in (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
 
 

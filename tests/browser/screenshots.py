@@ -23,15 +23,15 @@ import yaml
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from quartet.child_processes import tied_to_parent
 from quartet.demo.toy_task import make_toy_task
-from quartet.processes import tied_to_parent
 from tests.browser.conftest import NAMES
 
 STEPS, PAUSE_AT, EVERY = 90, 80, 20
 DRAWN = """() => [...document.querySelectorAll("figure.curve")]
     .filter((figure) => figure.getBoundingClientRect().top < innerHeight)
     .every((figure) => figure.querySelector("svg.main-svg"))"""
-"""Whether every visible chart is drawn."""
+"""True if every visible chart is drawn."""
 PAGES = ("overview", "steps", "trajectories", "evaluations", "checkpoints", "services", "guards", "logs", "config")
 
 
@@ -153,7 +153,7 @@ def open_page(browser: Browser, run: Run, theme: Any, width: int, height: int) -
 
 
 def picture(page: Page, run: Run, address: str, path: Path) -> None:
-    """What a page shows once it has its data."""
+    """Return what a page shows once it has its data."""
     page.goto(f"{run.url}/#/{address}")
     page.wait_for_selector("main .page-head, main .state")
     page.wait_for_selector("main .waiting", state="detached")

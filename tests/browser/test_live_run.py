@@ -23,15 +23,15 @@ def active(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "actor": {"micro_batch_tokens": 2048},
         "critic": {"micro_batch_tokens": 1024, "gradient_checkpointing": True},
     }
-    with live(make, tmp_path_factory.mktemp("browser"), "watched", steps=5000, **models) as found:
-        eventually(found[0].board.current, lambda progress: progress.step >= 3)
-        yield found
+    with live(make, tmp_path_factory.mktemp("browser"), "watched", steps=5000, **models) as result:
+        eventually(result[0].board.current, lambda progress: progress.step >= 3)
+        yield result
 
 
 @pytest.fixture(scope="module")
 def gateway(active: tuple[ActiveRun, Fleet]) -> Iterator[Gateway]:
-    with serving(active[0].config.run.directory) as found:
-        yield found
+    with serving(active[0].config.run.directory) as result:
+        yield result
 
 
 @pytest.fixture
@@ -40,10 +40,10 @@ def window(active: tuple[ActiveRun, Fleet], gateway: Gateway, open_dashboard: Op
     run, _ = active
     run.control.pause()
     eventually(run.board.current, lambda progress: progress.state == "paused")
-    with open_dashboard(gateway) as found:
-        found.show("runs/watched/overview")
-        found.wait_for_state("paused")
-        yield found
+    with open_dashboard(gateway) as result:
+        result.show("runs/watched/overview")
+        result.wait_for_state("paused")
+        yield result
     run.control.pause()
 
 

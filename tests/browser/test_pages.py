@@ -38,10 +38,10 @@ CONTRAST = {"runOnly": {"type": "rule", "values": ["color-contrast"]}}
 def violations(window: Window, options: dict[str, Any]) -> list[str]:
     if not window.page.evaluate("() => 'axe' in window"):
         window.page.evaluate(axe.AXE_SCRIPT)
-    found = window.page.evaluate(
+    result = window.page.evaluate(
         "async (options) => (await axe.run(document, { ...options, resultTypes: ['violations'] })).violations", options
     )
-    return [f"{item['id']}: {item['nodes'][0]['html'][:200]}" for item in found]
+    return [f"{item['id']}: {item['nodes'][0]['html'][:200]}" for item in result]
 
 
 @pytest.mark.parametrize(("theme", "options"), [("dark", {}), ("light", CONTRAST)])
@@ -50,11 +50,11 @@ def test_no_page_has_accessibility_violations(
 ) -> None:
     with open_dashboard(shown, theme=theme) as window:
         place = shown.client.get("/runs/whole/trajectories?step=1").json()["items"][0]["id"].split("/", 1)[1]
-        found = {}
+        results = {}
         for page in (*PAGES, f"runs/whole/trajectories/{place}"):
             window.show(page)
-            found[page] = violations(window, options)
-        assert {page: items for page, items in found.items() if items} == {}
+            results[page] = violations(window, options)
+        assert {page: items for page, items in results.items() if items} == {}
 
 
 def test_no_page_is_wider_than_a_phone(shown: Gateway, open_dashboard: Open) -> None:
@@ -134,7 +134,7 @@ def test_events_are_parsed_from_chunks_of_any_size(shown: Gateway, open_dashboar
     ]
     with open_dashboard(shown) as window:
         for size in (1, 2, 3, 7, len(text)):
-            found = window.page.evaluate(
+            results = window.page.evaluate(
                 """async ([text, size]) => {
                     const { Parser } = await import("/static/event_stream.js");
                     const found = [];
@@ -144,4 +144,4 @@ def test_events_are_parsed_from_chunks_of_any_size(shown: Gateway, open_dashboar
                 }""",
                 [text, size],
             )
-            assert found == wanted
+            assert results == wanted

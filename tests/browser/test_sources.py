@@ -15,13 +15,13 @@ IMPORT = re.compile(r'from "(\.[^"]+)"')
 
 
 def test_no_source_parses_data_as_html_or_loads_from_other_sites() -> None:
-    found = {
+    results = {
         str(path.relative_to(STATIC)): match[0]
         for path in FILES
         for pattern in (HTML_PARSER, EXTERNAL)
         if (match := pattern.search(path.read_text()))
     }
-    assert found == {}
+    assert results == {}
 
 
 def test_scripts_and_styles_are_separate_files() -> None:

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def window(shown: Gateway, open_dashboard: Open) -> Iterator[Window]:
-    with open_dashboard(shown) as found:
-        yield found
+    with open_dashboard(shown) as result:
+        yield result
 
 
 def test_a_trajectory_shows_the_values_of_every_token(window: Window, shown: Gateway, ended: Run) -> None:
@@ -48,7 +48,7 @@ def test_tokens_are_coloured_by_the_selected_measure(window: Window) -> None:
         colours[name] = window.page.locator(".token").evaluate_all(
             "(tokens) => tokens.map((token) => getComputedStyle(token).backgroundColor)"
         )
-    assert all(len(set(found)) > 1 for found in colours.values())
+    assert all(len(set(result)) > 1 for result in colours.values())
     assert colours["Advantage"] != colours["Value"] != colours["Log-prob"]
 
 

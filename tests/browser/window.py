@@ -39,9 +39,9 @@ class Window:
 
     def heading(self, text: str) -> Any:
         """Wait for a heading and return it."""
-        found = self.page.get_by_role("heading", name=text, exact=True)
-        found.first.wait_for()
-        return found
+        result = self.page.get_by_role("heading", name=text, exact=True)
+        result.first.wait_for()
+        return result
 
     def press(self, name: str) -> None:
         """Click a button by its text."""
@@ -62,9 +62,9 @@ class Window:
     def step(self) -> int:
         """Return the step in the run's header."""
         text = self.page.locator(".run-progress").inner_text()
-        found = re.search(r"step ([\d,]+) of", text)
-        assert found, text
-        return int(found[1].replace(",", ""))
+        match = re.search(r"step ([\d,]+) of", text)
+        assert match, text
+        return int(match[1].replace(",", ""))
 
     def wait_for_step(self, after: int) -> int:
         """Wait until the run's header shows a step after ``after``; return it."""
@@ -78,5 +78,5 @@ class Window:
     def points(self, title: str) -> list[int]:
         """Return the steps that a chart has actually drawn."""
         plot = self.page.locator("figure.curve", has=self.page.get_by_role("heading", name=title)).locator(".plot")
-        found: list[int] = plot.evaluate("(plot) => (plot.calcdata?.at(-1) ?? []).map((point) => point.x)")
-        return found
+        result: list[int] = plot.evaluate("(plot) => (plot.calcdata?.at(-1) ?? []).map((point) => point.x)")
+        return result

@@ -28,20 +28,20 @@ def config_of(**buffer: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("url", "found"),
+    ("url", "result"),
     [
         ("redis://host:6379/0", f"redis://{ENCODED}host:6379/0"),
         ("redis://quartet@host/0", f"redis://quartet{ENCODED}host/0"),
         ("rediss://quartet@[::1]:6379/0?timeout=3", f"rediss://quartet{ENCODED}[::1]:6379/0?timeout=3"),
     ],
 )
-def test_a_password_comes_from_its_file(tmp_path: Path, url: str, found: str) -> None:
+def test_a_password_comes_from_its_file(tmp_path: Path, url: str, result: str) -> None:
     file = tmp_path / "password"
     file.write_text("p@ss/w:rd\n")
     config = config_of(url=url, password_file=str(file))
-    assert buffer_url(config) == found
-    assert "p@ss" not in config.to_yaml() + redact_url(found)
-    assert "p%40ss" not in redact_url(found)
+    assert buffer_url(config) == result
+    assert "p@ss" not in config.to_yaml() + redact_url(result)
+    assert "p%40ss" not in redact_url(result)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from quartet.buffer.connection import ConnectionMonitor, connect
 from quartet.buffer.embedded_redis import EmbeddedRedis, find_server
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.child_processes import tied_to_parent
 from quartet.errors import ConfigError, ServiceUnavailable
-from quartet.processes import tied_to_parent
 from quartet.rpc.security.certificate_authority import Authority
 from quartet.rpc.service_channel import accepts_connections
 from tests.buffer.samples import trajectory
@@ -91,7 +91,7 @@ def test_a_server_without_tls_is_reported_immediately_if_the_url_requires_tls(
 
 @pytest.fixture(params=["knows its clients", "takes anybody"])
 def tls_port(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
-    """Where hands are shaken as by a Redis with a tls-port, which the embedded server cannot have."""
+    """Return where hands are shaken as by a Redis with a tls-port, which the embedded server cannot have."""
     Authority(timedelta(days=1)).issue(tmp_path / "redis", ["localhost"])
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tmp_path / "redis/ca.crt")
     context.load_cert_chain(tmp_path / "redis/tls.crt", tmp_path / "redis/tls.key")

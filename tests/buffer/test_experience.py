@@ -36,7 +36,7 @@ def keys(client: Redis, run: str) -> set[str]:
 
 
 def same(left: Experience, right: Experience) -> bool:
-    """Whether two experiences are equal bit for bit."""
+    """Return whether two experiences are equal bit for bit."""
     return codec.encode_experience(left) == codec.encode_experience(right)
 
 

@@ -21,9 +21,9 @@ def run(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def stream(redis_client: Redis, redis_url: str, run: str) -> RolloutStream:
-    found = RolloutStream(redis_client, redis_url, run)
-    found.reset()
-    return found
+    result = RolloutStream(redis_client, redis_url, run)
+    result.reset()
+    return result
 
 
 def prompts(stream: RolloutStream, count: int = 100, block: float = 0.01) -> list[int]:

@@ -48,7 +48,7 @@ class Moment:
         return f"{self.failpoint_of(victim)}=hold@{passed + self.nth}"
 
     def failpoint_of(self, victim: str) -> str:
-        """Where the run is held."""
+        """Return where the run is held."""
         return self.own.get(victim, self.failpoint)
 
     def step(self, seed: int) -> int:

@@ -21,7 +21,7 @@ def rewritten(page: str, results: Mapping[str, Result], about: str) -> str:
 
 
 def cells(page: str) -> dict[str, str]:
-    """What ``page`` says of each case, by name."""
+    """Return what ``page`` says of each case, by name."""
     rows = [line.strip("|").split("|") for line in page.partition(BEGIN)[2].partition(END)[0].splitlines()]
     table = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows if len(row) == 1 + len(PAIRS)}
     return {

@@ -114,7 +114,7 @@ def train(config: Path, seed: int) -> list[str | Path]:
 
 
 def disturb(case: Case, setup: ChaosSetup) -> Result:
-    """Runs a case to its end and looks at what it left."""
+    """Run a case to its end and looks at what it left."""
     expected = setup.undisturbed(case.seed)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
@@ -148,7 +148,7 @@ class _Disturbed:
         self._commands: list[Command] = []
 
     def run(self) -> None:
-        """Starts, holds, disturbs, releases, waits for the end. Raises AssertionError for what keeps it from its end."""
+        """Start, holds, disturbs, releases, waits for the end. Raises AssertionError for what keeps it from its end."""
         command = self._start()
         failpoint = self._case.moment.failpoint_of(self._case.process)
         command.wait_for((self._points / f"{failpoint}.reached").exists)
@@ -157,7 +157,7 @@ class _Disturbed:
         self._judge(ended)
 
     def clean_up(self) -> None:
-        """Ends what is left."""
+        """End what is left."""
         for command in self._commands:
             command.clean_up()
 

@@ -49,17 +49,17 @@ def _fails(*command: str) -> bool:
 
 
 def docker(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """What ``docker ARGUMENTS`` answers."""
+    """Return what ``docker ARGUMENTS`` answers."""
     return subprocess.run([shutil.which("docker") or "docker", *arguments], capture_output=True, text=True, check=check)
 
 
 def wait_for(wanted: Callable[[], Value], what: str, patience: float = PATIENCE) -> Value:
     """The first answer of ``wanted`` that is not empty."""
     deadline = time.monotonic() + patience
-    while not (found := wanted()):
+    while not (result := wanted()):
         assert time.monotonic() < deadline, f"{what}: not within {patience:.0f} s"
         time.sleep(0.25)
-    return found
+    return result
 
 
 class Stack:
@@ -80,7 +80,7 @@ class Stack:
         self._port, self._tls = port, any("tls" in file for file in files)
 
     def compose(self, *arguments: str) -> str:
-        """What ``docker compose ARGUMENTS`` prints."""
+        """Return what ``docker compose ARGUMENTS`` prints."""
         done = subprocess.run([*self._compose, *arguments], env=self._environment, capture_output=True, text=True)
         assert done.returncode == 0, f"compose {' '.join(arguments)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -91,17 +91,17 @@ class Stack:
 
     def container(self, service: str) -> str:
         """Id of a service's container, whether it runs or has ended."""
-        (found,) = self._labelled(["ps", "--all"], f"com.docker.compose.service={service}")
-        return found
+        (result,) = self._labelled(["ps", "--all"], f"com.docker.compose.service={service}")
+        return result
 
     def token(self) -> str:
         """The operators' token."""
         return self.run_in("gateway", "cat", "/run/secrets/gateway/gateway_token").stdout.strip()
 
     def inspect(self, service: str) -> dict[str, Any]:
-        """What Docker knows of a service's container."""
-        found: dict[str, Any] = json.loads(docker("inspect", self.container(service)).stdout)[0]
-        return found
+        """Return what Docker knows of a service's container."""
+        result: dict[str, Any] = json.loads(docker("inspect", self.container(service)).stdout)[0]
+        return result
 
     def logs(self, service: str) -> str:
         """All that a service has said."""

@@ -49,14 +49,14 @@ PLACE = r"(?:\$\{[^}]*\}|[^:$])*"
 
 def mounts(service: dict[str, Any]) -> dict[str, str]:
     """By its place in the container, what is mounted there."""
-    found = {}
+    results = {}
     for mount in service.get("volumes", ()):
         if isinstance(mount, str):
             source, target = re.fullmatch(rf"({PLACE}):({PLACE})(?::ro)?", mount).groups()
         else:
             source, target = mount["source"], mount["target"]
-        found[target] = source
-    return found
+        results[target] = source
+    return results
 
 
 def writable(service: dict[str, Any]) -> set[str]:

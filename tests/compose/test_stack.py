@@ -219,7 +219,7 @@ def test_a_run_without_critic_and_reference_starts_neither(stack: Stack) -> None
 
 
 def steps(stack: Stack, token: str) -> int:
-    """Steps that the run has committed, as the API tells."""
+    """Step that the run has committed, as the API tells."""
     status, run = stack.ask("/api/v1/runs/tiny", token)
     return int(run["step"]) if status == 200 else 0
 
@@ -237,7 +237,7 @@ def check_what_the_processes_may(stack: Stack) -> None:
 
 
 def check_that_strangers_are_refused(stack: Stack) -> None:
-    """Who has no certificate gets no answer from a service, from Redis, or of figures, though it has the password."""
+    """Return who has no certificate gets no answer from a service, from Redis, or of figures, though it has the password."""
     for service in SERVICES:
         assert stack.run_in(service, "ls", "/run/certificates").stdout.split() == [service]
     said = stack.run_in("gateway", "python", "-c", STRANGER)

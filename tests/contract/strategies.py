@@ -43,11 +43,11 @@ lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, 
 
 def ints(size: int) -> st.SearchStrategy[IntArray]:
     values = st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size)
-    return values.map(lambda found: np.array(found, np.int32))
+    return values.map(lambda result: np.array(result, np.int32))
 
 
 def floats(size: int) -> st.SearchStrategy[FloatArray]:
-    return st.lists(float32, min_size=size, max_size=size).map(lambda found: np.array(found, np.float32))
+    return st.lists(float32, min_size=size, max_size=size).map(lambda result: np.array(result, np.float32))
 
 
 @st.composite

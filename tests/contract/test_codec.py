@@ -246,11 +246,11 @@ def test_any_tensor_is_read_or_refused_and_never_anything_else(dtype: int, shape
     message = tensor(dtype, shape, data)
     for read, size in ((codec.ints_from_proto, 4), (codec.floats_from_proto, 4)):
         try:
-            found = read(message, "field")
+            result = read(message, "field")
         except InvalidRequest:
             continue
-        assert [len(found)] == shape
-        assert found.nbytes == len(data) == size * shape[0]
+        assert [len(result)] == shape
+        assert result.nbytes == len(data) == size * shape[0]
 
 
 def small_trajectory() -> Trajectory:

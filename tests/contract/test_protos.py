@@ -24,9 +24,9 @@ def protos(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorProto
     command = [sys.executable, "-m", "grpc_tools.protoc", "--proto_path=proto", f"--descriptor_set_out={out}"]
     command += ["--include_source_info", *(f"quartet/v1/{name}" for name in FILES)]
     subprocess.run(command, cwd=ROOT, check=True)
-    found = list(FileDescriptorSet.FromString(out.read_bytes()).file)
-    assert sorted(Path(file.name).name for file in found) == FILES
-    return found
+    result = list(FileDescriptorSet.FromString(out.read_bytes()).file)
+    assert sorted(Path(file.name).name for file in result) == FILES
+    return result
 
 
 # Numbers of the fields of FileDescriptorProto and below: how source info names a place.
@@ -36,17 +36,17 @@ MESSAGE, ENUM, SERVICE, FIELD, NESTED, NESTED_ENUM, VALUE, METHOD, ONEOF = 4, 5,
 def described(file: FileDescriptorProto) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Everything of a file that needs a comment, by name and place."""
 
-    def message(found: DescriptorProto, place: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield found.name, place
-        for index, field in enumerate(found.field):
-            yield f"{found.name}.{field.name}", (*place, FIELD, index)
-        for index, inner in enumerate(found.nested_type):
+    def message(result: DescriptorProto, place: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield result.name, place
+        for index, field in enumerate(result.field):
+            yield f"{result.name}.{field.name}", (*place, FIELD, index)
+        for index, inner in enumerate(result.nested_type):
             if not inner.options.map_entry:
                 yield from message(inner, (*place, NESTED, index))
-        assert not found.enum_type, f"{found.name}: an enum inside of a message"
+        assert not result.enum_type, f"{result.name}: an enum inside of a message"
 
-    for index, found in enumerate(file.message_type):
-        yield from message(found, (MESSAGE, index))
+    for index, result in enumerate(file.message_type):
+        yield from message(result, (MESSAGE, index))
     for index, enum in enumerate(file.enum_type):
         yield enum.name, (ENUM, index)
         for inner, value in enumerate(enum.value):

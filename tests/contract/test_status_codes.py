@@ -43,7 +43,7 @@ class FailedCall(grpc.RpcError):
 
 
 def across_the_wire(error: BaseException) -> errors.QuartetError:
-    """What the caller raises if the service raises ``error``."""
+    """Return what the caller raises if the service raises ``error``."""
     status = status_of(error)
     return error_of(FailedCall(NUMBERS[status.code], status.message, status), WHERE, 3.0)
 

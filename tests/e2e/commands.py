@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from quartet.processes import tied_to_parent
+from quartet.child_processes import tied_to_parent
 
 Value = TypeVar("Value")
 
@@ -93,14 +93,14 @@ class Command:
 
     @property
     def out(self) -> str:
-        """What it has printed so far; from a terminal, without the escape sequences."""
+        """Return what it has printed so far; from a terminal, without the escape sequences."""
         if self._terminal is not None:
             return _ESCAPES.sub("", self._screen.decode(errors="replace"))
         return (self.scratch / "out").read_text()
 
     @property
     def err(self) -> str:
-        """What it has printed on standard error so far."""
+        """Return what it has printed on standard error so far."""
         return (self.scratch / "err").read_text()
 
     def type(self, text: str) -> None:
@@ -110,7 +110,7 @@ class Command:
 
     def processes(self) -> dict[int, list[str]]:
         """Its living descendants, by process id: their command lines."""
-        found = {}
+        results = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == self.process.pid:
                 continue
@@ -121,8 +121,8 @@ class Command:
             except OSError:
                 continue
             if str(self.scratch).encode() in known:
-                found[int(entry.name)] = line.decode(errors="replace").rstrip("\0").split("\0")
-        return found
+                results[int(entry.name)] = line.decode(errors="replace").rstrip("\0").split("\0")
+        return results
 
     def child(self, name: str) -> int:
         """The process id of the service of this role, of the gateway, or of redis."""
@@ -133,7 +133,7 @@ class Command:
         raise AssertionError(f"no {name} among {self.processes()}")
 
     def wait_for(self, condition: Callable[[], Value], seconds: float = START) -> Value:
-        """What ``condition`` returns, once that is true. Fails when the command ends first, or at the deadline."""
+        """Return what ``condition`` returns, once that is true. Fails when the command ends first, or at the deadline."""
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             assert self.process.poll() is None, f"ended early: {self.ended()}"
@@ -142,7 +142,7 @@ class Command:
         return value
 
     def ended(self, seconds: float = START) -> Ended:
-        """Waits for its end."""
+        """Wait for its end."""
         self.process.wait(seconds)
         lasted = time.monotonic() - self._started
         left = [" ".join(line) for line in self.processes().values()]
@@ -160,7 +160,7 @@ class Command:
         assert wait_until(lambda: not self.processes(), 10), self.processes()
 
     def clean_up(self) -> None:
-        """Ends whatever still runs and removes its temporary files."""
+        """End whatever still runs and removes its temporary files."""
         for pid in (self.process.pid, *self.processes()) if self.process.poll() is None else self.processes():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -171,7 +171,7 @@ class Command:
 
 
 def _as_from_a_shell() -> None:
-    """Lets Ctrl-C through: whoever runs the tests in the background has it ignored, and children inherit that."""
+    """Let Ctrl-C through: whoever runs the tests in the background has it ignored, and children inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -181,7 +181,7 @@ def _take_terminal() -> None:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether ``condition`` came true in time."""
+    """Return whether ``condition`` came true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -70,7 +70,7 @@ def config(toy_task: ToyTask) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts ``quartet ARGUMENTS`` in the test's own folder; what the test leaves running is ended after it."""
+    """Start ``quartet ARGUMENTS`` in the test's own folder; what the test leaves running is ended after it."""
     commands: list[Command] = []
 
     def begin(*arguments: str | Path, terminal: bool = False, cwd: Path = tmp_path) -> Command:

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from quartet.buffer.embedded_redis import find_server
-from quartet.processes import tied_to_parent
+from quartet.child_processes import tied_to_parent
 from quartet.rpc.health import is_serving
 from tests.e2e.commands import QUARTET, Command
 from tests.e2e.conftest import Run, figures, weights
@@ -30,11 +30,11 @@ PASSWORD = "a p@ss/word:with?signs"  # pragma: allowlist secret - the test's own
 
 
 def free_ports(count: int) -> list[int]:
-    found = [socket.socket() for _ in range(count)]
-    for one in found:
+    results = [socket.socket() for _ in range(count)]
+    for one in results:
         one.bind(("127.0.0.1", 0))
-    ports = [int(one.getsockname()[1]) for one in found]
-    for one in found:
+    ports = [int(one.getsockname()[1]) for one in results]
+    for one in results:
         one.close()
     return ports
 
@@ -99,7 +99,7 @@ def deployment(tmp_path: Path, redis_port: int) -> Path:
 
 @pytest.fixture
 def begin(config: Path, deployment: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    """Starts ``python -m MODULE...`` with both configs."""
+    """Start ``python -m MODULE...`` with both configs."""
     commands: list[Command] = []
 
     def start(*module: str) -> Command:

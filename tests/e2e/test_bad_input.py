@@ -30,7 +30,7 @@ def assert_refused(ended: Ended, *mentioned: str | Path) -> None:
 
 @pytest.fixture
 def refuse(start: Start, config: Path, tmp_path: Path) -> Refuse:
-    """Trains with these settings changed and expects a refusal that mentions all of ``mentioned``."""
+    """Train with these settings changed and expects a refusal that mentions all of ``mentioned``."""
 
     def train(*assignments: str, options: list[str] | None = None, mentioned: tuple[str | Path, ...]) -> None:
         ended = start("train", config, *(options or []), *settings(*assignments)).ended()

@@ -1,4 +1,4 @@
-"""EvaluationSchedule of a run, and `quartet evaluate` on what the run has saved."""
+"""Evaluation of a run, and `quartet evaluate` on what the run has saved."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def lines(path: Path) -> list[dict[str, float]]:
 
 def test_a_run_evaluates_before_the_first_step_every_so_often_and_after_the_last(evaluated_run: Run) -> None:
     assert (evaluated_run.ended.code, evaluated_run.ended.left) == (0, [])
-    found = lines(evaluated_run.directory / "evaluations.jsonl")
-    assert [evaluation["step"] for evaluation in found] == [0, 2, STEPS]
-    assert (found[0]["eval_win_rate_greedy"], found[0]["eval_win_rate_sampled"]) == (0.5, 0.5)
-    assert abs(found[0]["eval_kl"]) < 1e-4
-    assert len({evaluation["eval_kl"] for evaluation in found}) == 3, "the policy has moved"
+    result = lines(evaluated_run.directory / "evaluations.jsonl")
+    assert [evaluation["step"] for evaluation in result] == [0, 2, STEPS]
+    assert (result[0]["eval_win_rate_greedy"], result[0]["eval_win_rate_sampled"]) == (0.5, 0.5)
+    assert abs(result[0]["eval_kl"]) < 1e-4
+    assert len({evaluation["eval_kl"] for evaluation in result}) == 3, "the policy has moved"
     for step in (0, 2, STEPS):
         assert len(lines(evaluated_run.directory / f"evaluations/step-{step:06d}.jsonl")) == EVALUATED
 

@@ -24,8 +24,8 @@ WITHIN = 10.0
 
 def link(command: Command) -> tuple[str, str]:
     """Address and token of the link, once it is printed."""
-    found = command.wait_for(lambda: re.search(r"^dashboard: (http://127\.0\.0\.1:\d+)/#(\S+)", command.out, re.M))
-    return found[1], found[2].rpartition("token=")[2]
+    result = command.wait_for(lambda: re.search(r"^dashboard: (http://127\.0\.0\.1:\d+)/#(\S+)", command.out, re.M))
+    return result[1], result[2].rpartition("token=")[2]
 
 
 def ask(address: str, token: str | None, path: str = "") -> httpx2.Response:
@@ -34,7 +34,7 @@ def ask(address: str, token: str | None, path: str = "") -> httpx2.Response:
 
 
 def said(start: Start, *arguments: str) -> str:
-    """What a command prints that succeeds."""
+    """Return what a command prints that succeeds."""
     ended = start(*arguments).ended()
     assert (ended.code, ended.err) == (0, ""), ended
     return ended.out

@@ -85,7 +85,7 @@ def test_a_terminal_shows_reward_kl_pace_and_time_left_and_ctrl_c_stops_everythi
 
 
 def starting(command: Command) -> bool:
-    """Whether Redis and the services that are to be started here have been, and are still loading."""
+    """Return whether Redis and the services that are to be started here have been, and are still loading."""
     lines = list(command.processes().values())
     return any("redis.sock" in line[0] for line in lines) and all(
         ["-P", "-m", "quartet.services", role] in [line[1:5] for line in lines] for role in ("actor", "critic")

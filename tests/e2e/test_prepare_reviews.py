@@ -37,7 +37,7 @@ def sentences(words: str, seed: int) -> list[str]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
-    """Writes the two files, of good sentences where nothing else is given; (POSITIVE, NEGATIVE, OUT)."""
+    """Write the two files, of good sentences where nothing else is given; (POSITIVE, NEGATIVE, OUT)."""
 
     def write(positive: bytes | None = None, negative: bytes | None = None) -> tuple[Path, Path, Path]:
         good, bad = "\n".join(sentences("fine warm", 0)), "\n".join(sentences("dull cold", 1))

@@ -115,7 +115,7 @@ def copied(undisturbed: Run, tmp_path: Path) -> Path:
 
 
 def refused(start: Start, *arguments: str | Path) -> str:
-    """What a command says that is not done."""
+    """Return what a command says that is not done."""
     ended = start(*arguments).ended()
     assert (ended.code, ended.left) == (2, [])
     assert ended.err.startswith("error: ")

@@ -152,9 +152,9 @@ def test_its_deployment_puts_every_role_of_the_config_where_its_process_runs(job
 
     steps: dict[str, list[str]] = {}
     for call in job.heard("srun"):
-        found = re.fullmatch(r"--het-group=(\d) .* python -m quartet.services ((?:\w+ )+)--config .*", call)
-        assert found is not None, call
-        steps[f"node{found[1]}"] = found[2].split()
+        match = re.fullmatch(r"--het-group=(\d) .* python -m quartet.services ((?:\w+ )+)--config .*", call)
+        assert match is not None, call
+        steps[f"node{match[1]}"] = match[2].split()
     assert {role: node for node, roles in steps.items() for role in roles} == PLACES[name]
     for node, roles in steps.items():
         places = [getattr(config.services, role) for role in roles]

@@ -136,9 +136,9 @@ def test_a_process_that_dies_again_and_again_is_given_up_with_its_last_words(
     assert time.monotonic() - died < WITHIN
     assert (ended.code, ended.left) == (1, [])
     said = r"error: critic: given up after 1 restart in \d+ s; killed by SIGKILL; the last lines of (\S+):\n"
-    found = re.match(said, ended.err)
-    assert found, ended.err
-    assert Path(found[1]) == Path("runs/tiny/logs/critic.log")
+    match = re.match(said, ended.err)
+    assert match, ended.err
+    assert Path(match[1]) == Path("runs/tiny/logs/critic.log")
     assert "event='ready'" in ended.err
 
 

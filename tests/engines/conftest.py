@@ -15,7 +15,7 @@ from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.engine import Engine, Policy
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.lora import add_adapter
+from quartet.models.weights.lora import add_adapter
 from tests.engines import stand_in
 from tests.engines.triton_server import Model, TritonServer, is_here
 from tests.unit.models import tiny
@@ -57,7 +57,7 @@ def policy(seed: int = 3) -> Policy:
 
 
 def turn(model: torch.nn.Module, seed: int) -> None:
-    """Gives the adapter other weights, as an update does."""
+    """Return the adapter other weights, as an update does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -112,7 +112,7 @@ class LLM:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts it where the engine imports the library from."""
+    """Put it where the engine imports the library from."""
     for name, content in {
         "tensorrt_llm": {"LLM": LLM, "SamplingParams": SamplingParams},
         "tensorrt_llm.llmapi": {"KvCacheConfig": types.SimpleNamespace},

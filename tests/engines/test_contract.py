@@ -10,7 +10,7 @@ import torch
 
 from quartet.errors import Cancelled, InvalidRequest
 from quartet.models.generation.engine import Engine, Policy
-from quartet.models.generation.triton import TritonEngine
+from quartet.models.generation.triton_server import TritonEngine
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, Trajectory, TrajectoryId
 from tests.engines.conftest import EOS, turn
 from tests.unit.models import tiny
@@ -26,11 +26,11 @@ def requests(count: int, first: int = 0) -> list[GenerationRequest]:
 def run(engine: Engine, asked: list[GenerationRequest], seed: int = 0, **sampling: Any) -> list[Trajectory]:
     """The trajectories by id."""
     parameters = SamplingParameters(**{"max_response_tokens": 10, "temperature": 0.8, **sampling})
-    return sorted(engine.generate(asked, parameters, seed, 7, lambda: False), key=lambda found: found.id)
+    return sorted(engine.generate(asked, parameters, seed, 7, lambda: False), key=lambda result: result.id)
 
 
-def tokens(found: list[Trajectory]) -> list[list[int]]:
-    return [trajectory.response_ids.tolist() for trajectory in found]
+def tokens(result: list[Trajectory]) -> list[list[int]]:
+    return [trajectory.response_ids.tolist() for trajectory in result]
 
 
 def greedy(policy: Policy, request: GenerationRequest, limit: int = 10) -> list[int]:
@@ -46,19 +46,19 @@ def greedy(policy: Policy, request: GenerationRequest, limit: int = 10) -> list[
 
 def test_greedy_tokens_are_those_of_a_plain_loop(engine: Engine, subject: Policy) -> None:
     asked = requests(12)
-    found = run(engine, asked, temperature=0.0)
-    assert tokens(found) == [greedy(subject, request) for request in asked]
-    assert [t.id for t in found] == [r.id for r in asked]
-    assert all((t.prompt_ids == r.prompt_ids).all() for t, r in zip(found, asked, strict=True))
-    assert {t.policy_version for t in found} == {7}
-    assert len({len(t.response_ids) for t in found}) > 1  # some stopped early
+    result = run(engine, asked, temperature=0.0)
+    assert tokens(result) == [greedy(subject, request) for request in asked]
+    assert [t.id for t in result] == [r.id for r in asked]
+    assert all((t.prompt_ids == r.prompt_ids).all() for t, r in zip(result, asked, strict=True))
+    assert {t.policy_version for t in result} == {7}
+    assert len({len(t.response_ids) for t in result}) > 1  # some stopped early
 
 
 def test_log_probs_are_near_the_trainers(engine: Engine, subject: Policy) -> None:
     for temperature in (0.0, 0.7):
-        found = run(engine, requests(8), temperature=temperature)
-        expected = subject.score(TokenBatch.of(found), temperature or 1.0)
-        assert np.allclose(np.concatenate([t.log_probs for t in found]), expected, atol=1e-3)
+        result = run(engine, requests(8), temperature=temperature)
+        expected = subject.score(TokenBatch.of(result), temperature or 1.0)
+        assert np.allclose(np.concatenate([t.log_probs for t in result]), expected, atol=1e-3)
 
 
 def test_the_seed_decides_and_the_company_does_not(engine: Engine) -> None:
@@ -76,9 +76,9 @@ def test_samples_of_one_prompt_differ(engine: Engine) -> None:
 
 
 def test_a_response_ends_with_its_stop_token_or_at_the_limit(engine: Engine) -> None:
-    found = run(engine, requests(30), max_response_tokens=6)
-    assert {t.finish_reason for t in found} == {FinishReason.EOS, FinishReason.LENGTH}
-    for t in found:
+    result = run(engine, requests(30), max_response_tokens=6)
+    assert {t.finish_reason for t in result} == {FinishReason.EOS, FinishReason.LENGTH}
+    for t in result:
         stops = [index for index, token in enumerate(t.response_ids) if token == EOS]
         stopped = t.finish_reason is FinishReason.EOS
         assert stops == ([len(t.response_ids) - 1] if stopped else [])

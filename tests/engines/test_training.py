@@ -19,14 +19,14 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def triton(server: TritonServer, toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """Serves the run's own initial policy. ``server`` is asked for so that without the wheel the tests are skipped."""
+    """Serve the run's own initial policy. ``server`` is asked for so that without the wheel the tests are skipped."""
     del server
-    found = TritonServer(
+    result = TritonServer(
         tmp_path_factory.mktemp("served"), Path(toy_task.policy), (Model("current"), Model("silent", log_probs="no"))
     )
-    found.start()
-    yield found
-    found.stop()
+    result.start()
+    yield result
+    result.stop()
 
 
 def rollout(triton: TritonServer, **changes: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from tests.engines.triton_server import Model, TritonServer, free_port
 
 @pytest.fixture
 def own_server(checkpoint: Path, server: TritonServer, tmp_path: Path) -> Iterator[Callable[..., TritonServer]]:
-    """Starts a server that a test may end. ``server`` is asked for so that without the wheel the test is skipped."""
+    """Start a server that a test may end. ``server`` is asked for so that without the wheel the test is skipped."""
     del server
     started = []
 
@@ -113,8 +113,8 @@ def test_a_server_that_is_killed_is_unavailable_and_one_that_is_back_is_used_aga
         run(engine, requests(2))
     server.start(server.port)
     # It knows no adapter any more: the first request of every generation brings it.
-    found = run(engine, requests(4), temperature=0.0)
-    assert tokens(found) == [greedy(subject, request) for request in requests(4)]
+    result = run(engine, requests(4), temperature=0.0)
+    assert tokens(result) == [greedy(subject, request) for request in requests(4)]
 
 
 def test_a_server_that_is_not_there_is_named(subject: Policy, tmp_path: Path, checkpoint: Path) -> None:
@@ -143,13 +143,13 @@ def test_static_weights_stay_and_their_mismatch_is_reported_and_corrected(
     server: TritonServer, subject: Policy, tmp_path: Path
 ) -> None:
     engine = engine_of(server, "current", subject, tmp_path, weights="static")
-    found = run(engine, requests(24), temperature=1.0)
+    result = run(engine, requests(24), temperature=1.0)
     assert subject.adapter is not None
     with subject.adapter.off():
-        base = subject.score(TokenBatch.of(found), 1.0)
-    assert np.allclose(np.concatenate([t.log_probs for t in found]), base, atol=1e-3)
+        base = subject.score(TokenBatch.of(result), 1.0)
+    assert np.allclose(np.concatenate([t.log_probs for t in result]), base, atol=1e-3)
 
-    metrics = updated(subject, found)
+    metrics = updated(subject, result)
     assert metrics["rollout_mismatch_kl"] > 0.01
     assert 0.1 < metrics["importance_weight"] < 1.0
 
@@ -162,14 +162,14 @@ def test_of_an_adapter_that_is_sent_along_only_rounding_is_left(
     assert metrics["importance_weight"] == pytest.approx(1.0, abs=1e-4)
 
 
-def updated(subject: Policy, found: list[Trajectory]) -> dict[str, float]:
-    """What an update reports that looks and learns nothing."""
-    batch = TokenBatch.of(found)
+def updated(subject: Policy, result: list[Trajectory]) -> dict[str, float]:
+    """Return what an update reports that looks and learns nothing."""
+    batch = TokenBatch.of(result)
     count = int(batch.response_lengths.sum())
     flat = {name: np.zeros(count, np.float32) for name in ("reference_log_probs", "values", "advantages", "returns")}
     experience = Experience(
-        "run", 1, 0, tuple(str(t.id) for t in found), batch, np.zeros(len(found), np.float32),
-        log_probs=np.concatenate([t.log_probs for t in found]), actor_mask=np.ones(count, np.float32), **flat,
+        "run", 1, 0, tuple(str(t.id) for t in result), batch, np.zeros(len(result), np.float32),
+        log_probs=np.concatenate([t.log_probs for t in result]), actor_mask=np.ones(count, np.float32), **flat,
     )  # fmt: skip
     optimizer = create_optimizer(subject.model, 1e-3, (0.9, 0.95), 1e-8, 0.0)
     settings = OptimizationSettings(num_epochs=0, num_mini_batches=1, learning_rate=1e-3, max_grad_norm=1.0, seed=0)
@@ -223,8 +223,8 @@ def test_with_certificates_both_sides_are_known(
         for name, file in (("authority", "ca.crt"), ("certificate", "tls.crt"), ("key", "tls.key"))
     }
     asked = requests(2)
-    found = run(engine_of(server, "current", subject, tmp_path, encrypted=True, **files), asked, temperature=0.0)
-    assert tokens(found) == [greedy(subject, request) for request in asked]
+    result = run(engine_of(server, "current", subject, tmp_path, encrypted=True, **files), asked, temperature=0.0)
+    assert tokens(result) == [greedy(subject, request) for request in asked]
     for lacking in ({"encrypted": True, "authority": files["authority"]}, {"encrypted": False}):
         with pytest.raises(ServiceUnavailable):
             run(engine_of(server, "current", subject, tmp_path, timeout=3.0, **lacking), asked)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from quartet.models.generation.engine import Policy
-from quartet.models.generation.triton import TritonEngine
-from quartet.models.generation.triton import TritonServer as Target
+from quartet.models.generation.triton_server import TritonEngine
+from quartet.models.generation.triton_server import TritonServer as Target
 from tests.engines.triton_server import TritonServer
 
 

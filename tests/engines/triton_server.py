@@ -65,7 +65,7 @@ class Model:
 
 
 def is_here() -> bool:
-    """Whether there is a server, and a client for it."""
+    """Return whether there is a server, and a client for it."""
     return PYTHON in os.environ and importlib.util.find_spec("tritonclient") is not None
 
 
@@ -80,7 +80,7 @@ class TritonServer:
     port: int = field(default=0, init=False)
 
     def start(self, port: int | None = None) -> None:
-        """Returns when all models are ready."""
+        """Return when all models are ready."""
         python = Path(os.environ[PYTHON]).absolute()
         version, wheel = _wheel(python)
         backends = self.folder / "backends"
@@ -126,12 +126,12 @@ class TritonServer:
         self._wait()
 
     def count(self, what: str) -> int:
-        """How many ``tokens`` the models have computed, or ``adapters`` they were sent."""
+        """Return how many ``tokens`` the models have computed, or ``adapters`` they were sent."""
         path = self.folder / what
         return path.stat().st_size if path.exists() else 0
 
     def stop(self, number: int = signal.SIGKILL) -> None:
-        """Ends it and what it has started."""
+        """End it and what it has started."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, number)
         self.process.wait()
@@ -187,8 +187,8 @@ class TritonServer:
 def _wheel(python: Path) -> tuple[str, Path]:
     """The version of a Python, and where its pytriton is."""
     code = "import sys, sysconfig; print('%d.%d' % sys.version_info[:2], sysconfig.get_path('purelib'))"
-    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    return found[0], Path(found[1]) / "pytriton"
+    result = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    return result[0], Path(result[1]) / "pytriton"
 
 
 def free_port() -> int:

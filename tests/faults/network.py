@@ -42,7 +42,7 @@ class Network:
 
 @contextmanager
 def network(config: Config) -> Iterator[Network]:
-    """Starts the services of ``config``, with a proxy in every link."""
+    """Start the services of ``config``, with a proxy in every link."""
     assert config.buffer.url is not None
     socket = config.buffer.url.removeprefix("unix://")
     with ExitStack() as stack:
@@ -62,7 +62,7 @@ def _at(config: Config, proxy: Proxy) -> Any:
 
 @contextmanager
 def struck(moment: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets ``strike`` happen once, right before a moment of step STRUCK."""
+    """Let ``strike`` happen once, right before a moment of step STRUCK."""
     method = MOMENTS[moment]
     real, left = getattr(StepTransaction, method), [strike]
 

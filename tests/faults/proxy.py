@@ -45,11 +45,11 @@ class Proxy:
             connection.forgotten = True
 
     def heal(self) -> None:
-        """Ends ``silence`` and ``reset``."""
+        """End ``silence`` and ``reset``."""
         self._set(held=False, refusing=False)
 
     def close(self) -> None:
-        """Breaks every connection and listens no more."""
+        """Break every connection and listens no more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -84,7 +84,7 @@ class Campaign:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> None:
-        """Sends them all, to each target on a thread of its own."""
+        """Send them all, to each target on a thread of its own."""
         plan = self._plan()
         targets = self.ground.targets
         with Watch(targets, lambda: sum(self.answers.values())) as watch, ThreadPoolExecutor(len(targets)) as pool:
@@ -98,7 +98,7 @@ class Campaign:
         self.problems += [f"file where none may be: {path}" for path in self.ground.strayed()]
 
     def _plan(self) -> dict[Role, list[tuple[int, Method]]]:
-        """What each target is sent: the number of each request, and its method."""
+        """Return what each target is sent: the number of each request, and its method."""
         offered = [
             (target.role, method)
             for target in self.ground.targets
@@ -128,7 +128,7 @@ class Campaign:
             self._ask_properly(sender, {method.path: method for _, method in plan})
 
     def _ask_properly(self, sender: _Sender, methods: dict[str, Method]) -> None:
-        """Sends each method a request as it should be: a mutated one may ask for more time than it has, and these may not."""
+        """Send each method a request as it should be: a mutated one may ask for more time than it has, and these may not."""
         sender.look()
         for path, method in methods.items():
             if path != STOP:
@@ -154,9 +154,9 @@ class Campaign:
     def table(self) -> Iterator[str]:
         """A line for each method: how often it was answered how."""
         for path in all_methods():
-            found = {code: count for (of, code), count in self.answers.items() if of == path}
-            told = ", ".join(f"{code} {count}" for code, count in sorted(found.items(), key=lambda item: -item[1]))
-            yield f"{path} {sum(found.values())}: {told}"
+            results = {code: count for (of, code), count in self.answers.items() if of == path}
+            told = ", ".join(f"{code} {count}" for code, count in sorted(results.items(), key=lambda item: -item[1]))
+            yield f"{path} {sum(results.values())}: {told}"
 
     def unreached(self) -> list[str]:
         """Methods none of whose requests were taken: they would not be fuzzed in depth."""
@@ -208,7 +208,7 @@ class _Sender:
             return error.code(), error.details() or ""
 
     def look(self) -> None:
-        """Asks where the target stands, and sets it back where nothing more could be done with it."""
+        """Ask where the target stands, and sets it back where nothing more could be done with it."""
         try:
             role = self._status.GetStatus(status_pb2.GetStatusRequest(), timeout=DEADLINE).roles[0]
         except grpc.RpcError:  # The watch says so.

@@ -30,21 +30,21 @@ def served(stack: ExitStack, role: HostedRole) -> str:
 @pytest.fixture
 def ground(tmp_path: Path, redis_url: str) -> Iterator[Ground]:
     torch.set_num_threads(1)
-    found = Ground(tmp_path, redis_url)
+    result = Ground(tmp_path, redis_url)
     with ExitStack() as stack:
         for role in MODEL_ROLES:
             config = tree(tmp_path, redis_url)
             config["run"]["directory"] = str(tmp_path / f"runs-{role}")
             built = build_model_role(role, parse_config(scored_by_both(config), "test"), ComputeThread(), threads=1)
-            found.targets.append(Target(role, served(stack, built), root_of(config, tmp_path)))
+            result.targets.append(Target(role, served(stack, built), root_of(config, tmp_path)))
         live = tree(tmp_path, redis_url)
         live["run"]["name"] = LIVE
         services = stack.enter_context(fleet(parse_config(live, "test")))
         going = stack.enter_context(orchestrator(services.config))
         address = served(stack, OrchestratorServicer(going.board, going.control, going.live_settings))
-        found.targets.append(Target(Role.ORCHESTRATOR, address, services.config.run_directory))
-        found.seal()
-        yield found
+        result.targets.append(Target(Role.ORCHESTRATOR, address, services.config.run_directory))
+        result.seal()
+        yield result
         client = connect(redis_url)
         for key in client.scan_iter(match=f"quartet:{LIVE}:*"):
             client.delete(key)

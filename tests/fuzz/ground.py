@@ -17,7 +17,7 @@ import yaml
 from quartet.buffer.connection import connect
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.buffer.experience_store import ExperienceStore
-from quartet.processes import tied_to_parent
+from quartet.child_processes import tied_to_parent
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import MODEL_ROLES, Role
 from tests.buffer.samples import experience
@@ -57,7 +57,7 @@ class Ground:
     targets: list[Target] = field(default_factory=list)
 
     def clean_buffer(self) -> None:
-        """Takes trajectories out of the buffer that nobody will read: in a run its orchestrator does that."""
+        """Take trajectories out of the buffer that nobody will read: in a run its orchestrator does that."""
         client = connect(self.redis_url)
         for key in client.scan_iter(match="quartet:*", count=1000):
             if not key.startswith((f"quartet:{RUN}:experience:".encode(), f"quartet:{LIVE}:".encode())):
@@ -65,7 +65,7 @@ class Ground:
         client.close()
 
     def seal(self) -> None:
-        """Puts experience into the buffer for the updates of the fuzzed run."""
+        """Put experience into the buffer for the updates of the fuzzed run."""
         client = connect(self.redis_url)
         store = ExperienceStore(client, self.redis_url, RUN)
         for step in range(1, SEALED + 1):
@@ -183,9 +183,9 @@ def _service(folder: Path, config: dict[str, Any], roles: list[Role]) -> Iterato
     with os.fdopen(reader) as pipe:
 
         def ready() -> dict[str, Any]:
-            found: dict[str, Any] = json.loads(pipe.readline() or '{"error": "ended before it was ready"}')
-            assert "address" in found, (found, (folder / f"{name}.log").read_text()[-2000:])
-            return found
+            result: dict[str, Any] = json.loads(pipe.readline() or '{"error": "ended before it was ready"}')
+            assert "address" in result, (result, (folder / f"{name}.log").read_text()[-2000:])
+            return result
 
         try:
             yield process.pid, ready

@@ -34,12 +34,12 @@ def all_methods() -> dict[str, Method]:
         for module in pkgutil.iter_modules(quartet.v1.__path__)
         if module.name.endswith("_pb2")
     ]
-    found = {}
+    results = {}
     for module in (*modules, health_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
                 assert not method.client_streaming, f"{method.full_name}: fuzzing sends one request a call"
                 request = GetMessageClass(method.input_type)
                 known = Method(service.full_name, method.name, request, bool(method.server_streaming))
-                found[known.path] = known
-    return found
+                results[known.path] = known
+    return results

@@ -153,22 +153,22 @@ def _change_list(random: Random, message: Message, field: Any) -> None:
         for _ in range(random.choice((1, 3, 200))):
             values.add()
         return
-    found = list(values)
+    results = list(values)
     change = random.randrange(6)
-    if change == 0 and found:
-        found.pop(random.randrange(len(found)))
-    elif change == 1 and found:
-        found[random.randrange(len(found))] = _scalar(random, field, 0)
+    if change == 0 and results:
+        results.pop(random.randrange(len(results)))
+    elif change == 1 and results:
+        results[random.randrange(len(results))] = _scalar(random, field, 0)
     elif change == 2:
-        found += [_scalar(random, field, 0)] * random.choice((1, 2, 1000))
+        results += [_scalar(random, field, 0)] * random.choice((1, 2, 1000))
     elif change == 3:
-        found += found
+        results += results
     elif change == 4:
-        random.shuffle(found)
+        random.shuffle(results)
     else:
-        found = [_scalar(random, field, 0) for _ in found]
-    if sum(len(value) if isinstance(value, str) else 8 for value in found) < LARGE:
-        values[:] = found
+        results = [_scalar(random, field, 0) for _ in results]
+    if sum(len(value) if isinstance(value, str) else 8 for value in results) < LARGE:
+        values[:] = results
 
 
 def _change_map(random: Random, values: Any, field: Any) -> None:
@@ -200,13 +200,13 @@ def _bytes(random: Random, now: bytes) -> bytes:
 
 def tensor(random: Random, now: tensor_pb2.Tensor) -> tensor_pb2.Tensor:
     """Another tensor: one that is whole in itself but does not fit the rest, or one that is not."""
-    found = tensor_pb2.Tensor()
-    found.CopyFrom(now)
+    result = tensor_pb2.Tensor()
+    result.CopyFrom(now)
     change = random.randrange(8)
     if change == 0:
-        found.dtype = random.choice((0, 1, 2, 3, -1))  # type: ignore[assignment]
+        result.dtype = random.choice((0, 1, 2, 3, -1))  # type: ignore[assignment]
     elif change == 1:
-        found.shape[:] = random.choice(
+        result.shape[:] = random.choice(
             (
                 [],
                 [0],
@@ -220,13 +220,13 @@ def tensor(random: Random, now: tensor_pb2.Tensor) -> tensor_pb2.Tensor:
             )
         )
     elif change == 2:
-        found.data = _bytes(random, now.data)
+        result.data = _bytes(random, now.data)
     else:
         values = np.frombuffer(now.data[: len(now.data) // 4 * 4], "<i4").copy()
         values = _elements(random, values)
-        found.dtype, found.data = tensor_pb2.DATA_TYPE_INT32, values.astype("<i4").tobytes()
-        found.shape[:] = [len(values)]
-    return found
+        result.dtype, result.data = tensor_pb2.DATA_TYPE_INT32, values.astype("<i4").tobytes()
+        result.shape[:] = [len(values)]
+    return result
 
 
 def _elements(random: Random, values: Any) -> Any:
@@ -254,10 +254,10 @@ def change_bytes(random: Random, data: bytes, others: list[bytes]) -> bytes:
 
 
 def _flip(random: Random, data: bytes, _: list[bytes]) -> bytes:
-    found = bytearray(data or b"\0")
+    result = bytearray(data or b"\0")
     for _ in range(random.randint(1, 8)):
-        found[random.randrange(len(found))] ^= 1 << random.randrange(8)
-    return bytes(found)
+        result[random.randrange(len(result))] ^= 1 << random.randrange(8)
+    return bytes(result)
 
 
 def _noise(random: Random, data: bytes, _: list[bytes]) -> bytes:
@@ -300,10 +300,10 @@ def _nest(random: Random, data: bytes, _: list[bytes]) -> bytes:
     """Messages in messages, or groups in groups, deeper than any parser follows."""
     if random.random() < 0.5:
         return bytes([random.randrange(1, 12) << 3 | 3]) * random.choice((10, 101, 50_000))
-    field, found = random.randrange(1, 12) << 3 | 2, data
+    field, result = random.randrange(1, 12) << 3 | 2, data
     for _ in range(random.choice((10, 101, 300))):
-        found = bytes([field]) + _varint(len(found)) + found
-    return found
+        result = bytes([field]) + _varint(len(result)) + result
+    return result
 
 
 def _swell(random: Random, data: bytes, _: list[bytes]) -> bytes:
@@ -312,11 +312,11 @@ def _swell(random: Random, data: bytes, _: list[bytes]) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    results = bytearray()
     while value > 127:
-        found.append(value & 127 | 128)
+        results.append(value & 127 | 128)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*results, value])
 
 
 _BYTE_CHANGES: tuple[Callable[[Random, bytes, list[bytes]], bytes], ...] = (

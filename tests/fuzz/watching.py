@@ -42,7 +42,7 @@ class Look:
 
 
 def look(pid: int, sent: int) -> Look | None:
-    """What the system says of a process; None when it has ended."""
+    """Return what the system says of a process; None when it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         figures = {name: value for name, _, value in (line.partition(":") for line in status.splitlines())}
@@ -82,11 +82,11 @@ class Watch:
                     self.problems.append(f"{target.role} after {self._sent()} requests: {problem}")
                 if target.pid is None:
                     continue
-                found = look(target.pid, self._sent())
-                if found is None:
+                result = look(target.pid, self._sent())
+                if result is None:
                     self.problems.append(f"{target.role} has ended after {self._sent()} requests")
                     return
-                self.looks[target.role].append(found)
+                self.looks[target.role].append(result)
 
     def _answers(self, target: Target, channel: grpc.Channel) -> str:
         try:
@@ -107,13 +107,13 @@ class Watch:
         """A line for each process that says how it grew after the first fifth of all requests, and what grew too much."""
         lines, problems = [], []
         for role, looks in self.looks.items():
-            early = [found for found in looks if 0.2 * requests <= found.sent < 0.4 * requests]
-            late = [found for found in looks if found.sent >= 0.8 * requests]
+            early = [result for result in looks if 0.2 * requests <= result.sent < 0.4 * requests]
+            late = [result for result in looks if result.sent >= 0.8 * requests]
             if not early or not late:
                 problems.append(f"{role}: too few looks at it, {len(looks)}")
                 continue
             before, after = (
-                [statistics.median(getattr(found, name) for found in part) for name in ("memory", "threads", "files")]
+                [statistics.median(getattr(result, name) for result in part) for name in ("memory", "threads", "files")]
                 for part in (early, late)
             )
             lines.append(

@@ -155,7 +155,7 @@ def send_generated_requests(
     document = httpx2.get(f"http://{address}/api/v1/openapi.json", headers=headers).json()
     schema = schemathesis.openapi.from_dict(document)
     answered: list[tuple[str, int]] = []
-    for operation in (found.ok() for found in schema.get_all_operations()):
+    for operation in (result.ok() for result in schema.get_all_operations()):
         if not wanted(operation.path):
             continue
 

@@ -121,9 +121,9 @@ def test_it_writes_gateway_json_and_exits_at_once_with_open_streams(tmp_path: Pa
 def test_the_link_with_a_generated_token_is_printed(tmp_path: Path, started: Any) -> None:
     process = started("--runs", str(tmp_path), pipe=False)
     link = process.process.stdout.readline()
-    found = re.fullmatch(r"http://(127\.0\.0\.1:\d+)/#token=([\w-]{40,})\n", link)
-    assert found is not None, link
-    session = json.loads(get(found[1], "/api/v1/session", found[2]).read())
+    match = re.fullmatch(r"http://(127\.0\.0\.1:\d+)/#token=([\w-]{40,})\n", link)
+    assert match is not None, link
+    session = json.loads(get(match[1], "/api/v1/session", match[2]).read())
     assert (session["run"], session["may_start_runs"]) == (None, True)
     status, seconds, _ = process.end(signal.SIGINT)
     assert status == 0

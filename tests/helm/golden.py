@@ -44,10 +44,10 @@ def main(arguments: list[str]) -> int:
 
 def _lint(name: str) -> bool:
     report = helm_python.lint(chart_folder(), example(name), strict=True, kube_version="v1.29.0")
-    found = [message for message in report["messages"] if message["severity"] >= WARNING]
-    for message in found:
+    results = [message for message in report["messages"] if message["severity"] >= WARNING]
+    for message in results:
         print(f"helm lint, {name}: {message['path']}: {message['error']}", file=sys.stderr)
-    return not report["errors"] and not found
+    return not report["errors"] and not results
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def with_keys(values: Values, **changes: Any) -> Values:
 
 
 def texts(values: Values, cluster: helm_python.Config | None = None) -> dict[str, str]:
-    """What each template makes of the values; ``cluster``: where it may look things up. Raises helm_python.HelmError."""
+    """Return what each template makes of the values; ``cluster``: where it may look things up. Raises helm_python.HelmError."""
     if cluster is None:
         return dict(_rendered(json.dumps(values)))
     return cluster.render(chart(), values, name=RELEASE, namespace=NAMESPACE)
@@ -91,14 +91,14 @@ def manifests(values: Values, cluster: helm_python.Config | None = None) -> list
     ]
 
 
-def of_kind(found: list[Manifest], kind: str) -> dict[str, Manifest]:
+def of_kind(result: list[Manifest], kind: str) -> dict[str, Manifest]:
     """The objects of a kind, by name."""
-    return {item["metadata"]["name"]: item for item in found if item["kind"] == kind}
+    return {item["metadata"]["name"]: item for item in result if item["kind"] == kind}
 
 
-def pod_templates(found: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+def pod_templates(result: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
     """Every pod that the objects make: what makes it, and its template (metadata and spec)."""
-    for item in found:
+    for item in result:
         where, spec = f"{item['kind']}/{item['metadata']['name']}", item.get("spec", {})
         if item["kind"] == "Pod":
             yield where, item

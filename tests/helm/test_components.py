@@ -42,8 +42,8 @@ RUNS: dict[str, Values] = {
 
 def files(values: Values) -> dict[str, str]:
     """The files of the ConfigMap."""
-    found: dict[str, str] = of_kind(manifests(values), "ConfigMap")["quartet-config"]["data"]
-    return found
+    result: dict[str, str] = of_kind(manifests(values), "ConfigMap")["quartet-config"]["data"]
+    return result
 
 
 def pods(values: Values) -> dict[str, Manifest]:
@@ -70,23 +70,23 @@ def test_the_roles_that_run_are_those_of_the_config_tree(name: str, tmp_path: Pa
     path = tmp_path / "config.yaml"
     path.write_text(files(RUNS[name])["config.yaml"], encoding="utf-8")
     config = load_config(path)
-    found = sorted(role for container in containers(RUNS[name]).values() for role in told(container))
-    assert found == sorted([*(role.value for role in model_roles(config)), "orchestrator"])
+    result = sorted(role for container in containers(RUNS[name]).values() for role in told(container))
+    assert result == sorted([*(role.value for role in model_roles(config)), "orchestrator"])
 
 
 def test_roles_that_share_a_pod_share_its_address_and_its_certificate() -> None:
-    found = containers(example("cpu-kind"))
-    assert told(found["critic"]) == ["critic", "reward"]
-    assert "reward" not in found
-    mounts = {mount["mountPath"] for mount in found["critic"]["volumeMounts"]}
+    result = containers(example("cpu-kind"))
+    assert told(result["critic"]) == ["critic", "reward"]
+    assert "reward" not in result
+    mounts = {mount["mountPath"] for mount in result["critic"]["volumeMounts"]}
     assert "/certificates/critic" in mounts
 
 
 def test_a_pod_whose_first_role_is_left_out_is_the_process_of_its_next() -> None:
     values = changed("cpu-kind", config__algorithm={"estimator": "reinforce"})
-    found = containers(values)
-    assert told(found["critic"]) == ["reward"]
-    mounts = {mount["mountPath"] for mount in found["critic"]["volumeMounts"]}
+    result = containers(values)
+    assert told(result["critic"]) == ["reward"]
+    mounts = {mount["mountPath"] for mount in result["critic"]["volumeMounts"]}
     assert "/certificates/reward" in mounts
     places = yaml.safe_load(files(values)["deployment.yaml"])["services"]
     assert places["reward"]["address"] == "quartet-critic:50051"
@@ -98,33 +98,35 @@ def test_files_are_mounted_by_those_alone_who_need_them() -> None:
         template["spec"]["containers"][0]["name"]: _volumes(template)
         for _, template in pod_templates(manifests(example("single-node-4-gpus")))
     }
-    assert {name for name, found in volumes.items() if "claim quartet-runs" in found} == {
+    assert {name for name, result in volumes.items() if "claim quartet-runs" in result} == {
         "actor",
         "critic",
         "orchestrator",
         "gateway",
     }
-    assert {name for name, found in volumes.items() if "secret quartet-redis" in found} == {
+    assert {name for name, result in volumes.items() if "secret quartet-redis" in result} == {
         "actor",
         "critic",
         "orchestrator",
         "gateway",
         "redis",
     }
-    assert {name for name, found in volumes.items() if "secret quartet-gateway-tokens" in found} == {"gateway"}
-    assert {name for name, found in volumes.items() if "secret quartet-ca" in found} == set()
-    for name, found in volumes.items():
-        certificates = {item for item in found if item.startswith("secret quartet-certificate-")}
+    assert {name for name, result in volumes.items() if "secret quartet-gateway-tokens" in result} == {"gateway"}
+    assert {name for name, result in volumes.items() if "secret quartet-ca" in result} == set()
+    for name, result in volumes.items():
+        certificates = {item for item in result if item.startswith("secret quartet-certificate-")}
         assert certificates == {f"secret quartet-certificate-{'gateway' if name == 'test' else name}"}
 
 
 def test_probes_ask_by_grpc_and_wait_for_the_model() -> None:
-    found = containers(changed("single-node-4-gpus", config__timeouts={"load_seconds": 1234}))
+    result = containers(changed("single-node-4-gpus", config__timeouts={"load_seconds": 1234}))
     for name in ("actor", "critic", "reward", "reference", "orchestrator"):
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert found[name][probe]["grpc"] == {"port": 9101}
-    assert found["actor"]["startupProbe"]["failureThreshold"] * found["actor"]["startupProbe"]["periodSeconds"] == 1240
-    asked = found["gateway"]["readinessProbe"]["httpGet"]
+            assert result[name][probe]["grpc"] == {"port": 9101}
+    assert (
+        result["actor"]["startupProbe"]["failureThreshold"] * result["actor"]["startupProbe"]["periodSeconds"] == 1240
+    )
+    asked = result["gateway"]["readinessProbe"]["httpGet"]
     assert asked == {
         "path": "/healthz",
         "port": 8080,
@@ -139,7 +141,7 @@ def test_pods_end_after_the_step_in_hand() -> None:
         config__timeouts={"generate_seconds": 100, "update_seconds": 300, "score_seconds": 50},
         components__reference={"drainSeconds": 7, "terminationGracePeriodSeconds": 9},
     )
-    found = {
+    results = {
         template["spec"]["containers"][0]["name"]: template["spec"] for _, template in pod_templates(manifests(values))
     }
     seconds = {
@@ -150,8 +152,8 @@ def test_pods_end_after_the_step_in_hand() -> None:
         "orchestrator": (10, 40),
     }
     for name, (drain, grace) in seconds.items():
-        assert found[name]["containers"][0]["args"][-2:] == ["--set", f"timeouts.drain_seconds={drain}"]
-        assert found[name]["terminationGracePeriodSeconds"] == grace
+        assert results[name]["containers"][0]["args"][-2:] == ["--set", f"timeouts.drain_seconds={drain}"]
+        assert results[name]["terminationGracePeriodSeconds"] == grace
 
 
 def test_the_orchestrator_is_a_job_that_a_changed_config_makes_anew() -> None:
@@ -164,8 +166,8 @@ def test_the_orchestrator_is_a_job_that_a_changed_config_makes_anew() -> None:
 
 
 def test_what_trains_is_replaced_and_what_scores_rolls() -> None:
-    found = of_kind(manifests(example("single-node-4-gpus")), "Deployment")
-    strategies = {name.removeprefix("quartet-"): item["spec"]["strategy"]["type"] for name, item in found.items()}
+    result = of_kind(manifests(example("single-node-4-gpus")), "Deployment")
+    strategies = {name.removeprefix("quartet-"): item["spec"]["strategy"]["type"] for name, item in result.items()}
     assert strategies == {
         "actor": "Recreate",
         "critic": "Recreate",
@@ -176,16 +178,16 @@ def test_what_trains_is_replaced_and_what_scores_rolls() -> None:
 
 
 def test_what_scores_is_found_pod_by_pod() -> None:
-    found = of_kind(manifests(example("single-node-4-gpus")), "Service")
-    headless = {name for name, item in found.items() if item["spec"].get("clusterIP") == "None"}
+    result = of_kind(manifests(example("single-node-4-gpus")), "Service")
+    headless = {name for name, item in result.items() if item["spec"].get("clusterIP") == "None"}
     assert headless == {"quartet-reward", "quartet-reference"}
 
 
 def test_scaling_leaves_the_number_of_pods_to_who_scales() -> None:
-    found = manifests(example("node-8-gpus"))
-    deployments = of_kind(found, "Deployment")
-    scaled = of_kind(found, "ScaledObject")["quartet-reward"]["spec"]
-    by_hpa = of_kind(found, "HorizontalPodAutoscaler")["quartet-reference"]["spec"]
+    result = manifests(example("node-8-gpus"))
+    deployments = of_kind(result, "Deployment")
+    scaled = of_kind(result, "ScaledObject")["quartet-reward"]["spec"]
+    by_hpa = of_kind(result, "HorizontalPodAutoscaler")["quartet-reference"]["spec"]
     assert scaled["scaleTargetRef"]["name"] in deployments
     assert by_hpa["scaleTargetRef"]["name"] in deployments
     assert "replicas" not in deployments["quartet-reward"]["spec"]
@@ -212,8 +214,8 @@ def test_keda_needs_to_know_where_prometheus_is() -> None:
 
 
 def test_nodes_of_one_actor_find_their_leader() -> None:
-    found = manifests(example("two-node-actor"))
-    (group,) = of_kind(found, "LeaderWorkerSet").values()
+    result = manifests(example("two-node-actor"))
+    (group,) = of_kind(result, "LeaderWorkerSet").values()
     template = group["spec"]["leaderWorkerTemplate"]
     leader, worker = (template[part]["spec"]["containers"][0] for part in ("leaderTemplate", "workerTemplate"))
     assert template["size"] == 2
@@ -223,20 +225,20 @@ def test_nodes_of_one_actor_find_their_leader() -> None:
     # Only the leader answers calls.
     assert "readinessProbe" in leader
     assert "readinessProbe" not in worker
-    service = of_kind(found, "Service")["quartet-actor"]["spec"]
+    service = of_kind(result, "Service")["quartet-actor"]["spec"]
     assert service["selector"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
-    assert group["metadata"]["name"] not in of_kind(found, "Service")
+    assert group["metadata"]["name"] not in of_kind(result, "Service")
 
 
 def test_defaults_hold_for_all_and_a_place_is_replaced_as_a_whole() -> None:
-    found = {
+    results = {
         template["spec"]["containers"][0]["name"]: template["spec"]
         for _, template in pod_templates(manifests(example("node-8-gpus")))
     }
-    assert found["actor"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
-    assert found["gateway"]["nodeSelector"] == {"kubernetes.io/arch": "amd64"}
-    assert "tolerations" not in found["gateway"]
-    assert found["orchestrator"]["priorityClassName"] == "training"
+    assert results["actor"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    assert results["gateway"]["nodeSelector"] == {"kubernetes.io/arch": "amd64"}
+    assert "tolerations" not in results["gateway"]
+    assert results["orchestrator"]["priorityClassName"] == "training"
 
 
 @pytest.mark.parametrize(
@@ -256,12 +258,12 @@ def test_an_image_is_a_registry_a_name_and_a_version(image: dict[str, Any], want
 
 
 def _volumes(template: Manifest) -> set[str]:
-    found = set()
+    results = set()
     for volume in template["spec"]["volumes"]:
         if "persistentVolumeClaim" in volume:
-            found.add(f"claim {volume['persistentVolumeClaim']['claimName']}")
+            results.add(f"claim {volume['persistentVolumeClaim']['claimName']}")
         if "secret" in volume:
-            found.add(f"secret {volume['secret']['secretName']}")
+            results.add(f"secret {volume['secret']['secretName']}")
         for source in volume.get("projected", {}).get("sources", []):
-            found.add(f"secret {source['secret']['name']}")
-    return found
+            results.add(f"secret {source['secret']['name']}")
+    return results

@@ -30,10 +30,10 @@ def test_both_files_are_one_config(name: str, tmp_path: Path) -> None:
 
 
 def test_the_second_file_says_where_everything_is() -> None:
-    found = yaml.safe_load(files(example("cpu-kind"))["deployment.yaml"])
+    result = yaml.safe_load(files(example("cpu-kind"))["deployment.yaml"])
     everywhere = {"listen": "0.0.0.0:50051", "metrics_listen": "0.0.0.0:9100", "health_listen": "0.0.0.0:9101"}
     homes = {"actor": "actor", "critic": "critic", "reward": "critic", "reference": "reference"}
-    assert found == {
+    assert result == {
         "run": {"directory": "runs"},
         "services": {
             **{role: {"address": f"quartet-{home}:50051", "devices": [], **everywhere} for role, home in homes.items()},
@@ -67,9 +67,9 @@ def test_the_second_file_says_where_everything_is() -> None:
 
 def test_every_address_is_a_service_that_leads_to_its_pods() -> None:
     for name in EXAMPLES:
-        found = manifests(example(name))
-        services = of_kind(found, "Service")
-        labels = [template["metadata"]["labels"] for _, template in pod_templates(found)]
+        result = manifests(example(name))
+        services = of_kind(result, "Service")
+        labels = [template["metadata"]["labels"] for _, template in pod_templates(result)]
         places = yaml.safe_load(files(example(name))["deployment.yaml"])["services"]
         for place in places.values():
             host, _, port = place["address"].partition(":")
@@ -82,9 +82,9 @@ def test_every_address_is_a_service_that_leads_to_its_pods() -> None:
 
 def test_gpus_are_limits_and_devices() -> None:
     values = example("two-node-actor")
-    found = containers(values)
+    result = containers(values)
     places = yaml.safe_load(files(values)["deployment.yaml"])["services"]
-    assert found["actor"]["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert result["actor"]["resources"]["limits"]["nvidia.com/gpu"] == 8
     assert places["actor"]["devices"] == list(range(8))
     assert places["reward"]["devices"] == []
-    assert "nvidia.com/gpu" not in found["reward"]["resources"]["limits"]
+    assert "nvidia.com/gpu" not in result["reward"]["resources"]["limits"]

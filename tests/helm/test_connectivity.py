@@ -28,7 +28,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the chart makes, as pods have it."""
+    """Return what the chart makes, as pods have it."""
     folder: Path = tmp_path_factory.mktemp("certificates")
     for name, item in of_kind(manifests(example("cpu-kind")), "Secret").items():
         process = name.removeprefix("quartet-certificate-")
@@ -45,12 +45,12 @@ class _Healthy(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
+        """Return nothing."""
 
 
 @contextmanager
 def gateway(certificates: Path) -> Iterator[int]:
-    """Answers /healthz over TLS with the gateway's certificate."""
+    """Answer /healthz over TLS with the gateway's certificate."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Healthy)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificates / "gateway/tls.crt", certificates / "gateway/tls.key")

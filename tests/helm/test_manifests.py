@@ -49,9 +49,9 @@ _read_schema = kubernetes_validate.utils.schema_contents
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_is_rendered_is_what_is_kept(name: str) -> None:
-    found = golden.golden_text(name)
+    result = golden.golden_text(name)
     kept = (golden.GOLDEN / f"{name}.yaml").read_text(encoding="utf-8")
-    assert found == kept, "if so meant, run make helm-golden and commit"
+    assert result == kept, "if so meant, run make helm-golden and commit"
 
 
 def test_a_chart_without_fault_is_checked_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
@@ -80,9 +80,9 @@ def test_the_linter_finds_no_fault(name: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_kubernetes_takes_every_manifest(name: str, version: str) -> None:
-    found = manifests(example(name))
+    result = manifests(example(name))
     checked = 0
-    for item in found:
+    for item in result:
         if item["kind"] not in CUSTOM:
             kubernetes_validate.validate(item, version, strict=True)
             checked += 1
@@ -131,19 +131,20 @@ def test_every_custom_resource_is_in_some_example() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_names_are_unique_and_of_this_release(name: str) -> None:
-    found = manifests(example(name))
-    names = [(item["kind"], item["metadata"]["name"]) for item in found]
+    result = manifests(example(name))
+    names = [(item["kind"], item["metadata"]["name"]) for item in result]
     assert len(set(names)) == len(names)
-    for item in found:
+    for item in result:
         assert item["metadata"]["labels"]["app.kubernetes.io/instance"] == "quartet"
 
 
 def test_a_package_holds_what_the_links_lead_to(tmp_path: Path) -> None:
     archive = helm_python.package(CHART, destination=str(tmp_path))
     with helm_python.Chart.load(archive) as chart:
-        found = chart.render(example("node-8-gpus"), name="quartet", namespace="rlhf")
+        result = chart.render(example("node-8-gpus"), name="quartet", namespace="rlhf")
     assert (
-        found["quartet/templates/monitoring.yaml"] == texts(example("node-8-gpus"))["quartet/templates/monitoring.yaml"]
+        result["quartet/templates/monitoring.yaml"]
+        == texts(example("node-8-gpus"))["quartet/templates/monitoring.yaml"]
     )
 
 

@@ -50,12 +50,12 @@ def design(values: Values, homes: dict[str, str]) -> set[Edge]:
 class Cluster:
     """The pods of a rendered example and what its policies let through, as a network plugin would see it."""
 
-    def __init__(self, found: list[Manifest], values: Values) -> None:
+    def __init__(self, results: list[Manifest], values: Values) -> None:
         self.pods = {
             template["metadata"]["labels"]["app.kubernetes.io/component"]: template
-            for _, template in pod_templates(found)
+            for _, template in pod_templates(results)
         }
-        self.policies = list(of_kind(found, "NetworkPolicy").values())
+        self.policies = list(of_kind(results, "NetworkPolicy").values())
         named = {
             "dns": {"kubernetes.io/metadata.name": "kube-system"},
             "prometheus": {"kubernetes.io/metadata.name": "monitoring"},
@@ -65,7 +65,7 @@ class Cluster:
         self.cidrs = values.get("redis", {}).get("external", {}).get("cidrs", [])
 
     def edges(self, direction: str) -> set[Edge]:
-        """What the rules of one direction, "ingress" or "egress", let through."""
+        """Return what the rules of one direction, "ingress" or "egress", let through."""
         return {edge for policy in self.policies for edge in self._of(policy, direction)}
 
     def isolated(self, component: str) -> set[str]:
@@ -167,9 +167,9 @@ def test_who_only_scores_cannot_reach_redis_nor_the_outside() -> None:
 
 def test_a_reward_server_elsewhere_can_be_let_through() -> None:
     rule = {"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}], "ports": [{"protocol": "TCP", "port": 443}]}
-    found = of_kind(manifests(changed("single-node-4-gpus", components__reward__extraEgress=[rule])), "NetworkPolicy")
-    assert rule in found["quartet-reward"]["spec"]["egress"]
-    assert rule not in (found["quartet-reference"]["spec"]["egress"] or [])
+    result = of_kind(manifests(changed("single-node-4-gpus", components__reward__extraEgress=[rule])), "NetworkPolicy")
+    assert rule in result["quartet-reward"]["spec"]["egress"]
+    assert rule not in (result["quartet-reference"]["spec"]["egress"] or [])
 
 
 def test_no_policy_is_left_where_they_are_switched_off() -> None:

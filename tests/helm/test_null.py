@@ -28,7 +28,7 @@ def defaults(node: Values, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_needed(path: str, value: Any) -> bool:
-    """Whether the chart cannot do without a default."""
+    """Return whether the chart cannot do without a default."""
     keys = path.split("__")
     if keys[0] == "components" and len(keys) > 1:
         # What a component does not say, `defaults` do; but not of these.
@@ -42,7 +42,7 @@ EMPTY_ANYWAY = [path for path, value in DEFAULTS.items() if value in EMPTY]
 
 
 def kept(values: Values) -> list[dict[str, Any]]:
-    """What is rendered alike each time."""
+    """Return what is rendered alike each time."""
     return [item for item in manifests(values) if item["kind"] != "Secret"]
 
 
@@ -74,13 +74,13 @@ def test_a_component_that_the_run_needs_cannot_be_null(name: str) -> None:
 def test_what_a_component_leaves_out_the_defaults_say() -> None:
     values = changed("single-node-4-gpus", image={"registry": "registry.example.com"}, components__actor__gpus=None)
     values["components"]["orchestrator"] = {"image": None, "resources": {"limits": None}}
-    found = containers(values)
-    assert "nvidia.com/gpu" not in found["actor"]["resources"]["limits"]
-    assert found["orchestrator"]["image"] == "registry.example.com/quartet:0.1.0-cuda"
-    assert found["orchestrator"]["resources"] == {"requests": {"cpu": "1", "memory": "2Gi"}}
+    result = containers(values)
+    assert "nvidia.com/gpu" not in result["actor"]["resources"]["limits"]
+    assert result["orchestrator"]["image"] == "registry.example.com/quartet:0.1.0-cuda"
+    assert result["orchestrator"]["resources"] == {"requests": {"cpu": "1", "memory": "2Gi"}}
 
 
 def test_without_labels_of_pods_every_pod_of_the_namespace_is_meant() -> None:
-    found = of_kind(manifests(changed("cpu-kind", networkPolicy__dns__pods=None)), "NetworkPolicy")
+    result = of_kind(manifests(changed("cpu-kind", networkPolicy__dns__pods=None)), "NetworkPolicy")
     peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}
-    assert found["quartet-dns"]["spec"]["egress"][0]["to"] == [peer]
+    assert result["quartet-dns"]["spec"]["egress"][0]["to"] == [peer]

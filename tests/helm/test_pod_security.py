@@ -27,7 +27,7 @@ SYSCTLS = {
 
 
 def violations(template: Manifest) -> list[str]:
-    """What "restricted" finds fault with in a pod."""
+    """Return what "restricted" finds fault with in a pod."""
     return [*_of_the_pod(template), *_of_its_containers(template["spec"])]
 
 
@@ -79,9 +79,9 @@ def _of_its_containers(spec: Manifest) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_pod_is_restricted(name: str) -> None:
-    found = dict(pod_templates(manifests(example(name))))
-    assert len(found) >= 6
-    for where, template in found.items():
+    result = dict(pod_templates(manifests(example(name))))
+    assert len(result) >= 6
+    for where, template in result.items():
         assert violations(template) == [], where
 
 
@@ -117,9 +117,9 @@ def test_secrets_are_files_for_the_pods_user_alone(name: str) -> None:
 
 
 def test_the_account_may_do_nothing() -> None:
-    found = manifests(example("cpu-kind"))
-    assert of_kind(found, "ServiceAccount")["quartet"]["automountServiceAccountToken"] is False
-    assert not {item["kind"] for item in found} & {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
+    result = manifests(example("cpu-kind"))
+    assert of_kind(result, "ServiceAccount")["quartet"]["automountServiceAccountToken"] is False
+    assert not {item["kind"] for item in result} & {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
 
 
 def test_threads_are_left_to_the_config() -> None:

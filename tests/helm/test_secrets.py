@@ -27,9 +27,9 @@ class ApiServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answers)
         self.secrets: dict[str, Manifest] = {}
 
-    def keep(self, found: list[Manifest]) -> None:
-        """What an install would leave in the cluster."""
-        self.secrets = of_kind(found, "Secret")
+    def keep(self, result: list[Manifest]) -> None:
+        """Return what an install would leave in the cluster."""
+        self.secrets = of_kind(result, "Secret")
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -64,7 +64,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        """Return nothing."""
 
 
 @pytest.fixture
@@ -93,9 +93,9 @@ def cluster(api: ApiServer) -> Iterator[helm_python.Config]:
         yield config
 
 
-def secrets(found: list[Manifest]) -> dict[str, dict[str, str]]:
+def secrets(result: list[Manifest]) -> dict[str, dict[str, str]]:
     """The data of each Secret."""
-    return {name: item["data"] for name, item in of_kind(found, "Secret").items()}
+    return {name: item["data"] for name, item in of_kind(result, "Secret").items()}
 
 
 def test_what_is_drawn_is_drawn_anew_for_each_release() -> None:
@@ -210,17 +210,17 @@ def test_the_certificates_of_cert_manager_have_the_same_names() -> None:
 
 def test_an_issuer_of_the_clusters_own_is_taken_where_it_is_named() -> None:
     issuer = {"name": "company", "kind": "ClusterIssuer"}
-    found = manifests(changed("node-8-gpus", security__tls__certManager={"issuerRef": issuer}))
-    assert of_kind(found, "Issuer") == {}
-    for item in of_kind(found, "Certificate").values():
+    result = manifests(changed("node-8-gpus", security__tls__certManager={"issuerRef": issuer}))
+    assert of_kind(result, "Issuer") == {}
+    for item in of_kind(result, "Certificate").values():
         assert item["spec"]["issuerRef"] == {**issuer, "group": "cert-manager.io"}
         assert "isCA" not in item["spec"]
 
 
 def test_prometheus_shows_a_certificate_and_checks_each_name() -> None:
-    found = of_kind(manifests(example("node-8-gpus")), "ServiceMonitor")
+    result = of_kind(manifests(example("node-8-gpus")), "ServiceMonitor")
     secret = CERTIFICATE + "prometheus"
-    for name, item in found.items():
+    for name, item in result.items():
         (endpoint,) = item["spec"]["endpoints"]
         assert endpoint["scheme"] == "https"
         assert endpoint["tlsConfig"] == {
@@ -233,7 +233,7 @@ def test_prometheus_shows_a_certificate_and_checks_each_name() -> None:
         # What the shipped alerts and the dashboard ask by.
         assert replaced["job"].startswith("quartet")
         assert replaced["role"] == name.removeprefix("quartet-")
-    gateway = found["quartet-gateway"]["spec"]["endpoints"][0]
+    gateway = result["quartet-gateway"]["spec"]["endpoints"][0]
     assert gateway["authorization"]["credentials"] == {"name": "quartet-gateway-tokens", "key": "viewer"}
 
 

@@ -56,7 +56,7 @@ WRONG = {
 
 
 def refusal(values: dict[str, Any]) -> str:
-    """What Helm says of values that it must refuse."""
+    """Return what Helm says of values that it must refuse."""
     with pytest.raises(helm_python.HelmError) as error:
         texts(values)
     return str(error.value)

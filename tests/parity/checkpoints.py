@@ -34,7 +34,7 @@ class ScenarioModels:
 
 
 def make_scenario_models(directory: Path, prompts: int, eos_logit: float, seed: int) -> ScenarioModels:
-    """Writes the checkpoints. ``eos_logit`` is about what EOS's logit has more than the others': it sets the responses' lengths.
+    """Write the checkpoints. ``eos_logit`` is about what EOS's logit has more than the others': it sets the responses' lengths.
 
     The pad token is made all but impossible, since the two sides tell pads apart in different ways.
     """

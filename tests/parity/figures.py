@@ -27,7 +27,7 @@ class Figure:
 
     @property
     def holds(self) -> bool:
-        """Whether the difference is within the tolerance. NaN is not."""
+        """Return whether the difference is within the tolerance. NaN is not."""
         return self.difference <= self.tolerance
 
 

@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def failures(self) -> list[str]:
-        """What does not hold; a clip fraction of 0 neither, since then the clipping was not compared."""
+        """Return what does not hold; a clip fraction of 0 neither, since then the clipping was not compared."""
         failed = [
             f"{self.name}: {LABELS[figure.name]}: Quartet {figure.quartet:.8g}, TRL {figure.trl:.8g}, "
             f"difference {figure.difference:.1e}, expected at most {figure.tolerance:g}"
@@ -87,15 +87,15 @@ def write(comparisons: Sequence[Comparison], versions: str, tolerance: float, we
 def rows(page: str) -> dict[str, dict[str, tuple[float, bool]]]:
     """By scenario and figure's name, the difference that ``page`` shows and whether it says that it holds."""
     names = {label: name for name, label in LABELS.items()}
-    found: dict[str, dict[str, tuple[float, bool]]] = {}
+    results: dict[str, dict[str, tuple[float, bool]]] = {}
     scenario = ""
     for line in page.partition(_DIFFERENCES)[0].splitlines():
         if line.startswith("## "):
             scenario = line.removeprefix("## ")
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| ") and cells[0] in names:
-            found.setdefault(scenario, {})[names[cells[0]]] = (float(cells[3]), cells[-1] == "yes")
-    return found
+            results.setdefault(scenario, {})[names[cells[0]]] = (float(cells[3]), cells[-1] == "yes")
+    return results
 
 
 def _section(comparison: Comparison) -> str:

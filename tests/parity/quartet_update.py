@@ -14,10 +14,10 @@ import torch
 from quartet import random_streams
 from quartet.config import Config
 from quartet.models.forward.scoring import response_log_probs, response_values, sequence_scores
-from quartet.models.loading import load_causal_lm, load_critic, load_reward_model
 from quartet.models.training import mini_batches
 from quartet.models.training import updates as training
 from quartet.models.training.optimizer import create_optimizer
+from quartet.models.weights.loading import load_causal_lm, load_critic, load_reward_model
 from quartet.ppo.kl import kl_estimate
 from quartet.ppo.losses import policy_loss
 from quartet.services.orchestrator.algorithm.experience import prepare_step
@@ -42,7 +42,7 @@ class QuartetUpdate:
 
 
 def run(models: ScenarioModels, rollouts: Rollouts, config: Config, same_order: bool = False) -> QuartetUpdate:
-    """Scores the rollouts, prepares the step and takes both updates, with the settings that ``config`` makes of an update.
+    """Score the rollouts, prepares the step and takes both updates, with the settings that ``config`` makes of an update.
 
     ``same_order``: every epoch walks in the first one's order.
     """
@@ -160,10 +160,10 @@ def _optimizer(model: Any, trained: Any) -> torch.optim.Optimizer:
 
 
 def _weights(model: Any) -> Weights:
-    """Copies of the parameters; a value model's under the names of the classifier that it came from."""
+    """Copie of the parameters; a value model's under the names of the classifier that it came from."""
     names = {"backbone.": "model.", "head.": "score."} if hasattr(model, "backbone") else {}
-    found = {}
+    results = {}
     for name, value in model.named_parameters():
         prefix = next((prefix for prefix in names if name.startswith(prefix)), "")
-        found[names.get(prefix, "") + name.removeprefix(prefix)] = value.detach().clone()
-    return found
+        results[names.get(prefix, "") + name.removeprefix(prefix)] = value.detach().clone()
+    return results

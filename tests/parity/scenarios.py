@@ -36,7 +36,7 @@ class Scenario:
 
     @property
     def compares_entropy(self) -> bool:
-        """Whether TRL's first epoch is at the weights that generated: no optimizer step comes before its end."""
+        """Return whether TRL's first epoch is at the weights that generated: no optimizer step comes before its end."""
         return self.algorithm.get("num_mini_batches", 1) == 1
 
     def models(self, directory: Path) -> ScenarioModels:

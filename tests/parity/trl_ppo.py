@@ -60,7 +60,7 @@ class _Captured(PPOTrainer):
 
 
 def run(models: ScenarioModels, config: Config, micro_batches: int, as_shipped: bool = False) -> TrlUpdate:
-    """Takes the update. ``as_shipped`` leaves on all that differs from Quartet on purpose, but for the settings."""
+    """Take the update. ``as_shipped`` leaves on all that differs from Quartet on purpose, but for the settings."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -114,24 +114,24 @@ def _trainer(models: ScenarioModels, config: Config, micro_batches: int, folder:
 
 
 def _update(trainer: _Captured, config: Config, micro_batches: int, as_shipped: bool) -> TrlUpdate:
-    found, logged = trainer.found, trainer.logged
-    keep = ~found["padding_mask"]
+    result, logged = trainer.found, trainer.logged
+    keep = ~result["padding_mask"]
     shares = _token_shares(keep, config, micro_batches)
 
     def filled(name: str) -> torch.Tensor:
         """A statistic of every micro-batch, without the slots that several mini-batches leave empty."""
-        return found[name][:, :, :micro_batches].double()
+        return result[name][:, :, :micro_batches].double()
 
     def over_tokens(name: str, epochs: slice = slice(None)) -> float:
         return float((filled(name) * shares)[epochs].sum() / shares[epochs].sum())
 
     figures: dict[str, Number] = {
-        "log_probs": found["logprobs"][keep].numpy(),
-        "reference_log_probs": found["ref_logprobs"][keep].numpy(),
-        "values": found["values"][keep].numpy(),
-        "scores": found["scores"].numpy(),
-        "advantages": found["advantages"][keep].numpy(),
-        "returns": found["returns"][keep].numpy(),
+        "log_probs": result["logprobs"][keep].numpy(),
+        "reference_log_probs": result["ref_logprobs"][keep].numpy(),
+        "values": result["values"][keep].numpy(),
+        "scores": result["scores"].numpy(),
+        "advantages": result["advantages"][keep].numpy(),
+        "returns": result["returns"][keep].numpy(),
         "kl_mean": logged["objective/kl"],
     }
     if as_shipped:
@@ -145,13 +145,13 @@ def _update(trainer: _Captured, config: Config, micro_batches: int, as_shipped: 
             "approx_kl": over_tokens("approxkl_stats"),
             "entropy": over_tokens("entropy_stats", slice(1)),
         }
-    return TrlUpdate(_rollouts(found, keep), figures, _weights(trainer.policy_model), _weights(trainer.value_model))
+    return TrlUpdate(_rollouts(result, keep), figures, _weights(trainer.policy_model), _weights(trainer.value_model))
 
 
-def _rollouts(found: dict[str, Any], keep: torch.Tensor) -> Rollouts:
-    context = found["context_length"]
-    queries = found["query_responses"][:, :context]
-    responses = [row[kept].numpy().astype(np.int32) for row, kept in zip(found["responses"], keep, strict=True)]
+def _rollouts(result: dict[str, Any], keep: torch.Tensor) -> Rollouts:
+    context = result["context_length"]
+    queries = result["query_responses"][:, :context]
+    responses = [row[kept].numpy().astype(np.int32) for row, kept in zip(result["responses"], keep, strict=True)]
     if any(PAD in response for response in responses):
         raise RuntimeError(
             "a response has the pad token in it, which the two sides treat differently: take another seed"
@@ -161,7 +161,7 @@ def _rollouts(found: dict[str, Any], keep: torch.Tensor) -> Rollouts:
         responses=responses,
         prompt_index=list(range(len(responses))),
         truncated=[int(response[-1]) != EOS for response in responses],
-        log_probs=found["logprobs"][keep].numpy(),
+        log_probs=result["logprobs"][keep].numpy(),
     )
 
 

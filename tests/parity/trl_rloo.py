@@ -52,10 +52,10 @@ class _Captured(RLOOTrainer):
         return self.rewards
 
     def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
-        found = super()._get_per_token_logps_and_entropies(*arguments, **named)
+        result = super()._get_per_token_logps_and_entropies(*arguments, **named)
         if len(self.log_probs) < 2:
-            self.log_probs.append(found[0])
-        return found
+            self.log_probs.append(result[0])
+        return result
 
     def compute_loss(self, *arguments: Any, **named: Any) -> torch.Tensor:
         loss: torch.Tensor = super().compute_loss(*arguments, **named)
@@ -71,7 +71,7 @@ class _Captured(RLOOTrainer):
 
 
 def run(models: ScenarioModels, config: Config, micro_batches: int) -> TrlUpdate:
-    """Generates once and takes the optimizer steps on it: epochs times mini-batches."""
+    """Generate once and takes the optimizer steps on it: epochs times mini-batches."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -135,8 +135,8 @@ def _update(trainer: _Captured, config: Config, micro_batches: int) -> TrlUpdate
 
     def over_tokens(name: str, epochs: slice = slice(None)) -> float:
         """A statistic of every micro-batch, weighed by its tokens."""
-        found = torch.tensor(statistics[name], dtype=torch.float64).view(config.algorithm.num_epochs, micro)
-        return float((found * shares).sum(1)[epochs].mean())
+        result = torch.tensor(statistics[name], dtype=torch.float64).view(config.algorithm.num_epochs, micro)
+        return float((result * shares).sum(1)[epochs].mean())
 
     figures: dict[str, Number] = {
         "log_probs": log_probs[keep].numpy(),

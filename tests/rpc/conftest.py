@@ -43,9 +43,9 @@ def save_checkpoint(model: Any, directory: Path) -> Path:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A causal LM of each kind, by kind, and a reward model."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    found = {kind: save_checkpoint(tiny.causal(kind, seed=3), folder / kind) for kind in tiny.KINDS}
-    found["reward"] = save_checkpoint(tiny.classifier("llama", seed=4), folder / "reward")
-    return found
+    results = {kind: save_checkpoint(tiny.causal(kind, seed=3), folder / kind) for kind in tiny.KINDS}
+    results["reward"] = save_checkpoint(tiny.classifier("llama", seed=4), folder / "reward")
+    return results
 
 
 class Services:

@@ -87,7 +87,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def code(channel: grpc.Channel, method: str, metadata: Any = None) -> grpc.StatusCode:
-    """What an empty request to the method is answered with."""
+    """Return what an empty request to the method is answered with."""
     try:
         if {**METHODS, **HEALTH}[method]:
             next(iter(channel.unary_stream(f"/{method}")(b"", timeout=HANDSHAKE, metadata=metadata)))
@@ -106,10 +106,10 @@ def test_somebody_may_call_every_method_and_no_other_is_listed() -> None:
 @pytest.mark.parametrize("process", [*PROCESSES, "nobody"])
 def test_a_process_may_call_what_is_its_business_and_nothing_else(server: Server, folder: Path, process: str) -> None:
     with Credentials(process, SecurityConfig(certificates=folder)).channel(Role.ACTOR, server.address) as channel:
-        found = {method: code(channel, method) for method in CALLERS}
-    admitted = {method for method, answer in found.items() if answer is not grpc.StatusCode.PERMISSION_DENIED}
+        results = {method: code(channel, method) for method in CALLERS}
+    admitted = {method for method, answer in results.items() if answer is not grpc.StatusCode.PERMISSION_DENIED}
     assert admitted == {method for method, callers in CALLERS.items() if process in callers}
-    assert {found[method] for method in admitted} <= {grpc.StatusCode.OK, grpc.StatusCode.INTERNAL}
+    assert {results[method] for method in admitted} <= {grpc.StatusCode.OK, grpc.StatusCode.INTERNAL}
 
 
 def test_scorers_call_nobody_and_only_the_orchestrator_has_models_updated() -> None:

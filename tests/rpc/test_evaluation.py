@@ -22,7 +22,7 @@ from quartet.run_directory.step_lines import read_step_lines
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.rollout.evaluation import EvaluationSchedule, Evaluator
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
-from quartet.services.orchestrator.telemetry.run_telemetry import RunTelemetry
+from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.timeline import Timeline
 from quartet.types import FinishReason, Role, TokenBatch, Trajectory
 from tests.buffer.samples import trajectory
@@ -134,11 +134,11 @@ def asked_directly(
     sampling = (greedy_sampling if greedy else run_sampling)(config.rollout)
     run = stream.key.removeprefix("quartet:").removesuffix(":rollouts")
     actor.generate(run, 0, 1, prompts, 1, sampling, config.run.seed, 0).result()
-    found = sorted((item.trajectory for item in stream.read(100, 0.1)), key=lambda item: item.id)
-    batch = TokenBatch.of(found)
+    result = sorted((item.trajectory for item in stream.read(100, 0.1)), key=lambda item: item.id)
+    batch = TokenBatch.of(result)
     scores = clients[Role.REWARD].score(batch).result().total
     reference = clients[Role.REFERENCE].log_probs(batch, config.rollout.temperature).result()
-    return found, scores, reference
+    return result, scores, reference
 
 
 def test_the_figures_are_those_of_the_services_asked_one_by_one(
@@ -159,7 +159,7 @@ def test_the_figures_are_those_of_the_services_asked_one_by_one(
     log_probs = np.concatenate([item.log_probs for item in sampled]).astype(np.float64)
     ends = np.cumsum([len(item.response_ids) for item in sampled])[:-1]
     kl = np.array([part.sum() for part in np.split(log_probs - reference, ends)])
-    lengths = {kind: [len(item.response_ids) for item in found] for kind, found in (("g", greedy), ("s", sampled))}
+    lengths = {kind: [len(item.response_ids) for item in result] for kind, result in (("g", greedy), ("s", sampled))}
     assert [len(greedy), heard[-1]] == [ASKED, 2 * ASKED]
     assert summary == pytest.approx(
         {
@@ -212,9 +212,9 @@ def test_quartet_evaluate_gives_the_same_rows(
     config = configure(evaluation={"every_steps": 1, "max_prompts": ASKED, "judge": "mine:longer"})
     build(config).evaluate(0, 0, 1)
     summary = build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0, 1)
-    found, notes = compare_with_initial(str(trained), config, "cpu")
-    assert [row(item) for item in found] == rows_of(config, STEP)
-    assert summarize(found) == summary
+    result, notes = compare_with_initial(str(trained), config, "cpu")
+    assert [row(item) for item in result] == rows_of(config, STEP)
+    assert summarize(result) == summary
     assert notes == []
 
 
@@ -260,8 +260,8 @@ def test_functions_get_the_prompts_own_fields(services: Services, build: Build, 
     expected = [prompt["answer"] for prompt in PROMPTS[:ASKED]]
     assert [item["score_greedy"] for item in rows_of(config, 0)] == expected
     assert summary["eval_reward_sampled"] == pytest.approx(np.mean(expected))
-    found, _ = compare_with_initial(config.actor.model, config, "cpu")
-    assert [item.policy.sampled.score for item in found] == expected
+    result, _ = compare_with_initial(config.actor.model, config, "cpu")
+    assert [item.policy.sampled.score for item in result] == expected
 
 
 def test_a_judge_compares_sampled_responses_with_the_initial_ones(

@@ -23,9 +23,9 @@ SAMPLING = SamplingParameters(max_response_tokens=9)
 
 @pytest.fixture
 def stream(redis_client: Redis, redis_url: str, request: pytest.FixtureRequest) -> RolloutStream:
-    found = RolloutStream(redis_client, redis_url, request.node.name)
-    found.reset()
-    return found
+    result = RolloutStream(redis_client, redis_url, request.node.name)
+    result.reset()
+    return result
 
 
 def generated(actor: Any, stream: RolloutStream, prompts: list[Prompt], **changes: Any) -> list[Trajectory]:
@@ -34,9 +34,9 @@ def generated(actor: Any, stream: RolloutStream, prompts: list[Prompt], **change
     arguments = {"step": 1, "leader_epoch": 1, "samples_per_prompt": 2, "sampling": SAMPLING, "seed": 5}
     pending = actor.generate(run=run, prompts=prompts, policy_version=0, **{**arguments, **changes})
     count = pending.result()
-    found = [delivery.trajectory for delivery in stream.read(1000, 0.01)]
-    assert len(found) == count
-    return found
+    results = [delivery.trajectory for delivery in stream.read(1000, 0.01)]
+    assert len(results) == count
+    return results
 
 
 def by_id(trajectories: list[Trajectory]) -> list[bytes]:
@@ -46,12 +46,12 @@ def by_id(trajectories: list[Trajectory]) -> list[bytes]:
 def test_every_trajectory_is_written_under_its_derived_id(
     clients: dict[Role, Any], stream: RolloutStream, request: pytest.FixtureRequest
 ) -> None:
-    found = generated(clients[Role.ACTOR], stream, PROMPTS, step=6)
+    result = generated(clients[Role.ACTOR], stream, PROMPTS, step=6)
     expected = {TrajectoryId(request.node.name, 6, prompt.index, sample) for prompt in PROMPTS for sample in range(2)}
-    assert {trajectory.id for trajectory in found} == expected
-    assert len(found) == 10
+    assert {trajectory.id for trajectory in result} == expected
+    assert len(result) == 10
     prompts = {prompt.index: prompt.token_ids.tolist() for prompt in PROMPTS}
-    for trajectory in found:
+    for trajectory in result:
         assert trajectory.policy_version == 0
         assert trajectory.prompt_ids.tolist() == prompts[trajectory.id.prompt]
         response = trajectory.response_ids.tolist()
@@ -61,7 +61,7 @@ def test_every_trajectory_is_written_under_its_derived_id(
         else:
             assert len(response) == 9
             assert response[-1] != tiny.EOS
-    assert {trajectory.finish_reason for trajectory in found} == set(FinishReason)
+    assert {trajectory.finish_reason for trajectory in result} == set(FinishReason)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -69,9 +69,9 @@ def test_its_log_probs_are_those_that_the_log_probs_rpc_computes(
     temperature: float, clients: dict[Role, Any], stream: RolloutStream
 ) -> None:
     sampling = SamplingParameters(9, temperature=temperature)
-    found = generated(clients[Role.ACTOR], stream, PROMPTS, sampling=sampling)
-    expected = clients[Role.ACTOR].log_probs(TokenBatch.of(found), temperature)
-    np.testing.assert_allclose(np.concatenate([t.log_probs for t in found]), expected, atol=1e-5, rtol=0)
+    result = generated(clients[Role.ACTOR], stream, PROMPTS, sampling=sampling)
+    expected = clients[Role.ACTOR].log_probs(TokenBatch.of(result), temperature)
+    np.testing.assert_allclose(np.concatenate([t.log_probs for t in result]), expected, atol=1e-5, rtol=0)
 
 
 def test_the_same_request_gives_the_same_trajectories_in_any_order_of_prompts(
@@ -92,10 +92,10 @@ def test_samples_from_a_later_one_on_are_those_of_a_larger_request(
     clients: dict[Role, Any], stream: RolloutStream
 ) -> None:
     whole = {t.id: t for t in generated(clients[Role.ACTOR], stream, PROMPTS[:3], samples_per_prompt=5)}
-    found = generated(clients[Role.ACTOR], stream, PROMPTS[:2], samples_per_prompt=2, first_sample=3)
+    result = generated(clients[Role.ACTOR], stream, PROMPTS[:2], samples_per_prompt=2, first_sample=3)
     run = stream.key.split(":")[1]
-    assert {t.id for t in found} == {TrajectoryId(run, 1, p.index, sample) for p in PROMPTS[:2] for sample in (3, 4)}
-    for trajectory in found:
+    assert {t.id for t in result} == {TrajectoryId(run, 1, p.index, sample) for p in PROMPTS[:2] for sample in (3, 4)}
+    for trajectory in result:
         assert trajectory.response_ids.tolist() == whole[trajectory.id].response_ids.tolist()
 
 
@@ -104,8 +104,8 @@ def test_another_seed_or_step_gives_other_trajectories(
     change: dict[str, int], clients: dict[Role, Any], stream: RolloutStream
 ) -> None:
     def responses(**changes: int) -> list[list[int]]:
-        found = sorted(generated(clients[Role.ACTOR], stream, PROMPTS, **changes), key=lambda t: t.id)
-        return [trajectory.response_ids.tolist() for trajectory in found]
+        result = sorted(generated(clients[Role.ACTOR], stream, PROMPTS, **changes), key=lambda t: t.id)
+        return [trajectory.response_ids.tolist() for trajectory in result]
 
     assert responses() != responses(**change)
 
@@ -113,8 +113,8 @@ def test_another_seed_or_step_gives_other_trajectories(
 def test_samples_of_a_prompt_differ_unless_greedy(clients: dict[Role, Any], stream: RolloutStream) -> None:
     def samples(temperature: float) -> set[tuple[int, ...]]:
         sampling = SamplingParameters(9, temperature=temperature)
-        found = generated(clients[Role.ACTOR], stream, PROMPTS[:1], samples_per_prompt=6, sampling=sampling)
-        return {tuple(trajectory.response_ids.tolist()) for trajectory in found}
+        result = generated(clients[Role.ACTOR], stream, PROMPTS[:1], samples_per_prompt=6, sampling=sampling)
+        return {tuple(trajectory.response_ids.tolist()) for trajectory in result}
 
     assert len(samples(1.0)) > 1
     assert len(samples(0.0)) == 1

@@ -33,10 +33,10 @@ pytestmark = pytest.mark.usefixtures("store")
 @pytest.fixture
 def store(redis_client: Redis, redis_url: str) -> ExperienceStore:
     """Sealed experience of steps 1 and 2."""
-    found = ExperienceStore(redis_client, redis_url, RUN)
+    result = ExperienceStore(redis_client, redis_url, RUN)
     for step in (1, 2):
-        found.seal(experience(RUN, step))
-    return found
+        result.seal(experience(RUN, step))
+    return result
 
 
 Lora = Callable[..., Config]
@@ -126,11 +126,11 @@ def test_each_kind_of_save_writes_what_it_says(role: Role, services: Services, l
     before = outputs(client)
     head = {"value_head.safetensors"} if role is Role.CRITIC else set()
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}
-    found = {kind: {path.name for path in save(client, config, kind).iterdir()} for kind in SaveKind}
-    assert found[SaveKind.ADAPTER] == ADAPTER | head | tokenizer
-    assert found[SaveKind.CHECKPOINT] == ADAPTER | head | tokenizer | {"optimizer.safetensors"}
+    results = {kind: {path.name for path in save(client, config, kind).iterdir()} for kind in SaveKind}
+    assert results[SaveKind.ADAPTER] == ADAPTER | head | tokenizer
+    assert results[SaveKind.CHECKPOINT] == ADAPTER | head | tokenizer | {"optimizer.safetensors"}
     generation = {"generation_config.json"} if role is Role.ACTOR else set()
-    assert found[SaveKind.MODEL] == {"config.json", "model.safetensors"} | generation | head | tokenizer
+    assert results[SaveKind.MODEL] == {"config.json", "model.safetensors"} | generation | head | tokenizer
     assert outputs(client).tobytes() == before.tobytes()
     directory = config.run_directory / f"{role}-checkpoint"
     written = json.loads((directory / "adapter_config.json").read_text())

@@ -90,7 +90,7 @@ Change = Callable[[Any], None]
 
 
 def put(path: str, value: Any) -> Change:
-    """Sets a field, given by its path."""
+    """Set a field, given by its path."""
 
     def change(message: Any) -> None:
         *parents, name = path.split(".")
@@ -242,8 +242,8 @@ def channels(
     RolloutStream(client, redis_url, RUN).reset()
     client.close()
     config = make_config()
-    found = {str(role): session_services.start(role, config).channel.grpc_channel for role in MODEL_ROLES}
-    return {**found, "actor.Generate": clients[Role.ACTOR].channel.grpc_channel}
+    results = {str(role): session_services.start(role, config).channel.grpc_channel for role in MODEL_ROLES}
+    return {**results, "actor.Generate": clients[Role.ACTOR].channel.grpc_channel}
 
 
 def call(channels: dict[str, grpc.Channel], method: str, request: Any) -> Any:

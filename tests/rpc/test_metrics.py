@@ -39,9 +39,9 @@ def observability(make_config: Callable[..., Config]) -> Observability:
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:
-    found = Gate()
-    yield found
-    found.release.set()
+    result = Gate()
+    yield result
+    result.release.set()
 
 
 @pytest.fixture
@@ -74,10 +74,10 @@ def test_calls_in_hand_and_those_that_wait_are_seen(
     for call in pending:
         call.result()
     wait_until(lambda: calls(observability, "OK") == 3, 20)
-    found = read(observability.address)
-    assert value(found, "quartet_work_pending") == value(found, "quartet_rpc_in_flight") == 0
-    assert value(found, "quartet_rpc_seconds_count", service=SERVICE, method="LogProbs") == 3
-    assert value(found, "quartet_rpc_seconds_sum", service=SERVICE, method="LogProbs") > 0
+    result = read(observability.address)
+    assert value(result, "quartet_work_pending") == value(result, "quartet_rpc_in_flight") == 0
+    assert value(result, "quartet_rpc_seconds_count", service=SERVICE, method="LogProbs") == 3
+    assert value(result, "quartet_rpc_seconds_sum", service=SERVICE, method="LogProbs") > 0
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,10 @@ def test_a_process_announces_its_figures_and_serves_them(
         with grpc.insecure_channel(said["address"]) as channel:
             answer = status_pb2_grpc.StatusServiceStub(channel).GetStatus(status_pb2.GetStatusRequest(), timeout=10)
         assert answer.metrics_address == said["metrics_address"]
-        found = read(said["metrics_address"])
-        assert value(found, "quartet_model_parameters", role="reference") == answer.roles[0].parameters > 0
+        result = read(said["metrics_address"])
+        assert value(result, "quartet_model_parameters", role="reference") == answer.roles[0].parameters > 0
         labels = {"service": "quartet.v1.StatusService", "method": "GetStatus", "code": "OK"}
-        assert value(found, "quartet_rpc_requests_total", **labels) == 1
+        assert value(result, "quartet_rpc_requests_total", **labels) == 1
     finally:
         process.terminate()
         start = time.monotonic()

@@ -61,14 +61,14 @@ def changed(make_config: MakeConfig) -> MakeConfig:
 @pytest.fixture
 def passes() -> Iterator[Passes]:
     """Of each forward pass the shape of its token ids [rows, longest], and the dtype of the embedding that reads them."""
-    found: Passes = []
+    results: Passes = []
 
     def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if isinstance(module, nn.Embedding):
-            found.append((tuple(inputs[0].shape), module.weight.dtype))
+            results.append((tuple(inputs[0].shape), module.weight.dtype))
 
     hook = nn.modules.module.register_module_forward_pre_hook(note)
-    yield found
+    yield results
     hook.remove()
 
 
@@ -150,7 +150,7 @@ ROWS = {Role.ACTOR: 2, Role.CRITIC: 3, Role.REWARD: 4, Role.REFERENCE: 6}
 TOKENS = {Role.ACTOR: 4, Role.CRITIC: 4, Role.REWARD: 5, Role.REFERENCE: 4}
 """Of a sequence, by role: only a score is read at the last one."""
 TRIAL = [(3, 5), (1, 9)]
-"""Whether a model can be packed is tried first; a service that looks at its updates' memory does so when it starts."""
+"""True if a model can be packed is tried first; a service that looks at its updates' memory does so when it starts."""
 
 
 @pytest.mark.usefixtures("_sealed")
@@ -225,17 +225,17 @@ def test_a_device_is_named_as_torch_names_it(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def moved_to(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Where models were sent, on a machine that seems to have two GPUs; they stay on the CPU."""
-    found: list[torch.device] = []
+    """Return where models were sent, on a machine that seems to have two GPUs; they stay on the CPU."""
+    results: list[torch.device] = []
     real = nn.Module.to
 
     def to(module: nn.Module, device: torch.device | str) -> nn.Module:
-        found.append(torch.device(device))
+        results.append(torch.device(device))
         return real(module, "cpu")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(nn.Module, "to", to)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("role", MODEL_ROLES)

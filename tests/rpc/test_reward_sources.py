@@ -86,18 +86,18 @@ def ensemble(checkpoints: dict[str, Path]) -> dict[str, Any]:
 def test_an_ensemble_answers_with_the_sum_and_its_parts(
     start: Callable[..., Any], ensemble: dict[str, Any], clients: dict[Role, Any]
 ) -> None:
-    found = start(**ensemble).score(BATCH, ['{"bonus": 10}', "{}", '{"bonus": -1}']).result()
+    result = start(**ensemble).score(BATCH, ['{"bonus": 10}', "{}", '{"bonus": -1}']).result()
     model = clients[Role.REWARD].score(BATCH).result().total
     bonus, count = np.array([13.0, 2.0, 4.0]), np.array([3.0, 3.0, 3.0])
-    assert found.parts["model"].tolist() == model.tolist()
-    assert found.parts["bonus"].tolist() == bonus.tolist()
-    assert found.parts["count"].tolist() == count.tolist()
-    np.testing.assert_allclose(found.total, 0.5 * np.float64(model) - 2 * bonus + count, atol=1e-5, rtol=0)
+    assert result.parts["model"].tolist() == model.tolist()
+    assert result.parts["bonus"].tolist() == bonus.tolist()
+    assert result.parts["count"].tolist() == count.tolist()
+    np.testing.assert_allclose(result.total, 0.5 * np.float64(model) - 2 * bonus + count, atol=1e-5, rtol=0)
 
 
 def test_one_source_answers_without_parts(start: Callable[..., Any], clients: dict[Role, Any]) -> None:
-    found = start(**function("bonus")).score(BATCH).result()
-    assert (found.total.tolist(), found.parts) == ([3.0, 2.0, 5.0], {})
+    result = start(**function("bonus")).score(BATCH).result()
+    assert (result.total.tolist(), result.parts) == ([3.0, 2.0, 5.0], {})
     assert clients[Role.REWARD].score(BATCH, ["{}"] * 3).result().parts == {}
 
 

@@ -64,9 +64,9 @@ class Gate:
 @pytest.fixture
 def gate(services: Services) -> Iterator[Gate]:
     # Opened before the services stop: they wait for what waits at it.
-    found = Gate()
-    yield found
-    found.release.set()
+    result = Gate()
+    yield result
+    result.release.set()
 
 
 def gated(gate: Gate) -> ReferenceServicer:
@@ -139,7 +139,7 @@ def test_a_drain_finishes_the_call_in_hand_and_refuses_new_ones(gate: Gate) -> N
 
 
 def is_served(address: str) -> bool:
-    """Whether a newcomer's call is taken."""
+    """Return whether a newcomer's call is taken."""
     client = ReferenceClient(address, TIMEOUTS)
     try:
         client.channel.is_serving(5)

@@ -20,7 +20,7 @@ from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.config import Config, parse_config
 from quartet.errors import BufferFailed, FailedPrecondition, InvalidRequest, ModelError, ServiceBusy, StorageFailed
-from quartet.models.snapshot import write_model
+from quartet.models.weights.snapshot import write_model
 from quartet.rpc.limits import MAX_PENDING_SAVES
 from quartet.services import trainable_model as trained
 from quartet.services.orchestrator.service_clients import wait_for_all
@@ -55,21 +55,21 @@ def run(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def store(redis_client: Redis, redis_url: str, run: str) -> ExperienceStore:
     """Sealed experience of steps 1 to 3."""
-    found = ExperienceStore(redis_client, redis_url, run)
+    result = ExperienceStore(redis_client, redis_url, run)
     for step in (1, 2, 3):
-        found.seal(experience(run, step))
-    return found
+        result.seal(experience(run, step))
+    return result
 
 
 def update(client: Any, run: str, step: int, epoch: int = 1) -> UpdateResult:
-    found: UpdateResult = client.update(run, step, epoch, SETTINGS, LOSSES[client.role]).result()
-    return found
+    result: UpdateResult = client.update(run, step, epoch, SETTINGS, LOSSES[client.role]).result()
+    return result
 
 
 def outputs(client: Any) -> bytes:
-    """What the model computes, bit for bit."""
-    found = client.log_probs(BATCH, 1.0) if client.role is Role.ACTOR else client.values(BATCH).result()
-    return bytes(found.tobytes())
+    """Return what the model computes, bit for bit."""
+    result = client.log_probs(BATCH, 1.0) if client.role is Role.ACTOR else client.values(BATCH).result()
+    return bytes(result.tobytes())
 
 
 @pytest.mark.parametrize("role", TRAINED)
@@ -219,18 +219,18 @@ class HeldWriting:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWriting]:
-    found = HeldWriting()
-    monkeypatch.setattr(trained, "write_model", found.write)
-    yield found
-    found.go_on.set()
+    result = HeldWriting()
+    monkeypatch.setattr(trained, "write_model", result.write)
+    yield result
+    result.go_on.set()
 
 
 def generate(client: Any, run: str, step: int, policy_version: int) -> int:
     """Trajectories that the actor has generated."""
     prompts = [Prompt(0, np.array([3, 4], np.int32), "")]
     sampling = SamplingParameters(4, 1.0, 1.0, 0)
-    found: int = client.generate(run, step, 1, prompts, 2, sampling, 0, policy_version).result()
-    return found
+    result: int = client.generate(run, step, 1, prompts, 2, sampling, 0, policy_version).result()
+    return result
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])

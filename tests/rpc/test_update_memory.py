@@ -47,7 +47,7 @@ def config(make_config: Callable[..., Config]) -> Callable[..., Config]:
 
 @pytest.fixture
 def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Leaves a service so much free memory: bytes that updates may take."""
+    """Leave a service so much free memory: bytes that updates may take."""
 
     def set_free(size: float) -> None:
         monkeypatch.setattr(trained, "free_bytes", lambda model, limits: int(size / MEMORY_FRACTION) + 1)
@@ -58,20 +58,20 @@ def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 @pytest.fixture
 def updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """The tokens of the micro-batches of every update, and whether gradient checkpointing was on."""
-    found: list[tuple[int, bool]] = []
+    results: list[tuple[int, bool]] = []
 
     def watched(real: Any) -> Any:
         def update(
             model: Any, optimizer: Any, experience: Any, settings: Any, loss: Any, tokens: int, *rest: Any
         ) -> Any:
-            found.append((tokens, model.base_model.is_activation_checkpointing))
+            results.append((tokens, model.base_model.is_activation_checkpointing))
             return real(model, optimizer, experience, settings, loss, tokens, *rest)
 
         return update
 
     monkeypatch.setattr(actor, "update_policy", watched(update_policy))
     monkeypatch.setattr(critic, "update_value", watched(update_value))
-    return found
+    return results
 
 
 @pytest.fixture

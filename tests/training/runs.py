@@ -83,7 +83,7 @@ class ActiveRun:
     live_settings: LiveSettings
 
     def finish(self, seconds: float = 250) -> Run:
-        """Waits for its end."""
+        """Wait for its end."""
         self.thread.join(seconds)
         assert not self.thread.is_alive(), self.board.current()
         return Run(RunFiles(self.config.run_directory), self.board.current(), self.ended[0])
@@ -106,22 +106,22 @@ class Fleet:
         return load_config(RunFiles(self._started_with.run_directory).config, overrides)
 
     def start(self, role: Role, config: Config | None = None, compute: ComputeThread | None = None) -> None:
-        """Starts a service, with another config than the run's, or another compute thread, where one is given."""
+        """Start a service, with another config than the run's, or another compute thread, where one is given."""
         built = build_model_role(role, config or self._started_with, compute or ComputeThread(), threads=1)
         self._servers[role] = Server([built], self._addresses.get(role, "127.0.0.1:0"))
         self._addresses[role] = self._servers[role].address
 
     def lose(self, role: Role) -> None:
-        """Ends a service in the middle of its calls."""
+        """End a service in the middle of its calls."""
         self._servers.pop(role).stop(0.0)
 
     def restart(self, role: Role) -> None:
-        """Ends a service and starts it anew."""
+        """End a service and starts it anew."""
         self.lose(role)
         self.start(role)
 
     def stop(self) -> None:
-        """Ends them all."""
+        """End them all."""
         for server in self._servers.values():
             server.stop(5.0)
 
@@ -160,7 +160,7 @@ def orchestrator(config: Config, control: RunControl | None = None) -> Iterator[
 
 @contextmanager
 def active_run(config: Config) -> Iterator[ActiveRun]:
-    """Starts the run's services and its training."""
+    """Start the run's services and its training."""
     with services(config) as addressed, orchestrator(addressed) as running:
         yield running
 

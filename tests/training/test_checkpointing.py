@@ -15,7 +15,7 @@ from quartet.buffer.connection import Redis
 from quartet.buffer.experience_store import ExperienceStore
 from quartet.demo.toy_task import ToyTask
 from quartet.errors import ServiceUnavailable, StorageFailed
-from quartet.models import snapshot
+from quartet.models.weights import snapshot
 from quartet.run_directory.run_files import RunFiles
 from quartet.services import trainable_model as trained
 from quartet.services.orchestrator.algorithm.update_request import start_update
@@ -114,7 +114,7 @@ def test_a_paused_run_has_a_complete_checkpoint(make: MakeConfig, held: HeldChec
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, set[int]], None]:
-    """Lets the checkpoints of some steps fail in one of the services."""
+    """Let the checkpoints of some steps fail in one of the services."""
 
     def fill(role: str, steps: set[int]) -> None:
         def write(directory: Path, *writers: Any) -> None:

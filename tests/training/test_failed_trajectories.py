@@ -103,7 +103,7 @@ def runs(make: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> R
 
 
 def failed_rows(run: Run) -> list[dict[str, Any]]:
-    """What was set aside, without the run's name, which is no part of a run's numbers, and without what a failure was called."""
+    """Return what was set aside, without the run's name, which is no part of a run's numbers, and without what a failure was called."""
     lines = json_lines(run.files.failed_trajectories) if run.files.failed_trajectories.exists() else []
     return [{**line, "id": line["id"].split("/", 1)[1], "error": ""} for line in lines]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.cli.checkpoint import manage as cli
+from quartet.cli.checkpoint import list_and_tag as cli
 from quartet.cli.checkpoint.fork import fork
 from quartet.cli.start_run import train
 from quartet.config import Config, load_config

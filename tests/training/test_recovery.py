@@ -25,7 +25,7 @@ from quartet.services.actor import actor
 from quartet.services.critic import critic
 from quartet.services.orchestrator.checkpointing import checkpoint_writer as checkpoints
 from quartet.services.orchestrator.checkpointing.checkpoint_scheduler import CheckpointScheduler
-from quartet.services.orchestrator.control.alerts import AlertHandler
+from quartet.services.orchestrator.control.alert_actions import AlertHandler
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.step import StepTransaction
 from quartet.types import Alert, Role, RunState, Trajectory

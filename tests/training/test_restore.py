@@ -38,7 +38,7 @@ def save(model: Actor | Critic) -> None:
 
 @pytest.fixture
 def alive(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
-    """Counts, at each load of a role's model, those that are still in memory."""
+    """Count, at each load of a role's model, those that are still in memory."""
 
     def count(role: str) -> list[int]:
         module, name = LOADERS[role]

@@ -12,7 +12,7 @@ import pytest
 from quartet.buffer.connection import Redis
 from quartet.config import Config
 from quartet.demo.toy_task import ToyTask
-from quartet.services.orchestrator.control.alerts import AlertHandler
+from quartet.services.orchestrator.control.alert_actions import AlertHandler
 from quartet.services.orchestrator.run import TrainingLoop
 from quartet.services.orchestrator.step import StepTransaction
 from quartet.types import RunState

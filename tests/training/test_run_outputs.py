@@ -20,7 +20,7 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
 from quartet.services.orchestrator.run import TrainingRun
-from quartet.services.orchestrator.telemetry.run_telemetry import RunTelemetry
+from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.timeline import Timeline
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, active_run, json_lines, orchestrator, run_to_the_end, services, step_metrics

@@ -29,7 +29,7 @@ def changed(config: Config, **changes: Any) -> Config:
 
 @pytest.fixture
 def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Leaves services that start from now on so many bytes of free memory."""
+    """Leave services that start from now on so many bytes of free memory."""
     return lambda size: monkeypatch.setattr(trained, "free_bytes", lambda model, limits: int(size))
 
 
@@ -66,7 +66,8 @@ def test_measured_micro_batches_are_stored_and_noted(small: Run) -> None:
     assert result.keys() == {"actor", "critic"}
     assert all(tokens < 4096 and tokens & (tokens - 1) == 0 for tokens in result.values())
     assert any(
-        note.startswith(f"actor: updates use micro-batches of {result['actor']} tokens") for note in small.progress.notes
+        note.startswith(f"actor: updates use micro-batches of {result['actor']} tokens")
+        for note in small.progress.notes
     )
 
 

@@ -18,7 +18,7 @@ FOUNDATION = {
     "quartet.types",
     "quartet.config",
     "quartet.failpoints",
-    "quartet.train_extra",
+    "quartet.missing_packages",
 }
 FILES = {
     "quartet.run_directory",
@@ -26,10 +26,10 @@ FILES = {
     "quartet.evaluation",
     "quartet.durable_files",
     "quartet.topology",
-    "quartet.processes",
+    "quartet.child_processes",
     "quartet.secret_files",
-    "quartet.tokenizer_files",
-    "quartet.import_path",
+    "quartet.tokenizer_check",
+    "quartet.sys_path",
     "quartet.user_code",
 }
 LIBRARY = {
@@ -48,26 +48,26 @@ ALLOWED: dict[str, set[str]] = {
     "quartet": set(),
     "quartet.errors": set(),
     "quartet.failpoints": {"quartet.errors"},
-    "quartet.import_path": set(),
+    "quartet.sys_path": set(),
     "quartet.user_code": set(),
-    "quartet.processes": set(),
-    "quartet.train_extra": {"quartet.errors"},
+    "quartet.child_processes": set(),
+    "quartet.missing_packages": {"quartet.errors"},
     "quartet.types": {"quartet.errors"},
     "quartet.config": {"quartet.errors"},
     "quartet.random_streams": {"quartet.types"},
     "quartet.data": {"quartet.errors", "quartet.types", "quartet.random_streams"},
     "quartet.evaluation": FOUNDATION | {"quartet.data"},
     "quartet.durable_files": {"quartet.errors", "quartet.types"},
-    "quartet.run_directory": FOUNDATION | {"quartet.durable_files", "quartet.processes"},
+    "quartet.run_directory": FOUNDATION | {"quartet.durable_files", "quartet.child_processes"},
     "quartet.topology": {"quartet.config", "quartet.types"},
     "quartet.secret_files": {"quartet.errors"},
-    "quartet.tokenizer_files": {"quartet.errors"},
+    "quartet.tokenizer_check": {"quartet.errors"},
     "quartet.preflight": FOUNDATION
     | {
         "quartet.data",
         "quartet.run_directory",
         "quartet.telemetry",
-        "quartet.tokenizer_files",
+        "quartet.tokenizer_check",
         "quartet.topology",
     },
     "quartet.ppo": {"quartet.errors", "quartet.types", "quartet.user_code"},
@@ -80,19 +80,16 @@ ALLOWED: dict[str, set[str]] = {
         "quartet.ppo",
         "quartet.durable_files",
         "quartet.random_streams",
-        "quartet.tokenizer_files",
+        "quartet.tokenizer_check",
     },
-    "quartet.rewards": FOUNDATION | {"quartet.models", "quartet.processes", "quartet.user_code"},
-    "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.processes", "quartet.secret_files"},
+    "quartet.rewards": FOUNDATION | {"quartet.models", "quartet.child_processes", "quartet.user_code"},
+    "quartet.buffer": FOUNDATION | {"quartet.codec", "quartet.child_processes", "quartet.secret_files"},
     "quartet.rpc": FOUNDATION | {"quartet.codec", "quartet.secret_files", "quartet.topology", "quartet.v1"},
     "quartet.telemetry": FOUNDATION
     | {"quartet.durable_files", "quartet.run_directory", "quartet.secret_files", "quartet.topology"},
     "quartet.demo": FOUNDATION | {"quartet.models"},
     "quartet.launcher": FOUNDATION | FILES | {"quartet.buffer", "quartet.rpc", "quartet.telemetry"},
-    "quartet.cli": FOUNDATION
-    | FILES
-    | LIBRARY
-    | {"quartet.demo", "quartet.launcher", "quartet.preflight"},
+    "quartet.cli": FOUNDATION | FILES | LIBRARY | {"quartet.demo", "quartet.launcher", "quartet.preflight"},
     "quartet.services": set(),
     "quartet.services.memory_budget": SERVICE,
     "quartet.services.trainable_model": SERVICE | {"quartet.services.memory_budget"},
@@ -107,9 +104,7 @@ ALLOWED: dict[str, set[str]] = {
         for name in ("actor", "critic", "reward", "reference", "orchestrator", "memory_budget")
     },
     "quartet.services.observability": SERVICE,
-    "quartet.gateway": FOUNDATION
-    | FILES
-    | {"quartet.codec", "quartet.rpc", "quartet.buffer", "quartet.telemetry"},
+    "quartet.gateway": FOUNDATION | FILES | {"quartet.codec", "quartet.rpc", "quartet.buffer", "quartet.telemetry"},
     "quartet.services.__main__": SERVICE
     | {"quartet.services.factories", "quartet.services.orchestrator", "quartet.services.observability"},
 }

@@ -49,14 +49,14 @@ def test_the_resolved_yaml_names_every_key(minimal: Path) -> None:
 
 def test_every_key_is_documented() -> None:
     def undocumented(section: Any, name: str) -> list[str]:
-        found = []
+        results = []
         for key, field in section.model_fields.items():
             below = field.annotation
             if isinstance(below, type) and hasattr(below, "model_fields"):
-                found += undocumented(below, f"{name}{key}.")
+                results += undocumented(below, f"{name}{key}.")
             elif not field.description:
-                found.append(name + key)
-        return found
+                results.append(name + key)
+        return results
 
     assert undocumented(Config, "") == []
 

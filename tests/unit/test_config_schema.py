@@ -27,12 +27,12 @@ def keys(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str
 
 
 def test_it_has_every_setting_with_its_meaning_and_no_other() -> None:
-    found = dict(keys(SCHEMA))
-    sections = {key for key, node in found.items() if node["type"] == "object"}
-    assert {setting.name for setting in settings()} - found.keys() == set()
-    assert found.keys() - sections <= {setting.name for setting in settings()}
+    result = dict(keys(SCHEMA))
+    sections = {key for key, node in result.items() if node["type"] == "object"}
+    assert {setting.name for setting in settings()} - result.keys() == set()
+    assert result.keys() - sections <= {setting.name for setting in settings()}
     for setting in settings():
-        assert found[setting.name]["description"] == setting.meaning
+        assert result[setting.name]["description"] == setting.meaning
 
 
 def test_no_section_takes_a_key_that_it_does_not_know() -> None:
@@ -52,9 +52,9 @@ def test_it_is_plain_draft_07() -> None:
 
 
 def test_every_whole_number_has_a_bound_that_messages_can_hold() -> None:
-    found = dict(keys(SCHEMA))
-    elements = {f"{key}[]": node["items"] for key, node in found.items() if isinstance(node.get("items"), dict)}
-    whole = {key: node for key, node in (found | elements).items() if "integer" in node["type"]}
+    result = dict(keys(SCHEMA))
+    elements = {f"{key}[]": node["items"] for key, node in result.items() if isinstance(node.get("items"), dict)}
+    whole = {key: node for key, node in (result | elements).items() if "integer" in node["type"]}
     assert {"actor.micro_batch_tokens", "reward.parts[].micro_batch_tokens", "services.actor.devices[]"} <= whole.keys()
     assert whole.pop("run.seed")["exclusiveMaximum"] == 2**63
     assert {key for key, node in whole.items() if not 0 < node.get("maximum", 2**31) < 2**31} == set()

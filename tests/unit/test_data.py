@@ -179,35 +179,35 @@ def encoded(
 
 
 def test_prompts_keep_their_text_ids_and_line_as_index() -> None:
-    found = encoded([PromptLine(1, "ab"), PromptLine(4, token_ids=(7, 8)), PromptLine(9, "c")])
-    assert [(p.index, p.token_ids.tolist(), p.text) for p in found.prompts] == [
+    result = encoded([PromptLine(1, "ab"), PromptLine(4, token_ids=(7, 8)), PromptLine(9, "c")])
+    assert [(p.index, p.token_ids.tolist(), p.text) for p in result.prompts] == [
         (0, [97, 98], "ab"),
         (3, [7, 8], ""),
         (8, [99], "c"),
     ]
-    assert all(prompt.token_ids.dtype == np.int32 for prompt in found.prompts)
-    assert found.notes == []
+    assert all(prompt.token_ids.dtype == np.int32 for prompt in result.prompts)
+    assert result.notes == []
 
 
 def test_messages_are_what_the_template_writes_and_counted() -> None:
     lines = [PromptLine(1, token_ids=(1,)), PromptLine(2, messages=(USER,)), PromptLine(3, token_ids=(2,))]
-    found = encoded(lines, limit=20)
-    assert found.prompts[1].token_ids.tolist() == ids_of("u:hi;a:")
-    assert found.notes == ["1 of 3 prompts are messages, written out by the chat template of policies/a"]
+    result = encoded(lines, limit=20)
+    assert result.prompts[1].token_ids.tolist() == ids_of("u:hi;a:")
+    assert result.notes == ["1 of 3 prompts are messages, written out by the chat template of policies/a"]
 
 
 def test_messages_that_end_with_the_assistants_are_noted() -> None:
     answered = (USER, {"role": "assistant", "content": "oh"})
-    found = encoded([PromptLine(1, messages=answered), PromptLine(2, messages=(*answered, USER))], limit=50)
-    assert found.prompts[0].token_ids.tolist() == ids_of("u:hi;a:oh;a:")
-    assert found.notes[1] == ("1 of 2 prompts end with a message of the assistant; the response is a new one after it")
+    result = encoded([PromptLine(1, messages=answered), PromptLine(2, messages=(*answered, USER))], limit=50)
+    assert result.prompts[0].token_ids.tolist() == ids_of("u:hi;a:oh;a:")
+    assert result.notes[1] == ("1 of 2 prompts end with a message of the assistant; the response is a new one after it")
 
 
 def test_plain_text_beside_a_chat_template_is_used_as_it_is_and_noted() -> None:
     lines = [PromptLine(1, "ab"), PromptLine(2, token_ids=(1,)), PromptLine(3, "c")]
-    found = encoded(lines, encoder=CHAT)
-    assert [prompt.token_ids.tolist() for prompt in found.prompts] == [[97, 98], [1], [99]]
-    assert found.notes == [
+    result = encoded(lines, encoder=CHAT)
+    assert [prompt.token_ids.tolist() for prompt in result.prompts] == [[97, 98], [1], [99]]
+    assert result.notes == [
         "the tokenizer of policies/a has a chat template; 2 of 3 prompts are plain text and used as they are "
         "(messages would go through it)"
     ]
@@ -243,11 +243,11 @@ def chatting() -> Any:
     """A tokenizer that begins every text with a special token, as its chat template does."""
     from tokenizers.processors import TemplateProcessing
 
-    found = tiny.tokenizer()
-    found.backend_tokenizer.post_processor = TemplateProcessing(single="w5 $A", special_tokens=[("w5", 5)])
-    found.add_special_tokens({"bos_token": BEGINNING})
-    found.chat_template = TEMPLATE
-    return found
+    result = tiny.tokenizer()
+    result.backend_tokenizer.post_processor = TemplateProcessing(single="w5 $A", special_tokens=[("w5", 5)])
+    result.add_special_tokens({"bos_token": BEGINNING})
+    result.chat_template = TEMPLATE
+    return result
 
 
 def test_a_tokenizers_template_opens_the_response_and_its_special_tokens_come_once() -> None:
@@ -255,8 +255,8 @@ def test_a_tokenizers_template_opens_the_response_and_its_special_tokens_come_on
     assert encoder.texts(["w8 w9"]) == [[5, 8, 9]]
     assert encoder.texts([]) == []
     lines = [PromptLine(1, "w8 w9"), PromptLine(2, messages=({"role": "user", "content": "w8 w9"},))]
-    found = encode_prompts(Path("p"), lines, encoder, frozenset({1}), tiny.VOCABULARY, 9)
-    assert [prompt.token_ids.tolist() for prompt in found.prompts] == [[5, 8, 9], [5, 6, 8, 9, 7]]
+    result = encode_prompts(Path("p"), lines, encoder, frozenset({1}), tiny.VOCABULARY, 9)
+    assert [prompt.token_ids.tolist() for prompt in result.prompts] == [[5, 8, 9], [5, 6, 8, 9, 7]]
     tool = PromptLine(2, messages=({"role": "tool", "content": "w8"},))
     with pytest.raises(DataError, match=r"p:2: .* refuses these messages: no tools \(TemplateError\)"):
         encode_prompts(Path("p"), [tool], encoder, frozenset(), tiny.VOCABULARY, 9)
@@ -283,15 +283,15 @@ def test_a_template_without_a_generation_prompt_is_noted() -> None:
 def test_a_text_that_writes_out_what_the_tokenizer_begins_with_is_noted() -> None:
     encoder = PromptEncoder.of(chatting(), "m")
     lines = [PromptLine(1, "w5 w8"), PromptLine(2, "w8")]
-    found = encode_prompts(Path("p"), lines, encoder, frozenset(), tiny.VOCABULARY, 9)
-    assert [prompt.token_ids.tolist() for prompt in found.prompts] == [[5, 5, 8], [5, 8]]
-    assert found.notes[0].startswith("1 of 2 prompts are text that begins with the beginning-of-sequence token twice")
+    result = encode_prompts(Path("p"), lines, encoder, frozenset(), tiny.VOCABULARY, 9)
+    assert [prompt.token_ids.tolist() for prompt in result.prompts] == [[5, 5, 8], [5, 8]]
+    assert result.notes[0].startswith("1 of 2 prompts are text that begins with the beginning-of-sequence token twice")
 
 
 def test_prompts_over_the_limit_are_dropped_and_counted() -> None:
-    found = encoded([PromptLine(n, "a" * n) for n in range(1, 9)])
-    assert [len(prompt.token_ids) for prompt in found.prompts] == [1, 2, 3, 4, 5]
-    assert found.notes == ["3 of 8 prompts are over data.max_prompt_tokens 5 and dropped"]
+    result = encoded([PromptLine(n, "a" * n) for n in range(1, 9)])
+    assert [len(prompt.token_ids) for prompt in result.prompts] == [1, 2, 3, 4, 5]
+    assert result.notes == ["3 of 8 prompts are over data.max_prompt_tokens 5 and dropped"]
 
 
 def test_a_data_set_of_which_nothing_is_left_is_refused() -> None:
@@ -300,9 +300,9 @@ def test_a_data_set_of_which_nothing_is_left_is_refused() -> None:
 
 
 def test_an_end_of_sequence_that_the_tokenizer_adds_is_taken_off_but_given_ids_stay() -> None:
-    found = encoded([PromptLine(1, "ab$"), PromptLine(2, token_ids=(97, ord("$"))), PromptLine(3, "$")])
-    assert [prompt.token_ids.tolist() for prompt in found.prompts] == [[97, 98], [97, ord("$")], [ord("$")]]
-    assert found.notes == [
+    result = encoded([PromptLine(1, "ab$"), PromptLine(2, token_ids=(97, ord("$"))), PromptLine(3, "$")])
+    assert [prompt.token_ids.tolist() for prompt in result.prompts] == [[97, 98], [97, ord("$")], [ord("$")]]
+    assert result.notes == [
         "1 of 3 prompts ended with end-of-sequence tokens; they are taken off",
         "1 of 3 prompts are token_ids that end with an end-of-sequence token; they are used as they are, "
         "and the policy continues after the end",
@@ -310,9 +310,11 @@ def test_an_end_of_sequence_that_the_tokenizer_adds_is_taken_off_but_given_ids_s
 
 
 def test_all_ends_of_a_text_are_taken_off_but_its_first_token_and_the_prompt_counts_once() -> None:
-    found = encoded([PromptLine(1, "ab$$$"), PromptLine(2, "a$b$"), PromptLine(3, "$$"), PromptLine(4, "c")])
-    assert [prompt.token_ids.tolist() for prompt in found.prompts] == [ids_of(text) for text in ("ab", "a$b", "$", "c")]
-    assert found.notes == ["3 of 4 prompts ended with end-of-sequence tokens; they are taken off"]
+    result = encoded([PromptLine(1, "ab$$$"), PromptLine(2, "a$b$"), PromptLine(3, "$$"), PromptLine(4, "c")])
+    assert [prompt.token_ids.tolist() for prompt in result.prompts] == [
+        ids_of(text) for text in ("ab", "a$b", "$", "c")
+    ]
+    assert result.notes == ["3 of 4 prompts ended with end-of-sequence tokens; they are taken off"]
 
 
 def test_messages_that_end_with_an_end_of_sequence_are_used_as_they_are_and_counted() -> None:
@@ -321,9 +323,9 @@ def test_messages_that_end_with_an_end_of_sequence_are_used_as_they_are_and_coun
 
     encoder = PromptEncoder("policies/a", texts, closing)
     lines = [PromptLine(1, messages=(USER,)), PromptLine(2, token_ids=(7,)), PromptLine(3, messages=(USER,))]
-    found = encode_prompts(Path("p"), lines, encoder, frozenset({ord("$")}), 128, 5)
-    assert found.prompts[0].token_ids.tolist() == ids_of("hi$")
-    assert found.notes[1:] == [
+    result = encode_prompts(Path("p"), lines, encoder, frozenset({ord("$")}), 128, 5)
+    assert result.prompts[0].token_ids.tolist() == ids_of("hi$")
+    assert result.notes[1:] == [
         "2 of 3 prompts are messages that end with an end-of-sequence token; they are used as they are, "
         "and the policy continues after the end"
     ]
@@ -332,9 +334,9 @@ def test_messages_that_end_with_an_end_of_sequence_are_used_as_they_are_and_coun
 def test_texts_that_begin_twice_are_counted() -> None:
     encoder = PromptEncoder("policies/a", lambda batch: [ids_of(f"^{text}") for text in batch], bos_id=ord("^"))
     lines = [PromptLine(1, "^ab"), PromptLine(2, "ab"), PromptLine(3, "a^^"), PromptLine(4, token_ids=(94, 94, 1))]
-    found = encode_prompts(Path("p"), lines, encoder, frozenset(), 128, 9)
-    assert found.prompts[0].token_ids.tolist() == ids_of("^^ab")
-    assert found.notes == [
+    result = encode_prompts(Path("p"), lines, encoder, frozenset(), 128, 9)
+    assert result.prompts[0].token_ids.tolist() == ids_of("^^ab")
+    assert result.notes == [
         "1 of 4 prompts are text that begins with the beginning-of-sequence token twice; the tokenizer adds one, "
         "leave it out of the text"
     ]
@@ -352,9 +354,9 @@ def test_a_prompt_without_tokens_is_refused_with_its_line() -> None:
 
 def test_a_limit_takes_the_first_usable_prompts_and_looks_no_further() -> None:
     lines = [PromptLine(1, "a"), PromptLine(2, "toolong"), PromptLine(3, "b"), PromptLine(4, token_ids=(500,))]
-    found = encode_prompts(Path("p.jsonl"), lines, PLAIN, frozenset(), 128, 5, limit=2)
-    assert [prompt.index for prompt in found.prompts] == [0, 2]
-    assert found.notes == ["1 of 3 prompts are over data.max_prompt_tokens 5 and dropped"]
+    result = encode_prompts(Path("p.jsonl"), lines, PLAIN, frozenset(), 128, 5, limit=2)
+    assert [prompt.index for prompt in result.prompts] == [0, 2]
+    assert result.notes == ["1 of 3 prompts are over data.max_prompt_tokens 5 and dropped"]
 
 
 def test_a_large_file_is_tokenised_a_portion_at_a_time_as_it_is_read(tmp_path: Path) -> None:
@@ -374,9 +376,9 @@ def test_a_large_file_is_tokenised_a_portion_at_a_time_as_it_is_read(tmp_path: P
         asked.append(len(batch))
         return texts(batch)
 
-    found = encode_prompts(path, counting(), PromptEncoder("m", portion), frozenset(), 128, 9)
+    result = encode_prompts(path, counting(), PromptEncoder("m", portion), frozenset(), 128, 9)
     assert asked == [ENCODE_LINES, ENCODE_LINES, 3]
-    assert [(p.index, p.text) for p in found.prompts] == [(number, f"{number}") for number in range(count)]
+    assert [(p.index, p.text) for p in result.prompts] == [(number, f"{number}") for number in range(count)]
 
 
 def data_set(size: int) -> list[Prompt]:

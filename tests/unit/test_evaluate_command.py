@@ -15,7 +15,7 @@ import yaml
 
 from quartet.cli.inference.evaluate import evaluate
 from quartet.errors import ConfigError, DataError, MismatchError, ModelError
-from quartet.models.loading import load_causal_lm, load_reward_model
+from quartet.models.weights.loading import load_causal_lm, load_reward_model
 from quartet.run_directory.run_files import RunFiles
 from tests.unit.models import tiny
 
@@ -30,31 +30,31 @@ def _one_thread() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints, prompts, and a run that has ended."""
-    found = tmp_path_factory.mktemp("evaluate")
+    result = tmp_path_factory.mktemp("evaluate")
     models = {"initial": tiny.causal("llama", seed=3), "trained": tiny.causal("llama", seed=11)}
     for name, model in {**models, "reward": tiny.classifier("llama", seed=4)}.items():
-        tiny.saved(model, found / name)
-        tiny.tokenizer().save_pretrained(found / name)
-    (found / "validation.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+        tiny.saved(model, result / name)
+        tiny.tokenizer().save_pretrained(result / name)
+    (result / "validation.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     tree = {
-        "run": {"directory": str(found / "runs"), "name": "a", "seed": 3},
-        "data": {"prompts": str(found / "validation.jsonl"), "validation": str(found / "validation.jsonl")},
-        "actor": {"model": str(found / "initial")},
-        "reward": {"model": str(found / "reward")},
+        "run": {"directory": str(result / "runs"), "name": "a", "seed": 3},
+        "data": {"prompts": str(result / "validation.jsonl"), "validation": str(result / "validation.jsonl")},
+        "actor": {"model": str(result / "initial")},
+        "reward": {"model": str(result / "reward")},
         "rollout": {"max_response_tokens": 9},
         "evaluation": {"max_prompts": 5},
     }
-    RunFiles(found / "runs/a").write_config(yaml.safe_dump(tree))
-    shutil.copytree(found / "trained", found / "runs/a/policy")
-    return found
+    RunFiles(result / "runs/a").write_config(yaml.safe_dump(tree))
+    shutil.copytree(result / "trained", result / "runs/a/policy")
+    return result
 
 
 def means(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, float]:
     capsys.readouterr()
     evaluate(str(folder / "runs/a/policy"), None, list(overrides), "cpu", True, None)
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
+    result = json.loads(capsys.readouterr().out)
+    assert isinstance(result, dict)
+    return result
 
 
 def greedy_response(policy: Path, prompt: str) -> list[int]:
@@ -88,13 +88,13 @@ def test_a_policy_of_a_run_is_held_against_its_initial_policy_by_the_runs_config
             assert item[f"{prefix}greedy"] == tiny.tokenizer().decode(response, skip_special_tokens=True)
             expected = score(folder / "reward", item["prompt"], response)
             assert item[f"{prefix}score_greedy"] == pytest.approx(expected, abs=1e-5)
-    found = json.loads(printed.out)
+    result = json.loads(printed.out)
     assert printed.err == ""
     for name in ("score", "tokens"):
         metric = {"score": "eval_reward", "tokens": "eval_tokens"}[name]
         for kind in ("greedy", "sampled"):
-            assert found[f"{metric}_{kind}"] == pytest.approx(np.mean([item[f"{name}_{kind}"] for item in rows]))
-    assert found["eval_kl"] > 0.1
+            assert result[f"{metric}_{kind}"] == pytest.approx(np.mean([item[f"{name}_{kind}"] for item in rows]))
+    assert result["eval_kl"] > 0.1
 
 
 def test_settings_can_be_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,12 +145,12 @@ def test_a_person_sees_tables_of_the_means_and_of_responses(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    found = means(folder, capsys)
+    result = means(folder, capsys)
     evaluate(str(folder / "initial"), folder / "runs/a/config.yaml", [], "cpu", True, None)
     initial = json.loads(capsys.readouterr().out)
     evaluate(str(folder / "runs/a/policy"), None, [], "cpu", False, None)
     shown = capsys.readouterr().out
-    for name, value in found.items():
+    for name, value in result.items():
         row = next(line for line in shown.splitlines() if name in line)
         numbers = [word for word in row.split() if word[-1].isdecimal()]
         assert numbers == [f"{value:.4f}"] + ([] if "win_rate" in name else [f"{initial[name]:.4f}"])
@@ -178,12 +178,12 @@ def test_an_adapter_is_evaluated_as_the_policy_that_it_makes_of_its_base(
     adapted.save_pretrained(tmp_path / "adapter")
     tiny.saved(adapted.merge_and_unload(), tmp_path / "merged")
     tiny.tokenizer().save_pretrained(tmp_path / "merged")
-    found = []
+    results = []
     for name in ("adapter", "merged"):
         evaluate(str(tmp_path / name), folder / "runs/a/config.yaml", [], "cpu", True, None)
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0] == pytest.approx(found[1], abs=1e-5)
-    assert abs(found[0]["eval_kl"]) > 1e-3
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0] == pytest.approx(results[1], abs=1e-5)
+    assert abs(results[0]["eval_kl"]) > 1e-3
 
 
 def another_tokenizer(folder: Path, tmp_path: Path) -> str:

@@ -58,15 +58,15 @@ def comparisons(count: int = 41, judged: bool = True) -> list[Comparison]:
 
 
 def test_the_means_are_those_of_the_prompts() -> None:
-    found = comparisons()
+    result = comparisons()
 
     def column(kind: str, name: str, whose: str = "policy") -> Any:
-        return np.array([getattr(getattr(getattr(item, whose), kind), name) for item in found], np.float64)
+        return np.array([getattr(getattr(getattr(item, whose), kind), name) for item in result], np.float64)
 
     def wins(kind: str) -> float:
         gap = column(kind, "score") - column(kind, "score", "initial")
         assert {-1.0, 0.0, 1.0} == set(np.sign(gap)), "losses, ties and wins are all to be there"
-        return float((np.sign(gap) + 1).sum() / 2 / len(found))
+        return float((np.sign(gap) + 1).sum() / 2 / len(result))
 
     expected = {
         "eval_reward_greedy": column("greedy", "score").mean(),
@@ -77,9 +77,9 @@ def test_the_means_are_those_of_the_prompts() -> None:
         "eval_eos_rate": column("sampled", "finished").mean(),
         "eval_win_rate_greedy": wins("greedy"),
         "eval_win_rate_sampled": wins("sampled"),
-        "eval_judge_win_rate": np.mean([item.judge for item in found]),
+        "eval_judge_win_rate": np.mean([item.judge for item in result]),
     }
-    assert summarize(found) == pytest.approx(expected, abs=1e-12)
+    assert summarize(result) == pytest.approx(expected, abs=1e-12)
     assert len({round(value, 6) for value in expected.values()}) == len(expected), "no figure stands for another"
 
 
@@ -116,10 +116,10 @@ def test_kl_is_the_sum_of_log_ratios_of_a_sampled_response_and_none_of_a_greedy_
 
 
 def test_rows_hold_the_answers_and_give_them_back() -> None:
-    found = comparisons(5)
-    rows = [json.loads(json.dumps(row(item))) for item in found]
-    assert responses_of(rows, "file") == {item.index: item.policy for item in found}
-    first = found[0]
+    result = comparisons(5)
+    rows = [json.loads(json.dumps(row(item))) for item in result]
+    assert responses_of(rows, "file") == {item.index: item.policy for item in result}
+    first = result[0]
     assert rows[0] == {
         "index": 0,
         "prompt": "prompt 0",
@@ -172,11 +172,11 @@ def prompts(*indices: int) -> list[Prompt]:
 
 
 def test_policy_and_initial_policy_are_compared_prompt_by_prompt_and_judged() -> None:
-    found = {item.index: item for item in comparisons(8)}
-    policy = {index: item.policy for index, item in found.items()}
+    results = {item.index: item for item in comparisons(8)}
+    policy = {index: item.policy for index, item in results.items()}
     initial = {
         index: replace(item.initial, sampled=replace(item.initial.sampled, text=f"before {index}"))
-        for index, item in found.items()
+        for index, item in results.items()
     }
     worker = Answering(1, 0.25)
     compared = compare(prompts(2, 7), policy, initial, Judge("m:f", worker, 5.0))
@@ -232,9 +232,9 @@ def test_an_evaluation_draws_as_the_run_does_and_greedily() -> None:
 
 
 def test_its_trajectories_are_of_no_run_that_trains_and_of_no_training_step() -> None:
-    found = trajectory_id("reviews", prompts(12)[0])
-    assert (found.run, found.step, found.prompt, found.sample) == (stream_name("reviews"), 0, 12, 0)
-    assert TrajectoryId.parse(str(found)) == found
+    result = trajectory_id("reviews", prompts(12)[0])
+    assert (result.run, result.step, result.prompt, result.sample) == (stream_name("reviews"), 0, 12, 0)
+    assert TrajectoryId.parse(str(result)) == result
     with pytest.raises(ConfigError, match=r"run\.name"):
         parse_config({"run": {"name": stream_name("reviews")}}, "test")
 
@@ -255,10 +255,10 @@ def test_the_first_usable_validation_prompts_are_taken(tmp_path: Path) -> None:
     path = tmp_path / "validation.jsonl"
     lines = [{"text": "w3 w4", "answer": 1}, {"text": "w3 w4 w5 w6"}, {"token_ids": [9]}, {"text": "w8"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = read_validation_prompts(config(tmp_path, path), tiny.tokenizer(), tiny.VOCABULARY)
-    assert [(prompt.index, prompt.token_ids.tolist()) for prompt in found.prompts] == [(0, [3, 4]), (2, [9])]
-    assert found.prompts[0].fields == '{"answer":1,"text":"w3 w4"}'
-    assert found.notes == ["1 of 3 prompts are over data.max_prompt_tokens 3 and dropped"]
+    result = read_validation_prompts(config(tmp_path, path), tiny.tokenizer(), tiny.VOCABULARY)
+    assert [(prompt.index, prompt.token_ids.tolist()) for prompt in result.prompts] == [(0, [3, 4]), (2, [9])]
+    assert result.prompts[0].fields == '{"answer":1,"text":"w3 w4"}'
+    assert result.notes == ["1 of 3 prompts are over data.max_prompt_tokens 3 and dropped"]
     every = read_validation_prompts(config(tmp_path, path, count=9), tiny.tokenizer(), tiny.VOCABULARY)
     assert [prompt.index for prompt in every.prompts] == [0, 2, 3]
 

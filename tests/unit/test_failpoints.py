@@ -166,13 +166,13 @@ def test_a_service_with_a_wrong_setting_does_not_start(tmp_path: Path) -> None:
 
 
 def test_every_failpoint_is_used_exactly_once() -> None:
-    found = [
+    results = [
         node.value
         for path in CODE
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and node.value in FAILPOINTS
     ]
-    assert sorted(found) == sorted(FAILPOINTS)
+    assert sorted(results) == sorted(FAILPOINTS)
 
 
 def test_every_call_names_an_existing_failpoint() -> None:

@@ -59,8 +59,8 @@ def test_files_are_described_by_path_size_and_hash(tmp_path: Path) -> None:
     (tmp_path / "policy/b").write_bytes(b"12345")
     (tmp_path / "policy/deep/a").write_bytes(b"")
     (tmp_path / "other").write_bytes(b"not below")
-    found = describe_files(tmp_path, tmp_path / "policy")
-    assert [(file.path, file.bytes, file.sha256) for file in found] == [
+    result = describe_files(tmp_path, tmp_path / "policy")
+    assert [(file.path, file.bytes, file.sha256) for file in result] == [
         ("policy/b", 5, hashlib.sha256(b"12345").hexdigest()),
         ("policy/deep/a", 0, hashlib.sha256(b"").hexdigest()),
     ]
@@ -127,7 +127,9 @@ def test_missing_saved_files_are_an_error_that_names_the_shared_directory(tmp_pa
 
 def test_an_os_error_is_described_with_the_path_and_the_user() -> None:
     denied = describe_os_error(PermissionError(errno.EACCES, "Permission denied", "models/policy"))
-    assert denied.startswith(f"models/policy: Permission denied; give user {os.getuid()} access, for example with chmod")
+    assert denied.startswith(
+        f"models/policy: Permission denied; give user {os.getuid()} access, for example with chmod"
+    )
     assert (
         describe_os_error(OSError(errno.EROFS, "Read-only file system", "/x"))
         == "/x: Read-only file system; give another path"

@@ -59,7 +59,7 @@ def test_a_dangerous_construct_is_refused(source: str) -> None:
 
 
 def forbidden(folder: Path, text: str, name: str = "new.py") -> subprocess.CompletedProcess[str]:
-    """What the check says of a file of this text."""
+    """Return what the check says of a file of this text."""
     (folder / name).write_text(text + "\n")
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     script = shutil.copy(ROOT / ".ci" / "forbidden", folder / "forbidden")

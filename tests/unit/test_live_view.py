@@ -52,7 +52,7 @@ def test_of_lists_whose_beginning_is_dropped_each_entry_is_said_once() -> None:
     news = Messages(Path("runs/tiny"))
 
     def said(before: int, notes: str) -> str:
-        """What is new of a list whose entries are single letters."""
+        """Return what is new of a list whose entries are single letters."""
         alerts = [alert(ord(letter), "kl") for letter in notes]
         lines = news.new_lines(
             Progress("toy", 9, notes=list(notes), notes_before=before, alerts=alerts, alerts_before=before)

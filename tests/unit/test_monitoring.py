@@ -46,15 +46,15 @@ def expressions() -> list[tuple[str, str]]:
 @cache
 def names_in_expressions() -> frozenset[str]:
     """Every metric that a rule or a panel asks for."""
-    found: set[str] = set()
+    results: set[str] = set()
     for _, expression in expressions():
         plain = re.sub(r'"[^"]*"', '""', expression)
-        found |= set(re.findall(r"\b(?:quartet|process|python)_\w+|\bup\b", plain))
-    return frozenset(found)
+        results |= set(re.findall(r"\b(?:quartet|process|python)_\w+|\bup\b", plain))
+    return frozenset(results)
 
 
 def problem_of(expression: str) -> str:
-    """What is wrong with the brackets and quotes of a PromQL expression, or nothing."""
+    """Return what is wrong with the brackets and quotes of a PromQL expression, or nothing."""
     open_brackets: list[str] = []
     plain = re.sub(r'"[^"]*"', "", expression)
     if '"' in plain:

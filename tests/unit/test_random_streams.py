@@ -21,9 +21,9 @@ def test_every_part_of_the_key_changes_the_stream() -> None:
 
 def test_numbers_are_known_and_stay_the_same_in_every_version() -> None:
     # Written down once: a change here would make every resumed run another run.
-    found = uniforms(0, TrajectoryId("r", 0, 0, 0), 3)
-    assert found.dtype == np.float64
-    assert (found * 2**32).astype(np.uint64).tolist() == [1102616201, 1021577881, 1760184160]
+    result = uniforms(0, TrajectoryId("r", 0, 0, 0), 3)
+    assert result.dtype == np.float64
+    assert (result * 2**32).astype(np.uint64).tolist() == [1102616201, 1021577881, 1760184160]
     assert permutation(0, 0, 0, 6).tolist() == [2, 5, 4, 3, 0, 1]
 
 

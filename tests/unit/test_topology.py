@@ -33,9 +33,9 @@ def config(estimator: str = "gae", **services: dict[str, Any]) -> Config:
     return parse_config(tree, "test")
 
 
-@pytest.mark.parametrize(("found", "share"), [(1, 1), (2, 1), (4, 1), (8, 2), (9, 2), (64, 16)])
-def test_local_services_share_the_cores(found: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "available_cores", lambda: found)
+@pytest.mark.parametrize(("result", "share"), [(1, 1), (2, 1), (4, 1), (8, 2), (9, 2), (64, 16)])
+def test_local_services_share_the_cores(result: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "available_cores", lambda: result)
     assert [num_threads(config(), role) for role in MODEL_ROLES] == [share] * 4
     assert num_threads(config(), Role.ORCHESTRATOR) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quartet.errors import ComputationFailed, FailedPrecondition
-from quartet.models.training.update_log import UpdateLog
+from quartet.models.training.update_idempotency import UpdateLog
 from quartet.types import UpdateResult
 
 

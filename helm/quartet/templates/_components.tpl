@@ -102,7 +102,7 @@ All other templates loop over this map.
 {{- end -}}
 
 {{/* Processes with a certificate, and the names in it: {process: [names]}. */}}
-{{- define "quartet.processes" -}}
+{{- define "quartet.child_processes" -}}
 {{- $root := . -}}
 {{- $fullname := include "quartet.fullname" . -}}
 {{- $found := dict "operator" (list "operator.quartet") -}}

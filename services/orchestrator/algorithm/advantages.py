@@ -9,7 +9,8 @@ from torch import Tensor
 from quartet.config import AlgorithmConfig
 from quartet.config.estimators import EstimatorSpec
 from quartet.errors import ConfigError
-from quartet.ppo import estimators, rewards, statistics
+from quartet.ppo import critic_free_advantages as estimators
+from quartet.ppo import rewards, statistics
 from quartet.ppo.advantages import Estimator, EstimatorInput, check_estimator, estimate
 from quartet.ppo.gae import Advantages
 from quartet.ppo.rewards import RunningMoments
@@ -24,7 +25,7 @@ def treat_scores(
     moments: RunningMoments | None,
     max_response_tokens: int,
 ) -> Tensor:
-    """Scores [sequences] normalised by ``moments``, scaled, clipped; then less what truncation and length cost.
+    """Score [sequences] normalised by ``moments``, scaled, clipped; then less what truncation and length cost.
 
     ``truncated`` bool [sequences]; ``lengths`` response tokens [sequences].
     """

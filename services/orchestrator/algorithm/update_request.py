@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quartet.config import AlgorithmConfig, Config, TrainedModelConfig
-from quartet.ppo.schedules import scheduled_learning_rate
+from quartet.ppo.learning_rate import scheduled_learning_rate
 from quartet.rpc.clients import ActorClient, CriticClient
 from quartet.rpc.pending_calls import PendingResult
 from quartet.run_directory.identity import Identity

@@ -101,7 +101,8 @@ class LiveSettings:
             if first > self._config.run.steps:
                 raise FailedPrecondition("settings: the last step has started, so a change would have no effect")
             made = [
-                SettingChange(name, self._checked(name, after).value, after, first, user, at) for name, after in values.items()
+                SettingChange(name, self._checked(name, after).value, after, first, user, at)
+                for name, after in values.items()
             ]
             self._files.append_changes([asdict(change) for change in made])
             self._changes += made

@@ -32,7 +32,7 @@ from quartet.services.orchestrator.checkpointing.step_artifacts import failed_ev
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.rollout.collector import Collector
 from quartet.services.orchestrator.rollout.scoring import ScoringServices
-from quartet.services.orchestrator.telemetry.run_telemetry import RunTelemetry
+from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.types import Prompt, SamplingParameters
 
 log = structlog.get_logger()

@@ -202,7 +202,7 @@ class _BatchCall:
         self._retry, self._retry_at = indices, self._queue.clock() + recovery.pause(self._failures)
 
     def _check_service(self) -> None:
-        """Raises ServiceFailed if the service failed for each of several trajectories: then no trajectory is at fault."""
+        """Raise ServiceFailed if the service failed for each of several trajectories: then no trajectory is at fault."""
         if len(self.results) > 1 and all(
             isinstance(result, FailedTrajectory) and result.fault is ServiceFailed for result in self.results
         ):

@@ -92,7 +92,7 @@ def wait_for_server(client: Redis, url: str, timeout: float) -> None:
 
 
 class ConnectionMonitor:
-    """Whether a process can reach its server, by its last command. Reading the state never waits for the network."""
+    """True if a process can reach its server, by its last command. Reading the state never waits for the network."""
 
     def __init__(self, client: Redis, url: str) -> None:
         self._client, self._url = client, url

@@ -14,7 +14,7 @@ import typer
 from quartet import __version__
 from quartet.durable_files import describe_os_error
 from quartet.errors import ConfigError, QuartetError
-from quartet.train_extra import explain_missing_package
+from quartet.missing_packages import explain_missing_package
 
 app = typer.Typer(
     name="quartet",
@@ -160,7 +160,7 @@ def view(
     ] = False,
 ) -> None:
     """Open recorded runs in the dashboard, until Ctrl-C."""
-    from quartet.cli.view_runs import view_runs
+    from quartet.cli.serve_dashboard import view_runs
 
     view_runs(runs, host, port, allow_host or [], allow_plaintext)
 
@@ -188,7 +188,7 @@ Which = Annotated[str, typer.Argument(metavar="STEP|TAG", help="Step or tag of a
 @checkpoints_app.command("list")
 def checkpoints_list(run: AnyRun) -> None:
     """List the checkpoints of a run."""
-    from quartet.cli.checkpoint.manage import list_checkpoints
+    from quartet.cli.checkpoint.list_and_tag import list_checkpoints
 
     list_checkpoints(run, verify=False)
 
@@ -196,7 +196,7 @@ def checkpoints_list(run: AnyRun) -> None:
 @checkpoints_app.command("verify")
 def checkpoints_verify(run: AnyRun) -> None:
     """Compare the files of all checkpoints with their checksums. Exit status 1 if a checkpoint is damaged."""
-    from quartet.cli.checkpoint.manage import list_checkpoints
+    from quartet.cli.checkpoint.list_and_tag import list_checkpoints
 
     if not list_checkpoints(run, verify=True):
         raise typer.Exit(1)
@@ -207,7 +207,7 @@ def checkpoints_tag(
     run: AnyRun, step: Which, tag: Annotated[str, typer.Argument(metavar="TAG", help="Tag to add, such as best.")]
 ) -> None:
     """Tag a checkpoint. A tagged checkpoint is kept regardless of checkpoint.keep_last."""
-    from quartet.cli.checkpoint.manage import tag_checkpoint
+    from quartet.cli.checkpoint.list_and_tag import tag_checkpoint
 
     tag_checkpoint(run, step, tag)
 
@@ -215,7 +215,7 @@ def checkpoints_tag(
 @checkpoints_app.command("untag")
 def checkpoints_untag(run: AnyRun, tag: Annotated[str, typer.Argument(metavar="TAG", help="Tag to remove.")]) -> None:
     """Remove a tag. The checkpoint is deleted once it is no longer one of the latest."""
-    from quartet.cli.checkpoint.manage import untag_checkpoint
+    from quartet.cli.checkpoint.list_and_tag import untag_checkpoint
 
     untag_checkpoint(run, tag)
 
@@ -233,7 +233,7 @@ def checkpoints_export(
 @app.command()
 def rollback(run: AnyRun, step: Which) -> None:
     """Remove everything after a checkpoint. `quartet train --resume` continues from there."""
-    from quartet.cli.checkpoint.manage import rollback as roll
+    from quartet.cli.checkpoint.list_and_tag import rollback as roll
 
     roll(run, step)
 

@@ -19,7 +19,7 @@ from quartet.launcher.security_checks import check_access
 from quartet.preflight import check_gateway, check_inputs, check_resumable, unused_settings
 from quartet.rpc.clients import OrchestratorClient
 from quartet.rpc.security.credentials import Credentials
-from quartet.run_directory.lifecycle import (
+from quartet.run_directory.locking_and_removal import (
     check_unused,
     delete_earlier_run,
     lock_run_directory,
@@ -170,9 +170,7 @@ def show_progress(launcher: Launcher, files: RunFiles) -> None:
         stream.close()
 
 
-def _follow(
-    launcher: Launcher, updates: queue.Queue[Progress | None], view: View, files: RunFiles
-) -> None:
+def _follow(launcher: Launcher, updates: queue.Queue[Progress | None], view: View, files: RunFiles) -> None:
     while True:
         try:
             progress = updates.get(timeout=0.2)

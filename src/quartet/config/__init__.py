@@ -32,13 +32,13 @@ from quartet.config.models import (
     RewardSourceConfig,
     TrainedModelConfig,
 )
-from quartet.config.redaction import is_redacted, redact_url
 from quartet.config.rollout import MAX_RESPONSES, RolloutConfig, TensorRTLLMConfig, TritonConfig
+from quartet.config.root import Config
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
 from quartet.config.schema import json_schema
 from quartet.config.section import Section, is_loopback
 from quartet.config.telemetry import MLflowConfig, TelemetryConfig, WandbConfig
-from quartet.config.tree import Config
+from quartet.config.url_redaction import is_redacted, redact_url
 
 __all__ = [
     "MAX_MICRO_BATCH_TOKENS",

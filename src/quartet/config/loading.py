@@ -11,9 +11,9 @@ from typing import Any, cast, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from quartet.config.redaction import redact_url
+from quartet.config.root import Config
 from quartet.config.section import Section
-from quartet.config.tree import Config
+from quartet.config.url_redaction import redact_url
 from quartet.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quartet.config.tree import Config
+from quartet.config.root import Config
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 """Newest JSON Schema version that both editors and Helm support."""

@@ -39,13 +39,13 @@ class PromptEncoder:
         """By a transformers tokenizer: texts with the special tokens that it adds, messages with those of its template alone."""
 
         def texts(batch: list[str]) -> list[list[int]]:
-            found: list[list[int]] = tokenizer(batch, return_attention_mask=False)["input_ids"] if batch else []
-            return found
+            result: list[list[int]] = tokenizer(batch, return_attention_mask=False)["input_ids"] if batch else []
+            return result
 
         def chat(messages: list[Message], opened: bool = True) -> list[int]:
             # It tokenises without adding special tokens: the template has written out a BOS where the model wants one.
-            found: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=opened, return_dict=False)
-            return found
+            result: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=opened, return_dict=False)
+            return result
 
         bos_id = getattr(tokenizer, "bos_token_id", None)
         if not getattr(tokenizer, "chat_template", None):
@@ -200,7 +200,7 @@ def _given_ids(line: PromptLine, encoder: PromptEncoder, where: str) -> list[int
 
 
 def _is_unopened(messages: Sequence[Message], ids: list[int], encoder: PromptEncoder) -> bool:
-    """Whether the chat template makes of messages the same ``ids`` when no response is asked for."""
+    """Return whether the chat template makes of messages the same ``ids`` when no response is asked for."""
     if encoder.chat_unopened is None:
         return False
     try:

@@ -46,20 +46,20 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
 
 def iterate_prompt_lines(path: Path) -> Iterator[PromptLine]:
     """The same one by one, for files that need not be in memory as a whole."""
-    found = False
+    result = False
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(_bounded_lines(file, path), 1):
                 if number == 1:
                     raw = raw.removeprefix(codecs.BOM_UTF8)  # some editors begin a file with it
                 if raw.strip():
-                    found = True
+                    result = True
                     yield _parse(raw, f"prompts {path}:{number}", number)
     except OSError as error:
         raise DataError(
             f"prompts {path}: cannot be read ({error.strerror}); give a JSON Lines file (data.prompts, --file)"
         ) from None
-    if not found:
+    if not result:
         raise DataError(
             f"prompts {path}: empty; expected at least one prompt, {EXPECTED.removeprefix('expected ')} a line"
         )
@@ -85,10 +85,10 @@ def _parse(raw: bytes, where: str, number: int) -> PromptLine:
         raise DataError(f"{where}: found {type(value).__name__}; {EXPECTED}")
     text, messages, token_ids = (value.pop(key, None) for key in ("text", "messages", "token_ids"))
     given = {"text": text, "messages": messages, "token_ids": token_ids}
-    found = [key for key, content in given.items() if content is not None]
-    if len(found) != 1:
-        raise DataError(f"{where}: found {' and '.join(found) or 'none'} of text, messages and token_ids; {EXPECTED}")
-    kind = found[0]
+    results = [key for key, content in given.items() if content is not None]
+    if len(results) != 1:
+        raise DataError(f"{where}: found {' and '.join(results) or 'none'} of text, messages and token_ids; {EXPECTED}")
+    kind = results[0]
     if kind != "token_ids":
         value[kind] = given[kind]
     fields = _fields(value, where)

@@ -18,7 +18,7 @@ class PromptOrder:
     """
 
     def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int) -> None:
-        """Raises ConfigError when the data set cannot fill one step."""
+        """Raise ConfigError when the data set cannot fill one step."""
         if len(prompts) < prompts_per_step:
             raise ConfigError(
                 f"rollout.prompts_per_step {prompts_per_step}: data.prompts has only {len(prompts)} usable prompts; "

@@ -68,7 +68,7 @@ class Preference:
     chosen: str
     rejected: str
     unfinished: bool = False
-    """Whether ``rejected`` breaks off: no EOS follows it."""
+    """True if ``rejected`` breaks off: no EOS follows it."""
 
 
 CLAUSES = len(_ASPECTS)
@@ -107,7 +107,7 @@ def favourable_clauses(response: str) -> int:
 
 
 def is_well_formed(response: str) -> bool:
-    """Whether the text is a complete response: a clause for each aspect, in order, and a full stop."""
+    """Return whether the text is a complete response: a clause for each aspect, in order, and a full stop."""
     if not (response.startswith(" ") and response.endswith(" .")):
         return False
     clauses = response[1:-2].split(" , ")

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from quartet.atomic_directory import staged_directory
 from quartet.demo import corpus
-from quartet.demo.staging import staged_directory
 from quartet.errors import ConfigError
 from quartet.models import pretraining
 from quartet.models.pretraining import ProgressCallback, Schedule, Shape
@@ -89,7 +89,7 @@ def _build(directory: Path, seed: int, progress: ProgressCallback | None, recipe
 
 
 def _is_complete(directory: Path, toy_task: ToyTask, label: dict[str, object]) -> bool:
-    """Whether ``toy_task.json`` names this recipe and every file it lists is there in its full size."""
+    """Return whether ``toy_task.json`` names this recipe and every file it lists is there in its full size."""
     try:
         written = json.loads((directory / "toy_task.json").read_text())
         sizes = {name: (directory / name).stat().st_size for name in written["files"]}
@@ -100,7 +100,7 @@ def _is_complete(directory: Path, toy_task: ToyTask, label: dict[str, object]) -
 
 
 def _check_replaceable(directory: Path) -> None:
-    """Raises ConfigError where ``directory`` is a file or holds what no toy task has."""
+    """Raise ConfigError where ``directory`` is a file or holds what no toy task has."""
     if not directory.exists():
         return
     if not directory.is_dir():

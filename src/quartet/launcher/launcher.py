@@ -210,7 +210,7 @@ class Launcher:
 
     @property
     def run_ended(self) -> bool:
-        """Whether the orchestrator has finished the run. Raises the error that it reported if the run failed.
+        """Return whether the orchestrator has finished the run. Raises the error that it reported if the run failed.
 
         An orchestrator that crashed has reported nothing: it is restarted, and the run continues.
         """
@@ -225,7 +225,7 @@ class Launcher:
 
     @property
     def outcome(self) -> str | None:
-        """How the run ended, as the orchestrator reported it: "finished" or "stopped". None if it reported nothing."""
+        """Return how the run ended, as the orchestrator reported it: "finished" or "stopped". None if it reported nothing."""
         return self._orchestrator.outcome if self._orchestrator is not None else None
 
     def raise_if_down(self) -> None:

@@ -91,14 +91,14 @@ def _not_here(key: str, path: Path) -> str:
 def _files(config: Config) -> dict[str, Path]:
     """Return the configured secret files by config key."""
     gateway = config.gateway
-    found = {"security.token_file": config.security.token_file, "buffer.password_file": config.buffer.password_file}
+    results = {"security.token_file": config.security.token_file, "buffer.password_file": config.buffer.password_file}
     if gateway.enabled or _is_distributed(config):
-        found |= {
+        results |= {
             "gateway.token_file": gateway.token_file,
             "gateway.viewer_token_file": gateway.viewer_token_file,
             "gateway.certificate_file": gateway.certificate_file,
         }
-    return {key: path for key, path in found.items() if path is not None}
+    return {key: path for key, path in results.items() if path is not None}
 
 
 def _check(key: str, path: Path, config: Config) -> None:

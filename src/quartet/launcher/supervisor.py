@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from quartet.config import RecoveryConfig
 from quartet.errors import ConfigError, ServiceFailed
-from quartet.launcher.liveness import LivenessProbe, process_state
+from quartet.launcher.liveness_probe import LivenessProbe, process_state
 from quartet.launcher.service_process import ServiceProcess, describe_exit, log_tail
 
 

@@ -326,7 +326,7 @@ def _train(
     progress: ProgressCallback | None,
     stage: str,
 ) -> None:
-    """Takes ``schedule.steps`` steps of AdamW on ``loss``; weight decay for matrices alone. Leaves ``model`` in eval mode."""
+    """Take ``schedule.steps`` steps of AdamW on ``loss``; weight decay for matrices alone. Leaves ``model`` in eval mode."""
     use_onednn_linear(model)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]

@@ -12,8 +12,8 @@ from torch import nn
 
 from quartet.errors import ModelError
 from quartet.models.forward.packing import Packing, hidden_states, select_positions
-from quartet.models.lora import Adapter
-from quartet.models.snapshot import Writer, host_copy, host_state
+from quartet.models.weights.lora import Adapter
+from quartet.models.weights.snapshot import Writer, host_copy, host_state
 
 HEAD_FILE = "value_head.safetensors"
 
@@ -78,7 +78,7 @@ class ValueModel(nn.Module):
         return values
 
     def snapshot(self, adapter: Adapter | None = None) -> Writer:
-        """Copies the weights; what it gives writes the backbone in Hugging Face format, for ``load_critic``, and the head.
+        """Copie the weights; what it gives writes the backbone in Hugging Face format, for ``load_critic``, and the head.
 
         With the backbone's ``adapter`` what is written is the merged backbone; the backbone itself stays as it is.
         """
@@ -97,7 +97,7 @@ class ValueModel(nn.Module):
         return write
 
     def snapshot_adapter(self, adapter: Adapter) -> Writer:
-        """Copies the backbone's adapter and the head; what it gives writes them, the former in peft's format."""
+        """Copie the backbone's adapter and the head; what it gives writes them, the former in peft's format."""
         writers = (adapter.snapshot(), self._snapshot_head())
 
         def write(directory: Path) -> None:
@@ -107,7 +107,7 @@ class ValueModel(nn.Module):
         return write
 
     def read_head(self, directory: Path) -> None:
-        """Puts back the head that ``snapshot`` or ``snapshot_adapter`` left in ``directory``. Raises ModelError."""
+        """Put back the head that ``snapshot`` or ``snapshot_adapter`` left in ``directory``. Raises ModelError."""
         saved = ValueModel.with_saved_head(self.backbone, directory).head
         if saved.weight.shape != self.head.weight.shape or (saved.bias is None) != (self.head.bias is None):
             raise ModelError(f"{directory / HEAD_FILE}: is the head of another model")

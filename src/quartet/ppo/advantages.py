@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quartet.errors import ComputationFailed, ConfigError
-from quartet.ppo import estimators
+from quartet.ppo import critic_free_advantages as estimators
 from quartet.ppo.gae import Advantages, generalized_advantages
 from quartet.user_code import describe
 

@@ -27,8 +27,8 @@ def token_log_probs(logits: Tensor, token_ids: Tensor, temperature: float) -> Te
         raise InvalidRequest(
             f"token_ids {tuple(token_ids.shape)}: expected one for each of {logits.shape[0]} logit rows"
         )
-    found: Tensor = _TokenLogProbs.apply(_scaled(logits, temperature), token_ids.long()[:, None])  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _TokenLogProbs.apply(_scaled(logits, temperature), token_ids.long()[:, None])  # type: ignore[no-untyped-call]
+    return result
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -49,8 +49,8 @@ class _TokenLogProbs(torch.autograd.Function):
         # d log p_i / d logit_j is 1 if j is i, less p_j for every j. In place, because nothing else refers to the saved
         # tensor, and new memory would take longer than the exponentials.
         # A second backward pass over the same graph raises an error.
-        found = log_probs.exp_().mul_(-gradient[:, None])
-        return found.scatter_add_(1, places, gradient[:, None]), None
+        result = log_probs.exp_().mul_(-gradient[:, None])
+        return result.scatter_add_(1, places, gradient[:, None]), None
 
 
 def entropy(logits: Tensor, temperature: float) -> Tensor:

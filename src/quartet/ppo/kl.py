@@ -75,7 +75,7 @@ class FixedKLController:
         return {"value": self.value}
 
     def load(self, state: dict[str, float]) -> None:
-        """Raises InvalidRequest."""
+        """Raise InvalidRequest."""
         value = state.get("value")
         if value is None or not math.isfinite(value) or value < 0:
             raise InvalidRequest(f"KL controller state {state}: expected a 'value' of 0 or more")
@@ -95,7 +95,7 @@ class AdaptiveKLController(FixedKLController):
         self.target, self.horizon = target, horizon
 
     def update(self, kl: float, responses: int) -> None:
-        """Raises ConfigError when the horizon is so short that a low KL could turn the penalty into a reward."""
+        """Raise ConfigError when the horizon is so short that a low KL could turn the penalty into a reward."""
         _check_observation(kl, responses)
         if _ERROR_LIMIT * responses >= self.horizon:
             raise ConfigError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, QuartetError
-from quartet.ppo.estimators import broadcast_to_tokens
+from quartet.ppo.critic_free_advantages import broadcast_to_tokens
 from quartet.ppo.kl import LOG_RATIO_LIMIT, kl_estimate
 from quartet.ppo.ragged import check_flat, sequence_sum
 from quartet.user_code import describe

@@ -53,7 +53,7 @@ def discounted_sum(values: Tensor, lengths: Tensor, discount: float) -> Tensor:
 
 
 def _walk(sums: Any, starts: Sequence[int], rows: Sequence[int], discount: float) -> None:
-    """Adds to each row the discounted first part of the row before it, in a NumPy array: its small sums take the least time."""
+    """Add to each row the discounted first part of the row before it, in a NumPy array: its small sums take the least time."""
     # Product and sum are two operations, each rounded as IEEE says: how a fused one rounds depends on the CPU's instructions.
     after = sums[: rows[0]]
     for start, count in zip(starts[1:], rows[1:], strict=True):
@@ -86,13 +86,13 @@ def from_padded(padded: Tensor, lengths: Tensor) -> Tensor:
 
 
 def last_token_index(lengths: Tensor) -> Tensor:
-    """Where each sequence's last token lies in the flat tensor: int64 [sequences]. Raises InvalidRequest."""
+    """Return where each sequence's last token lies in the flat tensor: int64 [sequences]. Raises InvalidRequest."""
     check_lengths(int(lengths.sum()), lengths)
     return lengths.cumsum(0) - 1
 
 
 def check_lengths(tokens: int, lengths: Tensor) -> None:
-    """Raises InvalidRequest unless ``lengths`` are positive integers [sequences] that add up to ``tokens``."""
+    """Raise InvalidRequest unless ``lengths`` are positive integers [sequences] that add up to ``tokens``."""
     if lengths.ndim != 1 or lengths.shape[0] == 0 or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise InvalidRequest(
             f"lengths {tuple(lengths.shape)} {lengths.dtype}: expected integers [at least one sequence]"
@@ -104,7 +104,7 @@ def check_lengths(tokens: int, lengths: Tensor) -> None:
 
 
 def check_flat(**tensors: Tensor) -> None:
-    """Raises InvalidRequest unless all are one-dimensional and equally long: broadcasting would hide the mistake."""
+    """Raise InvalidRequest unless all are one-dimensional and equally long: broadcasting would hide the mistake."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         raise InvalidRequest(f"expected one-dimensional tensors of the same length, got {shapes}")

@@ -95,14 +95,14 @@ class RunningMoments:
 
 
 def clip_scores(scores: Tensor, limit: float) -> Tensor:
-    """Scores cut to [-limit, limit]: [sequences] -> [sequences]. Raises InvalidRequest."""
+    """Score cut to [-limit, limit]: [sequences] -> [sequences]. Raises InvalidRequest."""
     if not limit > 0:
         raise InvalidRequest(f"score limit {limit}: expected more than 0")
     return scores.clamp(-limit, limit)
 
 
 def penalize_length(scores: Tensor, lengths: Tensor, per_token: float, free_tokens: int) -> Tensor:
-    """Scores less ``per_token`` for each response token beyond ``free_tokens``: [sequences], [sequences] -> [sequences].
+    """Score less ``per_token`` for each response token beyond ``free_tokens``: [sequences], [sequences] -> [sequences].
 
     Raises InvalidRequest.
     """
@@ -115,7 +115,7 @@ def penalize_length(scores: Tensor, lengths: Tensor, per_token: float, free_toke
 
 
 def penalize_overlong(scores: Tensor, lengths: Tensor, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
-    """Scores less a price on the last ``buffer_tokens`` below ``max_tokens``: [sequences], [sequences] -> [sequences].
+    """Score less a price on the last ``buffer_tokens`` below ``max_tokens``: [sequences], [sequences] -> [sequences].
 
     It is 0 up to max - buffer tokens, rises linearly to ``penalty`` at max, and stays there; a buffer of 0 is off.
     Source: Yu et al. 2025 (DAPO), equation 13. Raises InvalidRequest.
@@ -132,7 +132,7 @@ def penalize_overlong(scores: Tensor, lengths: Tensor, max_tokens: int, buffer_t
 
 
 def penalize_truncated(scores: Tensor, truncated: Tensor, penalty: float) -> Tensor:
-    """Scores with ``penalty`` taken off truncated responses: [sequences], bool [sequences] -> [sequences].
+    """Score with ``penalty`` taken off truncated responses: [sequences], bool [sequences] -> [sequences].
 
     Source: TRL's missing_eos_penalty; numerics item 14. Raises InvalidRequest.
     """
@@ -143,7 +143,7 @@ def penalize_truncated(scores: Tensor, truncated: Tensor, penalty: float) -> Ten
 
 
 def scale_truncated(scores: Tensor, truncated: Tensor, factor: float) -> Tensor:
-    """Scores of truncated responses times ``factor``: [sequences], bool [sequences] -> [sequences].
+    """Score of truncated responses times ``factor``: [sequences], bool [sequences] -> [sequences].
 
     A factor below 1 lifts a negative score: meant for scores of 0 or more. Source: numerics item 14.
 

@@ -62,7 +62,9 @@ def repetition(token_ids: Sequence[Sequence[int] | IntArray], n: int = 3) -> flo
     if not len(grams):
         return 0.0
     pairs, size = _paired(owners, grams)
-    all_of, distinct_of = (found.bincount(minlength=len(token_ids)).tolist() for found in (owners, _set(pairs) // size))
+    all_of, distinct_of = (
+        result.bincount(minlength=len(token_ids)).tolist() for result in (owners, _set(pairs) // size)
+    )
     return sum(1.0 - some / all if all else 0.0 for some, all in zip(distinct_of, all_of, strict=True)) / len(token_ids)
 
 

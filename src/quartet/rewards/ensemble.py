@@ -23,7 +23,7 @@ class EnsemblePart:
 
     @property
     def is_model(self) -> bool:
-        """Whether it computes here; functions compute in processes of their own."""
+        """Return whether it computes here; functions compute in processes of their own."""
         return self.source.status().parameters > 0
 
 
@@ -42,19 +42,19 @@ class EnsembleReward:
             for part in self._parts
             if not part.is_model
         }
-        found: dict[str, FloatArray] = {}
+        results: dict[str, FloatArray] = {}
         try:
             for part in self._parts:
                 if part.is_model:
-                    found[part.name] = part.source.score(batch, fields, cancelled).total
+                    results[part.name] = part.source.score(batch, fields, cancelled).total
         finally:
             # Also if a model fails: wait for every call.
             failures = [future.exception() for future in functions.values()]
         for failure in failures:
             if failure is not None:
                 raise failure
-        found |= {name: future.result().total for name, future in functions.items()}
-        parts = {part.name: found[part.name] for part in self._parts}
+        results |= {name: future.result().total for name, future in functions.items()}
+        parts = {part.name: results[part.name] for part in self._parts}
         return Scores(self._sum(parts), parts)
 
     def _sum(self, parts: dict[str, FloatArray]) -> FloatArray:

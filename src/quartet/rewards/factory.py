@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from quartet.config import Config, RewardPartConfig
 from quartet.errors import MismatchError
-from quartet.models.loading import load_tokenizer, tokenizer_fingerprint
+from quartet.models.weights.loading import load_tokenizer, tokenizer_fingerprint
 from quartet.rewards.ensemble import EnsemblePart, EnsembleReward
 from quartet.rewards.function import FunctionReward
 from quartet.rewards.model import ModelReward
@@ -14,7 +14,7 @@ from quartet.rewards.reward_source import RewardSource
 
 
 def build_reward(config: Config, device: str) -> RewardSource:
-    """Loads models on ``device``, starts functions' processes; the caller closes what it gets.
+    """Load models on ``device``, starts functions' processes; the caller closes what it gets.
 
     Raises ModelError; ConfigError for a function that cannot be imported; MismatchError where the parts of an ensemble do not
     read token ids alike. Nothing stays behind then.

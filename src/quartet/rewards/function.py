@@ -10,7 +10,7 @@ import numpy as np
 
 from quartet.config import RewardSourceConfig
 from quartet.errors import Cancelled, ComputationFailed, ConfigError, InvalidRequest
-from quartet.models.loading import load_tokenizer, tokenizer_fingerprint
+from quartet.models.weights.loading import load_tokenizer, tokenizer_fingerprint
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.reward_source import never, parse_fields
 from quartet.types import FloatArray, IntArray, Role, Scores, ServiceStatus, TokenBatch
@@ -27,7 +27,7 @@ class FunctionReward:
     """
 
     def __init__(self, config: RewardSourceConfig, tokenizer: str, key: str = "reward") -> None:
-        """Starts the function's process. ``key`` is the config's key of this source. Raises ModelError, ConfigError."""
+        """Start the function's process. ``key`` is the config's key of this source. Raises ModelError, ConfigError."""
         if config.function is None:
             raise ConfigError(f"{key}.function: missing; source function needs it")
         self._tokenizer = load_tokenizer(tokenizer)
@@ -47,19 +47,19 @@ class FunctionReward:
         self._worker = FunctionWorker(config.function, f"{key}.function", quotes=config.quote_texts)
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
-        """What the function says of each prompt+response. It has its ``timeout`` for each call: of a sequence, or a batch."""
+        """Return what the function says of each prompt+response. It has its ``timeout`` for each call: of a sequence, or a batch."""
         objects = parse_fields(fields, len(batch))
         prompts, responses = self._texts(batch)
         if self._batched:
             return Scores(self._score_together(prompts, responses, objects))
-        found = np.empty(len(batch), np.float32)
+        result = np.empty(len(batch), np.float32)
         for index, arguments in enumerate(zip(prompts, responses, objects, strict=True)):
             if cancelled():
                 raise Cancelled(f"{self._name}: the caller went away")
             about = f"sequence index {index}"
             value = self._worker.call(arguments, self._timeout, about)
-            found[index] = _number(value, f"{self._name}, {about}: returned")
-        return Scores(found)
+            result[index] = _number(value, f"{self._name}, {about}: returned")
+        return Scores(result)
 
     def status(self) -> ServiceStatus:
         """The function, and the vocabulary that it reads."""
@@ -111,7 +111,7 @@ def _number(value: Any, where: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    """What came back, without what may be text of a prompt or response."""
+    """Return what came back, without what may be text of a prompt or response."""
     if isinstance(value, str):
         return f"a string of {len(value)} characters"
     if isinstance(value, list | dict):

@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from quartet.child_processes import module_command, tied_to_parent
 from quartet.errors import Cancelled, ComputationFailed, ConfigError
-from quartet.processes import module_command, tied_to_parent
 
 START_TIMEOUT = 120.0
 """Seconds that the function's module may take to import."""
@@ -40,7 +40,7 @@ class FunctionWorker:
     """One function in a process, which is replaced after a timeout or a crash. Calls run one at a time."""
 
     def __init__(self, function: str, key: str, start_timeout: float = START_TIMEOUT, quotes: bool = False) -> None:
-        """Starts the process and imports ``function`` there, package.module:callable; the working directory is the last place
+        """Start the process and imports ``function`` there, package.module:callable; the working directory is the last place
         where it is looked for.
 
         ``key`` is the config's key of it, for messages. Where it ``quotes``, they repeat what its exceptions tell of texts.
@@ -60,7 +60,7 @@ class FunctionWorker:
             raise
 
     def call(self, arguments: Sequence[Any], timeout: float, about: str = "") -> Any:
-        """Calls the function with JSON values and gives its result, a JSON value (which may hold NaN and infinity).
+        """Call the function with JSON values and gives its result, a JSON value (which may hold NaN and infinity).
 
         ``timeout`` in seconds; ``about`` tells in messages which call it was. Raises ComputationFailed when the function
         raises, takes longer, ends its process, or gives something else than JSON; ConfigError when a fresh process cannot
@@ -83,7 +83,7 @@ class FunctionWorker:
         return answer["result"]
 
     def close(self) -> None:
-        """Ends the process; a call under way fails. May be called again."""
+        """End the process; a call under way fails. May be called again."""
         self._closed.set()
         with self._turn:
             if self._process is not None:
@@ -153,15 +153,15 @@ class _Process:
         self._output.start()
 
     def is_running(self) -> bool:
-        """Whether it is there to be called."""
+        """Return whether it is there to be called."""
         return self._open and self._child.poll() is None
 
     def start(self, timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:
-        """Waits until the function is imported: the child's first answer. Raises as ``call`` does."""
+        """Wait until the function is imported: the child's first answer. Raises as ``call`` does."""
         return self._answer(0, b"", timeout, unwanted)
 
     def call(self, arguments: Sequence[Any], timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:
-        """Sends a call and gives the answer to it. Raises _Lost; what ends an exchange early ends the process."""
+        """Send a call and gives the answer to it. Raises _Lost; what ends an exchange early ends the process."""
         self._calls += 1
         line = json.dumps({"number": self._calls, "arguments": list(arguments)}).encode() + b"\n"
         return self._answer(self._calls, line, timeout, unwanted)
@@ -247,7 +247,7 @@ class _Process:
 
 
 def _pass_on(output: int) -> None:
-    """Passes what the function prints on to standard error, so much a minute. Always reads on: the function never waits."""
+    """Pass what the function prints on to standard error, so much a minute. Always reads on: the function never waits."""
     begun, passed = time.monotonic(), 0
     with open(output, "rb", buffering=0) as pipe:
         while chunk := pipe.read(65536):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from quartet.config import RewardSourceConfig
 from quartet.errors import ModelError
-from quartet.models.forward.inspection import max_positions, vocabulary_size
+from quartet.models.forward.model_capabilities import max_positions, vocabulary_size
 from quartet.models.forward.scoring import sequence_scores
-from quartet.models.loading import count_parameters, load_reward_model, load_tokenizer, tokenizer_fingerprint
+from quartet.models.weights.loading import count_parameters, load_reward_model, load_tokenizer, tokenizer_fingerprint
 from quartet.rewards.reward_source import never, parse_fields
 from quartet.types import Role, Scores, ServiceStatus, TokenBatch
 
@@ -17,7 +17,7 @@ class ModelReward:
     """A frozen sequence classifier, read at the last token of each prompt+response."""
 
     def __init__(self, config: RewardSourceConfig, device: str) -> None:
-        """Loads the model. Raises ModelError."""
+        """Load the model. Raises ModelError."""
         if config.model is None:
             raise ModelError("reward.model: missing; source model needs it")
         self._model = load_reward_model(config.model, config.dtype, device)

@@ -30,7 +30,7 @@ class Caller(Protocol):
 
 
 class CallerState:
-    """Whether a caller still waits for its response."""
+    """True if a caller still waits for its response."""
 
     def __init__(self, remaining: float) -> None:
         """``remaining``: seconds until the caller's deadline."""

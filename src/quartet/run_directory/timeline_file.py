@@ -55,8 +55,8 @@ def _end_of(path: Path, step: int) -> int:
     end = 0
     with path.open("rb") as file:
         for line in file:
-            found = _STEP.match(line)
-            if not line.endswith(b"\n") or (found is not None and int(found[1]) > step):
+            result = _STEP.match(line)
+            if not line.endswith(b"\n") or (result is not None and int(result[1]) > step):
                 break
             end += len(line)
     return end

@@ -65,7 +65,7 @@ def read_tokens(path: Path, index: int) -> TrajectoryTokens | None:
             prompt, response = _slice_of(prompts, index), _slice_of(responses, index)
             numbers = {name: file.get_slice(name)[response] for name in _OF_RESPONSES}
             values = file.get_slice("values")[response] if "values" in file.keys() else None  # noqa: SIM118
-            found = TrajectoryTokens(
+            result = TrajectoryTokens(
                 prompt_ids=file.get_slice("prompt_ids")[prompt],
                 response_ids=file.get_slice("response_ids")[response],
                 **numbers,
@@ -77,11 +77,11 @@ def read_tokens(path: Path, index: int) -> TrajectoryTokens | None:
         raise ConfigError(
             f"tokens {path}: cannot be read ({error}); remove the file: the run does not need it, and trajectories/ has the texts"
         ) from None
-    if {len(numbers[name]) for name in _OF_RESPONSES} != {len(found.response_ids)}:
+    if {len(numbers[name]) for name in _OF_RESPONSES} != {len(result.response_ids)}:
         raise ConfigError(
             f"tokens {path}: its arrays have different lengths; remove the file: the run does not need it"
         )
-    return found
+    return result
 
 
 def _slice_of(lengths: NDArray[Any], index: int) -> slice:

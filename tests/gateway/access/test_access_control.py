@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from quartet.gateway.access.access_control import MAX_WRONG_TOKENS, SECURITY_HEADERS
-from quartet.gateway.access.message_limits import MAX_BODY_BYTES
+from quartet.gateway.access.body_limits import MAX_BODY_BYTES
 from tests.every_case import every_case
 from tests.gateway.serving import TOKEN, Gateway, a_run, serving
 
@@ -23,8 +23,8 @@ VIEWER_TOKEN = "only-for-looking-at-things"
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("runs")
     a_run(folder, steps=2)
-    with serving(folder, viewer_token=VIEWER_TOKEN, allowed_hosts=("Quartet.Example",)) as found:
-        yield found
+    with serving(folder, viewer_token=VIEWER_TOKEN, allowed_hosts=("Quartet.Example",)) as result:
+        yield result
 
 
 def send(

@@ -17,14 +17,14 @@ from tests.training.runs import ActiveRun, json_lines
 
 @pytest.fixture(scope="module")
 def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActiveRun]:
-    with live(make, tmp_path_factory.mktemp("commanded"), "commanded") as (found, _):
-        yield found
+    with live(make, tmp_path_factory.mktemp("commanded"), "commanded") as (result, _):
+        yield result
 
 
 @pytest.fixture(scope="module")
 def gateway(going: ActiveRun) -> Iterator[Gateway]:
-    with serving(going.config.run.directory) as found:
-        yield found
+    with serving(going.config.run.directory) as result:
+        yield result
 
 
 def audit(going: ActiveRun) -> list[tuple[str, dict[str, Any], str]]:
@@ -164,9 +164,9 @@ def test_an_inactive_run_refuses_commands(tmp_path_factory: pytest.TempPathFacto
         assert gateway.client.patch("/runs/some/settings", json={"kl_coefficient": 0.1}).status_code == 409
         assert gateway.client.get("/runs/some/settings").json() == {"settings": [], "changes": []}
         assert gateway.client.post("/runs/other/pause").status_code == 404
-        found = gateway.client.get("/runs/some/audit").json()["items"]
-    assert [entry["command"] for entry in found] == ["set", "rollback", "checkpoint", "stop", "pause"]
-    assert all("not active" in entry["outcome"] for entry in found)
+        result = gateway.client.get("/runs/some/audit").json()["items"]
+    assert [entry["command"] for entry in result] == ["set", "rollback", "checkpoint", "stop", "pause"]
+    assert all("not active" in entry["outcome"] for entry in result)
     assert len(json_lines(files.audit)) == 5
 
 

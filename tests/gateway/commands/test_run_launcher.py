@@ -18,22 +18,22 @@ from tests.training.runs import json_lines
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[Gateway]:
-    with serving(tmp_path, start_runs=True) as found:
-        yield found
+    with serving(tmp_path, start_runs=True) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
 def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway for requests that are all refused, so that its folder stays empty."""
-    with serving(tmp_path_factory.mktemp("refusing"), start_runs=True) as found:
-        yield found
+    with serving(tmp_path_factory.mktemp("refusing"), start_runs=True) as result:
+        yield result
 
 
 @pytest.fixture
 def tree(toy_task_tree: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    found = toy_task_tree()
-    found["run"] = {"name": "started", "steps": 1, "directory": "/elsewhere"}
-    return found
+    result = toy_task_tree()
+    result["run"] = {"name": "started", "steps": 1, "directory": "/elsewhere"}
+    return result
 
 
 def start(gateway: Gateway, tree: dict[str, Any], **more: Any) -> Any:

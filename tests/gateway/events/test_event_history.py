@@ -31,22 +31,22 @@ def alert(step: int) -> Alert:
 
 def events(data: bytes) -> list[tuple[str, dict[str, Any], str]]:
     """Return kind, data and id of each event."""
-    found = []
+    results = []
     for block in data.decode().split("\n\n")[:-1]:
         fields = dict(line.split(": ", 1) for line in block.split("\n"))
-        found.append((fields["event"], json.loads(fields["data"]), fields.get("id", "")))
-    return found
+        results.append((fields["event"], json.loads(fields["data"]), fields.get("id", "")))
+    return results
 
 
 def everything(history: EventHistory, reader: EventReader) -> list[tuple[str, dict[str, Any], str]]:
-    found = []
+    results = []
     while data := history.read(reader):
-        found += events(data)
-    return found
+        results += events(data)
+    return results
 
 
-def outline(found: list[tuple[str, dict[str, Any], str]]) -> list[tuple[str, int]]:
-    return [(kind, data["step"]) for kind, data, _ in found]
+def outline(result: list[tuple[str, dict[str, Any], str]]) -> list[tuple[str, int]]:
+    return [(kind, data["step"]) for kind, data, _ in result]
 
 
 def test_events_are_ordered_by_step_and_carry_their_data(files: RunFiles) -> None:
@@ -74,10 +74,10 @@ def test_events_are_ordered_by_step_and_carry_their_data(files: RunFiles) -> Non
 
     history = EventHistory(files)
     reader, said = history.start(EventCursor())
-    found = everything(history, reader)
+    result = everything(history, reader)
 
     assert said == b""
-    assert outline(found) == [
+    assert outline(result) == [
         ("evaluation", 0),
         ("step", 1),
         ("alert", 1),
@@ -86,7 +86,7 @@ def test_events_are_ordered_by_step_and_carry_their_data(files: RunFiles) -> Non
         ("evaluation", 2),
         ("checkpoint", 2),
     ]
-    by_kind = {kind: data for kind, data, _ in found}
+    by_kind = {kind: data for kind, data, _ in result}
     assert by_kind["step"]["metrics"]["reward_mean"] == 1.0
     assert by_kind["alert"]["remedy"] == "lower it"
     assert by_kind["change"]["after"] == 0.2
@@ -243,9 +243,9 @@ def test_a_long_history_is_read_completely_in_batches(files: RunFiles) -> None:
     reader, _ = history.start(EventCursor())
     first = events(history.read(reader))
     assert len(first) == MAX_BATCH
-    found = [*first, *everything(history, reader)]
-    assert [data["step"] for kind, data, _ in found if kind == "step"] == list(range(1, steps + 1))
-    assert outline(found) == sorted(outline(found), key=lambda event: (event[1], event[0] == "alert"))
+    results = [*first, *everything(history, reader)]
+    assert [data["step"] for kind, data, _ in results if kind == "step"] == list(range(1, steps + 1))
+    assert outline(results) == sorted(outline(results), key=lambda event: (event[1], event[0] == "alert"))
 
 
 def test_readers_with_the_same_cursor_share_a_batch(files: RunFiles) -> None:

@@ -21,8 +21,8 @@ from tests.gateway.serving import Gateway, a_run, serving
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("runs")
     a_run(folder, steps=2)
-    with serving(folder) as found:
-        yield found
+    with serving(folder) as result:
+        yield result
 
 
 @every_case(
@@ -55,7 +55,7 @@ def test_an_invalid_field_is_named(gateway: Gateway, path: str, field: str, text
     assert response.status_code == 422
     assert response.headers["content-type"] == http_errors.MEDIA_TYPE
     assert (problem["status"], problem["title"]) == (422, "Unprocessable Entity")
-    assert [found["field"] for found in problem["fields"]] == [field]
+    assert [result["field"] for result in problem["fields"]] == [field]
     assert text in problem["fields"][0]["problem"]
     assert field in problem["detail"]
 
@@ -88,7 +88,7 @@ def test_an_invalid_body_is_reported_with_its_fields(gateway: Gateway) -> None:
     assert broken.json()["fields"][0]["field"] == "body"
     assert "not JSON" in broken.json()["detail"]
     wrong = client.post("/runs/some/rollback", json={"step": "ten", "x": 1})
-    assert {found["field"] for found in wrong.json()["fields"]} == {"body.step", "body.x"}
+    assert {result["field"] for result in wrong.json()["fields"]} == {"body.step", "body.x"}
 
 
 @pytest.mark.parametrize(("path", "allowed"), [("/runs", {"GET", "POST"}), ("/runs/some", {"GET"})])

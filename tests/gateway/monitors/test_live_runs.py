@@ -14,7 +14,7 @@ import pytest
 
 from quartet.buffer.connection import connect
 from quartet.buffer.rollout_stream import RolloutStream
-from quartet.gateway.monitors.run_monitor import RunMonitor
+from quartet.gateway.monitors.run_progress import RunMonitor
 from quartet.gateway.readers.run_catalog import RunCatalog
 from quartet.rpc.server import Server
 from quartet.run_directory.run_files import RunFiles
@@ -29,15 +29,15 @@ from tests.training.runs import ActiveRun, Fleet
 
 @pytest.fixture(scope="module")
 def going(make: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ActiveRun, Fleet]]:
-    with live(make, tmp_path_factory.mktemp("live"), "live") as found:
-        found[0].control.pause()
-        yield found
+    with live(make, tmp_path_factory.mktemp("live"), "live") as result:
+        result[0].control.pause()
+        yield result
 
 
 @pytest.fixture(scope="module")
 def gateway(going: tuple[ActiveRun, Fleet]) -> Iterator[Gateway]:
-    with serving(going[0].config.run.directory) as found:
-        yield found
+    with serving(going[0].config.run.directory) as result:
+        yield result
 
 
 def test_the_event_stream_follows_the_progress_of_a_run(going: tuple[ActiveRun, Fleet], gateway: Gateway) -> None:
@@ -87,13 +87,13 @@ def test_services_report_identity_and_load(gateway: Gateway) -> None:
         services = gateway.client.get("/runs/live/services").json()
         return next(item for item in services if item["role"] == "actor")
 
-    found = eventually(actor, lambda info: info["load"] is not None)
-    assert (found["device"], found["dtype"], found["detail"]) == ("cpu", "float32", "")
-    assert found["parameters"] > 0
-    assert found["policy_version"] >= 1
-    assert found["step"] >= 1
-    assert found["busy_seconds"]["generate"] > 0
-    assert 0 <= found["load"] <= 1
+    result = eventually(actor, lambda info: info["load"] is not None)
+    assert (result["device"], result["dtype"], result["detail"]) == ("cpu", "float32", "")
+    assert result["parameters"] > 0
+    assert result["policy_version"] >= 1
+    assert result["step"] >= 1
+    assert result["busy_seconds"]["generate"] > 0
+    assert 0 <= result["load"] <= 1
 
 
 def test_the_buffer_shows_stored_experience(going: tuple[ActiveRun, Fleet], gateway: Gateway) -> None:
@@ -103,13 +103,13 @@ def test_the_buffer_shows_stored_experience(going: tuple[ActiveRun, Fleet], gate
     assert url is not None
     stream = RolloutStream(connect(url), url, "live")
     # A pausing run may have started to generate for the next step; those trajectories are in the stream.
-    found = eventually(
-        lambda: gateway.client.get("/runs/live/buffer").json(), lambda found: found["rollouts"] == stream.depth()
+    result = eventually(
+        lambda: gateway.client.get("/runs/live/buffer").json(), lambda result: result["rollouts"] == stream.depth()
     )
-    assert found["reachable"]
-    assert found["memory_bytes"] > 0
+    assert result["reachable"]
+    assert result["memory_bytes"] > 0
     # Until a checkpoint covers it, every committed step's experience is kept.
-    assert found["experience_steps"] == list(range(1, run.board.current().step + 1))
+    assert result["experience_steps"] == list(range(1, run.board.current().step + 1))
 
 
 def test_the_end_of_a_run_is_reported(make: MakeConfig, tmp_path: Path) -> None:
@@ -120,28 +120,28 @@ def test_the_end_of_a_run_is_reported(make: MakeConfig, tmp_path: Path) -> None:
             RunFiles(going.config.run_directory).services.unlink()
             last = stream.until("progress", state="finished", step=2)[-1]
             assert last.data["error"] == ""
-        found = gateway.client.get("/runs/short").json()
-        assert (found["live"], found["state"], found["progress"]) == (False, "finished", None)
+        result = gateway.client.get("/runs/short").json()
+        assert (result["live"], result["state"], result["progress"]) == (False, "finished", None)
         assert gateway.client.get("/runs/short/services").json() == []
 
 
 def test_a_hanging_orchestrator_delays_one_caller_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quartet.gateway.monitors.run_monitor.TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr("quartet.gateway.monitors.run_progress.TIMEOUT_SECONDS", 1.0)
     files, orchestrator = a_run(tmp_path, steps=1), HangingOrchestrator()
     server = Server([orchestrator], "127.0.0.1:0")
     files.write_services({Role.ORCHESTRATOR: server.address})
     known = RunMonitor(RunCatalog(tmp_path))
     try:
         assert known.progress("some") is not None
-        monkeypatch.setattr("quartet.gateway.monitors.run_monitor.MAX_AGE_SECONDS", 0.0)
+        monkeypatch.setattr("quartet.gateway.monitors.run_progress.MAX_AGE_SECONDS", 0.0)
         orchestrator.asked = 0
         orchestrator.continues_from.clear()
         with ThreadPoolExecutor(6) as callers:
             first = callers.submit(known.progress, "some")
             assert orchestrator.stalls.wait(PATIENCE)
             # All that come meanwhile: they hear what was known before.
-            found = list(callers.map(lambda _: known.progress("some"), range(5)))
-            assert {progress.state for progress in found if progress is not None} == {"training"}
+            result = list(callers.map(lambda _: known.progress("some"), range(5)))
+            assert {progress.state for progress in result if progress is not None} == {"training"}
             assert first.result() is not None
         # And who comes soon after does not ask again.
         assert known.progress("some").state == "recovering"  # type: ignore[union-attr]
@@ -176,8 +176,8 @@ def test_a_run_with_killed_processes_is_not_active(tmp_path: Path, unused_addres
     files = a_run(tmp_path, steps=2)
     files.services.write_text(json.dumps({"actor": unused_address, "orchestrator": unused_address}))
     with serving(tmp_path) as gateway:
-        found = gateway.client.get("/runs/some").json()
-        assert (found["live"], found["state"], found["step"]) == (False, "idle", 2)
+        result = gateway.client.get("/runs/some").json()
+        assert (result["live"], result["state"], result["step"]) == (False, "idle", 2)
         services = gateway.client.get("/runs/some/services").json()
         assert {item["health"] for item in services} == {"unreachable"}
         assert len(services) == 2

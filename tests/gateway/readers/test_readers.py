@@ -115,15 +115,15 @@ def test_curves_match_a_plain_loop_over_the_rows(tmp_path: Path) -> None:
         (1, 10**9, 10_000),
         (steps - 10, steps + 10, 3),
     ):
-        found = columns.curves(["a"], first, last, points)
-        curve = found.curves["a"]
+        result = columns.curves(["a"], first, last, points)
+        curve = result.curves["a"]
         top = min(last, steps)
-        assert (found.first, found.last) == (first, top)
+        assert (result.first, result.last) == (first, top)
         assert len(curve.steps) <= points
         begin = first
         for step, mean, low, high in zip(curve.steps, curve.mean, curve.low, curve.high, strict=True):
             bucket = [value for value in values[begin - 1 : step] if not math.isnan(value)]
-            assert step - begin < found.bucket
+            assert step - begin < result.bucket
             if bucket:
                 assert [mean, low, high] == pytest.approx([sum(bucket) / len(bucket), min(bucket), max(bucket)])
             else:
@@ -136,8 +136,8 @@ def test_steps_out_of_range_give_empty_curves(tmp_path: Path) -> None:
     files = a_run(tmp_path, steps=3)
     columns = MetricsReader().of(files.metrics)
     for first, last in ((4, 10), (3, 2)):
-        found = columns.curves(["reward_mean"], first, last, 10)
-        assert (found.first, found.last, found.curves["reward_mean"].steps) == (0, 0, [])
+        result = columns.curves(["reward_mean"], first, last, 10)
+        assert (result.first, result.last, result.curves["reward_mean"].steps) == (0, 0, [])
 
 
 def test_the_least_recently_used_columns_are_dropped(tmp_path: Path) -> None:

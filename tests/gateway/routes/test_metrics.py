@@ -19,10 +19,10 @@ BOUND = 0.4
 
 
 def test_all_metrics_match_the_file(shown: Gateway, ended: Run) -> None:
-    found = shown.client.get("/runs/whole/metrics").json()
-    assert (found["run"], found["first"], found["last"], found["bucket"]) == ("whole", 1, STEPS, 1)
-    assert set(found["curves"]) == {name for row in ended.metrics for name in row} - {"step"}
-    for name, curve in found["curves"].items():
+    result = shown.client.get("/runs/whole/metrics").json()
+    assert (result["run"], result["first"], result["last"], result["bucket"]) == ("whole", 1, STEPS, 1)
+    assert set(result["curves"]) == {name for row in ended.metrics for name in row} - {"step"}
+    for name, curve in result["curves"].items():
         assert curve["steps"] == [1, 2, 3]
         assert curve["mean"] == curve["low"] == curve["high"] == [row.get(name) for row in ended.metrics]
 
@@ -31,10 +31,10 @@ def test_names_and_steps_are_selected_and_new_steps_are_visible_at_once(tmp_path
     files = a_run(tmp_path, steps=10)
     with serving(tmp_path) as gateway:
         for query in ("names=kl_mean,reward_mean", "names=kl_mean&names=reward_mean"):
-            found = gateway.client.get(f"/runs/some/metrics?{query}&first=3&last=6&points=2").json()
-            assert list(found["curves"]) == ["kl_mean", "reward_mean"]
-            assert (found["first"], found["last"], found["bucket"]) == (3, 6, 2)
-            assert found["curves"]["reward_mean"] == {
+            result = gateway.client.get(f"/runs/some/metrics?{query}&first=3&last=6&points=2").json()
+            assert list(result["curves"]) == ["kl_mean", "reward_mean"]
+            assert (result["first"], result["last"], result["bucket"]) == (3, 6, 2)
+            assert result["curves"]["reward_mean"] == {
                 "steps": [4, 6],
                 "mean": [1.75, 2.75],
                 "low": [1.5, 2.5],
@@ -60,12 +60,12 @@ def test_several_runs_are_returned_in_the_requested_order(tmp_path: Path) -> Non
     a_run(tmp_path, "two", steps=5)
     a_run(tmp_path, "new")
     with serving(tmp_path) as gateway:
-        found = gateway.client.get("/metrics?runs=two,one,new&names=reward_mean,entropy").json()
-        assert [item["run"] for item in found] == ["two", "one", "new"]
-        assert [item["last"] for item in found] == [5, 3, 0]
-        assert found[0]["curves"]["entropy"]["mean"] == [None] * 5
-        assert found[1]["curves"]["entropy"]["mean"] == [None, None, 1.5]
-        assert found[2]["curves"]["reward_mean"]["steps"] == []
+        result = gateway.client.get("/metrics?runs=two,one,new&names=reward_mean,entropy").json()
+        assert [item["run"] for item in result] == ["two", "one", "new"]
+        assert [item["last"] for item in result] == [5, 3, 0]
+        assert result[0]["curves"]["entropy"]["mean"] == [None] * 5
+        assert result[1]["curves"]["entropy"]["mean"] == [None, None, 1.5]
+        assert result[2]["curves"]["reward_mean"]["steps"] == []
         too_much = gateway.client.get(
             "/metrics", params={"runs": "one", "names": ",".join(f"m{n}" for n in range(100)), "points": 5000}
         )
@@ -93,7 +93,7 @@ def test_a_run_with_many_steps_is_read_quickly(tmp_path: Path, long_run: RunFile
         with long_run.metrics.open("a") as file:
             file.write(f'{{"step": {MANY + 1}, "metric_0": 0.5}}\n')
         started = time.perf_counter()
-        found = gateway.client.get(f"/runs/some/metrics?first={MANY + 1}&names=metric_0,metric_1").json()
+        result = gateway.client.get(f"/runs/some/metrics?first={MANY + 1}&names=metric_0,metric_1").json()
         assert time.perf_counter() - started < BOUND
-        assert found["curves"]["metric_0"]["mean"] == [0.5]
-        assert found["curves"]["metric_1"]["mean"] == [None]
+        assert result["curves"]["metric_0"]["mean"] == [0.5]
+        assert result["curves"]["metric_1"]["mean"] == [None]

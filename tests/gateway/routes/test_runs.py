@@ -16,17 +16,22 @@ from tests.training.runs import Run
 
 
 def test_a_finished_run_has_all_details(shown: Gateway, ended: Run) -> None:
-    found = shown.client.get("/runs/whole").json()
+    result = shown.client.get("/runs/whole").json()
     last = ended.metrics[-1]
-    assert (found["state"], found["live"], found["step"], found["total_steps"]) == ("finished", False, STEPS, STEPS)
-    assert (found["reward_mean"], found["kl_mean"]) == (last["reward_mean"], last["kl_mean"])
-    assert (found["estimator"], found["has_critic"], found["kl_target"], found["progress"]) == ("gae", True, None, None)
-    assert (found["alerts"], found["failed_trajectories"]) == (2, 2)
-    assert found["evaluations"] == len(lines_of(ended.files.evaluation_summaries))
-    assert found["checkpoints"] == len(checkpoint_folders(ended.files)) > 0
-    assert set(found["metric_names"]) == set(last) - {"step"}
+    assert (result["state"], result["live"], result["step"], result["total_steps"]) == ("finished", False, STEPS, STEPS)
+    assert (result["reward_mean"], result["kl_mean"]) == (last["reward_mean"], last["kl_mean"])
+    assert (result["estimator"], result["has_critic"], result["kl_target"], result["progress"]) == (
+        "gae",
+        True,
+        None,
+        None,
+    )
+    assert (result["alerts"], result["failed_trajectories"]) == (2, 2)
+    assert result["evaluations"] == len(lines_of(ended.files.evaluation_summaries))
+    assert result["checkpoints"] == len(checkpoint_folders(ended.files)) > 0
+    assert set(result["metric_names"]) == set(last) - {"step"}
     listed = shown.client.get("/runs").json()
-    assert listed["items"] == [{name: found[name] for name in listed["items"][0]}]
+    assert listed["items"] == [{name: result[name] for name in listed["items"][0]}]
 
 
 def test_runs_are_listed_by_name_with_pages_and_state_filter(tmp_path: Path) -> None:
@@ -37,13 +42,13 @@ def test_runs_are_listed_by_name_with_pages_and_state_filter(tmp_path: Path) -> 
     (tmp_path / "no-run").mkdir()
     (tmp_path / "file").write_text("")
     with serving(tmp_path) as gateway:
-        found, cursor = [], None
+        results, cursor = [], None
         while True:
             page = gateway.client.get("/runs", params={"limit": 2} | ({"cursor": cursor} if cursor else {})).json()
-            found += [item["name"] for item in page["items"]]
+            results += [item["name"] for item in page["items"]]
             if (cursor := page["next"]) is None:
                 break
-        assert found == names
+        assert results == names
         finished = gateway.client.get("/runs?state=finished").json()["items"]
         assert [item["name"] for item in finished] == ["run-3"]
         assert len(gateway.client.get("/runs?state=idle").json()["items"]) == 4
@@ -70,10 +75,10 @@ def test_the_config_is_resolved_and_without_passwords(tmp_path: Path) -> None:
     # A run's own file has no password either; one that was written by hand may.
     files.write_config(config.to_yaml().replace("***", "hunter2"))
     with serving(tmp_path) as gateway:
-        found = gateway.client.get("/runs/some/config")
-        assert "hunter2" not in found.text
-        assert found.json()["config"]["buffer"]["url"] == "redis://user:***@127.0.0.1:6379/0"
-        assert yaml.safe_load(found.json()["yaml"]) == found.json()["config"]
+        result = gateway.client.get("/runs/some/config")
+        assert "hunter2" not in result.text
+        assert result.json()["config"]["buffer"]["url"] == "redis://user:***@127.0.0.1:6379/0"
+        assert yaml.safe_load(result.json()["yaml"]) == result.json()["config"]
         files.write_config(config_of(tmp_path, "some", algorithm={"kl_coefficient": 0.7}).to_yaml())
         assert gateway.client.get("/runs/some/config").json()["config"]["algorithm"]["kl_coefficient"] == 0.7
 
@@ -98,22 +103,22 @@ def test_steps_are_listed_newest_first_with_failed_trajectories(shown: Gateway, 
 def test_a_step_has_metrics_and_timeline(shown: Gateway, ended: Run) -> None:
     lines = {line["step"]: line for line in lines_of(ended.files.timeline)}
     for step in range(1, STEPS + 1):
-        found = shown.client.get(f"/runs/whole/steps/{step}").json()
+        result = shown.client.get(f"/runs/whole/steps/{step}").json()
         row = ended.metrics[step - 1]
-        assert {name: found["metrics"].get(name) for name in row if name != "step"} == {
+        assert {name: result["metrics"].get(name) for name in row if name != "step"} == {
             name: value for name, value in row.items() if name != "step"
         }
-        assert found["has_tokens"]
-        assert found["started"] == lines[step]["started"]
-        spans = found["spans"]
+        assert result["has_tokens"]
+        assert result["started"] == lines[step]["started"]
+        spans = result["spans"]
         assert spans == sorted(lines[step]["spans"], key=lambda span: (span["service"], span["start"], span["end"]))  # type: ignore[call-overload, index]
         assert {"actor", "critic", "reward", "reference"} <= {span["service"] for span in spans}
 
 
 def test_evaluations_are_listed_with_their_responses(shown: Gateway, ended: Run) -> None:
     summaries = lines_of(ended.files.evaluation_summaries)
-    found = shown.client.get("/runs/whole/evaluations").json()
-    assert [{"step": item["step"], **item["metrics"]} for item in found["items"]] == summaries
+    result = shown.client.get("/runs/whole/evaluations").json()
+    assert [{"step": item["step"], **item["metrics"]} for item in result["items"]] == summaries
     for summary in summaries:
         step = summary["step"]
         rows = lines_of(ended.files.evaluations / f"step-{step:06d}.jsonl")
@@ -143,8 +148,8 @@ def test_checkpoints_are_listed_with_their_problems(tmp_path: Path, ended: Run) 
             newest: dict[str, object] = gateway.client.get("/runs/whole/checkpoints").json()["items"][0]
             return newest
 
-        found = listed()
-        assert (found["step"], found["name"], found["bytes"], found["problem"]) == (
+        result = listed()
+        assert (result["step"], result["name"], result["bytes"], result["problem"]) == (
             checkpoint.step,
             "best",
             checkpoint.bytes,
@@ -161,10 +166,10 @@ def test_checkpoints_are_listed_with_their_problems(tmp_path: Path, ended: Run) 
 
 
 def test_alerts_and_failed_trajectories_are_listed_newest_first(shown: Gateway, ended: Run) -> None:
-    found = shown.client.get("/runs/whole/guards").json()
-    assert [alert["guard"] for alert in found["alerts"]] == ["repetition", "kl_runaway"]
-    assert found["alerts"][1]["remedy"] == "lower the learning rate"
-    assert found["settings"]["kl_runaway"]["action"] == "warn"
+    result = shown.client.get("/runs/whole/guards").json()
+    assert [alert["guard"] for alert in result["alerts"]] == ["repetition", "kl_runaway"]
+    assert result["alerts"][1]["remedy"] == "lower the learning rate"
+    assert result["settings"]["kl_runaway"]["action"] == "warn"
     aside = shown.client.get("/runs/whole/failed-trajectories?limit=1").json()
     assert (aside["items"][0]["id"], aside["total"]) == ("whole/2/0/1", 2)
     rest = shown.client.get("/runs/whole/failed-trajectories", params={"limit": 1, "cursor": aside["next"]}).json()
@@ -172,8 +177,8 @@ def test_alerts_and_failed_trajectories_are_listed_newest_first(shown: Gateway, 
 
 
 def test_the_last_lines_of_a_log_are_returned(shown: Gateway) -> None:
-    found = {log["name"]: log["bytes"] for log in shown.client.get("/runs/whole/logs").json()}
-    assert found["actor"] > 5000
+    results = {log["name"]: log["bytes"] for log in shown.client.get("/runs/whole/logs").json()}
+    assert results["actor"] > 5000
     tail = shown.client.get("/runs/whole/logs/actor?lines=2").json()
     assert tail == {"name": "actor", "lines": ["line 998", "line 999"], "truncated": True}
 

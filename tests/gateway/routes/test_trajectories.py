@@ -46,31 +46,31 @@ def with_trajectories(folder: Path, steps: int) -> tuple[RunFiles, list[dict[str
     files = a_run(folder)
     write_metrics(files, steps)
     files.trajectories.mkdir()
-    found = []
+    results = []
     # A step that is not committed yet has its trajectories on the disk already.
     for step in range(1, steps + 2):
         rows = rows_of(step)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (files.trajectories / f"step-{step:06d}.jsonl").write_text(text, encoding="utf-8")
-        found += [{**row, "step": step} for row in rows if step <= steps]
-    return files, found
+        results += [{**row, "step": step} for row in rows if step <= steps]
+    return files, results
 
 
 def pages(gateway: Gateway, limit: int = 7, **query: Any) -> list[str]:
     """The ids of all pages."""
-    found, cursor = [], None
+    results, cursor = [], None
     while True:
         response = gateway.client.get(
             "/runs/some/trajectories", params={**query, "limit": limit} | ({"cursor": cursor} if cursor else {})
         )
         assert response.status_code == 200, response.text
         page = response.json()
-        found += [item["id"] for item in page["items"]]
+        results += [item["id"] for item in page["items"]]
         cursor = page["next"]
         assert len(page["items"]) == limit or cursor is None
         if cursor is None:
-            assert page["total"] == len(found)
-            return found
+            assert page["total"] == len(results)
+            return results
 
 
 @pytest.fixture(scope="module")
@@ -184,20 +184,20 @@ def test_tokens_match_the_token_files(shown: Gateway, ended: Run) -> None:
         arrays = load_file(ended.files.tokens / f"step-{step:06d}.safetensors")
         start = 0
         for row in ended.trajectories(step):
-            found = shown.client.get(f"/runs/whole/trajectories/{row['id'].split('/', 1)[1]}").json()
+            result = shown.client.get(f"/runs/whole/trajectories/{row['id'].split('/', 1)[1]}").json()
             end = start + row["response_tokens"]
-            assert [found[name] for name in ("id", "step", "score", "kl", "response")] == [
+            assert [result[name] for name in ("id", "step", "score", "kl", "response")] == [
                 row["id"],
                 step,
                 row["score"],
                 row["kl"],
                 row["response"],
             ]
-            assert found["kl_coefficient"] == ended.metrics[step - 1]["kl_coefficient"]
-            assert "".join(token["text"] for token in found["prompt_tokens"]) == row["prompt"]
-            ids = [token["id"] for token in found["tokens"]]
+            assert result["kl_coefficient"] == ended.metrics[step - 1]["kl_coefficient"]
+            assert "".join(token["text"] for token in result["prompt_tokens"]) == row["prompt"]
+            ids = [token["id"] for token in result["tokens"]]
             assert ids == arrays["response_ids"][start:end].tolist()
-            assert "".join(token["text"] for token in found["tokens"]) == tokenizer.decode(
+            assert "".join(token["text"] for token in result["tokens"]) == tokenizer.decode(
                 ids, skip_special_tokens=False
             )
             for field, array in (
@@ -208,8 +208,8 @@ def test_tokens_match_the_token_files(shown: Gateway, ended: Run) -> None:
                 ("advantage", "advantages"),
                 ("return", "returns"),
             ):
-                assert [token[field] for token in found["tokens"]] == pytest.approx(arrays[array][start:end].tolist())
-            assert sum(token["kl"] for token in found["tokens"]) == pytest.approx(row["kl"], abs=1e-4)
+                assert [token[field] for token in result["tokens"]] == pytest.approx(arrays[array][start:end].tolist())
+            assert sum(token["kl"] for token in result["tokens"]) == pytest.approx(row["kl"], abs=1e-4)
             start = end
 
 
@@ -218,16 +218,16 @@ def test_neighbours_are_the_next_lower_and_higher_scores(shown: Gateway, ended: 
     here: str | None = rows[0]["id"]
     visited = []
     while here is not None:
-        found = shown.client.get(f"/runs/whole/trajectories/{here.split('/', 1)[1]}").json()
-        assert found["lower"] == (visited[-1] if visited else None)
+        result = shown.client.get(f"/runs/whole/trajectories/{here.split('/', 1)[1]}").json()
+        assert result["lower"] == (visited[-1] if visited else None)
         visited.append(here)
-        here = found["higher"]
+        here = result["higher"]
     assert visited == [row["id"] for row in rows]
 
 
 def test_without_kept_tokens_only_the_text_is_returned(tmp_path: Path) -> None:
     with_trajectories(tmp_path, 1)
     with serving(tmp_path) as gateway:
-        found = gateway.client.get("/runs/some/trajectories/1/2/1").json()
-        assert (found["prompt"], found["tokens"], found["prompt_tokens"]) == ("Prompt 2", [], [])
+        result = gateway.client.get("/runs/some/trajectories/1/2/1").json()
+        assert (result["prompt"], result["tokens"], result["prompt_tokens"]) == ("Prompt 2", [], [])
         assert gateway.client.get("/runs/some/trajectories/2/2/1").status_code == 404

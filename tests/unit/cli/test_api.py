@@ -22,7 +22,7 @@ Answer = tuple[int, str, bytes]
 
 @pytest.fixture
 def answering() -> Iterator[Callable[[Callable[[str], Answer]], tuple[str, list[str]]]]:
-    """Starts an HTTP server whose answers the test decides, by path; gives its URL and the Authorization headers that it saw."""
+    """Start an HTTP server whose answers the test decides, by path; gives its URL and the Authorization headers that it saw."""
     servers: list[ThreadingHTTPServer] = []
 
     def start(answer: Callable[[str], Answer]) -> tuple[str, list[str]]:
@@ -70,8 +70,8 @@ def test_a_directory_says_itself_where_its_gateway_is(tmp_path: Path) -> None:
     run = tmp_path / "tiny"
     run.mkdir()
     (run / "gateway.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "token": SECRET}))
-    found = find_run(str(run))
-    assert (found.url, found.token, found.run) == ("http://127.0.0.1:9", SECRET, "tiny")
+    result = find_run(str(run))
+    assert (result.url, result.token, result.run) == ("http://127.0.0.1:9", SECRET, "tiny")
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_without_a_gateway_it_is_said_why(services: bool, said: str, tmp_path: P
 )
 @pytest.mark.usefixtures("token")
 def test_a_url_names_the_gateway_and_the_run(given: str, run: str | None, expected: tuple[str, str | None]) -> None:
-    found = find_run(given, run)
-    assert ((found.url, found.run), found.token) == (expected, SECRET)
+    result = find_run(given, run)
+    assert ((result.url, result.run), result.token) == (expected, SECRET)
 
 
 @pytest.mark.parametrize(

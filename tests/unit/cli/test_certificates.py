@@ -14,10 +14,10 @@ from quartet.rpc.security.allow_list import PROCESSES
 
 
 def names(folder: Path) -> list[str]:
-    """What a process's certificate is for."""
+    """Return what a process's certificate is for."""
     certificate = x509.load_pem_x509_certificate((folder / "tls.crt").read_bytes())
-    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return [str(name.value) for name in found]
+    result = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in result]
 
 
 def test_every_process_gets_a_certificate_for_itself_alone_to_read(

@@ -129,6 +129,6 @@ def test_a_long_run_s_curves_are_short_and_keep_their_means() -> None:
 
 
 def test_what_is_no_number_is_a_gap() -> None:
-    found = {item["title"]: item["lines"][0]["y"] for item in main_charts([metrics(1), metrics(2)], None)}
-    assert found["Entropy"] == [3.0, None]
-    assert found["Throughput"] == [50.0, 50.0]
+    results = {item["title"]: item["lines"][0]["y"] for item in main_charts([metrics(1), metrics(2)], None)}
+    assert results["Entropy"] == [3.0, None]
+    assert results["Throughput"] == [50.0, 50.0]

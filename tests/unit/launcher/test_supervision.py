@@ -16,7 +16,7 @@ import structlog
 
 from quartet.config import RecoveryConfig
 from quartet.errors import ServiceFailed
-from quartet.launcher.liveness import process_state
+from quartet.launcher.liveness_probe import process_state
 from quartet.launcher.supervisor import ProcessSupervisor, RestartCounter, exit_error
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from quartet.models.lora import Adapter, add_adapter
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
+from quartet.models.weights.lora import Adapter, add_adapter
 from quartet.types import Experience, OptimizationSettings, PolicyLossSettings
 from tests.unit.models import tiny
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quartet.models.loading import snapshot_model
-from quartet.models.lora import Adapter
-from quartet.models.snapshot import Writer, write_model
 from quartet.models.training.optimizer import OPTIMIZER_FILE, MasterWeightAdamW, snapshot_optimizer
 from quartet.models.value_head import ValueModel
+from quartet.models.weights.loading import snapshot_model
+from quartet.models.weights.lora import Adapter
+from quartet.models.weights.snapshot import Writer, write_model
 
 
 def save_policy(model: Any, tokenizer: Any, directory: Path, adapter: Adapter | None = None) -> None:

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from quartet.errors import ModelError
-from quartet.models.loading import (
+from quartet.models.weights.loading import (
     count_parameters,
     load_causal_lm,
     load_critic,

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from quartet.errors import InvalidRequest, ModelError
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.lora import add_adapter
+from quartet.models.weights.lora import add_adapter
 from tests.unit.models import tiny
 from tests.unit.models.adapters import ALPHA, BATCH, IDS, RANK, adapted, learn, same, snapshot, split
 
@@ -143,10 +143,10 @@ def test_the_engine_generates_with_the_adapter() -> None:
     model, _ = adapted("gpt2")
     learn(model, steps=3)
     asked = tiny.requests(5)
-    found = tiny.generated(TorchEngine(model, frozenset({tiny.EOS}), 4), asked)
+    result = tiny.generated(TorchEngine(model, frozenset({tiny.EOS}), 4), asked)
     plain = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset({tiny.EOS}), 4), asked)
-    assert [t.log_probs.tobytes() for t in found] != [t.log_probs.tobytes() for t in plain]
-    for trajectory in found:
+    assert [t.log_probs.tobytes() for t in result] != [t.log_probs.tobytes() for t in plain]
+    for trajectory in result:
         ids = torch.from_numpy(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int64))
         full = model(ids[None]).logits[0].log_softmax(-1)[len(trajectory.prompt_ids) - 1 : -1]
         expected = full.gather(1, ids[len(trajectory.prompt_ids) :, None])[:, 0]

@@ -18,11 +18,11 @@ import transformers
 
 from quartet.errors import StorageFailed
 from quartet.models.hf_logging import suppress_hf_logging
-from quartet.models.loading import load_causal_lm, load_critic, snapshot_model
-from quartet.models.lora import add_adapter
-from quartet.models.snapshot import Writer, host_state, write_model
 from quartet.models.training.optimizer import create_optimizer, snapshot_optimizer
 from quartet.models.value_head import HEAD_FILE
+from quartet.models.weights.loading import load_causal_lm, load_critic, snapshot_model
+from quartet.models.weights.lora import add_adapter
+from quartet.models.weights.snapshot import Writer, host_state, write_model
 from tests.unit.models import tiny
 
 
@@ -36,7 +36,7 @@ def written(writer: Writer, directory: Path) -> dict[str, bytes]:
 
 
 def disturb(model: Any) -> None:
-    """What an update does: every weight that is trained changes in place."""
+    """Return what an update does: every weight that is trained changes in place."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

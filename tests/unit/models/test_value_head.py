@@ -10,8 +10,8 @@ import torch
 
 from quartet.errors import ModelError
 from quartet.models.forward.scoring import response_values
-from quartet.models.loading import load_critic
 from quartet.models.value_head import HEAD_FILE
+from quartet.models.weights.loading import load_critic
 from tests.unit.models import tiny
 from tests.unit.models.saving import save_critic
 

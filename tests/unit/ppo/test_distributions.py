@@ -84,11 +84,11 @@ def test_both_are_differentiable(seed: int, temperature: float) -> None:
     (expected,) = torch.autograd.grad(
         (torch.log_softmax(logits / temperature, 1).gather(1, ids[:, None])[:, 0] * weights).sum(), logits
     )
-    found = token_log_probs(logits, ids, temperature)
-    (gradient,) = torch.autograd.grad((found * weights).sum(), logits, retain_graph=True)
+    result = token_log_probs(logits, ids, temperature)
+    (gradient,) = torch.autograd.grad((result * weights).sum(), logits, retain_graph=True)
     assert torch.allclose(gradient, expected, rtol=1e-12, atol=1e-12)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(found.sum(), logits)
+        torch.autograd.grad(result.sum(), logits)
 
 
 @check

@@ -13,7 +13,7 @@ from hypothesis import given
 from torch import Tensor
 
 from quartet.errors import InvalidRequest
-from quartet.ppo.estimators import (
+from quartet.ppo.critic_free_advantages import (
     broadcast_to_tokens,
     discounted_returns,
     grpo_advantages,
@@ -44,9 +44,9 @@ def same_prompt(rewards: list[float], groups: list[int], row: int) -> list[float
 def test_a_sequence_reward_is_the_score_less_the_kl_of_the_whole_response(lengths: list[int], seed: int) -> None:
     kl, scores = draw(seed, sum(lengths)), draw(seed + 1, len(lengths))
     expected = [score - 0.3 * math.fsum(row) for score, row in zip(scores.tolist(), split(kl, lengths), strict=True)]
-    found = sequence_rewards(scores, kl, torch.tensor(lengths), 0.3)
-    assert found.dtype == torch.float32
-    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    result = sequence_rewards(scores, kl, torch.tensor(lengths), 0.3)
+    assert result.dtype == torch.float32
+    assert result.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 @check
@@ -88,19 +88,19 @@ def test_groups_worked_by_hand() -> None:
     assert grpo_advantages(rewards, groups, divide_by_std=False).tolist() == pytest.approx([-1.0, -3.0, 1.0, 0.0, 3.0])
     # Sample standard deviations: sqrt(2) and 3.
     first, second = 1 / (math.sqrt(2) + 1e-4), 3 / (3 + 1e-4)
-    found = grpo_advantages(rewards, groups, divide_by_std=True).tolist()
-    assert found == pytest.approx([-first, -second, first, 0.0, second], rel=1e-6)
+    result = grpo_advantages(rewards, groups, divide_by_std=True).tolist()
+    assert result == pytest.approx([-first, -second, first, 0.0, second], rel=1e-6)
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1234.567])
 def test_samples_of_equal_reward_have_no_advantage_at_all(reward: float) -> None:
     rewards, groups = torch.full((7,), reward), torch.tensor([1, 2, 1, 2, 2, 1, 1])
-    for found in (
+    for result in (
         rloo_advantages(rewards, groups),
         grpo_advantages(rewards, groups, divide_by_std=True),
         grpo_advantages(rewards, groups, divide_by_std=False),
     ):
-        assert found.tolist() == [0.0] * 7
+        assert result.tolist() == [0.0] * 7
 
 
 @check
@@ -126,9 +126,9 @@ def test_discounted_returns_are_the_sum_of_what_is_still_to_come(lengths: list[i
         for row in split(rewards, lengths)
         for t in range(len(row))
     ]
-    found = discounted_returns(rewards, torch.tensor(lengths), gamma)
-    assert found.dtype == torch.float32
-    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    result = discounted_returns(rewards, torch.tensor(lengths), gamma)
+    assert result.dtype == torch.float32
+    assert result.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 @check
@@ -154,14 +154,14 @@ def test_a_number_per_response_is_spread_over_its_tokens() -> None:
 
 def test_no_gradient_flows_into_advantages() -> None:
     rewards, groups = torch.ones(4, requires_grad=True), torch.tensor([0, 0, 1, 1])
-    found = (
+    result = (
         sequence_rewards(rewards, rewards, torch.ones(4, dtype=torch.long), 0.1),
         reinforce_advantages(rewards),
         rloo_advantages(rewards, groups),
         grpo_advantages(rewards, groups, True),
         discounted_returns(rewards, torch.tensor([4]), 1.0),
     )
-    assert not any(tensor.requires_grad for tensor in found)
+    assert not any(tensor.requires_grad for tensor in result)
     assert rewards.tolist() == [1.0] * 4
 
 

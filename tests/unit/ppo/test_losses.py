@@ -13,7 +13,7 @@ from hypothesis import given
 from torch import Tensor
 
 from quartet.errors import InvalidRequest
-from quartet.ppo.estimators import broadcast_to_tokens
+from quartet.ppo.critic_free_advantages import broadcast_to_tokens
 from quartet.ppo.losses import (
     Aggregation,
     RatioLevel,
@@ -149,10 +149,10 @@ def test_the_first_step_on_whole_responses_is_the_gradient_of_rloo() -> None:
     lengths = torch.tensor([3, 1])
     log_probs, advantages = draw(0, 4), torch.tensor([2.0, 2.0, 2.0, -1.0])
     weights = loss_weights(torch.ones(4), lengths, "sequence_mean")
-    found = gradient(
+    result = gradient(
         lambda x: policy_loss(x, log_probs, advantages, weights, lengths, 0.2, 0.2, 0.0, "sequence").loss, log_probs
     )
-    assert found == pytest.approx([-1.0, -1.0, -1.0, 0.5])
+    assert result == pytest.approx([-1.0, -1.0, -1.0, 0.5])
 
 
 def one_token(ratio: float, advantage: float, dual_clip: float = 0.0) -> tuple[float, int, float]:
@@ -192,10 +192,10 @@ def test_the_chapters_clipped_objective_is_2_4_and_not_2_6() -> None:
 def test_one_token_worked_by_hand(
     ratio: float, advantage: float, dual_clip: float, loss: float, clipped: int, grad: float
 ) -> None:
-    found = one_token(ratio, advantage, dual_clip)
-    assert found[0] == pytest.approx(loss, rel=1e-5, abs=1e-7)
-    assert found[1] == clipped
-    assert found[2] == pytest.approx(grad, rel=1e-5, abs=1e-7)
+    result = one_token(ratio, advantage, dual_clip)
+    assert result[0] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    assert result[1] == clipped
+    assert result[2] == pytest.approx(grad, rel=1e-5, abs=1e-7)
 
 
 @DUAL
@@ -205,9 +205,9 @@ def test_the_gradient_is_zero_exactly_where_a_clip_decides(dual_clip: float, tok
     new, old, advantages = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw(seed + 2, tokens)
     mask = draw_mask(seed + 3, tokens)
     one = torch.tensor([tokens])
-    found = gradient(lambda x: policy_loss(x, old, advantages, mask / 3, one, 0.2, 0.2, dual_clip, "token").loss, new)
+    result = gradient(lambda x: policy_loss(x, old, advantages, mask / 3, one, 0.2, 0.2, dual_clip, "token").loss, new)
     for grad, n, o, a, counts in zip(
-        found, new.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), strict=True
+        result, new.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), strict=True
     ):
         _, decided = policy_term(n, o, a, 0.2, 0.2, dual_clip)
         expected = 0.0 if decided or not counts else -a * math.exp(n - o) / 3
@@ -352,8 +352,8 @@ def test_the_value_loss_and_its_gradient_follow_the_definition(value_clip: float
     result = value_loss(new, old, returns, value_clip, 11)
     assert result.loss.item() == pytest.approx(total / 11, rel=1e-4, abs=1e-6)
     assert result.clipped_tokens.item() == clipped
-    found = gradient(lambda x: value_loss(x, old, returns, value_clip, 11).loss, new)
-    assert found == pytest.approx(grads, rel=1e-4, abs=1e-6)
+    actual = gradient(lambda x: value_loss(x, old, returns, value_clip, 11).loss, new)
+    assert actual == pytest.approx(grads, rel=1e-4, abs=1e-6)
 
 
 def test_a_value_that_ran_ahead_of_its_clip_waits() -> None:
@@ -374,8 +374,8 @@ def test_the_kl_loss_and_its_gradient_follow_the_definition(kind: Literal["k2", 
         total += counts * (d * d / 2 if kind == "k2" else math.exp(-d) - 1 + d)
         grads.append(counts * (d if kind == "k2" else 1 - math.exp(-d)) / 7)
     assert kl_loss(new, reference, mask / 7, kind).item() == pytest.approx(total / 7, rel=1e-4, abs=1e-6)
-    found = gradient(lambda x: kl_loss(x, reference, mask / 7, kind), new)
-    assert found == pytest.approx(grads, rel=1e-4, abs=1e-6)
+    result = gradient(lambda x: kl_loss(x, reference, mask / 7, kind), new)
+    assert result == pytest.approx(grads, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("denominator", [0, -1, math.nan])

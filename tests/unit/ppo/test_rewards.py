@@ -160,9 +160,9 @@ def test_scores_are_cut_at_both_ends() -> None:
 def test_only_tokens_beyond_the_free_ones_cost(lengths: list[int], seed: int, price: float, free: int) -> None:
     scores = draw(seed, len(lengths))
     expected = [s - price * max(0, length - free) for s, length in zip(scores.tolist(), lengths, strict=True)]
-    found = penalize_length(scores, torch.tensor(lengths, dtype=torch.int32), price, free)
-    assert found.dtype == torch.float32
-    assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    result = penalize_length(scores, torch.tensor(lengths, dtype=torch.int32), price, free)
+    assert result.dtype == torch.float32
+    assert result.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 @check
@@ -180,15 +180,15 @@ def test_the_overlong_penalty_follows_its_definition(
         else:
             punishment = -1.0
         expected.append(score + penalty * punishment)
-    found = penalize_overlong(scores, torch.tensor(lengths, dtype=torch.int32), longest, buffer, penalty)
-    assert found.dtype == torch.float32
-    assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    result = penalize_overlong(scores, torch.tensor(lengths, dtype=torch.int32), longest, buffer, penalty)
+    assert result.dtype == torch.float32
+    assert result.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_the_overlong_penalty_worked_by_hand() -> None:
     # A limit of 20 tokens and a buffer of 4: free up to 16, half way at 18, the whole penalty at 20.
-    found = penalize_overlong(torch.zeros(5), torch.tensor([1, 16, 17, 18, 20]), 20, 4, 2.0)
-    assert found.tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
+    result = penalize_overlong(torch.zeros(5), torch.tensor([1, 16, 17, 18, 20]), 20, 4, 2.0)
+    assert result.tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
 
 
 def test_prices_that_cannot_be_meant_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from quartet.errors import InvalidRequest
-from quartet.ppo.schedules import ScheduleKind, scheduled_learning_rate
+from quartet.ppo.learning_rate import ScheduleKind, scheduled_learning_rate
 from tests.unit.ppo.batches import check
 
 KIND = pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
@@ -40,19 +40,19 @@ def test_the_ends_are_met_exactly_and_nothing_leaves_the_range(
     kind: ScheduleKind, total: int, data: st.DataObject, peak: float, share: float
 ) -> None:
     warmup, final = data.draw(st.integers(0, total)), peak * share
-    found = rates(kind, total, warmup, peak, final)
+    result = rates(kind, total, warmup, peak, final)
     if warmup:
-        assert found[warmup - 1] == peak
-        assert found[0] == pytest.approx(peak / warmup)
+        assert result[warmup - 1] == peak
+        assert result[0] == pytest.approx(peak / warmup)
     if warmup < total:
-        assert found[warmup] == pytest.approx(peak)
+        assert result[warmup] == pytest.approx(peak)
         assert scheduled_learning_rate(total + 1, total, peak, final, warmup, kind) == (
             peak if kind == "constant" else final
         )
-    assert found[:warmup] == sorted(found[:warmup])
-    after = found[max(0, warmup - 1) :]
+    assert result[:warmup] == sorted(result[:warmup])
+    after = result[max(0, warmup - 1) :]
     assert all(a >= b - 1e-12 * peak for a, b in itertools.pairwise(after))
-    assert all(0 < rate <= peak * (1 + 1e-12) for rate in found), "no step is wasted"
+    assert all(0 < rate <= peak * (1 + 1e-12) for rate in result), "no step is wasted"
 
 
 @pytest.mark.parametrize(("kind", "after"), [("constant", 0.8), ("linear", 0.2), ("cosine", 0.2)])

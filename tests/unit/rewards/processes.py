@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def runs(process: int) -> bool:
-    """Whether it runs; one that has ended and waits to be noticed does not."""
+    """Return whether it runs; one that has ended and waits to be noticed does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -18,7 +18,7 @@ def runs(process: int) -> bool:
 
 def children() -> set[int]:
     """Every process that this one has started, those included that have ended and were not waited for."""
-    found = set()
+    results = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
@@ -26,12 +26,12 @@ def children() -> set[int]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             if int(parent) == os.getpid():
-                found.add(int(entry.name))
-    return found
+                results.add(int(entry.name))
+    return results
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Waits until it holds."""
+    """Wait until it holds."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < seconds

@@ -68,7 +68,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def build(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
-    """Builds reward sources, and checks at the end that no process is left."""
+    """Build reward sources, and checks at the end that no process is left."""
     (tmp_path / "scorers.py").write_text(SCORERS)
     monkeypatch.chdir(tmp_path)
     before = children()

@@ -59,7 +59,7 @@ Start = Callable[..., FunctionReward]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts rewards of functions in the working directory, and checks at the end that no process is left."""
+    """Start rewards of functions in the working directory, and checks at the end that no process is left."""
     (tmp_path / "scorers.py").write_text(SCORERS)
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     monkeypatch.chdir(tmp_path)

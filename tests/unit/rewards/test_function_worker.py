@@ -27,7 +27,7 @@ Start = Callable[..., FunctionWorker]
 
 @pytest.fixture
 def start(functions: Path) -> Iterator[Start]:
-    """Starts workers, and checks at the end that no process is left."""
+    """Start workers, and checks at the end that no process is left."""
     before = children()
     with ExitStack() as stack:
 
@@ -316,13 +316,13 @@ def test_a_process_outlives_the_thread_that_made_it_start(start: Start) -> None:
     os.kill(first, signal.SIGKILL)
     # Wholly ended: its first thread may be a zombie while others still end, and until then the worker takes it for running.
     os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(worker.call([], 20)))
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(worker.call([], 20)))
     thread.start()
     thread.join()
     # The kernel would end the process with its thread; a moment later it is seen to.
     for _ in range(20):
-        assert worker.call([], 20) == found[0]
+        assert worker.call([], 20) == results[0]
 
 
 def test_closing_ends_the_process_and_those_that_the_function_started(start: Start) -> None:

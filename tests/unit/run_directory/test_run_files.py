@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quartet.errors import ConfigError, StorageFailed
-from quartet.run_directory.lifecycle import (
+from quartet.run_directory.locking_and_removal import (
     check_unused,
     delete_earlier_run,
     find_run,
@@ -170,13 +170,13 @@ def test_the_run_of_a_path_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     files.write_config("run: {}\n")
     (tmp_path / "config.yaml").write_text("foo: bar\n")
     for inside in ("policy", "checkpoints/step-000020/actor"):
-        found = find_run(tmp_path / "runs/a" / inside)
-        assert found is not None
-        assert found.root == files.root
+        result = find_run(tmp_path / "runs/a" / inside)
+        assert result is not None
+        assert result.root == files.root
     monkeypatch.chdir(files.root)
-    found = find_run(Path("policy"))
-    assert found is not None
-    assert found.root == files.root
+    result = find_run(Path("policy"))
+    assert result is not None
+    assert result.root == files.root
     assert find_run(tmp_path / "runs/b/policy") is None
 
 

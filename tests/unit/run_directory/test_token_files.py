@@ -17,7 +17,7 @@ LENGTHS = [(3, 2), (1, 4), (2, 1)]
 def arrays(values: bool = True) -> dict[str, Any]:
     prompts, responses = (sum(lengths) for lengths in zip(*LENGTHS, strict=True))
     numbers = np.arange(responses, dtype=np.float32)
-    found = {
+    results = {
         "prompt_lengths": np.array([prompt for prompt, _ in LENGTHS], np.int32),
         "response_lengths": np.array([response for _, response in LENGTHS], np.int32),
         "prompt_ids": np.arange(100, 100 + prompts, dtype=np.int32),
@@ -28,7 +28,7 @@ def arrays(values: bool = True) -> dict[str, Any]:
         "advantages": 3 * numbers,
         "returns": 4 * numbers,
     }
-    return found | ({"values": 5 * numbers} if values else {})
+    return results | ({"values": 5 * numbers} if values else {})
 
 
 def test_each_trajectory_has_its_own_part_of_the_arrays(tmp_path: Path) -> None:
@@ -52,9 +52,9 @@ def test_each_trajectory_has_its_own_part_of_the_arrays(tmp_path: Path) -> None:
 
 def test_there_are_no_values_without_a_critic(tmp_path: Path) -> None:
     RunFiles(tmp_path).write_tokens(1, arrays(values=False))
-    found = RunFiles(tmp_path).read_tokens(1, 0)
-    assert found is not None
-    assert found.values is None
+    result = RunFiles(tmp_path).read_tokens(1, 0)
+    assert result is not None
+    assert result.values is None
 
 
 def test_a_step_without_a_token_file_returns_none(tmp_path: Path) -> None:

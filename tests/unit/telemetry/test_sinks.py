@@ -175,11 +175,11 @@ def test_a_resumed_run_writes_a_new_tensorboard_file(tmp_path: Path) -> None:
         board.step(step, {"loss": float(step), "nothing": math.nan})
         board.close()
     assert len(list(tmp_path.iterdir())) == 2
-    found = scalars(tmp_path)
-    assert [(step, tag) for step, tag, _ in found] == [
+    result = scalars(tmp_path)
+    assert [(step, tag) for step, tag, _ in result] == [
         (step, f"train/{name}") for step in (1, 2) for name in ("loss", "nothing")
     ]
-    assert math.isnan(found[1][2])
+    assert math.isnan(result[1][2])
 
 
 CONFIG = {"run": {"name": "name", "steps": 3}, "actor": {"model": "m"}}
@@ -235,7 +235,7 @@ def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def wandb_history(path: Path) -> list[dict[str, str]]:
-    """What was logged, as JSON by name, of the library's own file: records in the format of LevelDB's log."""
+    """Return what was logged, as JSON by name, of the library's own file: records in the format of LevelDB's log."""
     from wandb.proto import wandb_internal_pb2
 
     data, place, record, rows = path.read_bytes(), 7, b"", []

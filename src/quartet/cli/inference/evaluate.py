@@ -32,12 +32,12 @@ from quartet.evaluation import (
 )
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.loading import load_causal_lm, load_tokenizer, stop_token_ids, tokenizer_fingerprint
+from quartet.models.weights.loading import load_causal_lm, load_tokenizer, stop_token_ids, tokenizer_fingerprint
 from quartet.preflight import looks_local
 from quartet.rewards.factory import build_reward
 from quartet.rewards.function_worker import FunctionWorker
 from quartet.rewards.reward_source import RewardSource
-from quartet.run_directory.lifecycle import find_run
+from quartet.run_directory.locking_and_removal import find_run
 from quartet.run_directory.run_files import RunFiles
 from quartet.types import GenerationRequest, Prompt, SamplingParameters, TokenBatch, Trajectory
 

@@ -14,7 +14,7 @@ import typer
 from quartet.data import PromptEncoder, PromptLine, encode_prompts, read_prompt_lines
 from quartet.errors import ConfigError, InvalidRequest
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from quartet.models.weights.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from quartet.types import GenerationRequest, Prompt, SamplingParameters, Trajectory, TrajectoryId
 
 

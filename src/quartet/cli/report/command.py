@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 
 from quartet import __version__
-from quartet.cli.checkpoint.manage import run_files
+from quartet.cli.checkpoint.list_and_tag import run_files
 from quartet.cli.report.curves import evaluation_charts, further_charts, main_charts
 from quartet.cli.report.page import (
     MARK,

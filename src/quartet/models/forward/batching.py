@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from quartet.errors import InvalidRequest
-from quartet.models.forward.inspection import device_of
+from quartet.models.forward.model_capabilities import device_of
 from quartet.models.forward.packing import Packing, TokenIndices, supports_packing
 from quartet.types import IntArray, TokenBatch
 

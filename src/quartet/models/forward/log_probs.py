@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from quartet.models.forward.batching import MicroBatch
-from quartet.models.forward.inspection import device_of, vocabulary_size
+from quartet.models.forward.model_capabilities import device_of, vocabulary_size
 from quartet.models.forward.packing import hidden_states, logits_at_positions, select_positions
 from quartet.ppo.distributions import entropy, token_log_probs
 
@@ -50,7 +50,7 @@ def forward_log_probs(
     def compute_chunk(states: torch.Tensor, targets: torch.Tensor) -> TokenOutputs:
         return _token_outputs(head(states), targets, temperature, entropy_use)
 
-    found = [
+    results = [
         checkpoint(compute_chunk, states, targets, use_reentrant=False, preserve_rng_state=False)
         for states, targets in zip(
             torch.split(select_positions(hidden, micro_batch.predicts), rows),
@@ -58,7 +58,7 @@ def forward_log_probs(
             strict=True,
         )
     ]
-    log_probs, entropies = zip(*found, strict=True)
+    log_probs, entropies = zip(*results, strict=True)
     return torch.cat(log_probs), None if entropy_use == "none" else torch.cat(entropies)
 
 
@@ -77,7 +77,7 @@ def _token_outputs(
 
 
 def _head_is_separate(model: Any) -> bool:
-    """Whether the logits are what the head makes of the last hidden states, and nothing else: tried once, on a token."""
+    """Return whether the logits are what the head makes of the last hidden states, and nothing else: tried once, on a token."""
     if model not in _head_checks:
         _head_checks[model] = _compare_head(model)
     return _head_checks[model]

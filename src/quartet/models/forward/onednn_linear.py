@@ -40,7 +40,7 @@ def use_onednn_linear(model: nn.Module) -> None:
 
 @functools.cache
 def is_enabled() -> bool:
-    """Whether the environment asks for oneDNN and torch has its operator."""
+    """Return whether the environment asks for oneDNN and torch has its operator."""
     return os.environ.get(VARIABLE) == "1" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

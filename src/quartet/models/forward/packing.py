@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from quartet.models.forward.inspection import accepts_argument, attends_to_all, device_of, vocabulary_size
+from quartet.models.forward.model_capabilities import accepts_argument, attends_to_all, device_of, vocabulary_size
 
 MIN_LENGTH_RATIO = 0.6
 """Sequences are computed together while the shortest has at least this share of the longest one's tokens."""
@@ -73,15 +73,15 @@ class Packing:
 
 def _group_by_length(sequences: Sequence[TokenIndices]) -> list[list[TokenIndices]]:
     """The sequences, those together that are computed together."""
-    found: list[list[TokenIndices]] = []
+    results: list[list[TokenIndices]] = []
     shortest = longest = 0
     for sequence in sequences:
         shortest, longest = min(shortest, len(sequence)), max(longest, len(sequence))
         if shortest < MIN_LENGTH_RATIO * longest:
             shortest = longest = len(sequence)
-            found.append([])
-        found[-1].append(sequence)
-    return found
+            results.append([])
+        results[-1].append(sequence)
+    return results
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def hidden_states(backbone: Any, input_ids: torch.Tensor, packing: Packing | Non
 
 
 def supports_packing(model: Any) -> bool:
-    """Whether a model, or a value model, computes the same for packed sequences as for padded ones: tried once, on some."""
+    """Return whether a model, or a value model, computes the same for packed sequences as for padded ones: tried once, on some."""
     base = model.base_model
     if base not in _packing_checks:
         _packing_checks[base] = _is_candidate(base) and _matches_padded(base)
@@ -162,11 +162,11 @@ def _matches_padded(base: Any) -> bool:
     padded = torch.stack([ids[row + [0] * (5 - len(row))] for row in rows])
     expected = hidden_states(base, padded).flatten(0, 1)[[0, 1, 2, 3, 4, 7, 8, 10, 11]]
     try:
-        found = hidden_states(base, ids[None], packing)[0]
+        result = hidden_states(base, ids[None], packing)[0]
     except (KeyError, TypeError, ValueError):
         # A model that does not hand on what its attention needs.
         return False
-    difference = (found - expected).abs().max() / expected.abs().max()
+    difference = (result - expected).abs().max() / expected.abs().max()
     return bool(difference <= TOLERANCE[expected.dtype])
 
 
@@ -191,10 +191,10 @@ def _attention(
 
 def _unpack(states: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
     """[heads, tokens, head size] -> for each block [rows, heads, longest, head size]."""
-    found = states.transpose(0, 1).index_select(0, packing.sources)
-    parts = torch.split(found, [rows * longest for rows, longest in packing.blocks])
+    result = states.transpose(0, 1).index_select(0, packing.sources)
+    parts = torch.split(result, [rows * longest for rows, longest in packing.blocks])
     return [
-        part.view(rows, longest, *found.shape[1:]).transpose(1, 2)
+        part.view(rows, longest, *result.shape[1:]).transpose(1, 2)
         for part, (rows, longest) in zip(parts, packing.blocks, strict=True)
     ]
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from quartet.errors import ComputationFailed
 from quartet.models.forward.batching import MicroBatch, iter_micro_batches, micro_batches, right_pad
-from quartet.models.forward.inspection import check_batch, device_of
 from quartet.models.forward.log_probs import forward_log_probs
+from quartet.models.forward.model_capabilities import check_batch, device_of
 from quartet.models.forward.packing import hidden_states
 from quartet.models.value_head import ValueModel
 from quartet.types import FloatArray, TokenBatch
@@ -30,12 +30,12 @@ def response_log_probs(model: Any, batch: TokenBatch, temperature: float, max_to
     ``max_tokens`` bounds a micro-batch, pads included. Raises InvalidRequest; ComputationFailed if one is not finite.
     """
     check_batch(model, batch)
-    found = np.empty(int(batch.response_lengths.sum()), np.float32)
+    result = np.empty(int(batch.response_lengths.sum()), np.float32)
     with torch.inference_mode():
         for micro_batch in iter_micro_batches(model, batch, max_tokens):
             log_probs, _ = forward_log_probs(model, micro_batch, temperature)
-            found[micro_batch.token_indices.cpu().numpy()] = log_probs.float().cpu().numpy()
-    return _finite(found, "log-probs", model)
+            result[micro_batch.token_indices.cpu().numpy()] = log_probs.float().cpu().numpy()
+    return _finite(result, "log-probs", model)
 
 
 def response_values(value_model: ValueModel, batch: TokenBatch, max_tokens: int) -> FloatArray:
@@ -45,11 +45,11 @@ def response_values(value_model: ValueModel, batch: TokenBatch, max_tokens: int)
     ComputationFailed if one is not finite.
     """
     check_batch(value_model, batch)
-    found = np.empty(int(batch.response_lengths.sum()), np.float32)
+    result = np.empty(int(batch.response_lengths.sum()), np.float32)
     with torch.inference_mode():
         for micro_batch in iter_micro_batches(value_model, batch, max_tokens):
-            found[micro_batch.token_indices.cpu().numpy()] = forward_values(value_model, micro_batch).cpu().numpy()
-    return _finite(found, "values", value_model)
+            result[micro_batch.token_indices.cpu().numpy()] = forward_values(value_model, micro_batch).cpu().numpy()
+    return _finite(result, "values", value_model)
 
 
 def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> FloatArray:
@@ -60,12 +60,12 @@ def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Fl
     score is not finite.
     """
     check_batch(reward_model, batch)
-    found = np.empty(len(batch), np.float32)
+    result = np.empty(len(batch), np.float32)
     of_some = _decoder_scores if isinstance(getattr(reward_model, "score", None), nn.Module) else _encoder_scores
     with torch.inference_mode():
         for rows, scores in of_some(reward_model, batch, max_tokens):
-            found[rows] = scores.squeeze(-1).float().cpu().numpy()
-    return _finite(found, "scores", reward_model)
+            result[rows] = scores.squeeze(-1).float().cpu().numpy()
+    return _finite(result, "scores", reward_model)
 
 
 def _decoder_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Iterator[tuple[list[int], torch.Tensor]]:

@@ -14,7 +14,7 @@ class DetachedTorchEngine(TorchEngine):
     """Decodes with a copy of the policy, which is as the policy was at the last ``weights_changed``."""
 
     def __init__(self, learner: Any, stop_ids: frozenset[int], max_concurrent_sequences: int, device: str) -> None:
-        """Copies ``learner`` to ``device``. The rest is as of TorchEngine."""
+        """Copie ``learner`` to ``device``. The rest is as of TorchEngine."""
         super().__init__(deepcopy(learner).to(device).requires_grad_(False), stop_ids, max_concurrent_sequences)
         self._learner = learner
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quartet.models.lora import Adapter
+from quartet.models.weights.lora import Adapter
 from quartet.types import FloatArray, GenerationRequest, SamplingParameters, TokenBatch, Trajectory
 
 Cancelled = Callable[[], bool]

@@ -48,7 +48,7 @@ class _Layer(BufferLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the new token's keys and values [rows, heads, 1, head size]; gives back all that are in use."""
+        """Write the new token's keys and values [rows, heads, 1, head size]; gives back all that are in use."""
         window = self.window
         rows, start, end = window.rows, window.start, window.end
         self.keys[:rows, :, end : end + 1] = key_states
@@ -95,7 +95,7 @@ class DecodeCache:
 
     @property
     def full(self) -> bool:
-        """Whether there is no column for another token."""
+        """Return whether there is no column for another token."""
         return self.end == self.capacity
 
     @property
@@ -108,7 +108,7 @@ class DecodeCache:
         self._window.rows = rows
 
     def fill(self, rows: list[int], sources: list[int], lengths: list[int], prefilled: Any) -> None:
-        """Takes over prompts computed with right padding, aligning them to end where the rows in use do.
+        """Take over prompts computed with right padding, aligning them to end where the rows in use do.
 
         Row ``rows[i]`` becomes the ``lengths[i]`` tokens of row ``sources[i]`` of ``prefilled``, a filled DynamicCache. What
         stands before them is arbitrary but finite: attention multiplies it by 0.
@@ -139,11 +139,11 @@ class DecodeCache:
         )
 
     def advance(self) -> None:
-        """Counts the token that every layer has just been given."""
+        """Count the token that every layer has just been given."""
         self._window.end += 1
 
     def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor, start: int) -> None:
-        """Moves rows ``movers`` into ``holes`` and keeps the first ``rows``, and the columns from ``start``."""
+        """Move rows ``movers`` into ``holes`` and keeps the first ``rows``, and the columns from ``start``."""
         window = self._window
         if len(holes):
             for layer in self.layers.layers:
@@ -153,7 +153,7 @@ class DecodeCache:
         window.rows, window.start = rows, start
 
     def move_left(self) -> int:
-        """Moves what is in use to the left, as far as the longest prompt leaves room, and gives by how many columns."""
+        """Move what is in use to the left, as far as the longest prompt leaves room, and gives by how many columns."""
         window = self._window
         columns = min(window.start, window.end - self._least)
         for layer in self.layers.layers:
@@ -172,7 +172,7 @@ def prefill_cache() -> Any:
 
 
 def check_cacheable(model: Any) -> None:
-    """Raises ModelError for a model that keeps more than keys and values per token (recurrent or compressed state)."""
+    """Raise ModelError for a model that keeps more than keys and values per token (recurrent or compressed state)."""
     kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
     other = sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer})
     if other:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet.errors import ModelError
-from quartet.models.lora import Adapter
+from quartet.models.weights.lora import Adapter
 
 MODULES = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "gate_proj": 5, "down_proj": 6, "up_proj": 7}
 """TensorRT-LLM's numbers (attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h, mlp_4h_to_h, mlp_gate) of Hugging Face's layers."""
@@ -33,7 +33,7 @@ class LoraTensors:
 
 
 def lora_tensors(adapter: Adapter) -> LoraTensors:
-    """Copies the adapter's weights. Raises ModelError for layers that TensorRT-LLM does not take."""
+    """Copie the adapter's weights. Raises ModelError for layers that TensorRT-LLM does not take."""
     rows, config = [], []
     for name, a, b in adapter.matrices():
         layer = re.search(r"\.(\d+)\.", name)

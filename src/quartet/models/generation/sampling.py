@@ -9,7 +9,7 @@ from quartet.types import SamplingParameters
 
 
 def check_sampling(sampling: SamplingParameters) -> None:
-    """Raises InvalidRequest for parameters outside their ranges."""
+    """Raise InvalidRequest for parameters outside their ranges."""
     if sampling.max_response_tokens < 1:
         raise InvalidRequest(f"max_response_tokens {sampling.max_response_tokens}: expected at least 1")
     if not 0 <= sampling.temperature < float("inf"):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from quartet.models.forward.inspection import accepts_argument, attends_to_all, device_of, vocabulary_size
+from quartet.models.forward.model_capabilities import accepts_argument, attends_to_all, device_of, vocabulary_size
 from quartet.models.forward.packing import TOLERANCE
 from quartet.models.generation.kv_cache import BufferLayer, prefill_cache
 
@@ -34,7 +34,7 @@ class _Layer(BufferLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the new token's keys and values [rows, heads, 1, head size]; gives back all columns."""
+        """Write the new token's keys and values [rows, heads, 1, head size]; gives back all columns."""
         self.keys[self._places] = key_states[:, :, 0]
         self.values[self._places] = value_states[:, :, 0]
         return self.keys, self.values
@@ -144,7 +144,7 @@ class StaticDecoder:
         self._positions[torch.from_numpy(rows).to(self._device)] = 0
 
     def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> None:
-        """Moves rows ``movers`` into ``holes`` and keeps the first ``rows``."""
+        """Move rows ``movers`` into ``holes`` and keeps the first ``rows``."""
         self._lengths[holes.cpu().numpy()] = self._lengths[movers.cpu().numpy()]
         if len(holes):
             columns = int(self._lengths[:rows].max())
@@ -156,7 +156,7 @@ class StaticDecoder:
         self._positions[rows:] = 0
 
     def _step(self, rows: int, columns: int) -> Callable[[], None]:
-        """What computes a step of so many rows and columns."""
+        """Return what computes a step of so many rows and columns."""
         key = rows, columns
         if key not in self._steps:
 
@@ -205,7 +205,7 @@ def _captured(compute: Callable[[], None], device: torch.device, pool: Any) -> C
 
 @torch.inference_mode()
 def unsupported_reason(model: Any, capture: bool) -> str | None:
-    """Why a model cannot decode this way, or None when it was tried on a few tokens and did.
+    """Return why a model cannot decode this way, or None when it was tried on a few tokens and did.
 
     Too little memory is no reason but an error: a run's bits must not depend on what happens to be free.
     """
@@ -225,8 +225,8 @@ def unsupported_reason(model: Any, capture: bool) -> str | None:
 
 
 def _attention(model: Any) -> str | None:
-    found: str | None = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    return found
+    result: str | None = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    return result
 
 
 def _difference(model: Any, capture: bool) -> float:
@@ -241,11 +241,11 @@ def _difference(model: Any, capture: bool) -> float:
     rows = list(range(len(lengths)))
     decoder.fill(rows, rows, list(lengths), prefilled)
     decoder.begin(slice(0, len(rows)), list(lengths))
-    expected, found = [], []
+    expected, results = [], []
     for place in range(tokens):
         fed = torch.stack([ids[row, length + place] for row, length in enumerate(lengths)])
-        found.append(decoder.logits(fed).clone())
+        results.append(decoder.logits(fed).clone())
         ends = [length + place + 1 for length in lengths]
         expected += [model(input_ids=ids[row : row + 1, :end]).logits[:, -1] for row, end in enumerate(ends)]
     whole = torch.cat(expected).float()
-    return float((torch.cat(found).float() - whole).abs().max() / whole.abs().max())
+    return float((torch.cat(results).float() - whole).abs().max() / whole.abs().max())

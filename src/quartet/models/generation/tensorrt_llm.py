@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from quartet.errors import Cancelled, ConfigError, ServiceFailed
-from quartet.models.forward.inspection import max_positions
+from quartet.models.forward.model_capabilities import max_positions
 from quartet.models.generation.engine import Policy
-from quartet.models.generation.responses import Answer, trajectories, validate_requests
-from quartet.models.loading import snapshot_model
+from quartet.models.generation.validation import Answer, trajectories, validate_requests
+from quartet.models.weights.loading import snapshot_model
 from quartet.random_streams import engine_seed
 from quartet.types import GenerationRequest, SamplingParameters, Trajectory
 
@@ -75,7 +75,7 @@ class TensorRTLLMEngine:
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
 
     def release(self) -> None:
-        """Leaves the GPU's memory to the update."""
+        """Leave the GPU's memory to the update."""
         if self._settings.release_memory:
             self._shut_down()
 
@@ -86,7 +86,7 @@ class TensorRTLLMEngine:
             self._shut_down()
 
     def close(self) -> None:
-        """Ends it, and leaves no weights behind."""
+        """End it, and leaves no weights behind."""
         self._shut_down()
         shutil.rmtree(self._settings.weights, ignore_errors=True)
 

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from quartet.errors import Cancelled, ComputationFailed, InvalidRequest, ModelError
 from quartet.models.forward.batching import micro_batches, right_pad
-from quartet.models.forward.inspection import accepts_argument, attends_to_all, device_of, vocabulary_size
+from quartet.models.forward.model_capabilities import accepts_argument, attends_to_all, device_of, vocabulary_size
 from quartet.models.forward.packing import logits_at_positions
 from quartet.models.generation.kv_cache import DecodeCache, check_cacheable, prefill_cache
-from quartet.models.generation.responses import validate_requests
 from quartet.models.generation.sampling import draw
 from quartet.models.generation.static_decoding import StaticDecoder, unsupported_reason
+from quartet.models.generation.validation import validate_requests
 from quartet.random_streams import uniforms
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, Trajectory
 
@@ -168,12 +168,12 @@ class _Slots:
 
     @property
     def active(self) -> bool:
-        """Whether any row still has tokens to come."""
+        """Return whether any row still has tokens to come."""
         return bool(self._alive.any() or self._queue)
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """Draws every row's next token. Gives the rows that are finished with it, by id."""
+        """Draw every row's next token. Gives the rows that are finished with it, by id."""
         logits = self._decoder.logits(self._chosen[: len(self._rows)]) if self._rows else None
         free = self._slots - len(self._rows)
         if self._queue and free:
@@ -191,7 +191,7 @@ class _Slots:
         return finished
 
     def _note(self, tokens: NDArray[np.int64], log_probs: NDArray[np.float32]) -> list[Finished]:
-        """Writes down what was drawn for each row. Gives the rows that are finished with it."""
+        """Write down what was drawn for each row. Gives the rows that are finished with it."""
         live, slots = np.flatnonzero(self._alive), np.arange(len(self._rows))
         if not np.isfinite(log_probs[live]).all():
             raise ComputationFailed(
@@ -216,7 +216,7 @@ class _Slots:
         return finished
 
     def _join(self, requests: list[GenerationRequest]) -> torch.Tensor:
-        """Takes requests into the free slots. Gives the logits that follow their prompts, [requests, vocabulary]."""
+        """Take requests into the free slots. Gives the logits that follow their prompts, [requests, vocabulary]."""
         first, limit = len(self._rows), self._sampling.max_response_tokens
         slots = slice(first, first + len(requests))
         self._rows += requests
@@ -230,7 +230,7 @@ class _Slots:
         return logits
 
     def _prefill(self, prompts: list[NDArray[np.int32]], first: int) -> torch.Tensor:
-        """Computes each distinct prompt once, right-padded (no mask, so the fast causal path). Logits [prompts, vocabulary]."""
+        """Compute each distinct prompt once, right-padded (no mask, so the fast causal path). Logits [prompts, vocabulary]."""
         distinct: dict[bytes, int] = {}
         owner = [distinct.setdefault(prompt.tobytes(), len(distinct)) for prompt in prompts]
         unique = [np.frombuffer(key, np.int32) for key in distinct]
@@ -253,7 +253,7 @@ class _Slots:
         return logits
 
     def _drop(self) -> None:
-        """Removes the finished rows from the batch if they are many enough, or all."""
+        """Remove the finished rows from the batch if they are many enough, or all."""
         rows, alive = len(self._rows), int(self._alive.sum())
         if alive and rows - alive < DROP_FRACTION * rows:
             # They are decoded on, from the first place, so that they never come to one that there is not.
@@ -325,7 +325,7 @@ class _WindowDecoder:
         self._positions[torch.from_numpy(rows).to(self._positions.device)] = 0
 
     def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> None:
-        """Moves rows ``movers`` into ``holes`` and keeps the first ``rows``."""
+        """Move rows ``movers`` into ``holes`` and keeps the first ``rows``."""
         self._positions[holes] = self._positions[movers]
         start = self._padding.keep(rows, holes, movers)
         self._cache.keep(rows, holes, movers, self._cache.end if start is None else start)
@@ -356,7 +356,7 @@ class _Padding:
         self._mask[slots] = torch.where(self._columns >= begins, self._shown, self._hidden)
 
     def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> int | None:
-        """Moves rows ``movers`` into ``holes`` and keeps the first ``rows``. Gives the first column that any of them has."""
+        """Move rows ``movers`` into ``holes`` and keeps the first ``rows``. Gives the first column that any of them has."""
         self._rows = rows
         self._begins[holes.cpu().numpy()] = self._begins[movers.cpu().numpy()]
         self._mask[holes] = self._mask[movers]
@@ -377,7 +377,7 @@ class _Padding:
 
 
 def _takes_additive_mask(model: Any) -> bool:
-    """Whether a ready-made mask [rows, 1, 1, columns] means the same to every layer of the model.
+    """Return whether a ready-made mask [rows, 1, 1, columns] means the same to every layer of the model.
 
     Then none has to be built from the padding at every token. Not for sliding windows (each kind of layer has its own mask) and
     not for models that count positions from the padding mask (ALiBi).

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quartet.errors import ComputationFailed, InvalidRequest, MismatchError
 from quartet.models.generation.engine import Policy
-from quartet.models.generation.responses import Answer
+from quartet.models.generation.validation import Answer
 from quartet.random_streams import engine_seed
 from quartet.types import GenerationRequest, SamplingParameters
 
@@ -34,7 +34,7 @@ class Served:
     batched: bool
 
     def need(self, *names: str) -> None:
-        """Raises MismatchError for an input or output that the model lacks."""
+        """Raise MismatchError for an input or output that the model lacks."""
         lacking = [name for name in names if name not in self.inputs and name not in self.outputs]
         if lacking:
             raise MismatchError(
@@ -69,11 +69,11 @@ class Dialect(ABC):
 
     @abstractmethod
     def receive(self, partial: Partial, outputs: Tensors) -> None:
-        """Takes in what one response of the server holds. Raises ComputationFailed."""
+        """Take in what one response of the server holds. Raises ComputationFailed."""
 
     @abstractmethod
     def finish(self, partial: Partial) -> Answer:
-        """What the request was answered with, after the last response. Raises ComputationFailed."""
+        """Return what the request was answered with, after the last response. Raises ComputationFailed."""
 
     def _failed(self, request: GenerationRequest, text: str) -> ComputationFailed:
         return ComputationFailed(f"{self._served.where}: response to {request.id}: {text}")
@@ -97,7 +97,7 @@ class TokenDialect(Dialect):
         """All stop tokens as stop words and none as end_id: what ends a response is then part of it, with its log-prob."""
         greedy, prompt = sampling.temperature == 0, request.prompt_ids
         stops = [] if sampling.ignore_eos else sorted(self._policy.stop_ids)
-        found: Tensors = {
+        result: Tensors = {
             "input_ids": prompt.astype(np.int32),
             "input_lengths": np.array([len(prompt)], np.int32),
             "request_output_len": np.array([sampling.max_response_tokens], np.int32),
@@ -113,8 +113,8 @@ class TokenDialect(Dialect):
         }
         if stops:
             # The words, one after another, and where each of them ends.
-            found["stop_words_list"] = np.array([stops, range(1, len(stops) + 1)], np.int32)
-        return found
+            result["stop_words_list"] = np.array([stops, range(1, len(stops) + 1)], np.int32)
+        return result
 
     def receive(self, partial: Partial, outputs: Tensors) -> None:
         """New tokens, and the log-probs of these or of all so far."""
@@ -150,7 +150,7 @@ class TextDialect(Dialect):
         served.need("return_finish_reason", *self.outputs)
 
     def request(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Tensors:
-        """Raises ComputationFailed for a prompt whose text does not give its tokens again."""
+        """Raise ComputationFailed for a prompt whose text does not give its tokens again."""
         if sampling.ignore_eos:
             raise InvalidRequest(f"{self._served.where}: a server that takes text cannot be told to ignore EOS")
         greedy = sampling.temperature == 0
@@ -213,7 +213,7 @@ class TextDialect(Dialect):
 
 
 def dialect_of(served: Served, policy: Policy) -> Dialect:
-    """How to speak with a model. Raises MismatchError for one that has other tensors."""
+    """Return how to speak with a model. Raises MismatchError for one that has other tensors."""
     if "input_ids" in served.inputs:
         return TokenDialect(served, policy)
     if "text_input" in served.inputs:

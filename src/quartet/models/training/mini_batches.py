@@ -11,7 +11,7 @@ import torch
 
 from quartet.errors import ComputationFailed, InvalidRequest
 from quartet.models.forward.batching import MicroBatch, iter_micro_batches
-from quartet.models.forward.inspection import check_batch, device_of
+from quartet.models.forward.model_capabilities import check_batch, device_of
 from quartet.models.training.optimizer import apply_gradients
 from quartet.random_streams import permutation
 from quartet.types import Experience, FloatArray, OptimizationSettings, TokenBatch
@@ -60,13 +60,13 @@ class MetricSums:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, **values: torch.Tensor) -> None:
-        """Adds ``values`` [] in float64."""
+        """Add ``values`` [] in float64."""
         for name, value in values.items():
             value = value.detach().double()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def merge(self, other: MetricSums) -> None:
-        """Adds what ``other`` holds."""
+        """Add what ``other`` holds."""
         self.add(**other._sums)
 
     def __getitem__(self, name: str) -> float:
@@ -92,7 +92,7 @@ class UpdateStats:
         tokens: int,
         seen: MetricSums,
     ) -> None:
-        """Takes the optimizer step of a mini-batch of ``tokens``, from its gradients, and remembers what was ``seen`` of it.
+        """Take the optimizer step of a mini-batch of ``tokens``, from its gradients, and remembers what was ``seen`` of it.
 
         A loss [] or gradient that is not finite leaves weights and optimizer as they are: under ``settings.skip_non_finite`` the
         step is counted as skipped and nothing of it remembered, else it raises ComputationFailed.
@@ -113,15 +113,15 @@ class UpdateStats:
         """Sums, by metric name, as means over the steps taken or over their tokens. Nothing where no step was taken."""
         if not self.steps:
             return {}
-        found = {metric: self.sums[name] / self.steps for metric, name in per_step.items()}
-        return found | {metric: self.sums[name] / self.tokens for metric, name in per_token.items()}
+        results = {metric: self.sums[name] / self.steps for metric, name in per_step.items()}
+        return results | {metric: self.sums[name] / self.tokens for metric, name in per_token.items()}
 
     def metrics(self, settings: OptimizationSettings) -> dict[str, float]:
         """``optimizer_steps`` and ``skipped_steps``; of steps that were taken ``grad_norm`` and ``learning_rate``."""
-        found = {"optimizer_steps": float(self.steps), "skipped_steps": float(self.skipped)}
+        results = {"optimizer_steps": float(self.steps), "skipped_steps": float(self.skipped)}
         if self.steps:
-            found |= {"grad_norm": self._norms / self.steps, "learning_rate": settings.learning_rate}
-        return found
+            results |= {"grad_norm": self._norms / self.steps, "learning_rate": settings.learning_rate}
+        return results
 
 
 def _check_flat(experience: Experience) -> None:

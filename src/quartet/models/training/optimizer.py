@@ -15,7 +15,7 @@ from torch import nn
 
 from quartet.errors import ComputationFailed, ModelError
 from quartet.failpoints import failpoint
-from quartet.models.snapshot import Writer, host_copy
+from quartet.models.weights.snapshot import Writer, host_copy
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 """Its name in a checkpoint."""
@@ -41,11 +41,11 @@ class MasterWeightAdamW(torch.optim.AdamW):
         )
 
     def stepped_parameters(self) -> list[torch.Tensor]:
-        """What the steps are taken in: masters, and parameters without one."""
+        """Return what the steps are taken in: masters, and parameters without one."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def move_gradients(self) -> None:
-        """Gives each master the gradient of its parameter, which has none afterwards."""
+        """Return each master the gradient of its parameter, which has none afterwards."""
         for master, parameter in self.parameter_of_master.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
@@ -59,7 +59,7 @@ class MasterWeightAdamW(torch.optim.AdamW):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, also those that were not taken yet."""
+        """Clear the gradients, also those that were not taken yet."""
         super().zero_grad(set_to_none)
         for parameter in self.parameter_of_master.values():
             parameter.grad = None
@@ -127,7 +127,7 @@ def apply_gradients(
 
 
 def snapshot_optimizer(optimizer: MasterWeightAdamW) -> Writer:
-    """Copies masters, moments, step counts and hyperparameters; what it gives writes them to one safetensors file."""
+    """Copie masters, moments, step counts and hyperparameters; what it gives writes them to one safetensors file."""
     state = optimizer.state_dict()
     tensors = {
         f"{index}.{name}": host_copy(value) for index, entry in state["state"].items() for name, value in entry.items()
@@ -141,7 +141,7 @@ def snapshot_optimizer(optimizer: MasterWeightAdamW) -> Writer:
 
 
 def load_optimizer(optimizer: MasterWeightAdamW, path: str | Path) -> None:
-    """Puts back the masters, moments and step counts that ``snapshot_optimizer`` copied; the hyperparameters stay the
+    """Put back the masters, moments and step counts that ``snapshot_optimizer`` copied; the hyperparameters stay the
     optimizer's own.
 
     The model has the weights of that checkpoint already. A file without masters, of a version that kept none, leaves those that
@@ -195,10 +195,10 @@ def _load_master_weights(optimizer: MasterWeightAdamW, masters: dict[int, torch.
             "precision; expected the state of this model, in the dtype that it was trained in"
         )
     for index, master in expected.items():
-        parameter, found = optimizer.parameter_of_master[master], masters[index].to(master.device)
-        if found.dtype != master.dtype or not torch.equal(found.to(parameter.dtype), parameter):
+        parameter, result = optimizer.parameter_of_master[master], masters[index].to(master.device)
+        if result.dtype != master.dtype or not torch.equal(result.to(parameter.dtype), parameter):
             raise ModelError(
-                f"optimizer state {path}: the master weight of parameter {index}, {found.dtype} {tuple(found.shape)}, "
+                f"optimizer state {path}: the master weight of parameter {index}, {result.dtype} {tuple(result.shape)}, "
                 f"does not round to the model's, {parameter.dtype} {tuple(parameter.shape)}; "
                 "expected weights and state of one checkpoint"
             )

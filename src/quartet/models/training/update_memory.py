@@ -15,8 +15,8 @@ import torch
 
 from quartet.errors import ModelError
 from quartet.models.forward.batching import MicroBatch, build_micro_batch
-from quartet.models.forward.inspection import device_of, vocabulary_size
 from quartet.models.forward.log_probs import EntropyUse, forward_log_probs, logit_chunk_tokens
+from quartet.models.forward.model_capabilities import device_of, vocabulary_size
 from quartet.models.forward.packing import supports_packing
 from quartet.models.forward.scoring import forward_values
 from quartet.models.training.activation_checkpointing import activation_checkpointing, count_checkpointed_layers
@@ -52,22 +52,22 @@ class SavedActivations:
 def saved_bytes(model: Any, forward: Callable[[], Any]) -> int:
     """Bytes that ``forward`` keeps for its backward pass: each storage once, and none of the model's own."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    found: dict[int, int] = {}
+    results: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage.nbytes()
+            results[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = forward()
     del output
-    return sum(found.values())
+    return sum(results.values())
 
 
 def activations_saved_by(model: Any, forward: Forward, longest: int) -> SavedActivations:
-    """What ``forward`` keeps of a micro-batch, from three of sequences of at most ``longest`` tokens."""
+    """Return what ``forward`` keeps of a micro-batch, from three of sequences of at most ``longest`` tokens."""
     long = max(1, min(LONG_TRIAL_TOKENS, longest // 2))
     lengths = (
         [long, *[max(1, long * SHORT_TRIAL_TOKENS // LONG_TRIAL_TOKENS)] * SHORT_TRIAL_SEQUENCES]
@@ -132,13 +132,13 @@ class UpdateMemory:
 
     def bytes(self, tokens: int, recomputes: bool) -> float:
         """For micro-batches of at most so many tokens."""
-        found = self.with_checkpointing if recomputes and self.with_checkpointing is not None else self.plain
-        return self.state + found.bytes(max(tokens, self.longest), self.longest)
+        result = self.with_checkpointing if recomputes and self.with_checkpointing is not None else self.plain
+        return self.state + result.bytes(max(tokens, self.longest), self.longest)
 
     def token_bytes(self, recomputes: bool) -> int:
         """Of activations for each token, in the longest sequence."""
-        found = self.with_checkpointing if recomputes and self.with_checkpointing is not None else self.plain
-        return round(found.bytes(self.longest, self.longest) / self.longest)
+        result = self.with_checkpointing if recomputes and self.with_checkpointing is not None else self.plain
+        return round(result.bytes(self.longest, self.longest) / self.longest)
 
     def most_tokens(self, at_most: int, free: float, recomputes: bool) -> int:
         """Most tokens that ``free`` bytes hold: ``at_most``, or a half, a quarter, ...; 0 where none do."""
@@ -157,7 +157,7 @@ def policy_forward(model: Any, entropy_use: EntropyUse, whole: bool) -> Forward:
 
 
 def measure_policy(model: Any, longest: int, entropy_use: EntropyUse) -> UpdateMemory:
-    """What updates of the policy need, with sequences of at most ``longest`` tokens."""
+    """Return what updates of the policy need, with sequences of at most ``longest`` tokens."""
     logits, rows = 4 * vocabulary_size(model), logit_chunk_tokens(model)
 
     def activations() -> Activations:
@@ -170,11 +170,13 @@ def measure_policy(model: Any, longest: int, entropy_use: EntropyUse) -> UpdateM
 
 
 def measure_value(value_model: Any, longest: int) -> UpdateMemory:
-    """What updates of the value model need, with sequences of at most ``longest`` tokens."""
+    """Return what updates of the value model need, with sequences of at most ``longest`` tokens."""
 
     def activations() -> Activations:
-        found = activations_saved_by(value_model, lambda micro_batch: forward_values(value_model, micro_batch), longest)
-        return Activations(found, found, 0, 0)
+        result = activations_saved_by(
+            value_model, lambda micro_batch: forward_values(value_model, micro_batch), longest
+        )
+        return Activations(result, result, 0, 0)
 
     return _measure(value_model, longest, activations)
 

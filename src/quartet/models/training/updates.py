@@ -89,7 +89,7 @@ def update_value(
     loss: ValueLossSettings,
     max_tokens: int,
 ) -> dict[str, float]:
-    """Takes the value model's optimizer steps on one step's experience and reports on them.
+    """Take the value model's optimizer steps on one step's experience and reports on them.
 
     Every response token counts, whatever the actor's mask; the old values are the experience's. Does not depend on
     ``max_tokens``. With 0 epochs nothing is computed. Metrics, left out where nothing was observed: ``value_loss`` and
@@ -172,11 +172,11 @@ class _PolicyExperience:
         self.old = torch.full_like(self._mask, torch.nan)
 
     def masked_tokens(self, mini_batch: MiniBatch) -> int:
-        """How many of its tokens count in the policy loss."""
+        """Return how many of its tokens count in the policy loss."""
         return int(sum(np.count_nonzero(self._actor_mask[part.token_indices.cpu().numpy()]) for part in mini_batch))
 
     def recompute(self, mini_batches: list[MiniBatch], skip_non_finite: bool) -> None:
-        """Fills in the old log-probs at the present weights, in the shapes in which they will be trained, and the entropy.
+        """Fill in the old log-probs at the present weights, in the shapes in which they will be trained, and the entropy.
 
         One that is not finite becomes NaN, which makes the loss of its mini-batch NaN, or raises ComputationFailed unless
         ``skip_non_finite``.
@@ -196,7 +196,7 @@ class _PolicyExperience:
             )
 
     def backward(self, mini_batch: MiniBatch, is_first: bool) -> tuple[list[torch.Tensor], MetricSums]:
-        """Adds the mini-batch's gradients to the model's. Gives the loss [] of each micro-batch, and what was seen.
+        """Add the mini-batch's gradients to the model's. Gives the loss [] of each micro-batch, and what was seen.
 
         ``is_first``: the weights are the old ones, and this forward pass gives the old log-probs and the entropy.
         """
@@ -235,19 +235,19 @@ class _PolicyExperience:
 
     def observations(self) -> dict[str, float]:
         """``entropy``, ``rollout_mismatch_kl`` and ``importance_weight`` of the tokens of which they are known."""
-        found = {}
+        results = {}
         if self._entropy["tokens"]:
-            found["entropy"] = self._entropy["entropy"] / self._entropy["tokens"]
+            results["entropy"] = self._entropy["entropy"] / self._entropy["tokens"]
         old = self.old.cpu().numpy()
         if np.isfinite(old).any():
-            found["rollout_mismatch_kl"] = _mismatch(self._rollout_log_probs, old)
+            results["rollout_mismatch_kl"] = _mismatch(self._rollout_log_probs, old)
         known = (self._mask != 0) & self.old.isfinite()
         if not self._loss.importance_sampling_cap:
-            found["importance_weight"] = 1.0
+            results["importance_weight"] = 1.0
         elif known.any():
             weights = importance_weights(self.old[known], self._rollout[known], self._loss.importance_sampling_cap)
-            found["importance_weight"] = float(weights.double().mean())
-        return found
+            results["importance_weight"] = float(weights.double().mean())
+        return results
 
     def _observe(self, entropies: torch.Tensor | None) -> None:
         assert entropies is not None

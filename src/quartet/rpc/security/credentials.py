@@ -55,7 +55,7 @@ class Credentials:
 
     @property
     def encrypted(self) -> bool:
-        """Whether calls use mutual TLS."""
+        """Return whether calls use mutual TLS."""
         return self._files is not None
 
     def channel(self, role: str, address: str) -> grpc.Channel:

@@ -82,7 +82,7 @@ def expected_score(item: ScoredTrajectory, seen: RunningMoments | None, algorith
 def expected_flat(
     items: list[ScoredTrajectory], coefficient: float, seen: RunningMoments | None, algorithm: AlgorithmConfig
 ) -> dict[str, list[float]]:
-    """Scores, advantages, returns and mask, by the definitions of numerics.md."""
+    """Score, advantages, returns and mask, by the definitions of numerics.md."""
     scores = [expected_score(item, seen, algorithm) for item in items]
     rewards, mask = [], []
     for item, score in zip(items, scores, strict=True):

@@ -40,7 +40,7 @@ def names(alerts: list[Alert]) -> list[str]:
 
 
 def rising(count: int, **ends: tuple[float, float]) -> list[dict[str, float]]:
-    """Steps in which each metric moves on a straight line from its first to its last value."""
+    """Step in which each metric moves on a straight line from its first to its last value."""
     return [
         {name: first + (last - first) * index / (count - 1) for name, (first, last) in ends.items()}
         for index in range(count)

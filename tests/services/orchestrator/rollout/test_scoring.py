@@ -161,7 +161,7 @@ def scoring_of(
 
 
 def answer_in(order: Iterable[int], scorer: PickyScorer, scoring: Scoring) -> None:
-    """Answers the first batches' calls in an order, with a look after each; then whatever is asked."""
+    """Answer the first batches' calls in an order, with a look after each; then whatever is asked."""
     calls = [call for service in SERVICES for call in scorer.calls[service]]
     for place in order:
         calls[place].answer()

@@ -20,14 +20,14 @@ def figures(model: Any, entropy_use: EntropyUse) -> tuple[torch.Tensor, torch.Te
     """Log-probs, entropies, and the gradients of a sum of both."""
     micro_batch = build_micro_batch(tiny.batch(PROMPTS, RESPONSES), range(4), "cpu", packed=True)
     model.zero_grad()
-    found, entropies = forward_log_probs(model, micro_batch, 0.7, entropy_use)
-    weights = torch.arange(len(found), dtype=torch.float32)
-    total = (found * weights).sum()
+    result, entropies = forward_log_probs(model, micro_batch, 0.7, entropy_use)
+    weights = torch.arange(len(result), dtype=torch.float32)
+    total = (result * weights).sum()
     if entropy_use == "train":
         assert entropies is not None
         total = total + (entropies * weights.flip(0)).sum()
     total.backward()
-    return found, entropies, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return result, entropies, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -40,16 +40,16 @@ def test_in_parts_they_are_what_they_are_at_once(
     made: list[int] = []
     model.get_output_embeddings().register_forward_hook(lambda _, states, __: made.append(states[0].shape[0]))
     monkeypatch.setattr(log_probs_module, "MAX_LOGITS", AT_A_TIME * tiny.VOCABULARY)
-    found = figures(model, entropy_use)
+    result = figures(model, entropy_use)
     assert max(made[2:]) == AT_A_TIME, "the first two are the trial"
     assert sum(made[2:]) == 2 * sum(RESPONSES), "once on the way there and once on the way back"
-    assert torch.allclose(found[0], expected[0], atol=1e-5)
-    assert (found[1] is None) == (expected[1] is None) == (entropy_use == "none")
-    if found[1] is not None and expected[1] is not None:
-        assert torch.allclose(found[1], expected[1], atol=1e-5)
-    assert found[2].keys() == expected[2].keys()
+    assert torch.allclose(result[0], expected[0], atol=1e-5)
+    assert (result[1] is None) == (expected[1] is None) == (entropy_use == "none")
+    if result[1] is not None and expected[1] is not None:
+        assert torch.allclose(result[1], expected[1], atol=1e-5)
+    assert result[2].keys() == expected[2].keys()
     for name, gradient in expected[2].items():
-        assert torch.allclose(found[2][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())), name
+        assert torch.allclose(result[2][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())), name
 
 
 def test_a_model_that_does_more_to_its_logits_than_its_head_is_asked_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from quartet.models.forward import onednn_linear
 from quartet.models.forward.onednn_linear import VARIABLE, is_enabled, linear, use_onednn_linear
-from quartet.models.loading import load_causal_lm
-from quartet.models.lora import add_adapter
+from quartet.models.weights.loading import load_causal_lm
+from quartet.models.weights.lora import add_adapter
 from tests.unit.models import tiny
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def matmuls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Turns oneDNN on for matmuls of any size; gives the shapes of those that it computes."""
+    """Turn oneDNN on for matmuls of any size; gives the shapes of those that it computes."""
     called: list[tuple[int, ...]] = []
     product = onednn_linear._onednn
 
@@ -64,35 +64,35 @@ def test_outputs_and_gradients_are_those_of_a_linear_layer(
 
     def all_of(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         arguments = [tensor.to(dtype).requires_grad_() for tensor in of]
-        found = function(*arguments)
-        (found * weights.to(dtype)).sum().backward()
-        return [found.detach(), *(argument.grad for argument in arguments if argument.grad is not None)]
+        result = function(*arguments)
+        (result * weights.to(dtype)).sum().backward()
+        return [result.detach(), *(argument.grad for argument in arguments if argument.grad is not None)]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onednn_linear, "MIN_MULTIPLICATIONS", 0)
         patch.setattr(onednn_linear, "is_enabled", lambda: True)
-        found = all_of(linear, torch.float32)
+        result = all_of(linear, torch.float32)
     expected = all_of(functional.linear, torch.float64)
-    assert len(found) == len(expected) == 1 + len(of)
-    for one, other in zip(found, expected, strict=True):
+    assert len(result) == len(expected) == 1 + len(of)
+    for one, other in zip(result, expected, strict=True):
         assert one.shape == other.shape
         assert torch.allclose(one.double(), other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_a_converted_model_computes_the_same_and_keeps_its_weights(kind: str, matmuls: list[tuple[int, ...]]) -> None:
-    ids, found = torch.arange(24).view(2, 12), []
+    ids, results = torch.arange(24).view(2, 12), []
     plain = tiny.causal(kind)
     fast = copy.deepcopy(plain)
     use_onednn_linear(fast)
     for model in (plain, fast):
         logits = model(input_ids=ids).logits
         logits.logsumexp(-1).sum().backward()
-        found.append((logits.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
+        results.append((logits.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
     assert matmuls
-    assert torch.allclose(found[0][0], found[1][0], atol=1e-5)
-    for name, gradient in found[0][1].items():
-        assert torch.allclose(found[1][1][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())), name
+    assert torch.allclose(results[0][0], results[1][0], atol=1e-5)
+    for name, gradient in results[0][1].items():
+        assert torch.allclose(results[1][1][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())), name
     assert plain.state_dict().keys() == fast.state_dict().keys()
 
 
@@ -118,9 +118,9 @@ def test_onednn_gets_sixteen_numbers_of_rows_per_power_of_two(matmuls: list[tupl
 def test_an_expanded_gradient_is_copied_before_the_matmul(matmuls: list[tuple[int, ...]]) -> None:
     inputs, weight = torch.randn(33, 4), torch.randn(5, 4, requires_grad=True)
     strides = list[tuple[int, ...]]()
-    found = linear(inputs, weight)
-    found.register_hook(lambda gradient: strides.append(gradient.stride()))
-    found.sum().backward()
+    result = linear(inputs, weight)
+    result.register_hook(lambda gradient: strides.append(gradient.stride()))
+    result.sum().backward()
     assert strides == [(0, 0)], "what autograd gives for a sum"
     assert weight.grad is not None
     assert torch.allclose(weight.grad, inputs.sum(0).expand(5, 4), atol=1e-5)

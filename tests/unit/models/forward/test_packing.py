@@ -28,10 +28,10 @@ def test_packed_sequences_give_what_each_gives_alone(kind: str) -> None:
     [together] = iter_micro_batches(model, batch, 1000)
     assert tuple(together.input_ids.shape) == (1, sum(PROMPTS) + sum(RESPONSES) - 4)
     expected = np.concatenate([response_log_probs(model, one, 0.7, 1000) for one in alone(PROMPTS, RESPONSES, batch)])
-    found = torch.empty(sum(RESPONSES))
+    result = torch.empty(sum(RESPONSES))
     with torch.no_grad():
-        found[together.token_indices] = forward_log_probs(model, together, 0.7)[0]
-    assert np.allclose(found.numpy(), expected, atol=1e-5)
+        result[together.token_indices] = forward_log_probs(model, together, 0.7)[0]
+    assert np.allclose(result.numpy(), expected, atol=1e-5)
 
 
 def alone(prompts: list[int], responses: list[int], batch: Any) -> list[Any]:
@@ -45,15 +45,15 @@ def alone(prompts: list[int], responses: list[int], batch: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_gradients_are_those_of_padded_sequences(kind: str) -> None:
-    batch, found = tiny.batch(PROMPTS, RESPONSES), {}
+    batch, result = tiny.batch(PROMPTS, RESPONSES), {}
     for packed in (False, True):
         model = tiny.causal(kind)
         micro_batch = build_micro_batch(batch, range(len(batch)), "cpu", packed)
         log_probs, _ = forward_log_probs(model, micro_batch, 1.0)
         (log_probs * torch.arange(len(log_probs))).sum().backward()
-        found[packed] = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for name, gradient in found[False].items():
-        assert torch.allclose(found[True][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())), name
+        result[packed] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, gradient in result[False].items():
+        assert torch.allclose(result[True][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())), name
 
 
 def test_a_value_model_packs_by_its_backbone() -> None:
@@ -135,15 +135,15 @@ def test_a_prompt_of_several_samples_is_computed_once_and_means_the_same(
     model, batch = tiny.causal(kind), samples_of(prompts, responses)
     [together] = iter_micro_batches(model, batch, 1000)
     assert together.input_ids.numel() == sum(prompts) + sum(map(sum, responses)) - len(batch)
-    found, gradients = {}, {}
+    result, gradients = {}, {}
     for packed in (False, True):
         model.zero_grad()
         micro_batch = together if packed else build_micro_batch(batch, together.rows, "cpu")
         log_probs, _ = forward_log_probs(model, micro_batch, 0.7)
         (log_probs * torch.arange(len(log_probs))).sum().backward()
-        found[packed] = log_probs.detach()
+        result[packed] = log_probs.detach()
         gradients[packed] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    assert torch.allclose(found[True], found[False], atol=1e-5)
+    assert torch.allclose(result[True], result[False], atol=1e-5)
     for name, gradient in gradients[False].items():
         assert torch.allclose(gradients[True][name], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max())), name
 

@@ -25,15 +25,15 @@ PROMPTS, RESPONSES = [3, 1, 7, 4, 2, 9], [5, 8, 1, 6, 2, 11]
 @pytest.mark.parametrize("kind", [*tiny.KINDS, "mistral", "bloom"])
 def test_log_probs_agree_with_a_plain_forward(kind: str, max_tokens: int) -> None:
     model, batch = tiny.causal(kind), tiny.batch(PROMPTS, RESPONSES)
-    found = response_log_probs(model, batch, 0.7, max_tokens)
+    result = response_log_probs(model, batch, 0.7, max_tokens)
     expected = []
     for sequence, prompt in zip(batch.sequences(), PROMPTS, strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.from_numpy(sequence[None].astype(np.int64))).logits[0].double() / 0.7
         log_probs = torch.log_softmax(logits, -1)
         expected += [float(log_probs[place - 1, sequence[place]]) for place in range(prompt, len(sequence))]
-    assert found.dtype == np.float32
-    assert np.allclose(found, expected, atol=1e-5)
+    assert result.dtype == np.float32
+    assert np.allclose(result, expected, atol=1e-5)
 
 
 def test_vocabulary_logits_are_computed_for_response_tokens_only() -> None:
@@ -63,7 +63,7 @@ def test_a_critic_from_a_classifier_says_at_each_position_what_the_classifier_sa
     kind: str,
 ) -> None:
     model, batch = tiny.classifier(kind), tiny.batch(PROMPTS, RESPONSES)
-    found = response_values(ValueModel.of_classifier(model), batch, 40)
+    result = response_values(ValueModel.of_classifier(model), batch, 40)
     expected = []
     for sequence, prompt in zip(batch.sequences(), PROMPTS, strict=True):
         for place in range(prompt, len(sequence)):
@@ -75,20 +75,20 @@ def test_a_critic_from_a_classifier_says_at_each_position_what_the_classifier_sa
             expected.append(sequence_scores(model, one, 100)[0] if one is not None else np.nan)
     known = ~np.isnan(expected)
     assert known.sum() >= len(expected) - 1
-    assert np.allclose(found[known], np.array(expected)[known], atol=1e-5)
+    assert np.allclose(result[known], np.array(expected)[known], atol=1e-5)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_scores_agree_with_the_classifier_on_each_sequence_alone(kind: str, max_tokens: int) -> None:
     model, batch = tiny.classifier(kind), tiny.batch(PROMPTS, RESPONSES)
-    found = sequence_scores(model, batch, max_tokens)
+    result = sequence_scores(model, batch, max_tokens)
     expected = []
     for sequence in batch.sequences():
         with torch.no_grad():
             hidden = model.base_model(input_ids=torch.from_numpy(sequence[None].astype(np.int64))).last_hidden_state
             expected.append(float(model.score(hidden)[0, -1, 0]))
-    assert np.allclose(found, expected, atol=1e-5)
+    assert np.allclose(result, expected, atol=1e-5)
 
 
 def test_a_score_is_read_at_the_eos_even_where_it_is_the_pad_token() -> None:

@@ -15,11 +15,11 @@ from quartet.errors import ComputationFailed, ConfigError, InvalidRequest, Misma
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.engine import Policy
 from quartet.models.generation.lora_tensors import lora_tensors
-from quartet.models.generation.responses import Answer, trajectories
 from quartet.models.generation.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
-from quartet.models.generation.triton import TritonEngine, TritonServer
+from quartet.models.generation.triton_server import TritonEngine, TritonServer
 from quartet.models.generation.triton_tensors import Dialect, Partial, Served, dialect_of
-from quartet.models.lora import add_adapter
+from quartet.models.generation.validation import Answer, trajectories
+from quartet.models.weights.lora import add_adapter
 from quartet.random_streams import engine_seed
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, TrajectoryId
 from tests.unit.models import tiny
@@ -39,9 +39,9 @@ def answered(ids: list[int], log_probs: list[float] | None, sampling: SamplingPa
 
 
 def test_an_answer_is_a_trajectory() -> None:
-    found = answered([5, 6, 7], [-1.0, -2.0, -3.0])
-    assert (found.policy_version, found.finish_reason) == (3, FinishReason.EOS)
-    assert found.log_probs.tolist() == [-1.0, -2.0, -3.0]
+    result = answered([5, 6, 7], [-1.0, -2.0, -3.0])
+    assert (result.policy_version, result.finish_reason) == (3, FinishReason.EOS)
+    assert result.log_probs.tolist() == [-1.0, -2.0, -3.0]
     assert answered([5, 6, 8, 9], [-1.0] * 4).finish_reason is FinishReason.LENGTH
     unstopped = answered([5, 7, 8, 9], [-1.0] * 4, SamplingParameters(4, ignore_eos=True))
     assert unstopped.finish_reason is FinishReason.LENGTH
@@ -56,9 +56,9 @@ def test_log_probs_that_lack_are_the_trainers(temperature: float) -> None:
         Answer(asked[1], [6, 7], [-1.0, -2.0]),
         Answer(asked[2], [8, 9, 3, 4], None),
     ]
-    found = trajectories(answers, subject, sampling, 0, "engine")
-    assert found[1].log_probs.tolist() == [-1.0, -2.0]
-    for trajectory in (found[0], found[2]):
+    result = trajectories(answers, subject, sampling, 0, "engine")
+    assert result[1].log_probs.tolist() == [-1.0, -2.0]
+    for trajectory in (result[0], result[2]):
         expected = subject.score(TokenBatch.of([trajectory]), temperature or 1.0)
         assert np.allclose(trajectory.log_probs, expected, atol=1e-5)
 
@@ -150,18 +150,18 @@ def dialect(
 
 
 def tokens(ids: list[int], log_probs: list[float] | None = None) -> dict[str, Any]:
-    found: dict[str, Any] = {"output_ids": np.array([[ids]]), "sequence_length": np.array([[len(ids)]])}
-    return found if log_probs is None else found | {"output_log_probs": np.array([[log_probs]])}
+    results: dict[str, Any] = {"output_ids": np.array([[ids]]), "sequence_length": np.array([[len(ids)]])}
+    return results if log_probs is None else results | {"output_log_probs": np.array([[log_probs]])}
 
 
 def test_token_ids_are_asked_for_with_every_stop_token_as_a_word() -> None:
     request = tiny.requests(1)[0]
-    found = dialect(*TOKENS, "random_seed").request(request, SAMPLING, seed=5)
-    assert found["input_ids"].tolist() == request.prompt_ids.tolist()
-    assert found["stop_words_list"].tolist() == [[1, 7], [1, 2]]
-    assert found["end_id"].tolist() == [-1]
-    assert found["random_seed"].tolist() == [engine_seed(5, request.id)]
-    assert (found["runtime_top_k"].item(), found["request_output_len"].item()) == (5, 4)
+    result = dialect(*TOKENS, "random_seed").request(request, SAMPLING, seed=5)
+    assert result["input_ids"].tolist() == request.prompt_ids.tolist()
+    assert result["stop_words_list"].tolist() == [[1, 7], [1, 2]]
+    assert result["end_id"].tolist() == [-1]
+    assert result["random_seed"].tolist() == [engine_seed(5, request.id)]
+    assert (result["runtime_top_k"].item(), result["request_output_len"].item()) == (5, 4)
     greedy = dialect(*TOKENS, "seed").request(request, SamplingParameters(4, temperature=0.0, ignore_eos=True), seed=5)
     assert (greedy["runtime_top_k"].item(), greedy["temperature"].item()) == (1, 1.0)
     assert "stop_words_list" not in greedy

@@ -15,7 +15,7 @@ from quartet.errors import Cancelled, ComputationFailed
 from quartet.models.generation import static_decoding
 from quartet.models.generation.static_decoding import COLUMNS, StaticDecoder, unsupported_reason
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.lora import add_adapter
+from quartet.models.weights.lora import add_adapter
 from quartet.types import SamplingParameters, Trajectory
 from tests.unit.models import tiny
 
@@ -32,12 +32,12 @@ def static(model: Any, slots: int = 32) -> TorchEngine:
     return engine
 
 
-def tokens(found: list[Trajectory]) -> list[list[int]]:
-    return [trajectory.response_ids.tolist() for trajectory in found]
+def tokens(result: list[Trajectory]) -> list[list[int]]:
+    return [trajectory.response_ids.tolist() for trajectory in result]
 
 
-def log_probs(found: list[Trajectory]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.concatenate([trajectory.log_probs for trajectory in found])
+def log_probs(result: list[Trajectory]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.concatenate([trajectory.log_probs for trajectory in result])
 
 
 @pytest.mark.parametrize("slots", [1, 4, 7, 64])
@@ -45,9 +45,9 @@ def log_probs(found: list[Trajectory]) -> np.ndarray[Any, np.dtype[np.float32]]:
 def test_tokens_and_log_probs_are_those_of_the_ordinary_way(kind: str, slots: int) -> None:
     model, asked = tiny.causal(kind), tiny.requests(40)
     expected = tiny.generated(TorchEngine(model, STOPS, 64), asked, temperature=0.8)
-    found = tiny.generated(static(model, slots), asked, temperature=0.8)
-    assert tokens(found) == tokens(expected)
-    assert np.allclose(log_probs(found), log_probs(expected), atol=1e-5)
+    result = tiny.generated(static(model, slots), asked, temperature=0.8)
+    assert tokens(result) == tokens(expected)
+    assert np.allclose(log_probs(result), log_probs(expected), atol=1e-5)
 
 
 def test_rows_that_outgrow_what_is_read_of_the_cache_read_more_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,26 +62,26 @@ def test_rows_that_outgrow_what_is_read_of_the_cache_read_more_of_it(monkeypatch
     expected = tiny.generated(TorchEngine(model, STOPS, 5), asked, max_response_tokens=70, ignore_eos=True)
     monkeypatch.setattr(StaticDecoder, "_compute", seen)
     engine = TorchEngine(model, STOPS, 5, static=True)
-    found = tiny.generated(engine, asked, max_response_tokens=70, ignore_eos=True)
-    assert tokens(found) == tokens(expected)
-    assert np.allclose(log_probs(found), log_probs(expected), atol=1e-5)
+    result = tiny.generated(engine, asked, max_response_tokens=70, ignore_eos=True)
+    assert tokens(result) == tokens(expected)
+    assert np.allclose(log_probs(result), log_probs(expected), atol=1e-5)
     assert read == {COLUMNS, 2 * COLUMNS, 3 * COLUMNS}
 
 
 def test_a_sequence_may_fill_every_position() -> None:
     asked = tiny.requests(3, lengths=(59, 60))
     expected = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4), asked, max_response_tokens=5)
-    found = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4, True), asked, max_response_tokens=5)
-    assert tokens(found) == tokens(expected)
+    result = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4, True), asked, max_response_tokens=5)
+    assert tokens(result) == tokens(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_fits(dtype: torch.dtype) -> None:
     model, asked = tiny.causal("qwen2").to(dtype), tiny.requests(8)
     expected = tiny.generated(TorchEngine(model, STOPS, 8), asked)
-    found = tiny.generated(static(model, 8), asked)
+    result = tiny.generated(static(model, 8), asked)
     # Rounding may tip a draw, after which the rest is another text; of the first tokens none is tipped.
-    first = [[t.log_probs[0] for t in some] for some in (found, expected)]
+    first = [[t.log_probs[0] for t in some] for some in (result, expected)]
     assert np.allclose(*first, atol=0.05)
 
 
@@ -102,8 +102,8 @@ def test_a_model_that_does_not_fit_decodes_the_ordinary_way_and_the_log_says_so_
     model, asked = tiny.causal(kind), tiny.requests(8)
     engine = TorchEngine(model, STOPS, 4, static=True)
     with structlog.testing.capture_logs() as lines:
-        found = [tokens(tiny.generated(engine, asked)) for _ in range(2)]
-    assert found == [tokens(tiny.generated(TorchEngine(model, STOPS, 4), asked))] * 2
+        results = [tokens(tiny.generated(engine, asked)) for _ in range(2)]
+    assert results == [tokens(tiny.generated(TorchEngine(model, STOPS, 4), asked))] * 2
     [line] = lines
     assert (line["log_level"], line["model"]) == ("warning", type(model).__name__)
     assert "window" in line["reason"]
@@ -215,30 +215,30 @@ def test_a_step_carries_nothing_between_host_and_device(monkeypatch: pytest.Monk
 
 
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """What was asked to be captured from now on; it is computed anew instead of replayed."""
-    found: list[Callable[[], None]] = []
+    """Return what was asked to be captured from now on; it is computed anew instead of replayed."""
+    results: list[Callable[[], None]] = []
 
     def captured(compute: Callable[[], None], *_: Any) -> Callable[[], None]:
         compute()  # As capturing does: the replay that follows computes the same step again.
-        found.append(compute)
+        results.append(compute)
         return compute
 
     monkeypatch.setattr(static_decoding, "_captured", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    return found
+    return results
 
 
 def test_a_step_is_captured_once_for_rows_and_columns_and_replayed_after(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = tiny.causal("llama"), tiny.requests(40)
     expected = tokens(tiny.generated(TorchEngine(model, STOPS, 64), asked))
-    found = captures(monkeypatch)
+    result = captures(monkeypatch)
     engine = static(model, 7)
     engine._static = StaticDecoder(model, capture=True)
     assert tokens(tiny.generated(engine, asked)) == expected
-    count = len(found)
+    count = len(result)
     assert 2 <= count <= 4  # Rows are 7, 4, 2 or 1, whatever number is in use.
     assert tokens(tiny.generated(engine, asked)) == expected
-    assert len(found) == count
+    assert len(result) == count
 
 
 def test_graphs_outlive_an_update_in_place_and_go_with_weights_that_are_put_elsewhere(
@@ -246,18 +246,18 @@ def test_graphs_outlive_an_update_in_place_and_go_with_weights_that_are_put_else
 ) -> None:
     model, other, asked = tiny.causal("llama"), tiny.causal("llama", seed=1), tiny.requests(6)
     expected = tokens(tiny.generated(TorchEngine(other, STOPS, 6), asked))
-    found = captures(monkeypatch)
+    result = captures(monkeypatch)
     engine = static(model, 6)
     engine._static = StaticDecoder(model, capture=True)
     before = tokens(tiny.generated(engine, asked))
-    count = len(found)
+    count = len(result)
     model.load_state_dict(other.state_dict())
     assert tokens(tiny.generated(engine, asked)) == expected != before
-    assert len(found) == count
+    assert len(result) == count
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     assert tokens(tiny.generated(engine, asked)) == expected
-    assert len(found) == 2 * count
+    assert len(result) == 2 * count
 
 
 def test_weights_that_were_not_finite_leave_nothing_behind() -> None:
@@ -290,6 +290,6 @@ def test_graphs_on_a_gpu_draw_what_the_ordinary_way_draws_there(kind: str) -> No
     expected = tiny.generated(TorchEngine(model, STOPS, 7, static=False), asked)
     engine = TorchEngine(model, STOPS, 7)
     for _ in range(2):
-        found = tiny.generated(engine, asked)
-        assert tokens(found) == tokens(expected)
-        assert np.allclose(log_probs(found), log_probs(expected), atol=1e-4)
+        result = tiny.generated(engine, asked)
+        assert tokens(result) == tokens(expected)
+        assert np.allclose(log_probs(result), log_probs(expected), atol=1e-4)

@@ -42,18 +42,18 @@ def plain(model: Any, request: GenerationRequest, limit: int, temperature: float
 @pytest.mark.parametrize("kind", DECODERS)
 def test_tokens_are_those_of_a_plain_loop_per_prompt(kind: str, temperature: float) -> None:
     model, asked = tiny.causal(kind), tiny.requests(12)
-    found = tiny.generated(TorchEngine(model, STOPS, 32), asked, seed=4, temperature=temperature)
+    result = tiny.generated(TorchEngine(model, STOPS, 32), asked, seed=4, temperature=temperature)
     expected = [plain(model, request, 12, temperature, seed=4) for request in asked]
-    assert [trajectory.response_ids.tolist() for trajectory in found] == expected
+    assert [trajectory.response_ids.tolist() for trajectory in result] == expected
     assert len({len(response) for response in expected}) > 1  # some stopped early, so rows were dropped
 
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_log_probs_are_those_of_the_trainer(kind: str) -> None:
     model = tiny.causal(kind)
-    found = tiny.generated(TorchEngine(model, STOPS, 32), tiny.requests(16), temperature=0.7)
-    expected = response_log_probs(model, TokenBatch.of(found), 0.7, 256)
-    assert np.allclose(np.concatenate([t.log_probs for t in found]), expected, atol=1e-4)
+    result = tiny.generated(TorchEngine(model, STOPS, 32), tiny.requests(16), temperature=0.7)
+    expected = response_log_probs(model, TokenBatch.of(result), 0.7, 256)
+    assert np.allclose(np.concatenate([t.log_probs for t in result]), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 2.0])
@@ -61,8 +61,8 @@ def test_when_rows_are_dropped_changes_nothing(monkeypatch: pytest.MonkeyPatch, 
     model, asked = tiny.causal("llama"), tiny.requests(24)
     expected = tiny.generated(TorchEngine(model, STOPS, 32), asked)
     monkeypatch.setattr(engine_module, "DROP_FRACTION", fraction)
-    found = tiny.generated(TorchEngine(model, STOPS, 32), asked)
-    assert [t.response_ids.tolist() for t in found] == [t.response_ids.tolist() for t in expected]
+    result = tiny.generated(TorchEngine(model, STOPS, 32), asked)
+    assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
@@ -78,9 +78,9 @@ def test_other_rows_in_the_batch_change_no_tokens(kind: str) -> None:
 def test_those_that_wait_for_a_slot_get_the_tokens_that_they_would_get_at_once(kind: str, slots: int) -> None:
     model, asked = tiny.causal(kind), tiny.requests(40)
     expected = tiny.generated(TorchEngine(model, STOPS, 64), asked)
-    found = tiny.generated(TorchEngine(model, STOPS, slots), asked[::-1])
-    assert [t.response_ids.tolist() for t in found] == [t.response_ids.tolist() for t in expected]
-    assert np.allclose(*(np.concatenate([t.log_probs for t in some]) for some in (found, expected)), atol=1e-5)
+    result = tiny.generated(TorchEngine(model, STOPS, slots), asked[::-1])
+    assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
+    assert np.allclose(*(np.concatenate([t.log_probs for t in some]) for some in (result, expected)), atol=1e-5)
 
 
 def test_a_slot_that_is_free_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +92,8 @@ def test_a_slot_that_is_free_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -
         return draw(logits, *arguments)
 
     monkeypatch.setattr(engine_module, "draw", counted)
-    found = tiny.generated(TorchEngine(model, STOPS, 4), asked)
-    assert sum(rows) == sum(len(t.response_ids) for t in found)
+    result = tiny.generated(TorchEngine(model, STOPS, 4), asked)
+    assert sum(rows) == sum(len(t.response_ids) for t in result)
     assert rows == sorted(rows, reverse=True), "a slot stood empty while others waited for one"
 
 
@@ -102,9 +102,9 @@ def test_positions_that_the_model_does_not_have_are_not_asked_for(monkeypatch: p
     monkeypatch.setattr(engine_module, "DROP_FRACTION", 0.5)
     model = tiny.causal("gpt2", n_positions=24)
     asked = tiny.requests(40)
-    found = tiny.generated(TorchEngine(model, STOPS, 6), asked)
+    result = tiny.generated(TorchEngine(model, STOPS, 6), asked)
     expected = tiny.generated(TorchEngine(model, STOPS, 64), asked)
-    assert [t.response_ids.tolist() for t in found] == [t.response_ids.tolist() for t in expected]
+    assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
 
 
 def test_the_seed_and_the_step_decide_the_tokens_the_run_name_does_not() -> None:
@@ -144,14 +144,14 @@ def test_a_prefill_in_several_passes_is_the_prefill_in_one(monkeypatch: pytest.M
     model, asked = tiny.causal("llama"), tiny.requests(12)
     expected = tiny.generated(TorchEngine(model, STOPS, 32), asked)
     monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 20)
-    found = tiny.generated(TorchEngine(model, STOPS, 32), asked)
-    assert [t.response_ids.tolist() for t in found] == [t.response_ids.tolist() for t in expected]
+    result = tiny.generated(TorchEngine(model, STOPS, 32), asked)
+    assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
 
 
 def test_a_response_ends_with_its_stop_token_or_at_the_limit() -> None:
-    found = tiny.generated(TorchEngine(tiny.causal("llama"), STOPS, 32), tiny.requests(30))
-    assert {t.finish_reason for t in found} == {FinishReason.EOS, FinishReason.LENGTH}
-    for t in found:
+    result = tiny.generated(TorchEngine(tiny.causal("llama"), STOPS, 32), tiny.requests(30))
+    assert {t.finish_reason for t in result} == {FinishReason.EOS, FinishReason.LENGTH}
+    for t in result:
         stops = [index for index, token in enumerate(t.response_ids) if token in STOPS]
         if t.finish_reason is FinishReason.EOS:
             assert stops == [len(t.response_ids) - 1]
@@ -170,17 +170,17 @@ def test_a_stop_token_at_the_limit_is_an_eos() -> None:
 
 
 def test_stop_tokens_can_be_ignored() -> None:
-    found = tiny.generated(TorchEngine(tiny.causal("llama"), STOPS, 32), tiny.requests(10), ignore_eos=True)
-    assert {len(t.response_ids) for t in found} == {12}
-    assert {t.finish_reason for t in found} == {FinishReason.LENGTH}
+    result = tiny.generated(TorchEngine(tiny.causal("llama"), STOPS, 32), tiny.requests(10), ignore_eos=True)
+    assert {len(t.response_ids) for t in result} == {12}
+    assert {t.finish_reason for t in result} == {FinishReason.LENGTH}
 
 
 def test_the_first_token_follows_the_models_distribution() -> None:
     model = tiny.causal("llama", initializer_range=0.1)
     prompt = np.array([5, 6, 7], np.int32)
     asked = [GenerationRequest(TrajectoryId("r", 0, 0, sample), prompt) for sample in range(4000)]
-    found = tiny.generated(TorchEngine(model, frozenset(), 4000), asked, max_response_tokens=1)
-    counts = np.bincount([int(t.response_ids[0]) for t in found], minlength=tiny.VOCABULARY)
+    result = tiny.generated(TorchEngine(model, frozenset(), 4000), asked, max_response_tokens=1)
+    counts = np.bincount([int(t.response_ids[0]) for t in result], minlength=tiny.VOCABULARY)
     with torch.no_grad():
         expected = 4000 * torch.softmax(model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].double(), 0).numpy()
     assert ((counts - expected) ** 2 / expected).sum() < 99.6  # chi-square, 60 degrees of freedom, p = 0.001
@@ -246,5 +246,5 @@ def test_nothing_asked_is_nothing_given() -> None:
 
 def test_a_sequence_may_fill_every_position() -> None:
     asked = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array([3] * 59, np.int32))]
-    found = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4), asked, max_response_tokens=5)
-    assert len(found[0].response_ids) == 5
+    result = tiny.generated(TorchEngine(tiny.causal("gpt2"), frozenset(), 4), asked, max_response_tokens=5)
+    assert len(result[0].response_ids) == 5

@@ -11,13 +11,13 @@ import torch
 from transformers import FalconConfig, FalconForCausalLM
 
 from quartet.models.forward.packing import supports_packing
-from quartet.models.loading import load_causal_lm
-from quartet.models.lora import add_adapter
 from quartet.models.training.activation_checkpointing import activation_checkpointing, count_checkpointed_layers
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.update_memory import saved_bytes
 from quartet.models.training.updates import update_policy, update_value
 from quartet.models.value_head import ValueModel
+from quartet.models.weights.loading import load_causal_lm
+from quartet.models.weights.lora import add_adapter
 from quartet.types import ValueLossSettings
 from tests.unit.models import tiny, updates
 
@@ -31,10 +31,12 @@ def update(model: Any, recomputes: bool) -> tuple[dict[str, float], list[torch.T
     with activation_checkpointing(learned, recomputes):
         if isinstance(learned, ValueModel):
             experience = updates.experience(None)
-            found = update_value(learned, optimizer, experience, updates.settings(), ValueLossSettings(), 20)
+            result = update_value(learned, optimizer, experience, updates.settings(), ValueLossSettings(), 20)
         else:
-            found = update_policy(learned, optimizer, updates.experience(learned), updates.settings(), updates.LOSS, 20)
-    return found, [parameter.detach() for parameter in learned.parameters()]
+            result = update_policy(
+                learned, optimizer, updates.experience(learned), updates.settings(), updates.LOSS, 20
+            )
+    return result, [parameter.detach() for parameter in learned.parameters()]
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -14,9 +14,9 @@ from quartet.models.forward.packing import supports_packing
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.generation.sampling import draw
 from quartet.models.generation.torch_engine import TorchEngine
-from quartet.models.lora import add_adapter
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
+from quartet.models.weights.lora import add_adapter
 from quartet.types import SamplingParameters, TokenBatch
 from tests.unit.models import tiny, updates
 
@@ -33,15 +33,15 @@ def pair(kind: str) -> tuple[Any, Any]:
 
 
 def rounded(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    found: np.ndarray[Any, Any] = torch.from_numpy(values).bfloat16().float().numpy()
-    return found
+    result: np.ndarray[Any, Any] = torch.from_numpy(values).bfloat16().float().numpy()
+    return result
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_log_probs_of_engine_and_trainer_are_float32_and_near_those_of_float32_weights(kind: str) -> None:
     wide, narrow = pair(kind)
-    found = tiny.generated(TorchEngine(narrow, STOPS, 8), tiny.requests(24), temperature=0.7)
-    batch, drawn = TokenBatch.of(found), np.concatenate([trajectory.log_probs for trajectory in found])
+    result = tiny.generated(TorchEngine(narrow, STOPS, 8), tiny.requests(24), temperature=0.7)
+    batch, drawn = TokenBatch.of(result), np.concatenate([trajectory.log_probs for trajectory in result])
     trained = response_log_probs(narrow, batch, 0.7, 256)
     exact = response_log_probs(wide, batch, 0.7, 256)
     assert (drawn.dtype, trained.dtype) == (np.float32, np.float32)
@@ -58,10 +58,10 @@ def test_a_draw_from_logits_in_bfloat16_is_that_from_the_same_numbers_in_float32
     logits = (4 * torch.randn(64, 500, generator=generator)).bfloat16()
     uniforms = torch.rand((64, 1), dtype=torch.float64, generator=generator)
     parameters = SamplingParameters(1, **sampling)
-    for found, expected in zip(
+    for result, expected in zip(
         draw(logits, uniforms, parameters), draw(logits.float(), uniforms, parameters), strict=True
     ):
-        assert torch.equal(found, expected)
+        assert torch.equal(result, expected)
 
 
 def test_the_same_call_gives_the_same_bits() -> None:

@@ -15,7 +15,6 @@ from quartet.models.forward.batching import build_micro_batch
 from quartet.models.forward.log_probs import forward_log_probs
 from quartet.models.forward.packing import supports_packing
 from quartet.models.forward.scoring import forward_values
-from quartet.models.lora import add_adapter
 from quartet.models.training import update_memory as memory
 from quartet.models.training.activation_checkpointing import activation_checkpointing
 from quartet.models.training.update_memory import (
@@ -28,6 +27,7 @@ from quartet.models.training.update_memory import (
     saved_bytes,
 )
 from quartet.models.value_head import ValueModel
+from quartet.models.weights.lora import add_adapter
 from quartet.types import TokenBatch
 from tests.unit.models import tiny
 
@@ -66,13 +66,13 @@ def test_what_a_larger_pass_keeps_is_foretold(kind: str, recomputes: bool) -> No
     model = tiny.causal(kind)
     large, even = worst(model), micro_batch(model, [60] * 20)
     with activation_checkpointing(model, recomputes):
-        found = memory.activations_saved_by(model, memory.policy_forward(model, "report", whole=True), 60)
+        result = memory.activations_saved_by(model, memory.policy_forward(model, "report", whole=True), 60)
         counted, of_even = (
             saved_bytes(model, lambda given=given: forward_log_probs(model, given, 1.0, "report"))
             for given in (large, even)
         )
-    assert found.bytes(large.input_ids.numel(), 60) == pytest.approx(counted, rel=0.01)
-    assert found.bytes(20 * 60, 60) >= of_even
+    assert result.bytes(large.input_ids.numel(), 60) == pytest.approx(counted, rel=0.01)
+    assert result.bytes(20 * 60, 60) >= of_even
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,16 +105,16 @@ def test_moments_of_half_precision_are_float32_and_with_weight_and_master_make_w
 
 
 def test_logits_that_are_made_some_at_a_time_are_not_kept() -> None:
-    found = measure_policy(tiny.causal("llama"), 60, "report").plain
-    assert found.whole.token - found.parts.token >= 4 * tiny.VOCABULARY * 0.8
-    few = Activations(found.whole, found.parts, rows=8, logits=found.logits)
-    assert few.bytes(1000, 60) < found.bytes(1000, 60)
-    assert few.bytes(8, 60) == found.bytes(8, 60)
+    result = measure_policy(tiny.causal("llama"), 60, "report").plain
+    assert result.whole.token - result.parts.token >= 4 * tiny.VOCABULARY * 0.8
+    few = Activations(result.whole, result.parts, rows=8, logits=result.logits)
+    assert few.bytes(1000, 60) < result.bytes(1000, 60)
+    assert few.bytes(8, 60) == result.bytes(8, 60)
 
 
 def test_gradient_checkpointing_needs_less() -> None:
-    found = measure_policy(tiny.causal("llama", num_hidden_layers=8), 60, "report")
-    assert found.token_bytes(True) < 0.7 * found.token_bytes(False)
+    result = measure_policy(tiny.causal("llama", num_hidden_layers=8), 60, "report")
+    assert result.token_bytes(True) < 0.7 * result.token_bytes(False)
 
 
 def test_to_measure_changes_nothing() -> None:

@@ -42,13 +42,13 @@ def test_a_policy_update_agrees_with_a_straightforward_one_in_float64(kind: str,
     plain = Straightforward(model, data, chosen)
     expected = plain.policy()
     before = copy.deepcopy(model)
-    found = update_policy(model, sgd(model), data, chosen, LOSS, 40)
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    assert 0 < found["clip_fraction"] < 1
+    result = update_policy(model, sgd(model), data, chosen, LOSS, 40)
+    assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert 0 < result["clip_fraction"] < 1
     assert largest_difference(model, plain.model) < 1e-5
     assert largest_difference(model, before) > 1e-3
-    assert found["optimizer_steps"] == 2 * num_mini_batches
-    assert found["learning_rate"] == 0.05
+    assert result["optimizer_steps"] == 2 * num_mini_batches
+    assert result["learning_rate"] == 0.05
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -58,9 +58,9 @@ def test_each_option_agrees_with_the_straightforward_update_and_changes_it(optio
     plain, without = Straightforward(model, data, chosen, loss), Straightforward(model, data, chosen)
     expected = plain.policy()
     without.policy()
-    found = update_policy(model, sgd(model), data, chosen, loss, 40)
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    assert 0 < found["clip_fraction"] < 1
+    result = update_policy(model, sgd(model), data, chosen, loss, 40)
+    assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert 0 < result["clip_fraction"] < 1
     assert largest_difference(model, plain.model) < 1e-5
     assert largest_difference(plain.model, without.model) > 1e-4
 
@@ -74,10 +74,10 @@ def test_the_update_ends_before_a_step_whose_kl_is_too_large() -> None:
     plain = Straightforward(model, data, chosen, with_options(target_kl=bound))
     expected = plain.policy()
     assert 2 <= expected["optimizer_steps"] < 6
-    found = update_policy(model, sgd(model), data, chosen, with_options(target_kl=bound), 40)
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    result = update_policy(model, sgd(model), data, chosen, with_options(target_kl=bound), 40)
+    assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert largest_difference(model, plain.model) < 1e-5
-    assert found["skipped_steps"] == 0
+    assert result["skipped_steps"] == 0
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -85,9 +85,9 @@ def test_the_update_ends_before_a_step_whose_kl_is_too_large() -> None:
 def test_the_first_step_is_always_taken_and_a_bound_of_zero_is_none(bound: float, steps: int) -> None:
     models = [tiny.causal("llama") for _ in range(2)]
     data, loss = experience(models[0]), with_options(target_kl=bound)
-    found = update_policy(models[0], sgd(models[0]), data, settings(num_mini_batches=1, num_epochs=4), loss, 1000)
+    result = update_policy(models[0], sgd(models[0]), data, settings(num_mini_batches=1, num_epochs=4), loss, 1000)
     update_policy(models[1], sgd(models[1]), data, settings(num_mini_batches=1, num_epochs=steps), LOSS, 1000)
-    assert found["optimizer_steps"] == steps
+    assert result["optimizer_steps"] == steps
     assert largest_difference(*models) == 0
 
 
@@ -97,11 +97,11 @@ def test_a_value_update_agrees_with_a_straightforward_one_in_float64(clip: float
     data, chosen = experience(None), settings(num_mini_batches=3)
     plain = Straightforward(model, data, chosen)
     expected = plain.value(clip)
-    found = update_value(model, sgd(model), data, chosen, ValueLossSettings(clip), 40)
-    assert found["value_loss"] == pytest.approx(expected["value_loss"], rel=1e-4)
+    result = update_value(model, sgd(model), data, chosen, ValueLossSettings(clip), 40)
+    assert result["value_loss"] == pytest.approx(expected["value_loss"], rel=1e-4)
     assert largest_difference(model, plain.model) < 1e-5
-    assert (found["value_clip_fraction"] > 0) == (clip == 0.2)
-    assert found["optimizer_steps"] == 6
+    assert (result["value_clip_fraction"] > 0) == (clip == 0.2)
+    assert result["optimizer_steps"] == 6
 
 
 @pytest.mark.parametrize("loss", [LOSS, with_options(**OPTIONS["all"])], ids=["plain", "all options"])
@@ -146,13 +146,13 @@ def test_later_mini_batches_of_the_first_epoch_compare_with_the_weights_before_i
 
 
 def test_the_same_update_gives_the_same_bits() -> None:
-    found = []
+    results = []
     for _ in range(2):
         model = tiny.causal("llama")
         optimizer = create_optimizer(model, 0.0, weight_decay=0.01)
         metrics = update_policy(model, optimizer, experience(model), settings(learning_rate=1e-3), LOSS, 40)
-        found.append((metrics, [parameter.detach().numpy().tobytes() for parameter in model.parameters()]))
-    assert found[0] == found[1]
+        results.append((metrics, [parameter.detach().numpy().tobytes() for parameter in model.parameters()]))
+    assert results[0] == results[1]
 
 
 def test_the_seed_orders_the_mini_batches() -> None:
@@ -172,16 +172,16 @@ def test_a_mini_batch_without_masked_tokens_takes_no_step() -> None:
         for row in skipped:
             mask[bounds[row] : bounds[row + 1]] = 0
         changed = dataclasses.replace(data, actor_mask=mask)
-        found = update_policy(model, sgd(model), changed, settings(num_mini_batches=3, num_epochs=1), LOSS, 40)
-        assert found["optimizer_steps"] == 2
-        assert all(np.isfinite(value) for value in found.values())
+        result = update_policy(model, sgd(model), changed, settings(num_mini_batches=3, num_epochs=1), LOSS, 40)
+        assert result["optimizer_steps"] == 2
+        assert all(np.isfinite(value) for value in result.values())
     nothing = dataclasses.replace(data, actor_mask=np.zeros_like(data.actor_mask))
     before = copy.deepcopy(model)
-    found = update_policy(model, sgd(model), nothing, settings(), LOSS, 40)
-    assert found["optimizer_steps"] == 0
-    assert not {"policy_loss", "grad_norm"} & set(found)
-    assert found["entropy"] > 0, "it is the old policy's, whatever is trained on"
-    assert np.isfinite(found["rollout_mismatch_kl"])
+    result = update_policy(model, sgd(model), nothing, settings(), LOSS, 40)
+    assert result["optimizer_steps"] == 0
+    assert not {"policy_loss", "grad_norm"} & set(result)
+    assert result["entropy"] > 0, "it is the old policy's, whatever is trained on"
+    assert np.isfinite(result["rollout_mismatch_kl"])
     assert largest_difference(model, before) == 0
 
 
@@ -221,11 +221,11 @@ def test_no_epochs_change_nothing_and_still_report_entropy_and_mismatch(monkeypa
     policies, values = (forward_passes(monkeypatch, name) for name in ("forward_log_probs", "forward_values"))
     optimizer = create_optimizer(model, 0.5, weight_decay=0.1)
     none = settings(num_mini_batches=1, num_epochs=0)
-    found = update_policy(model, optimizer, data, none, with_options(importance_sampling_cap=1.05), 1000)
+    result = update_policy(model, optimizer, data, none, with_options(importance_sampling_cap=1.05), 1000)
     observed = ("entropy", "rollout_mismatch_kl", "importance_weight")
-    assert found["entropy"] > 0
-    assert {name: found[name] for name in observed} == pytest.approx({name: expected[name] for name in observed})
-    assert {name: value for name, value in found.items() if name not in observed} == NO_STEP
+    assert result["entropy"] > 0
+    assert {name: result[name] for name in observed} == pytest.approx({name: expected[name] for name in observed})
+    assert {name: value for name, value in result.items() if name not in observed} == NO_STEP
     assert len(policies) == 1
     assert largest_difference(model, before) == 0
     assert not optimizer.state

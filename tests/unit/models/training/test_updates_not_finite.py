@@ -94,7 +94,7 @@ def test_a_skipped_step_leaves_the_others_as_they_would_be_without_it(which: int
 
 
 def shift_recomputed(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
-    """Adds ``by`` to the first log-prob of each forward pass that is not trained on."""
+    """Add ``by`` to the first log-prob of each forward pass that is not trained on."""
     original = training.forward_log_probs
 
     def shifted(*arguments: Any) -> Any:
@@ -115,8 +115,8 @@ def test_after_a_skipped_step_the_next_counts_as_the_first_whatever_its_kl(monke
     bounds = np.cumsum([0, *RESPONSES])
     for row in np.array_split(permutation(5, 3, 0, len(PROMPTS)), 3)[0]:
         data.advantages[bounds[row] : bounds[row + 1]] = np.nan
-    found = update_policy(model, sgd(model), data, chosen, with_options(target_kl=1e-6), 1000)
-    assert (found["optimizer_steps"], found["skipped_steps"]) == (1, 1)
+    result = update_policy(model, sgd(model), data, chosen, with_options(target_kl=1e-6), 1000)
+    assert (result["optimizer_steps"], result["skipped_steps"]) == (1, 1)
 
 
 def test_an_old_log_prob_of_minus_infinity_counts_as_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +128,9 @@ def test_an_old_log_prob_of_minus_infinity_counts_as_no_number(monkeypatch: pyte
     with pytest.raises(ComputationFailed, match="2 old log-probs"):
         update_policy(model, sgd(model), data, chosen, LOSS, 1000)
     chosen = dataclasses.replace(chosen, skip_non_finite=True)
-    found = update_policy(model, sgd(model), data, chosen, LOSS, 1000)
-    assert (found["optimizer_steps"], found["skipped_steps"]) == (1, 2)
-    assert all(map(np.isfinite, found.values()))
+    result = update_policy(model, sgd(model), data, chosen, LOSS, 1000)
+    assert (result["optimizer_steps"], result["skipped_steps"]) == (1, 2)
+    assert all(map(np.isfinite, result.values()))
 
 
 def test_an_engines_nan_where_the_mask_leaves_the_token_out_does_not_count() -> None:
@@ -147,7 +147,7 @@ def test_an_engines_nan_where_the_mask_leaves_the_token_out_does_not_count() -> 
 
 
 def one_broken_sequence(data: Experience, model: Any) -> None:
-    """Makes the log-probs of one sequence NaN: the embedding of a token that is nowhere else."""
+    """Make the log-probs of one sequence NaN: the embedding of a token that is nowhere else."""
     ids = data.batch.token_ids
     lonely = next(int(token) for token in ids[: PROMPTS[0]] if (ids == token).sum() == 1)
     with torch.no_grad():
@@ -171,10 +171,10 @@ def test_a_sequence_whose_old_log_probs_are_not_finite_reaches_no_weight(loss: P
     data = experience(model)
     one_broken_sequence(data, model)
     before = copy.deepcopy(model)
-    found = update_policy(model, sgd(model), data, settings(num_mini_batches=3, skip_non_finite=True), loss, 40)
+    result = update_policy(model, sgd(model), data, settings(num_mini_batches=3, skip_non_finite=True), loss, 40)
     # It is in one of three mini-batches in each of two epochs.
-    assert (found["optimizer_steps"], found["skipped_steps"]) == (4, 2)
-    assert all(map(np.isfinite, found.values()))
+    assert (result["optimizer_steps"], result["skipped_steps"]) == (4, 2)
+    assert all(map(np.isfinite, result.values()))
     moved = []
     for parameter, old in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.equal(parameter.isnan(), old.isnan())
@@ -183,4 +183,4 @@ def test_a_sequence_whose_old_log_probs_are_not_finite_reaches_no_weight(loss: P
     still = update_policy(before, sgd(before), data, settings(num_epochs=0, skip_non_finite=True), loss, 40)
     assert all(map(np.isfinite, still.values()))
     assert still["entropy"] > 0
-    assert still["rollout_mismatch_kl"] == pytest.approx(found["rollout_mismatch_kl"], rel=1e-4)
+    assert still["rollout_mismatch_kl"] == pytest.approx(result["rollout_mismatch_kl"], rel=1e-4)

@@ -27,7 +27,7 @@ class RunTelemetry:
     """Writer of the optional files and sinks. An output that fails is noted once and skipped."""
 
     def __init__(self, config: Config, files: RunFiles, board: ProgressBoard, timeline: Timeline) -> None:
-        """Raises ConfigError if the config requests a sink whose package is not installed."""
+        """Raise ConfigError if the config requests a sink whose package is not installed."""
         check_sinks(config)
         self._config, self._settings = config, config.telemetry
         self._files, self._board, self._timeline = files, board, timeline

@@ -20,7 +20,7 @@ from quartet.run_directory.checkpoints import (
     roll_back,
     tagged_checkpoints,
 )
-from quartet.run_directory.lifecycle import lock_run_directory
+from quartet.run_directory.locking_and_removal import lock_run_directory
 from quartet.run_directory.run_files import RunFiles
 
 console = Console()

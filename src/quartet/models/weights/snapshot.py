@@ -36,7 +36,7 @@ def host_copy(value: torch.Tensor) -> torch.Tensor:
 
 
 def write_model(directory: Path, *writers: Writer) -> None:
-    """Lets the writers fill a directory that takes the place of ``directory`` when it is whole, and on the disk.
+    """Let the writers fill a directory that takes the place of ``directory`` when it is whole, and on the disk.
 
     Raises StorageFailed when it cannot be written: what was there before is untouched, and nothing else is left.
     """

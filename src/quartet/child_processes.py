@@ -1,6 +1,6 @@
 """Child processes that never outlive their parent.
 
-`python -m quartet.processes PARENT COMMAND...` executes COMMAND. On Linux the kernel kills it when its parent dies, even by
+`python -m quartet.child_processes PARENT COMMAND...` executes COMMAND. On Linux the kernel kills it when its parent dies, even by
 SIGKILL. Quartet starts every process through it.
 """
 
@@ -23,7 +23,7 @@ def module_command(*module: str) -> list[str]:
 
 def tied_to_parent(command: Sequence[str]) -> list[str]:
     """Return the command line that runs ``command`` and ends it with the calling process."""
-    return module_command("quartet.processes", str(os.getpid()), *command)
+    return module_command("quartet.child_processes", str(os.getpid()), *command)
 
 
 def this_process() -> str:

@@ -18,11 +18,11 @@ from quartet.config.deployment import (
 )
 from quartet.config.guards import GuardsConfig
 from quartet.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardConfig
-from quartet.config.redaction import redact_url
 from quartet.config.rollout import MAX_RESPONSES, RolloutConfig
 from quartet.config.run import CheckpointConfig, DataConfig, EvaluationConfig, RunConfig
 from quartet.config.section import Section, is_loopback
 from quartet.config.telemetry import TelemetryConfig
+from quartet.config.url_redaction import redact_url
 
 
 class Config(Section):

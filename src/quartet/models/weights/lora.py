@@ -21,7 +21,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quartet.errors import ModelError
-from quartet.models.snapshot import Writer, host_copy, host_state
+from quartet.models.weights.snapshot import Writer, host_copy, host_state
 
 if TYPE_CHECKING:
     import peft  # Imported where it is used: it takes seconds, and only runs with an adapter need it.
@@ -56,7 +56,7 @@ class Adapter:
             yield
 
     def snapshot_merged(self) -> Writer:
-        """Copies the weights W + (alpha / rank) B A; what it gives writes the whole model in Hugging Face format.
+        """Copie the weights W + (alpha / rank) B A; what it gives writes the whole model in Hugging Face format.
 
         The model itself stays as it is: merged weights are in host memory, of the targeted layers only.
         """
@@ -64,7 +64,7 @@ class Adapter:
         return lambda directory: self.model.save_pretrained(directory, state_dict=state)
 
     def snapshot(self) -> Writer:
-        """Copies the adapter; what it gives writes it in peft's format. The same weights give the same bytes."""
+        """Copie the adapter; what it gives writes it in peft's format. The same weights give the same bytes."""
         tensors = {name: host_copy(value) for name, value in sorted(self._state().items())}
         # peft keeps names in sets, which come in another order in every process.
         content = {
@@ -87,7 +87,7 @@ class Adapter:
             yield name, host_copy(a.float()), host_copy(b.float() * layer.scaling[_NAME])
 
     def read(self, directory: Path) -> None:
-        """Puts back the weights that a ``snapshot`` left in ``directory``, in place. Raises ModelError.
+        """Put back the weights that a ``snapshot`` left in ``directory``, in place. Raises ModelError.
 
         An optimizer goes on with the same parameters: with ``load_optimizer`` this is the way back to a checkpoint.
         """
@@ -134,14 +134,14 @@ class Adapter:
         import peft
 
         # The embeddings are never trained; to be asked whether they were, peft would go to the hub.
-        found: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(self._peft, save_embedding_layers=False)
-        return found
+        result: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(self._peft, save_embedding_layers=False)
+        return result
 
 
 def add_adapter(
     model: Any, base: str, rank: int, alpha: float, target_modules: Sequence[str] = (), seed: int = 0
 ) -> Adapter:
-    """Puts an adapter on a transformers model and freezes everything else. The model computes what it did: B starts at 0.
+    """Put an adapter on a transformers model and freezes everything else. The model computes what it did: B starts at 0.
 
     ``base`` is the checkpoint's name or path. ``target_modules`` are names of linear layers, whole or their last parts
     (``q_proj``); none: every linear layer but the vocabulary projection. A starts uniform in ±1/√inputs, as peft's does, from a
@@ -168,7 +168,7 @@ def add_adapter(
 
 
 def is_adapter(model: str | Path) -> bool:
-    """Whether this is a directory with an adapter in it."""
+    """Return whether this is a directory with an adapter in it."""
     return (Path(model) / CONFIG_FILE).is_file()
 
 
@@ -205,7 +205,7 @@ def adapter_base(directory: Path) -> str:
 
 
 def merge_adapter(model: Any, directory: Path) -> None:
-    """Adds a saved adapter to the weights of ``model`` in place; afterwards the model is what it was, with other weights.
+    """Add a saved adapter to the weights of ``model`` in place; afterwards the model is what it was, with other weights.
 
     Raises ModelError for an adapter of another model, or one that is broken.
     """
@@ -261,7 +261,7 @@ def _targets(model: Any, target_modules: Sequence[str]) -> dict[str, Any]:
         if not every:
             raise ModelError(f"lora: {type(model).__name__} has no linear layer that could get an adapter")
         return every
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for target in target_modules:
         matching = [name for name, _ in model.named_modules() if _matches(name, target)]
         if not matching or not set(matching) <= linear.keys():
@@ -271,12 +271,12 @@ def _targets(model: Any, target_modules: Sequence[str]) -> dict[str, Any]:
                 f"lora.target_modules {target!r}: {reason} in {type(model).__name__}; there are, among others, "
                 f"{', '.join(known[:_EXAMPLES])}"
             )
-        found |= {name: linear[name] for name in matching}
-    return found
+        results |= {name: linear[name] for name in matching}
+    return results
 
 
 def _names_of(model: nn.Module, layers: dict[str, Any]) -> set[str]:
-    """Names that match these layers and no other: their last parts, as people write them, or whole where those are not enough."""
+    """Name that match these layers and no other: their last parts, as people write them, or whole where those are not enough."""
     short = {name.rpartition(".")[2] for name in layers}
     matched = {name for name, _ in model.named_modules() if any(_matches(name, target) for target in short)}
     return short if matched == layers.keys() else set(layers)

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from quartet.processes import has_ended, this_process, tied_to_parent
+from quartet.child_processes import has_ended, this_process, tied_to_parent
 
 # Starts a child, which says its process id once it is the command and no more on its way to become it, and waits. The pipe
 # that both hold ends with the last of them.
 PARENT = """
 import subprocess, time
-from quartet.processes import tied_to_parent
+from quartet.child_processes import tied_to_parent
 child = subprocess.Popen(tied_to_parent(["sh", "-c", "echo $$; exec sleep 60"]), start_new_session=True)
 time.sleep(60)
 """
@@ -42,7 +42,7 @@ def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
 
 
 def is_running(process: int) -> bool:
-    """Whether it runs; one that has ended and waits for an adoptive parent to notice does not."""
+    """Return whether it runs; one that has ended and waits for an adoptive parent to notice does not."""
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
@@ -60,13 +60,15 @@ def test_the_command_keeps_its_process_id_arguments_and_status() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as above")
 def test_a_child_of_a_dead_parent_does_not_start() -> None:
-    command = [sys.executable, "-m", "quartet.processes", "1", sys.executable, "-c", "print('began')"]
+    command = [sys.executable, "-m", "quartet.child_processes", "1", sys.executable, "-c", "print('began')"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.stdout, ended.returncode) == ("", 1)
 
 
 # Says its name, then waits.
-NAMED = "import sys; from quartet.processes import this_process; print(this_process(), flush=True); sys.stdin.read()"
+NAMED = (
+    "import sys; from quartet.child_processes import this_process; print(this_process(), flush=True); sys.stdin.read()"
+)
 
 
 @pytest.fixture

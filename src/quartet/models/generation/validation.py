@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quartet.errors import ComputationFailed, InvalidRequest
-from quartet.models.forward.inspection import check_lengths, vocabulary_size
+from quartet.models.forward.model_capabilities import check_lengths, vocabulary_size
 from quartet.models.generation.engine import Policy
 from quartet.models.generation.sampling import check_sampling
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, Trajectory
@@ -51,15 +51,15 @@ def trajectories(
     Raises ComputationFailed for an answer that is empty, that ends neither with a stop token nor at the limit, or whose tokens or
     log-probs cannot be; ``engine`` names it.
     """
-    found = [_checked(answer, policy, sampling, policy_version, engine) for answer in answers]
+    results = [_checked(answer, policy, sampling, policy_version, engine) for answer in answers]
     lacking = [index for index, answer in enumerate(answers) if answer.log_probs is None]
     if lacking:
-        batch = TokenBatch.of([found[index] for index in lacking])
+        batch = TokenBatch.of([results[index] for index in lacking])
         log_probs = policy.score(batch, sampling.temperature or 1.0)
         parts = np.split(log_probs, np.cumsum(batch.response_lengths)[:-1])
         for index, part in zip(lacking, parts, strict=True):
-            found[index] = replace(found[index], log_probs=part)
-    return found
+            results[index] = replace(results[index], log_probs=part)
+    return results
 
 
 def _checked(

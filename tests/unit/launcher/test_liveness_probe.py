@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from quartet.launcher.liveness import LivenessProbe, process_state
+from quartet.launcher.liveness_probe import LivenessProbe, process_state
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -27,8 +27,8 @@ from quartet.errors import (
 )
 from quartet.models.generation.engine import Policy
 from quartet.models.generation.lora_tensors import LoraTensors, lora_tensors
-from quartet.models.generation.responses import Answer, trajectories, validate_requests
 from quartet.models.generation.triton_tensors import Dialect, Partial, Served, Tensors, dialect_of
+from quartet.models.generation.validation import Answer, trajectories, validate_requests
 from quartet.types import GenerationRequest, SamplingParameters, Trajectory
 
 POLL = 0.1
@@ -101,7 +101,7 @@ class TritonEngine:
         self._lora = None
 
     def close(self) -> None:
-        """Leaves no adapter behind."""
+        """Leave no adapter behind."""
         shutil.rmtree(self._server.adapters, ignore_errors=True)
 
     def _generate(
@@ -175,7 +175,7 @@ class TritonEngine:
             client.close()
 
     def _served(self, client: Any) -> Served:
-        """What the server says of the model. Asked anew each time: it may have been restarted with another."""
+        """Return what the server says of the model. Asked anew each time: it may have been restarted with another."""
         server = self._server
         metadata = client.get_model_metadata(server.model, client_timeout=server.timeout)
         config = client.get_model_config(server.model, client_timeout=server.timeout).config
@@ -220,7 +220,7 @@ class TritonEngine:
         }
 
     def _written(self, lora: LoraTensors) -> Path:
-        """Where the adapter is on disk, for servers that read it from there. Those of former versions go."""
+        """Return where the adapter is on disk, for servers that read it from there. Those of former versions go."""
         assert self._policy.adapter is not None
         target = self._server.adapters / f"adapter-{lora.task}"
         if not target.exists():
@@ -271,12 +271,12 @@ class _Answers:
         client.start_stream(lambda result, error: self._arrived.put((result, error)))
 
     def wait(self, cancelled: Callable[[], bool]) -> list[_Response]:
-        """What has arrived since, at least one response. Raises Cancelled, and what the server failed with."""
+        """Return what has arrived since, at least one response. Raises Cancelled, and what the server failed with."""
         while True:
             if cancelled():
                 raise Cancelled("generation was cancelled by its caller")
             try:
-                found = [self._read(*self._arrived.get(timeout=POLL))]
+                results = [self._read(*self._arrived.get(timeout=POLL))]
                 break
             except queue.Empty:
                 if time.monotonic() - self._last > self._server.timeout:
@@ -284,12 +284,12 @@ class _Answers:
                         f"{self._server}: no response for {self._server.timeout:g} s; raise rollout.triton.timeout_seconds"
                     ) from None
         while not self._arrived.empty():
-            found.append(self._read(*self._arrived.get()))
+            results.append(self._read(*self._arrived.get()))
         self._last = time.monotonic()
-        return found
+        return results
 
     def close(self) -> None:
-        """Cancels what is under way."""
+        """Cancel what is under way."""
         stream = self._client._stream
         self._client.stop_stream(cancel_requests=True)
         if stream is not None:
@@ -308,7 +308,7 @@ class _Answers:
 
 
 def failure(error: Any, server: TritonServer) -> QuartetError:
-    """What an error of tritonclient means. One of the server's model, unlike one of the connection, has no status."""
+    """Return what an error of tritonclient means. One of the server's model, unlike one of the connection, has no status."""
     code, text = error.status() or "", error.message()
     where = f"{server}: {text}"
     if not code:

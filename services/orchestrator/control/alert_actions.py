@@ -10,7 +10,7 @@ import structlog
 from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.control.progress import ProgressBoard
 from quartet.services.orchestrator.control.run_control import RunControl
-from quartet.services.orchestrator.telemetry.run_telemetry import RunTelemetry
+from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.types import Alert
 
 log = structlog.get_logger()

@@ -26,9 +26,9 @@ from transformers.models.auto.modeling_auto import (
 from quartet.errors import ModelError
 from quartet.models.forward.onednn_linear import use_onednn_linear
 from quartet.models.hf_logging import suppress_hf_logging
-from quartet.models.lora import Adapter, adapter_base, adapter_chain, is_adapter, merge_adapter
-from quartet.models.snapshot import Writer, host_state
-from quartet.tokenizer_files import check_tokenizer, has_tokenizer
+from quartet.models.weights.lora import Adapter, adapter_base, adapter_chain, is_adapter, merge_adapter
+from quartet.models.weights.snapshot import Writer, host_state
+from quartet.tokenizer_check import check_tokenizer, has_tokenizer
 
 if TYPE_CHECKING:
     from quartet.models.value_head import ValueModel
@@ -157,10 +157,10 @@ def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
         getattr(model.config, "eos_token_id", None),
         getattr(tokenizer, "eos_token_id", None),
     )
-    found: set[int] = set()
+    results: set[int] = set()
     for ids in sources:
-        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
-    return frozenset(int(index) for index in found)
+        results.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return frozenset(int(index) for index in results)
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -169,7 +169,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def snapshot_model(model: Any, adapter: Adapter | None = None) -> Writer:
-    """Copies the weights; what it gives writes them in Hugging Face format. The same weights give the same bytes.
+    """Copie the weights; what it gives writes them in Hugging Face format. The same weights give the same bytes.
 
     With the model's ``adapter`` what is written is the merged model; the model itself stays as it is.
     """
@@ -185,7 +185,7 @@ def _merge(model: Any, adapter: Path) -> None:
 
 
 def _tokenizer_location(model: str | Path) -> str | Path:
-    """Where the tokenizer of a checkpoint is: adapters that others saved often leave it to their base."""
+    """Return where the tokenizer of a checkpoint is: adapters that others saved often leave it to their base."""
     base, adapters = adapter_chain(model)
     for adapter in reversed(adapters):
         if has_tokenizer(adapter):
@@ -195,7 +195,7 @@ def _tokenizer_location(model: str | Path) -> str | Path:
 
 @contextlib.contextmanager
 def _below(model: str | Path, base: str | Path) -> Iterator[None]:
-    """Says of an error in the base of an adapter which adapter asked for it."""
+    """Return of an error in the base of an adapter which adapter asked for it."""
     try:
         yield
     except ModelError as error:
@@ -205,7 +205,7 @@ def _below(model: str | Path, base: str | Path) -> Iterator[None]:
 
 
 def _is_generic(directory: Path) -> bool:
-    """Whether tokenizer.json says everything, by the directory's own word.
+    """Return whether tokenizer.json says everything, by the directory's own word.
 
     For some model types (qwen2 among them) AutoTokenizer does not take that word and builds the type's usual tokenizer around
     whatever vocabulary is there: the same text then has other ids.
@@ -255,7 +255,7 @@ def _frozen_dropout(model: _Module) -> _Module:
 
 
 def _check_location(model: str | Path) -> None:
-    """Tells a directory that is not there from a hub id that cannot be reached, before the hub is asked."""
+    """Report a directory that is not there from a hub id that cannot be reached, before the hub is asked."""
     text = str(model)
     looks_local = (
         isinstance(model, Path)
@@ -276,7 +276,7 @@ def _check_location(model: str | Path) -> None:
 
 
 def _check_architecture(model: str | Path, config: Any, mapping: Any, wanted: str) -> None:
-    """Refuses a checkpoint of another kind: transformers would give it a new head with random weights, or a tied one."""
+    """Refuse a checkpoint of another kind: transformers would give it a new head with random weights, or a tied one."""
     names = list(config.architectures or ())
     if not set(names) & _names(mapping):
         raise ModelError(
@@ -292,7 +292,7 @@ def _names(mapping: Any) -> set[str]:
 
 @contextlib.contextmanager
 def _explained(model: str | Path, part: str) -> Iterator[None]:
-    """Turns whatever a library raises about a broken checkpoint into one line."""
+    """Turn whatever a library raises about a broken checkpoint into one line."""
     try:
         yield
     except ModelError:

@@ -13,7 +13,7 @@ _EXAMPLES = 6
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Stops the gradients of every parameter whose name matches one of the shell patterns (``*.layers.0.*``).
+    """Stop the gradients of every parameter whose name matches one of the shell patterns (``*.layers.0.*``).
 
     A weight that two layers share (tied) has both names, and is frozen for both when either matches. Raises ModelError for a
     pattern that matches nothing, and when nothing would be left to train.

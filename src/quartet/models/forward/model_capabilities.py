@@ -16,31 +16,31 @@ from quartet.types import TokenBatch
 
 
 def attends_to_all(model: Any) -> bool:
-    """Whether every layer of the model attends to all tokens before, without a window that slides."""
+    """Return whether every layer of the model attends to all tokens before, without a window that slides."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     return set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
 
 
 def accepts_argument(model: nn.Module, argument: str) -> bool:
-    """Whether the model's forward method has a parameter of this name."""
+    """Return whether the model's forward method has a parameter of this name."""
     kind: Any = type(model)
     return argument in _parameters(kind)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's inputs belong."""
+    """Return where the model's inputs belong."""
     return next(model.parameters()).device
 
 
 def check_batch(model: Any, batch: TokenBatch) -> None:
-    """Raises InvalidRequest when a token id is outside the model's vocabulary or a sequence longer than its positions."""
+    """Raise InvalidRequest when a token id is outside the model's vocabulary or a sequence longer than its positions."""
     batch.check_vocabulary(vocabulary_size(model))
     check_lengths(model, batch.lengths)
 
 
 def check_lengths(model: Any, lengths: NDArray[np.signedinteger[Any]]) -> None:
-    """Raises InvalidRequest when a sequence of that many tokens does not fit the model."""
+    """Raise InvalidRequest when a sequence of that many tokens does not fit the model."""
     limit, longest = max_positions(model), int(np.max(lengths))
     if limit is not None and longest > limit:
         raise InvalidRequest(
@@ -50,12 +50,12 @@ def check_lengths(model: Any, lengths: NDArray[np.signedinteger[Any]]) -> None:
 
 
 def vocabulary_size(model: Any) -> int:
-    """How many token ids the model has an embedding for."""
+    """Return how many token ids the model has an embedding for."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def max_positions(model: Any) -> int | None:
-    """How many tokens a sequence may have, or None where the config sets no limit."""
+    """Return how many tokens a sequence may have, or None where the config sets no limit."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:

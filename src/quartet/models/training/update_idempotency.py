@@ -28,7 +28,7 @@ class UpdateLog:
 
     @property
     def broken(self) -> bool:
-        """Whether an update or a restore was interrupted."""
+        """Return whether an update or a restore was interrupted."""
         return self._broken_at is not None
 
     def fence(self, leader_epoch: int) -> None:
@@ -40,14 +40,14 @@ class UpdateLog:
         self.leader_epoch = leader_epoch
 
     def check_run(self, run: str) -> None:
-        """Raises FailedPrecondition when the model has taken updates of another run."""
+        """Raise FailedPrecondition when the model has taken updates of another run."""
         if self.step and run != self.run:
             raise FailedPrecondition(
                 f"run {run}: this model is at step {self.step} of run {self.run}; restart the service for another run"
             )
 
     def check_whole(self) -> None:
-        """Raises FailedPrecondition when an update broke off: the weights are those of no step, and not to be used."""
+        """Raise FailedPrecondition when an update broke off: the weights are those of no step, and not to be used."""
         if self._broken_at is not None:
             raise FailedPrecondition(
                 f"the update of step {self._broken_at} was interrupted and left the weights "
@@ -55,7 +55,7 @@ class UpdateLog:
             )
 
     def check_save(self, run: str, leader_epoch: int, step: int | None = None) -> None:
-        """Raises FailedPrecondition unless this leader may save the model for this run, and it is whole, and at ``step``."""
+        """Raise FailedPrecondition unless this leader may save the model for this run, and it is whole, and at ``step``."""
         self.fence(leader_epoch)
         self.check_run(run)
         self.check_whole()
@@ -97,7 +97,7 @@ class UpdateLog:
         return self._last
 
     def once(self, run: str, step: int, leader_epoch: int, apply: Callable[[], dict[str, float]]) -> UpdateResult:
-        """Applies a step's update unless it is applied already. ``apply`` returns its metrics; raises as ``admit``.
+        """Apply a step's update unless it is applied already. ``apply`` returns its metrics; raises as ``admit``.
 
         After any other error some of the optimizer's steps may have been taken, so no further update is admitted.
         """

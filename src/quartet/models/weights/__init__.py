@@ -1,0 +1,1 @@
+"""Model weights: load, adapt with LoRA, freeze and write them."""
