@@ -109,7 +109,7 @@ def test_a_process_that_stalls_is_named_and_restarted_and_one_that_pauses_is_lef
     assert (ended.code, ended.err, ended.left) == (0, "", [])
     told = [line for line in ended.out.splitlines() if re.match("watchdog|actor|critic|redis|orchestrator", line)]
     assert told[:2] == [
-        "watchdog: critic has not answered for 4 s (its process is stopped); killed",
+        "watchdog: critic has not responded for 4 s (its process is stopped); killed",
         "critic: killed by SIGKILL; restarted (1 of 5 in a row)",
     ]
     assert len(told) == 3
