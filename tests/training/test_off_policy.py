@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from quartet import codec
 from quartet.demo.toy_task import ToyTask
 from quartet.models.generation.detached_torch import DetachedTorchEngine
-from quartet.services.actor import servicer
 from quartet.services.critic.critic import Critic
 from quartet.services.orchestrator.rollout.off_policy import OffPolicySchedule
 from quartet.types import Role
@@ -132,13 +132,13 @@ def test_a_requested_checkpoint_generates_the_next_step(make: MakeConfig, monkey
 def test_an_update_waits_for_the_generation_that_needs_the_old_weights(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = servicer._generation_requests
+    read = codec.generation_batch_from_proto
 
     def slowly(request: Any) -> Any:
         time.sleep(0.1)
         return read(request)
 
-    monkeypatch.setattr(servicer, "_generation_requests", slowly)
+    monkeypatch.setattr(codec, "generation_batch_from_proto", slowly)
     run = run_to_the_end(stale(make))
     assert_same(run, undisturbed)
     assert run.progress.recoveries == 0
