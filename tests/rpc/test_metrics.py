@@ -24,8 +24,8 @@ from quartet.services.observability import Observability
 from quartet.types import Role
 from quartet.v1 import status_pb2, status_pb2_grpc
 from tests.e2e.commands import wait_until
-from tests.rpc.conftest import Services
 from tests.rpc.test_server import BATCH, Gate, gated
+from tests.services.model_services import Services
 from tests.training.observed_runs import read, value
 
 ROOT = Path(__file__).parents[2]

@@ -37,7 +37,7 @@ from quartet.services.reference.servicer import ReferenceServicer
 from quartet.types import FloatArray, Role, ServiceStatus, TokenBatch
 from quartet.v1 import actor_pb2, actor_pb2_grpc, update_pb2
 from tests.e2e.commands import wait_until
-from tests.rpc.conftest import TIMEOUTS, Services
+from tests.services.model_services import TIMEOUTS, Services
 from tests.unit.models import tiny
 
 BATCH = tiny.batch([3, 2], [4, 7])

@@ -26,7 +26,7 @@ from quartet.services.orchestrator.telemetry.run_outputs import RunTelemetry
 from quartet.services.orchestrator.telemetry.timeline import Timeline
 from quartet.types import FinishReason, Role, TokenBatch, Trajectory
 from tests.buffer.samples import trajectory
-from tests.rpc.conftest import Services, save_checkpoint
+from tests.services.model_services import Services, save_checkpoint
 from tests.unit.models import tiny
 
 PROMPTS = [{"text": f"w{30 + index} w{5 + index % 4} w7", "answer": index / 8} for index in range(9)]

@@ -13,7 +13,7 @@ import transformers
 
 from quartet.config import Config
 from quartet.types import Role, TokenBatch
-from tests.rpc.conftest import Services
+from tests.services.model_services import Services
 from tests.unit.models import tiny
 
 BATCH = tiny.batch([3, 1, 9, 2, 5], [4, 7, 1, 12, 6], seed=5)

@@ -30,7 +30,7 @@ from quartet.v1 import (
 )
 from tests.buffer.samples import experience
 from tests.every_case import every_case
-from tests.rpc.conftest import Services
+from tests.services.model_services import Services
 from tests.unit.models import tiny
 
 RUN = "malformed"

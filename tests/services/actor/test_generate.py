@@ -14,7 +14,7 @@ from quartet.buffer.rollout_stream import RolloutStream
 from quartet.config import Config
 from quartet.errors import FailedPrecondition
 from quartet.types import FinishReason, Prompt, Role, SamplingParameters, TokenBatch, Trajectory, TrajectoryId
-from tests.rpc.conftest import Services
+from tests.services.model_services import Services
 from tests.unit.models import tiny
 
 PROMPTS = [Prompt(index, np.arange(2, 3 + index % 4, dtype=np.int32)) for index in (12, 3, 40, 7, 8)]

@@ -30,7 +30,7 @@ from quartet.types import (
     SaveKind,
     ValueLossSettings,
 )
-from tests.rpc.conftest import Services
+from tests.services.model_services import Services
 from tests.unit.models import tiny
 
 RUN = "options"

@@ -22,7 +22,7 @@ from quartet.errors import ConfigError, MismatchError, ServiceFailed, ServiceUna
 from quartet.rpc import service_channel
 from quartet.types import MODEL_ROLES, Prompt, Role, SamplingParameters, ServiceStatus
 from quartet.v1 import status_pb2, status_pb2_grpc
-from tests.rpc.conftest import TIMEOUTS, Services
+from tests.services.model_services import TIMEOUTS, Services
 from tests.unit.models import tiny
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

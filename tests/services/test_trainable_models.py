@@ -35,7 +35,7 @@ from quartet.types import (
     ValueLossSettings,
 )
 from tests.buffer.samples import experience
-from tests.rpc.conftest import Services
+from tests.services.model_services import Services
 from tests.unit.models import tiny
 
 SETTINGS = OptimizationSettings(num_epochs=2, num_mini_batches=1, learning_rate=1e-2, max_grad_norm=1.0, seed=0)

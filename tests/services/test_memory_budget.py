@@ -20,7 +20,7 @@ from quartet.services.actor import actor
 from quartet.services.critic import critic
 from quartet.services.memory_budget import UpdateLimits
 from quartet.types import OptimizationSettings, PolicyLossSettings, Role, ServiceStatus, ValueLossSettings
-from tests.rpc.conftest import Services
+from tests.services.model_services import Services
 from tests.unit.models import tiny
 from tests.unit.models.updates import experience
 

@@ -1,0 +1,113 @@
+"""Fixtures: the four model services with tiny models of random weights, each behind its own server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.config import Config, TimeoutsConfig, parse_config
+from quartet.rpc.clients import ActorClient, CriticClient, ReferenceClient, RewardClient, ServiceClient
+from quartet.rpc.compute_thread import ComputeThread
+from quartet.rpc.server import HostedRole, Server
+from quartet.services.factories import build_model_role
+from quartet.types import MODEL_ROLES, Role
+from tests.unit.models import tiny
+
+TIMEOUTS = TimeoutsConfig(load_seconds=30, generate_seconds=60, score_seconds=60, update_seconds=60, save_seconds=60)
+CLIENTS: dict[Role, type[ServiceClient]] = {
+    Role.ACTOR: ActorClient,
+    Role.CRITIC: CriticClient,
+    Role.REWARD: RewardClient,
+    Role.REFERENCE: ReferenceClient,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def save_checkpoint(model: Any, directory: Path) -> Path:
+    """Model and tokenizer, as a user would bring them."""
+    model.save_pretrained(directory)
+    tiny.tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A causal LM of each kind, by kind, and a reward model."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    results = {kind: save_checkpoint(tiny.causal(kind, seed=3), folder / kind) for kind in tiny.KINDS}
+    results["reward"] = save_checkpoint(tiny.classifier("llama", seed=4), folder / "reward")
+    return results
+
+
+class Services:
+    """Servers that are stopped at the end, and clients of them."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+
+    def serve(self, *roles: HostedRole) -> Server:
+        server = Server(roles, "127.0.0.1:0")
+        self._stack.callback(server.stop, 5.0)
+        return server
+
+    def build(self, role: Role, config: Config) -> HostedRole:
+        return build_model_role(role, config, ComputeThread(), threads=1)
+
+    def client(self, role: Role, server: Server, timeouts: TimeoutsConfig = TIMEOUTS) -> Any:
+        client = CLIENTS[role](server.address, timeouts)
+        self._stack.callback(client.close)
+        return client
+
+    def start(self, role: Role, config: Config) -> Any:
+        """A client of a fresh service."""
+        return self.client(role, self.serve(self.build(role, config)))
+
+
+@pytest.fixture(scope="session")
+def session_services() -> Iterator[Services]:
+    with ExitStack() as stack:
+        yield Services(stack)
+
+
+@pytest.fixture
+def services() -> Iterator[Services]:
+    """For tests that need services of their own."""
+    with ExitStack() as stack:
+        yield Services(stack)
+
+
+@pytest.fixture(scope="session")
+def make_config(
+    checkpoints: dict[str, Path], redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Config]:
+    """A config over the tiny checkpoints; ``actor`` and ``critic`` are kinds of model."""
+
+    def make(actor: str = "llama", critic: str = "reward", **sections: Any) -> Config:
+        tree = {
+            "run": {"directory": tmp_path_factory.mktemp("runs"), "name": "run"},
+            "data": {"prompts": "none.jsonl"},
+            "actor": {"model": str(checkpoints[actor]), "micro_batch_tokens": 64},
+            "critic": {"model": str(checkpoints[critic])},
+            "reward": {"model": str(checkpoints["reward"])},
+            "rollout": {"max_concurrent_sequences": 4},
+            "buffer": {"url": redis_url},
+        }
+        return parse_config({**tree, **sections}, "test")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def clients(session_services: Services, make_config: Callable[..., Config]) -> dict[Role, Any]:
+    """Clients of four services that no test updates."""
+    config = make_config()
+    return {role: session_services.start(role, config) for role in MODEL_ROLES}
