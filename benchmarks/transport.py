@@ -138,7 +138,7 @@ def experience_of(tokens: int) -> Experience:
 
 
 def tensor_rate(size: int, rounds: int) -> Rate:
-    """One float32 tensor of ``size`` MiB."""
+    """Measure one float32 tensor of ``size`` MiB."""
     array = floats(size * MEBIBYTE // 4)
     data = codec.tensor_to_proto(array).SerializeToString()
     write = best(rounds, lambda: codec.tensor_to_proto(array).SerializeToString())
