@@ -1,4 +1,4 @@
-"""What the benchmarks make of their measurements."""
+"""The tables that the benchmarks make of their measurements."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_the_orchestrator_is_told_by_the_step_that_was_held_up_the_least() -> No
 def test_a_benchmark_that_is_to_run_on_a_gpu_says_that_there_is_none(
     benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "figures"
+    folder = tmp_path / "results"
     folder.mkdir()
     (folder / "figures.json").write_text("of an earlier run")
     assert benchmark.main(["--config", str(GPU / "ppo.yaml"), "--folder", str(folder)]) == 2

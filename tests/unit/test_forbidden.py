@@ -1,8 +1,9 @@
-"""What ``make check`` refuses: each construct is tried once, as it could stand in a file of the product."""
+"""Constructs and secrets that ``make check`` refuses: each is tried once."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,38 +42,38 @@ CONSTRUCTS = {
 }
 
 
-@pytest.mark.parametrize("source", CONSTRUCTS)
-def test_a_dangerous_construct_is_refused(source: str) -> None:
-    command = [
-        BIN / "ruff",
-        "check",
-        "--no-cache",
-        "--output-format",
-        "concise",
-        "--stdin-filename",
-        "services/new.py",
-        "-",
+def test_every_dangerous_construct_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "services").mkdir()
+    (tmp_path / "src").mkdir()
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for number, source in enumerate(CONSTRUCTS):
+        (tmp_path / "services" / f"new_{number}.py").write_text(source + "\n")
+    command = [BIN / "ruff", "check", "--no-cache", "--output-format", "concise", "services"]
+    checked = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    passed = [
+        source
+        for number, (source, rule) in enumerate(CONSTRUCTS.items())
+        if not re.search(rf"new_{number}\.py:.* {rule} ", checked.stdout)
     ]
-    checked = subprocess.run(command, input=source, capture_output=True, text=True, cwd=ROOT)
+    assert passed == []
     assert checked.returncode == 1
-    assert f" {CONSTRUCTS[source]} " in checked.stdout
 
 
 def forbidden(folder: Path, text: str, name: str = "new.py") -> subprocess.CompletedProcess[str]:
-    """Return what the check says of a file of this text."""
+    """Run .ci/forbidden on a file with this text."""
     (folder / name).write_text(text + "\n")
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     script = shutil.copy(ROOT / ".ci" / "forbidden", folder / "forbidden")
     return subprocess.run([script, name], capture_output=True, text=True, cwd=folder, env=environment)
 
 
-# Put together here: written out, each would be what the check refuses.
+# Each is put together from parts, because .ci/forbidden reads this file, too.
 TRUST = "trust_remote" + "_code"
 SECRETS = {
     "private key": "-----BEGIN RSA " + "PRIVATE KEY-----",
     "AWS key": "key = '" + "AKIA" + "Z7QK4MPX2RWTN9LD" + "'",
     "GitHub token": "ghp" + "_" + "aB3dE5fG7hI9jK1lM3nO5pQ7rS9tU1vW3xY5",
-    "token of a JSON web": "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9"
+    "JSON web token": "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9"
     + ".eyJzdWIiOiIxMjM0NTY3ODkwIn0."
     + "dozjgNryP4J3jVmNHl0w5N",
     "password in a URL": "redis:" + "//quartet:hT7xqLw2@redis:6379/0",
@@ -80,7 +81,7 @@ SECRETS = {
 }
 
 
-def test_what_is_not_forbidden_passes(tmp_path: Path) -> None:
+def test_harmless_text_passes(tmp_path: Path) -> None:
     checked = forbidden(tmp_path, f"url = 'redis://redis:6379/0'\nload({TRUST}=False)\nload({TRUST} = False)")
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
@@ -89,14 +90,14 @@ def test_what_is_not_forbidden_passes(tmp_path: Path) -> None:
     "text",
     [f"load({TRUST}=True)", f"load({TRUST} = given)", f'{{"{TRUST}": True}}', f"{TRUST}: true", f'o["{TRUST}"] = True'],
 )
-def test_code_that_comes_with_a_model_is_refused(tmp_path: Path, text: str) -> None:
+def test_code_from_a_model_is_refused(tmp_path: Path, text: str) -> None:
     checked = forbidden(tmp_path, text)
     assert checked.returncode == 1
     assert "runs code that comes with a model" in checked.stderr
     assert "new.py" in checked.stdout + checked.stderr or "1:" in checked.stdout
 
 
-def test_a_secret_is_refused_unless_it_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_secret_is_refused_unless_its_line_allows_it(tmp_path: Path) -> None:
     checked = forbidden(tmp_path, "\n".join(SECRETS.values()), "settings.yaml")
     assert checked.returncode == 1
     for line, kind in enumerate(SECRETS, 1):
@@ -105,5 +106,5 @@ def test_a_secret_is_refused_unless_it_is_said_to_be_none(tmp_path: Path) -> Non
     assert forbidden(tmp_path, said, "settings.yaml").returncode == 0
 
 
-def test_no_files_at_all_are_no_pass(tmp_path: Path) -> None:
+def test_a_call_without_files_fails(tmp_path: Path) -> None:
     assert subprocess.run([ROOT / ".ci" / "forbidden"], capture_output=True, cwd=tmp_path).returncode == 2
