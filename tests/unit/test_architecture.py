@@ -87,7 +87,7 @@ ALLOWED: dict[str, set[str]] = {
     "quartet.rpc": FOUNDATION | {"quartet.codec", "quartet.secret_files", "quartet.topology", "quartet.v1"},
     "quartet.telemetry": FOUNDATION
     | {"quartet.durable_files", "quartet.run_directory", "quartet.secret_files", "quartet.topology"},
-    "quartet.demo": FOUNDATION | {"quartet.models"},
+    "quartet.demo": FOUNDATION | {"quartet.atomic_directory", "quartet.models"},
     "quartet.launcher": FOUNDATION | FILES | {"quartet.buffer", "quartet.rpc", "quartet.telemetry"},
     "quartet.cli": FOUNDATION | FILES | LIBRARY | {"quartet.demo", "quartet.launcher", "quartet.preflight"},
     "quartet.services": set(),
