@@ -190,7 +190,7 @@ def test_an_export_over_something_or_of_something_damaged_is_refused(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
     for directory in ("full", "full/mine"):
-        assert "there is something already; give a new directory" in refused(
+        assert "the directory is in use; choose a new or empty one" in refused(
             start, "checkpoints", "export", copied, "8", directory
         )
     assert contents(tmp_path / "full") == {"mine": b"x"}
