@@ -156,7 +156,7 @@ def test_runs_on_the_disk_are_viewed_with_nothing_else_running(first_run: Run, s
     (tmp_path / "token").write_text("x" * 32)
     unknown = start("watch", url, "--token-file", "token").ended()
     assert (unknown.code, unknown.out) == (2, "")
-    assert unknown.err.startswith(f"error: {url}: the gateway does not know this token")
+    assert unknown.err.startswith(f"error: {url}: the gateway refuses this token")
     command.process.send_signal(signal.SIGINT)
     ended = command.ended(WITHIN)
     assert (ended.code, ended.err, ended.left) == (130, "stopped\n", [])

@@ -68,8 +68,8 @@ def test_checkpoints_are_listed_and_verified(start: Start, undisturbed: Run, tmp
     assert "damaged" in damaged.out
     refused = start("rollback", run, "6").ended()
     assert refused.code == 2
-    assert "critic/config.json does not match the manifest; choose another step" in refused.err
-    assert "there are: 6, 8" in start("rollback", run, "5").ended().err
+    assert "critic/config.json does not match the manifest; choose another checkpoint" in refused.err
+    assert "available steps: 6, 8" in start("rollback", run, "5").ended().err
 
 
 def test_a_run_that_was_rolled_back_comes_to_the_same_end(
@@ -201,7 +201,7 @@ def test_an_export_over_something_or_of_something_damaged_is_refused(
     assert "actor/model.safetensors does not match the manifest" in refused(
         start, "checkpoints", "export", copied, "8", "new"
     )
-    assert "no checkpoint named best; there are: 6, 8" in refused(start, "checkpoints", "export", copied, "best", "new")
+    assert "no checkpoint with the tag best; available steps: 6, 8" in refused(start, "checkpoints", "export", copied, "best", "new")
     assert not (tmp_path / "new").exists()
 
 
