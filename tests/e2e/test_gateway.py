@@ -134,7 +134,7 @@ def test_an_address_that_is_taken_is_told_before_the_run_begins_and_no_folder_is
         ended = start("train", config, *settings(f"gateway.listen={listen}")).ended()
     assert (ended.code, ended.left) == (2, [])
     assert ended.err.startswith(
-        f"error: gateway.listen {listen}: cannot listen there (Address already in use); stop what"
+        f"error: gateway.listen {listen}: cannot listen there (Address already in use); stop the process"
     )
     assert not (tmp_path / "runs").exists()
 
@@ -152,7 +152,7 @@ def test_runs_on_the_disk_are_viewed_with_nothing_else_running(first_run: Run, s
     assert (watched.code, watched.out) == (0, "tiny: finished\n"), watched
     refused = start("pause", url, "--token-file", "token").ended()
     assert (refused.code, refused.out) == (2, "")
-    assert "does not go on now" in refused.err
+    assert "not active, so it accepts no commands" in refused.err
     (tmp_path / "token").write_text("x" * 32)
     unknown = start("watch", url, "--token-file", "token").ended()
     assert (unknown.code, unknown.out) == (2, "")
