@@ -66,7 +66,7 @@ def beginning_with(token: int) -> list[GenerationRequest]:
         (59, ServiceFailed, "the model failed: out of memory"),
         (58, ComputationFailed, "response to run/0/99/0: 0 tokens"),
         (56, ComputationFailed, "ends after 1 of 10 tokens without a stop token"),
-        (55, ComputationFailed, "log-probs that are none"),
+        (55, ComputationFailed, "log-probs that are not finite, too low"),
         (0, ComputationFailed, "response to run/0/99/0: more than 10 tokens"),
     ],
     ids=["error", "nothing", "cut", "nan", "endless"],
@@ -81,7 +81,7 @@ def test_what_the_server_could_not_generate_is_an_error(
 
 
 def test_text_that_is_not_its_tokens_is_an_error(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
-    with pytest.raises(ComputationFailed, match="tokenised, does not give the same text"):
+    with pytest.raises(ComputationFailed, match="tokenized text does not decode to the same text"):
         run(engine_of(server, "garbled", subject, tmp_path), requests(2))
 
 

@@ -78,7 +78,7 @@ class ValueModel(nn.Module):
         return values
 
     def snapshot(self, adapter: Adapter | None = None) -> Writer:
-        """Copie the weights; what it gives writes the backbone in Hugging Face format, for ``load_critic``, and the head.
+        """Copy the weights; what it gives writes the backbone in Hugging Face format, for ``load_critic``, and the head.
 
         With the backbone's ``adapter`` what is written is the merged backbone; the backbone itself stays as it is.
         """
@@ -97,7 +97,7 @@ class ValueModel(nn.Module):
         return write
 
     def snapshot_adapter(self, adapter: Adapter) -> Writer:
-        """Copie the backbone's adapter and the head; what it gives writes them, the former in peft's format."""
+        """Copy the backbone's adapter and the head; what it gives writes them, the former in peft's format."""
         writers = (adapter.snapshot(), self._snapshot_head())
 
         def write(directory: Path) -> None:

@@ -194,7 +194,7 @@ def weight_of_another_shape(directory: Path) -> None:
     ("breaking", "words"),
     [
         (own_base, "is its own base"),
-        (no_base, "names no base_model_name_or_path"),
+        (no_base, "has no base_model_name_or_path"),
         (base_elsewhere, "its base model: model /nowhere/at/all: no such directory"),
         (base_a_classifier, "its base model: .*expected a causal language model"),
         (base_of_another_size, r"has shape \(32, 3\), the model expects \(16, 3\)"),

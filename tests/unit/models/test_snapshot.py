@@ -174,7 +174,7 @@ def test_a_full_disk_is_said_in_words_wherever_it_is_met(
             writers.append(full)
         else:
             patch.setattr(*((os, "fsync") if place == "flush" else (Path, "rename")), full)
-        with pytest.raises(StorageFailed, match="cannot be written: No space left on device; what was there before"):
+        with pytest.raises(StorageFailed, match="cannot be written: No space left on device; the previous content"):
             write_model(tmp_path / "p", *writers)
     assert contents(tmp_path / "p") == {"old": b"x"}
     assert [path.name for path in tmp_path.iterdir()] == ["p"]

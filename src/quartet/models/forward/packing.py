@@ -139,7 +139,7 @@ def hidden_states(backbone: Any, input_ids: torch.Tensor, packing: Packing | Non
 
 
 def supports_packing(model: Any) -> bool:
-    """Return whether a model, or a value model, computes the same for packed sequences as for padded ones: tried once, on some."""
+    """Return whether a model or value model computes the same for packed and padded sequences. Each model is tried once."""
     base = model.base_model
     if base not in _packing_checks:
         _packing_checks[base] = _is_candidate(base) and _matches_padded(base)

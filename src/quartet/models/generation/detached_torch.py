@@ -11,15 +11,15 @@ from quartet.models.generation.torch_engine import TorchEngine
 
 
 class DetachedTorchEngine(TorchEngine):
-    """Decodes with a copy of the policy, which is as the policy was at the last ``weights_changed``."""
+    """Decodes with a copy of the policy, taken at the last ``weights_changed``."""
 
     def __init__(self, learner: Any, stop_ids: frozenset[int], max_concurrent_sequences: int, device: str) -> None:
-        """Copie ``learner`` to ``device``. The rest is as of TorchEngine."""
+        """Copy ``learner`` to ``device``. For the other parameters see ``TorchEngine``."""
         super().__init__(deepcopy(learner).to(device).requires_grad_(False), stop_ids, max_concurrent_sequences)
         self._learner = learner
 
     @torch.no_grad()
     def weights_changed(self) -> None:
-        """Copy the policy's weights. Not during a generation."""
-        for ours, theirs in zip(self._model.parameters(), self._learner.parameters(), strict=True):
-            ours.copy_(theirs)
+        """Copy the policy's weights. Must not be called during a generation."""
+        for copied, learned in zip(self._model.parameters(), self._learner.parameters(), strict=True):
+            copied.copy_(learned)

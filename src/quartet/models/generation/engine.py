@@ -1,6 +1,6 @@
-"""Generation engines behind one interface: what the actor asks of them, and what each is given of the policy.
+"""The interface of generation engines, and the view of the policy that each engine gets.
 
-``quartet.models.generation.torch_engine`` is the one in torch; the others here import their libraries when they are made.
+``quartet.models.generation.torch_engine`` needs torch only. The other engines import their libraries when they are created.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ class Engine(Protocol):
         policy_version: int,
         cancelled: Cancelled,
     ) -> Iterator[Trajectory]:
-        """The trajectories, each as soon as it is finished.
+        """Yield each trajectory as soon as it is finished.
 
-        The seed of a trajectory is derived from ``seed``, step, prompt and sample. ``log_probs`` are the engine's own where it
-        gives them, the trainer's where not. Raises InvalidRequest at the call; while iterating, Cancelled and whatever the engine
-        fails with: what it could not generate is never an empty response.
+        The seed of a trajectory is derived from ``seed``, step, prompt and sample. ``log_probs`` come from the engine if it
+        reports them, else from the trainer. Raises InvalidRequest at the call. While iterating, raises Cancelled or the error of
+        the engine. A failed generation is an error, never an empty response.
         """
 
     def release(self) -> None:
         """Free memory for an update of the policy, until the next generation."""
 
     def weights_changed(self) -> None:
-        """Tell the engine that the policy's weights have changed: it must not use the previous ones again."""
+        """Notify the engine that the policy's weights changed. It must not use the previous weights again."""
 
     def close(self) -> None:
-        """Release everything that the engine holds."""
+        """Release all resources of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The model that learns, as an engine sees it.
+    """The policy model as an engine sees it.
 
-    ``adapter`` is what of it learns, where it has one; ``stop_ids`` end a response. ``score`` gives the model's own log-probs of
-    responses at a temperature, float32 [response tokens].
+    ``adapter`` is the LoRA adapter if only an adapter is trained. ``stop_ids`` end a response. ``score`` returns the model's
+    log-probs of responses at a temperature, float32 [response tokens].
     """
 
     model: Any
@@ -60,4 +60,4 @@ class Policy:
 
 
 EngineFactory = Callable[[Policy], Engine]
-"""Makes an engine for a policy that was loaded. Raises ConfigError or ModelError."""
+"""Creates an engine for a loaded policy. Raises ConfigError or ModelError."""

@@ -1,8 +1,8 @@
-"""Keys and values of a batch being decoded, in memory allocated once.
+"""Key-value cache of a batch that is being decoded, in memory that is allocated once.
 
-A cache that grows by concatenation copies everything at every token; for small models that is most of a decode step. Here a new
-token is written in place, and the layers hand attention a view. Rows that are finished leave by having a row from the end moved
-into their place, so that the live rows stay in front; columns that are padding in every row left fall out of the view.
+A cache that grows by concatenation copies everything at every token. For small models that is most of a decode step. This cache
+writes a new token in place, and its layers pass attention a view. A row from the end replaces each finished row, so the active
+rows stay in front. Columns that are padding in every active row are left out of the view.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from quartet.errors import ModelError
 
-# What transformers asks of a cache layer. Its own annotations leave room for layers without keys yet.
+# The interface of a cache layer in transformers. Its annotations allow layers without keys.
 _CacheLayer: Any = CacheLayerMixin
 
 
@@ -26,7 +26,7 @@ class _Window:
 
 
 class BufferLayer(_CacheLayer):  # type: ignore[misc]
-    """One layer's keys and values [rows, heads, columns, head size], as transformers' models use a cache layer."""
+    """Cache layer for transformers models: keys and values [rows, heads, columns, head size]."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class BufferLayer(_CacheLayer):  # type: ignore[misc]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Never called: the buffers are there from the start."""
+        """Raise NotImplementedError. transformers does not call it, because the buffers exist from the start."""
         raise NotImplementedError
 
 
 class _Layer(BufferLayer):
-    """A layer of which only the window is in use."""
+    """A layer that exposes only the window in use."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: _Window) -> None:
         super().__init__(keys, values)
@@ -48,7 +48,7 @@ class _Layer(BufferLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new token's keys and values [rows, heads, 1, head size]; gives back all that are in use."""
+        """Write the new token's keys and values [rows, heads, 1, head size] and return all that are in use."""
         window = self.window
         rows, start, end = window.rows, window.start, window.end
         self.keys[:rows, :, end : end + 1] = key_states
@@ -66,14 +66,14 @@ class _Layer(BufferLayer):
 
 
 class DecodeCache:
-    """The cache of one batch. ``layers`` is what a model takes as ``past_key_values`` while decoding, one token at a time.
+    """The cache of one batch. ``layers`` is the model's ``past_key_values`` while it decodes one token at a time.
 
-    All rows end in the same column. Where a row begins is its owner's to know, and to hide what stands before it.
+    All rows end in the same column. The caller keeps track of the first column of each row and masks the columns before it.
     """
 
     def __init__(self, rows: int, end: int, capacity: int) -> None:
-        """``end``: columns that every prompt has room in; ``capacity``: all columns, of prompts and of what is decoded."""
-        self._shape, self._least = (rows, capacity), end
+        """Prompts end at column ``end``, so none may be longer. ``capacity``: all columns, for prompts and decoded tokens."""
+        self._shape, self._min_end = (rows, capacity), end
         self._window = _Window(0, end)
         self._window.start = end
         self.layers: Any = None
@@ -90,17 +90,17 @@ class DecodeCache:
 
     @property
     def capacity(self) -> int:
-        """All columns there are."""
+        """Total number of columns."""
         return self._shape[1]
 
     @property
     def full(self) -> bool:
-        """Return whether there is no column for another token."""
+        """Return whether no column is left for another token."""
         return self.end == self.capacity
 
     @property
     def rows(self) -> int:
-        """The first so many rows are in use."""
+        """Number of rows in use. They are the first ones."""
         return self._window.rows
 
     @rows.setter
@@ -108,10 +108,10 @@ class DecodeCache:
         self._window.rows = rows
 
     def fill(self, rows: list[int], sources: list[int], lengths: list[int], prefilled: Any) -> None:
-        """Take over prompts computed with right padding, aligning them to end where the rows in use do.
+        """Copy prompts that were computed with right padding, and align their ends with the rows in use.
 
-        Row ``rows[i]`` becomes the ``lengths[i]`` tokens of row ``sources[i]`` of ``prefilled``, a filled DynamicCache. What
-        stands before them is arbitrary but finite: attention multiplies it by 0.
+        Row ``rows[i]`` becomes the ``lengths[i]`` tokens of row ``sources[i]`` of ``prefilled``, a filled DynamicCache. The
+        columns before them hold arbitrary finite values, which attention multiplies by 0.
         """
         if self.layers is None:
             self._allocate(prefilled)
@@ -123,9 +123,9 @@ class DecodeCache:
         column = column.clamp(min=0)
         for layer, filled in zip(self.layers.layers, prefilled.layers, strict=True):
             # Indexing with two index tensors around a slice puts the heads last: [rows, columns, heads, head size].
-            place = slice(end - columns, end)
-            layer.keys[target, :, place] = filled.keys.transpose(1, 2)[source, column].transpose(1, 2)
-            layer.values[target, :, place] = filled.values.transpose(1, 2)[source, column].transpose(1, 2)
+            prompt = slice(end - columns, end)
+            layer.keys[target, :, prompt] = filled.keys.transpose(1, 2)[source, column].transpose(1, 2)
+            layer.values[target, :, prompt] = filled.values.transpose(1, 2)[source, column].transpose(1, 2)
         self._window.start = min(self.start, end - columns)
 
     def _allocate(self, prefilled: Any) -> None:
@@ -139,11 +139,11 @@ class DecodeCache:
         )
 
     def advance(self) -> None:
-        """Count the token that every layer has just been given."""
+        """Count the token that was just written to every layer."""
         self._window.end += 1
 
     def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor, start: int) -> None:
-        """Move rows ``movers`` into ``holes`` and keeps the first ``rows``, and the columns from ``start``."""
+        """Move rows ``movers`` into ``holes``, then keep the first ``rows`` rows and the columns from ``start``."""
         window = self._window
         if len(holes):
             for layer in self.layers.layers:
@@ -153,9 +153,9 @@ class DecodeCache:
         window.rows, window.start = rows, start
 
     def move_left(self) -> int:
-        """Move what is in use to the left, as far as the longest prompt leaves room, and gives by how many columns."""
+        """Move the columns in use to the left, as far as the longest prompt permits. Return by how many columns."""
         window = self._window
-        columns = min(window.start, window.end - self._least)
+        columns = min(window.start, window.end - self._min_end)
         for layer in self.layers.layers:
             for buffer in (layer.keys, layer.values):
                 buffer[: window.rows, :, window.start - columns : window.end - columns] = buffer[
@@ -167,16 +167,16 @@ class DecodeCache:
 
 
 def prefill_cache() -> Any:
-    """A cache for one forward pass over whole prompts. Whole layers even for sliding windows: the mask does the windowing."""
+    """Return a cache for one forward pass over whole prompts. Sliding-window layers keep all columns, too; the mask hides them."""
     return DynamicCache()
 
 
 def check_cacheable(model: Any) -> None:
-    """Raise ModelError for a model that keeps more than keys and values per token (recurrent or compressed state)."""
+    """Raise ModelError if the model keeps other state than keys and values per token (recurrent or compressed state)."""
     kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
     other = sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer})
     if other:
         raise ModelError(
-            f"{type(model).__name__}: the torch engine decodes attention layers only, this model has {', '.join(other)}; "
+            f"{type(model).__name__}: the torch engine supports attention layers only, this model has {', '.join(other)}; "
             "choose another rollout.engine or model"
         )

@@ -1,4 +1,4 @@
-"""Drawing the next token by inverting the cumulative distribution at a given uniform number."""
+"""Sampling of the next token: inverts the cumulative distribution at a given uniform number."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def check_sampling(sampling: SamplingParameters) -> None:
 def draw(
     logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingParameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per row, and its log-prob in nats: logits [n, vocabulary], uniforms float64 [n, 1] -> int64 [n], float32 [n].
+    """Draw one token per row, with its log-prob in nats.
 
-    The token is the first whose cumulative probability exceeds the uniform number, so never one of probability 0. The log-probs
-    are those of the whole distribution at the temperature (1 when greedy), before top_k and top_p: they are what the trainer
-    computes for the same tokens. NaN logits give NaN log-probs, for the caller to refuse.
+    Shapes: logits [n, vocabulary], uniforms float64 [n, 1] -> int64 [n], float32 [n]. The token is the first whose cumulative
+    probability exceeds the uniform number, so its probability is never 0. The log-probs are of the whole distribution at the
+    temperature (1 when greedy), before top_k and top_p, because the trainer computes the same. NaN logits give NaN log-probs;
+    the caller must check for them.
     """
-    # At most a handful of passes over [n, vocabulary]: on a CPU they cost as much as a layer of a small model.
+    # Few passes over [n, vocabulary]: on a CPU each costs as much as a layer of a small model.
     scaled = logits.float()
     if sampling.temperature not in (0.0, 1.0):
         scaled = scaled / sampling.temperature
@@ -39,14 +40,14 @@ def draw(
         return tokens.squeeze(1), log_probs.squeeze(1)
     shifted = scaled - scaled.amax(-1, keepdim=True)
     weights = shifted.exp()
-    # float64, so that thousands of tiny probabilities do not drown in the sum before them.
+    # float64, so that the sum does not lose thousands of tiny probabilities to rounding.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     if sampling.top_k or sampling.top_p < 1:
         kept = _truncate(weights, sampling)
         cumulative = kept.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    # Only NaN can put an index past the end; clamped, it reaches the caller's check instead of a device assertion.
+    # Only NaN can put an index past the end. Clamped, it reaches the caller's check instead of a device assertion.
     tokens = tokens.clamp_(max=logits.shape[1] - 1)
     log_probs = shifted.gather(1, tokens) - total.log()
     return tokens.squeeze(1), log_probs.squeeze(1).float()
@@ -55,15 +56,15 @@ def draw(
 def _truncate(weights: torch.Tensor, sampling: SamplingParameters) -> torch.Tensor:
     """``weights`` [n, vocabulary] with 0 outside the ``top_k`` likeliest tokens and outside the nucleus of ``top_p``.
 
-    The nucleus is the smallest set of likeliest tokens whose probability reaches top_p (Holtzman et al. 2020). The earlier token
-    id wins a tie.
+    The nucleus is the smallest set of likeliest tokens whose probability reaches top_p (Holtzman et al. 2020). Ties go to the
+    lower token id.
     """
     ordered, order = weights.sort(stable=True, dim=-1, descending=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if sampling.top_k:
         keep[:, sampling.top_k :] = False
     if sampling.top_p < 1:
-        # Nucleus of what top_k left, as everywhere else.
+        # top_p applies to the tokens that top_k kept, as in other libraries.
         left = torch.where(keep, ordered, 0.0).to(torch.float64)
         before = left.cumsum(-1) - left
         keep &= before < sampling.top_p * left.sum(-1, keepdim=True)

@@ -1,8 +1,8 @@
-"""Decoding whose every step is the same work at the same addresses, so that on a GPU it can be captured once and replayed.
+"""Decoding with static buffers: every step does the same work at the same addresses, so CUDA graphs can replay it.
 
-A decode step of a small model is hundreds of kernels that take longer to start than to run; a captured graph starts them all at
-once. Each row keeps its tokens from column 0 of its own, and what a step reads is rounded up to one of a few sizes. Tried before
-it is trusted: a model that does not fit decodes the ordinary way.
+A decode step of a small model is hundreds of kernels that take longer to launch than to run. A captured graph launches them all
+at once. The tokens of each row start at column 0, and the size of a step is rounded up to one of a few sizes. The engine tries
+each model once; a model that does not support it uses ordinary decoding.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from quartet.models.forward.packing import TOLERANCE
 from quartet.models.generation.kv_cache import BufferLayer, prefill_cache
 
 COLUMNS = 64
-"""A step reads a multiple of so many columns of the cache: a short cache is not read whole, and graphs stay few."""
+"""A step reads a multiple of this number of cache columns. So short sequences read less, and few graphs are needed."""
 TRIAL = ((5, 3), 3)
-"""Prompt lengths of the trial, and how many tokens are decoded."""
+"""Prompt lengths of the trial, and the number of tokens that it decodes."""
 
 
 class _Layer(BufferLayer):
-    """A layer into which each row's new token is put at its own position."""
+    """A layer that writes each row's new token at the position of that row."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, places: tuple[Any, ...]) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, token_indices: tuple[Any, ...]) -> None:
         super().__init__(keys, values)
-        self._places = places
+        self._token_indices = token_indices
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new token's keys and values [rows, heads, 1, head size]; gives back all columns."""
-        self.keys[self._places] = key_states[:, :, 0]
-        self.values[self._places] = value_states[:, :, 0]
+        """Write the new token's keys and values [rows, heads, 1, head size] and return all columns."""
+        self.keys[self._token_indices] = key_states[:, :, 0]
+        self.values[self._token_indices] = value_states[:, :, 0]
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -50,10 +50,10 @@ class _Layer(BufferLayer):
 
 
 class StaticDecoder:
-    """Decodes in buffers that stay from one generation to the next, and on a GPU with the graphs that were captured over them.
+    """Decodes in buffers that are reused by later generations, on a GPU with CUDA graphs captured over them.
 
-    At most as much as the largest generation so far needs: slots x (longest prompt + longest response), rounded up to COLUMNS.
-    ``capture``: replay graphs; without, the same step is computed op by op.
+    The buffers fit the largest generation so far: slots x (longest prompt + longest response), rounded up to COLUMNS.
+    ``capture``: replay CUDA graphs. Otherwise the same step is computed op by op.
     """
 
     def __init__(self, model: Any, capture: bool) -> None:
@@ -65,7 +65,7 @@ class StaticDecoder:
         self._addresses: list[int] = []
 
     def prepare(self, slots: int, columns: int) -> None:
-        """A generation begins: that many rows at once, none longer than so many tokens. Nothing of a former one is left."""
+        """Start a generation of up to ``slots`` rows with at most ``columns`` tokens each. Clears the previous generation."""
         columns = -(-columns // COLUMNS) * COLUMNS
         self._slots = slots
         rows_held, columns_held = self._held
@@ -74,10 +74,10 @@ class StaticDecoder:
             self._allocate()
         addresses = [parameter.data_ptr() for parameter in self._model.parameters()]
         if addresses != self._addresses:
-            # Updates write into the weights where they are. Where something else put others in their place, graphs read the old.
+            # Updates write the weights in place. If anything else replaces them, captured graphs would read the old ones.
             self._forget_steps()
             self._addresses = addresses
-        # Not only for tidiness: a NaN that a former generation left would reach every row, as attention multiplies it by 0.
+        # Required: attention multiplies hidden columns by 0, so a NaN of a previous generation would reach every row.
         for buffer in (self._positions, *(buffer for pair in self._keys_values for buffer in pair)):
             buffer.zero_()
         self._lengths = np.zeros(self._held[0], np.int64)
@@ -92,16 +92,16 @@ class StaticDecoder:
         self._rows, self._columns = (torch.arange(count, device=self._device) for count in (rows, columns))
         dtype = self._model.get_input_embeddings().weight.dtype
         self._shown = torch.zeros((), dtype=dtype, device=self._device)
-        # Half of the least number: adding a score to the least itself can overflow in half precision.
+        # Half of the minimum: adding a score to the minimum can overflow in half precision.
         self._hidden = self._shown + torch.finfo(dtype).min / 2
 
     def _forget_steps(self) -> None:
         self._steps.clear()
-        # Graphs share the memory that they compute in. It goes with the last of them, and its handle is good for no other.
+        # Graphs share one memory pool. The pool is freed with the last graph, and its handle cannot be reused.
         self._pool = torch.cuda.graph_pool_handle() if self._capture else None
 
     def fill(self, rows: list[int], sources: list[int], lengths: list[int], prefilled: Any) -> None:
-        """Row ``rows[i]`` becomes the ``lengths[i]`` tokens of row ``sources[i]`` of ``prefilled``, padded on the right."""
+        """Copy the ``lengths[i]`` tokens of row ``sources[i]`` of ``prefilled`` (right-padded) to row ``rows[i]``."""
         if not self._keys_values:
             shapes = [(layer, (self._held[0], layer.keys.shape[1], self._held[1])) for layer in prefilled.layers]
             self._keys_values = [
@@ -115,17 +115,17 @@ class StaticDecoder:
         source = torch.tensor(sources, device=self._device)
         columns = max(lengths)
         for (keys, values), filled in zip(self._keys_values, prefilled.layers, strict=True):
-            # Pads come along, and are hidden until the row's own tokens take their places.
+            # Copies the pads, too. They are masked until the row's tokens overwrite them.
             keys[target, :, :columns] = filled.keys[source, :, :columns]
             values[target, :, :columns] = filled.values[source, :, :columns]
 
     def begin(self, slots: slice, lengths: list[int]) -> None:
-        """Prompts of these lengths stand in ``slots`` now."""
+        """Register the prompts of these lengths that ``slots`` now hold."""
         self._lengths[slots] = lengths
         self._positions[slots] = torch.tensor(lengths, device=self._device)[:, None]
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """One more token for each row, int64 [rows]: what follows, [rows, vocabulary], good until the next call."""
+        """Decode one more token of each row, int64 [rows]. Return logits [rows, vocabulary], valid until the next call."""
         rows = len(token_ids)
         size = self._slots
         while size > 1 and (size + 1) // 2 >= rows:
@@ -139,12 +139,12 @@ class StaticDecoder:
         return self._logits[:rows]
 
     def rest(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """These rows are finished, and are decoded unseen, each from its first column, until they are taken out."""
+        """Reset finished rows to their first column. Their results are ignored until they are removed."""
         self._lengths[rows] = 0
         self._positions[torch.from_numpy(rows).to(self._device)] = 0
 
     def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> None:
-        """Move rows ``movers`` into ``holes`` and keeps the first ``rows``."""
+        """Move rows ``movers`` into ``holes``, then keep the first ``rows`` rows."""
         self._lengths[holes.cpu().numpy()] = self._lengths[movers.cpu().numpy()]
         if len(holes):
             columns = int(self._lengths[:rows].max())
@@ -152,11 +152,11 @@ class StaticDecoder:
                 used = buffer[:, :, :columns]
                 used[holes] = used[movers]
             self._positions[holes] = self._positions[movers]
-        # The others may be computed along with them, and must not stand where there is no column.
+        # A step may compute the other rows, too, so their positions must be inside the buffer.
         self._positions[rows:] = 0
 
     def _step(self, rows: int, columns: int) -> Callable[[], None]:
-        """Return what computes a step of so many rows and columns."""
+        """Return the function that computes a step of this size."""
         key = rows, columns
         if key not in self._steps:
 
@@ -167,12 +167,13 @@ class StaticDecoder:
         return self._steps[key]
 
     def _compute(self, rows: int, columns: int) -> None:
-        """The first so many rows, whichever of them are in use; rows know nothing of each other. Twice is as good as once."""
+        """Compute a step for the first ``rows`` rows, used or not. Rows are independent. Repeating the step changes nothing."""
         positions = self._positions[:rows]
         mask = torch.where(self._columns[:columns] <= positions, self._shown, self._hidden)[:, None, None]
-        places = self._rows[:rows], slice(None), positions[:, 0]
+        token_indices = self._rows[:rows], slice(None), positions[:, 0]
         layers: Any = [
-            _Layer(keys[:rows, :, :columns], values[:rows, :, :columns], places) for keys, values in self._keys_values
+            _Layer(keys[:rows, :, :columns], values[:rows, :, :columns], token_indices)
+            for keys, values in self._keys_values
         ]
         logits = self._model(
             input_ids=self._token_ids[:rows],
@@ -183,12 +184,12 @@ class StaticDecoder:
         ).logits[:, -1]
         if self._logits is None:
             self._logits = logits.new_zeros(self._held[0], logits.shape[1])
-        # One buffer for all graphs: each would keep logits of its own.
+        # One buffer for all graphs; otherwise each graph would keep separate logits.
         self._logits[:rows] = logits
 
 
 def _captured(compute: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
-    """``compute`` as a CUDA graph, captured after a first time that sets libraries up."""
+    """Return a replay of ``compute`` as a CUDA graph, captured after a first call that initializes libraries."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -196,7 +197,7 @@ def _captured(compute: Callable[[], None], device: torch.device, pool: Any) -> C
             compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may use the GPU meanwhile: another service, or the status.
+        # Other threads of this process may use the GPU during the capture, such as another service or a status request.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             compute()
     replay: Callable[[], None] = graph.replay
@@ -205,9 +206,9 @@ def _captured(compute: Callable[[], None], device: torch.device, pool: Any) -> C
 
 @torch.inference_mode()
 def unsupported_reason(model: Any, capture: bool) -> str | None:
-    """Return why a model cannot decode this way, or None when it was tried on a few tokens and did.
+    """Return why the model does not support static decoding, or None if a trial of a few tokens succeeded.
 
-    Too little memory is no reason but an error: a run's bits must not depend on what happens to be free.
+    Raises OutOfMemoryError if the trial does: the results of a run must not depend on the free memory.
     """
     if not (attends_to_all(model) and accepts_argument(model, "position_ids") and _attention(model) == "sdpa"):
         return "attention with a window, positions from the padding mask, or an attention other than sdpa"
@@ -218,7 +219,7 @@ def unsupported_reason(model: Any, capture: bool) -> str | None:
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     tolerance = TOLERANCE[model.get_input_embeddings().weight.dtype]
-    # Not finite is not within it.
+    # A difference of NaN is refused, too.
     return (
         None if difference <= tolerance else f"logits differ by {difference:.2g} of the largest, {tolerance:g} allowed"
     )
@@ -230,7 +231,7 @@ def _attention(model: Any) -> str | None:
 
 
 def _difference(model: Any, capture: bool) -> float:
-    """Largest difference of logits between this way and whole sequences without a cache, over the largest logit."""
+    """Return the largest difference from the logits of whole sequences without a cache, relative to the largest logit."""
     lengths, tokens = TRIAL
     longest, device = max(lengths), device_of(model)
     ids = torch.arange(len(lengths) * (longest + tokens), device=device).view(len(lengths), -1) % vocabulary_size(model)
@@ -242,10 +243,10 @@ def _difference(model: Any, capture: bool) -> float:
     decoder.fill(rows, rows, list(lengths), prefilled)
     decoder.begin(slice(0, len(rows)), list(lengths))
     expected, results = [], []
-    for place in range(tokens):
-        fed = torch.stack([ids[row, length + place] for row, length in enumerate(lengths)])
-        results.append(decoder.logits(fed).clone())
-        ends = [length + place + 1 for length in lengths]
+    for offset in range(tokens):
+        inputs = torch.stack([ids[row, length + offset] for row, length in enumerate(lengths)])
+        results.append(decoder.logits(inputs).clone())
+        ends = [length + offset + 1 for length in lengths]
         expected += [model(input_ids=ids[row : row + 1, :end]).logits[:, -1] for row, end in enumerate(ends)]
-    whole = torch.cat(expected).float()
-    return float((torch.cat(results).float() - whole).abs().max() / whole.abs().max())
+    uncached = torch.cat(expected).float()
+    return float((torch.cat(results).float() - uncached).abs().max() / uncached.abs().max())

@@ -1,8 +1,8 @@
-"""Generation by TensorRT-LLM in this process (its LLM API, 1.x), from prompt token ids, with log-probs.
+"""Generation with TensorRT-LLM in this process (its LLM API, 1.x), from prompt token ids, with log-probs.
 
-New weights reach it without pickles: an adapter as a LoRA request of its own for each policy version, whole weights by loading
-them anew from disk. The engine is shut down while the policy learns where it is to leave the GPU's memory. Not run so far: the
-package needs an NVIDIA GPU and its own torch; the contract's tests run it wherever it can be imported.
+New weights reach the engine without pickles: an adapter as one LoRA request per policy version, full weights by a reload from
+disk. The engine is shut down during an update if it must free the GPU's memory. Not run so far: the package needs an NVIDIA GPU
+and its own version of torch. The contract tests run the engine if the package can be imported.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NAME = "TensorRT-LLM"
 POLL = 0.1
 """Seconds between checks whether the caller still waits."""
 ENDED = ("stop", "length")
-"""How a response ends that is whole; "timeout" and "cancelled" are not."""
+"""Finish reasons of complete responses. Others, such as "timeout" and "cancelled", are errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRTLLM:
-    """How it is run. ``base`` is the checkpoint below an adapter; ``weights`` a folder for what it reads from disk."""
+    """Settings of the engine. ``base`` is the base model of an adapter, ``weights`` a folder for weights to read from disk."""
 
     base: str
     weights: Path
@@ -43,7 +43,7 @@ class TensorRTLLM:
 
 
 class TensorRTLLMEngine:
-    """Generates with tensorrt_llm.LLM. Raises ConfigError where the package cannot be imported."""
+    """Generates with tensorrt_llm.LLM. Raises ConfigError if the package cannot be imported."""
 
     def __init__(self, settings: TensorRTLLM, policy: Policy) -> None:
         try:
@@ -57,7 +57,7 @@ class TensorRTLLMEngine:
         self._settings, self._policy = settings, policy
         self._llm: Any = None
         self._version = 0
-        """Counts the weights: a cache that knows an adapter by its number is never asked for another under the same."""
+        """Version of the weights. Each version gets a new adapter id, so the engine's cache never returns an old adapter."""
 
     def generate(
         self,
@@ -67,26 +67,26 @@ class TensorRTLLMEngine:
         policy_version: int,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Iterator[Trajectory]:
-        """The trajectories, by id.
+        """Yield the trajectories, ordered by id.
 
-        Raises InvalidRequest at the call; while iterating Cancelled, ServiceFailed, ComputationFailed.
+        Raises InvalidRequest at the call. While iterating, raises Cancelled, ServiceFailed or ComputationFailed.
         """
         ordered = validate_requests(self._policy.model, requests, sampling)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
 
     def release(self) -> None:
-        """Leave the GPU's memory to the update."""
+        """Free the GPU's memory for the update if ``release_memory`` is set."""
         if self._settings.release_memory:
             self._shut_down()
 
     def weights_changed(self) -> None:
-        """Without an adapter the engine's weights are those of before: it is loaded anew."""
+        """Use the new weights from the next generation on. Without an adapter the engine is reloaded."""
         self._version += 1
         if self._policy.adapter is None:
             self._shut_down()
 
     def close(self) -> None:
-        """End it, and leaves no weights behind."""
+        """Shut the engine down and delete the weights that were written for it."""
         self._shut_down()
         shutil.rmtree(self._settings.weights, ignore_errors=True)
 
@@ -109,7 +109,7 @@ class TensorRTLLMEngine:
                 answer = _answer(request, _result(future, cancelled))
                 yield from trajectories([answer], self._policy, sampling, policy_version, NAME)
         except RuntimeError as error:
-            # Its workers' own words: out of memory, a kernel that failed, a process that died.
+            # Errors of its workers: out of memory, a failed kernel, a dead process.
             self._shut_down()
             raise ServiceFailed(f"{NAME}: {error}") from error
         finally:
@@ -125,7 +125,7 @@ class TensorRTLLMEngine:
             top_k=1 if greedy else sampling.top_k,
             top_p=None if greedy else sampling.top_p,
             seed=engine_seed(seed, request.id),
-            # Every stop token as a stop word, which stays in the response; of EOS itself versions differ in that.
+            # Every stop token is a stop word, which stays in the response. Versions differ in whether EOS itself stays.
             ignore_eos=True,
             stop_token_ids=None if sampling.ignore_eos else sorted(self._policy.stop_ids),
             include_stop_str_in_output=True,
@@ -150,11 +150,11 @@ class TensorRTLLMEngine:
                 }
             positions = max_positions(self._policy.model)
             if positions is not None:
-                # Else 1024 tokens of a prompt are all that it takes.
+                # The default limits prompts to 1024 tokens.
                 arguments |= {"max_input_len": positions, "max_seq_len": positions}
             from tensorrt_llm.llmapi import KvCacheConfig
 
-            # Blocks that were computed with former weights must not be found again.
+            # No reuse: blocks that were computed with previous weights would be wrong.
             cache = KvCacheConfig(free_gpu_memory_fraction=settings.memory_fraction, enable_block_reuse=False)
             self._llm = self._library.LLM(
                 dtype="auto", kv_cache_config=cache, max_batch_size=settings.max_in_flight, **arguments
@@ -166,7 +166,7 @@ class TensorRTLLMEngine:
             return None
         from tensorrt_llm.executor.request import LoRARequest
 
-        # Its numbers begin at 1.
+        # Adapter ids start at 1.
         return LoRARequest(f"policy-{self._version}", self._version + 1, str(self._written_adapter()))
 
     def _written_adapter(self) -> Path:
@@ -174,7 +174,7 @@ class TensorRTLLMEngine:
         return self._written(f"adapter-{self._version}", self._policy.adapter.snapshot())
 
     def _written(self, name: str, write: Callable[[Path], None]) -> Path:
-        """A folder with these weights and the tokenizer. Those of former versions go."""
+        """Return a folder with these weights and the tokenizer. Deletes the folders of previous versions."""
         target = self._settings.weights / name
         if name == "model" or not target.exists():
             shutil.rmtree(self._settings.weights, ignore_errors=True)
@@ -212,5 +212,5 @@ def _answer(request: GenerationRequest, result: Any) -> Answer:
 
 
 def _log_prob(token: int, entry: Any) -> float:
-    """One token's, of a number or of what it is by token."""
+    """Return the log-prob of a token from an entry, which is a number or a mapping of token to log-prob."""
     return float(entry[token].logprob) if isinstance(entry, dict) else float(entry)

@@ -1,8 +1,8 @@
-"""Generation in torch: continuous batching. Finished rows leave the batch, and those that wait take their places.
+"""Generation in torch with continuous batching: waiting requests replace finished rows in the batch.
 
-Prompts that are equal are computed once. A row's draws come from its own random stream, so which rows share a batch decides
-none of them. (It does decide the last bits of the logits, as matrix products round by shape: the same requests give the same
-bits.)
+Equal prompts are computed once. Each row draws from its own random stream, so the composition of a batch does not affect the
+draws. It does affect the last bits of the logits, because the rounding of a matmul depends on its shape. The same requests give
+the same bits.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from quartet.types import FinishReason, GenerationRequest, SamplingParameters, T
 log = structlog.get_logger()
 
 PREFILL_TOKENS = 8192
-"""The most prompt tokens, pads included, in one forward pass."""
+"""Maximum number of prompt tokens in one forward pass, pads included."""
 
 DROP_FRACTION = 1 / 8
-"""Finished rows are dropped, and replaced, when they are at least this part of the batch; until then they decode unseen."""
+"""Finished rows are replaced once they are at least this fraction of the batch. Until then their results are ignored."""
 
 
 class TorchEngine:
     """Generates with a transformers causal LM in this process.
 
     ``stop_ids`` end a response. ``max_concurrent_sequences`` limits the rows decoded at once, and so the memory of the cache.
-    ``static``: decode in buffers that are allocated once, if the model supports it. None does so on a GPU only, with CUDA graphs.
+    ``static``: decode in buffers that are allocated once, if the model supports it. Defaults to true on a GPU, with CUDA graphs.
     Not thread-safe. Raises ModelError for a model whose state is more than keys and values.
     """
 
@@ -55,9 +55,9 @@ class TorchEngine:
         self._model = model
         self._stop_ids = stop_ids
         self._max_concurrent = max_concurrent_sequences
-        # What a GPU gains by graphs a CPU loses by reading more columns than are in use.
+        # Static decoding reads more columns than are in use. Graphs outweigh that on a GPU, but a CPU has none.
         self._capture = device_of(model).type == "cuda"
-        self._to_be_tried = self._capture if static is None else static
+        self._static_untried = self._capture if static is None else static
         self._static: StaticDecoder | None = None
         self._generations = 0
 
@@ -69,11 +69,11 @@ class TorchEngine:
         policy_version: int,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Iterator[Trajectory]:
-        """The trajectories, each as soon as it is finished: by token, and within one token by id.
+        """Yield each trajectory as soon as it is finished; trajectories that finish at the same token are ordered by id.
 
-        ``log_probs`` are of the sampled tokens at the sampling temperature (1 when greedy), of the whole distribution even where
-        top_k or top_p truncated it, so that they are the ones the trainer computes. Raises InvalidRequest at the call; while
-        iterating, Cancelled (``cancelled`` is asked before every token) and ComputationFailed (logits that are not finite).
+        ``log_probs`` are of the sampled tokens at the sampling temperature (1 when greedy). They refer to the whole distribution
+        even if top_k or top_p truncated it, because the trainer computes the same. Raises InvalidRequest at the call. While
+        iterating, raises Cancelled (``cancelled`` is checked before every token), or ComputationFailed if logits are not finite.
         """
         ordered = validate_requests(self._model, requests, sampling)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
@@ -87,7 +87,7 @@ class TorchEngine:
         cancelled: Callable[[], bool],
     ) -> Iterator[Trajectory]:
         stop_ids = frozenset[int]() if sampling.ignore_eos else self._stop_ids
-        if self._to_be_tried:
+        if self._static_untried:
             self._try_static()
         slots = _Slots(self._model, stop_ids, requests, sampling, seed, self._max_concurrent, self._static)
         self._generations += 1
@@ -96,14 +96,14 @@ class TorchEngine:
             if cancelled():
                 raise Cancelled("generation was cancelled by its caller")
             if self._static and number != self._generations:
-                raise Cancelled("generation was cancelled by a later one, which has taken its cache")
+                raise Cancelled("generation was cancelled: a later generation uses its cache")
             for request, response_ids, log_probs, reason in slots.step():
                 prompt_ids = np.asarray(request.prompt_ids, np.int32)
                 yield Trajectory(request.id, policy_version, prompt_ids, response_ids, log_probs, reason)
 
     def _try_static(self) -> None:
-        """Once: whether the model can decode in buffers that stay, or why it goes on without."""
-        self._to_be_tried = False
+        """Use static decoding if the model supports it; otherwise log the reason."""
+        self._static_untried = False
         reason = unsupported_reason(self._model, self._capture)
         if reason is None:
             self._static = StaticDecoder(self._model, self._capture)
@@ -111,10 +111,10 @@ class TorchEngine:
             log.warning("decodes without CUDA graphs", model=type(self._model).__name__, reason=reason)
 
     def release(self) -> None:
-        """Nothing: a cache goes with the generation, or is what CUDA graphs were captured over, which takes long."""
+        """Do nothing. An ordinary cache is freed with its generation; a static one is kept, because capturing graphs is slow."""
 
     def weights_changed(self) -> None:
-        """Nothing: it decodes with the model itself, whose weights stay where they are."""
+        """Do nothing. The engine decodes with the policy itself, whose weights are updated in place."""
 
     def close(self) -> None:
         """Release the cache and the captured graphs."""
@@ -125,10 +125,10 @@ Finished = tuple[GenerationRequest, NDArray[np.int32], NDArray[np.float32], Fini
 
 
 class _Slots:
-    """Rows that are decoded together, and the queue of those that are not yet.
+    """Rows that are decoded together, and the queue of waiting requests.
 
-    A slot is a place in the batch. The first ``rows`` are in use; when enough of these have finished, rows from the last of them
-    move into their places, and requests of the queue into those that are free then.
+    A slot is a row of the batch. The first slots are in use. When enough of their rows have finished, rows from the end move into
+    the finished slots, and queued requests get the slots that are then free.
     """
 
     def __init__(
@@ -163,17 +163,17 @@ class _Slots:
             else:
                 self._decoder = _WindowDecoder(model, slots, longest, limit, refilled=slots < len(requests))
             self._streams = torch.zeros((slots, limit), dtype=torch.float64, device=self._device)
-            self._places = torch.zeros((slots, 1), dtype=torch.int64, device=self._device)
+            self._draw_indices = torch.zeros((slots, 1), dtype=torch.int64, device=self._device)
             self._chosen = torch.zeros(slots, dtype=torch.int64, device=self._device)
 
     @property
     def active(self) -> bool:
-        """Return whether any row still has tokens to come."""
+        """Return whether any request is unfinished."""
         return bool(self._alive.any() or self._queue)
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """Draw every row's next token. Gives the rows that are finished with it, by id."""
+        """Draw every row's next token. Return the rows that this token finishes, ordered by id."""
         logits = self._decoder.logits(self._chosen[: len(self._rows)]) if self._rows else None
         free = self._slots - len(self._rows)
         if self._queue and free:
@@ -181,17 +181,17 @@ class _Slots:
             logits = joined if logits is None else torch.cat([logits, joined])
         assert logits is not None
         rows = len(self._rows)
-        uniform = self._streams[:rows].gather(1, self._places[:rows])
+        uniform = self._streams[:rows].gather(1, self._draw_indices[:rows])
         chosen, log_probs = draw(logits, uniform, self._sampling)
         self._chosen[:rows] = chosen
-        self._places[:rows] += 1
-        finished = self._note(chosen.cpu().numpy(), log_probs.cpu().numpy())
+        self._draw_indices[:rows] += 1
+        finished = self._record(chosen.cpu().numpy(), log_probs.cpu().numpy())
         if finished:
             self._drop()
         return finished
 
-    def _note(self, tokens: NDArray[np.int64], log_probs: NDArray[np.float32]) -> list[Finished]:
-        """Write down what was drawn for each row. Gives the rows that are finished with it."""
+    def _record(self, tokens: NDArray[np.int64], log_probs: NDArray[np.float32]) -> list[Finished]:
+        """Record the token drawn for each row. Return the rows that it finishes."""
         live, slots = np.flatnonzero(self._alive), np.arange(len(self._rows))
         if not np.isfinite(log_probs[live]).all():
             raise ComputationFailed(
@@ -199,9 +199,9 @@ class _Slots:
                 f"{int(self._counts[live][~np.isfinite(log_probs[live])][0])}; "
                 "the weights have diverged, or the dtype is too narrow for them (try bfloat16 or float32)"
             )
-        places = self._counts[live]
-        self._token_ids[live, places] = tokens[live]
-        self._log_probs[live, places] = log_probs[live]
+        columns = self._counts[live]
+        self._token_ids[live, columns] = tokens[live]
+        self._log_probs[live, columns] = log_probs[live]
         self._counts[live] += 1
 
         stopped = self._stops[tokens]
@@ -216,7 +216,7 @@ class _Slots:
         return finished
 
     def _join(self, requests: list[GenerationRequest]) -> torch.Tensor:
-        """Take requests into the free slots. Gives the logits that follow their prompts, [requests, vocabulary]."""
+        """Add requests to the free slots. Return the logits after their prompts, [requests, vocabulary]."""
         first, limit = len(self._rows), self._sampling.max_response_tokens
         slots = slice(first, first + len(requests))
         self._rows += requests
@@ -224,13 +224,13 @@ class _Slots:
         self._counts[slots] = 0
         streams = np.stack([uniforms(self._seed, request.id, limit) for request in requests])
         self._streams[slots] = torch.from_numpy(streams).to(self._device)
-        self._places[slots] = 0
+        self._draw_indices[slots] = 0
         logits = self._prefill([np.asarray(request.prompt_ids, np.int32) for request in requests], first)
         self._decoder.begin(slots, [len(request.prompt_ids) for request in requests])
         return logits
 
     def _prefill(self, prompts: list[NDArray[np.int32]], first: int) -> torch.Tensor:
-        """Compute each distinct prompt once, right-padded (no mask, so the fast causal path). Logits [prompts, vocabulary]."""
+        """Compute each distinct prompt once, right-padded to avoid a mask. Return logits [prompts, vocabulary]."""
         distinct: dict[bytes, int] = {}
         owner = [distinct.setdefault(prompt.tobytes(), len(distinct)) for prompt in prompts]
         unique = [np.frombuffer(key, np.int32) for key in distinct]
@@ -242,9 +242,9 @@ class _Slots:
             keep[torch.arange(len(group)), torch.tensor([lengths[index] - 1 for index in group])] = True
             cache = prefill_cache()
             last = logits_at_positions(self._model, input_ids, keep, past_key_values=cache, use_cache=True)
-            place = {index: row for row, index in enumerate(group)}
-            rows = [row for row, index in enumerate(owner) if index in place]
-            sources = [place[owner[row]] for row in rows]
+            group_rows = {index: row for row, index in enumerate(group)}
+            rows = [row for row, index in enumerate(owner) if index in group_rows]
+            sources = [group_rows[owner[row]] for row in rows]
             self._decoder.fill([first + row for row in rows], sources, [len(prompts[row]) for row in rows], cache)
             if logits is None:
                 logits = last.new_empty(len(owner), last.shape[1])
@@ -253,12 +253,12 @@ class _Slots:
         return logits
 
     def _drop(self) -> None:
-        """Remove the finished rows from the batch if they are many enough, or all."""
+        """Remove the finished rows from the batch if they are at least ``DROP_FRACTION`` of it."""
         rows, alive = len(self._rows), int(self._alive.sum())
         if alive and rows - alive < DROP_FRACTION * rows:
-            # They are decoded on, from the first place, so that they never come to one that there is not.
+            # They are decoded further, from the first column again, so that they never exceed the buffer.
             ended = np.flatnonzero(~self._alive)
-            self._places[torch.from_numpy(ended).to(self._device)] = 0
+            self._draw_indices[torch.from_numpy(ended).to(self._device)] = 0
             self._decoder.rest(ended)
             return
         holes = np.flatnonzero(~self._alive[:alive])
@@ -270,43 +270,43 @@ class _Slots:
         for array in (self._counts, self._token_ids, self._log_probs):
             array[holes] = array[movers]
         to, source = torch.from_numpy(holes).to(self._device), torch.from_numpy(movers).to(self._device)
-        for tensor in (self._chosen, self._streams, self._places):
+        for tensor in (self._chosen, self._streams, self._draw_indices):
             tensor[to] = tensor[source]
         self._decoder.keep(alive, to, source)
 
 
 class _WindowDecoder:
-    """Decodes the rows and columns in use, and no others.
+    """Decodes only the rows and columns in use.
 
-    All rows end in the same column of the cache: a prompt that joins is put to the left of it, and hides what stands before it.
+    All rows end in the same column of the cache. A new prompt is aligned to that column, and the columns before it are masked.
     """
 
     def __init__(self, model: Any, slots: int, longest: int, limit: int, refilled: bool) -> None:
-        """``longest``: tokens of a prompt; ``limit``: of a response; ``refilled``: rows will take the places of others."""
+        """``longest``: tokens of a prompt; ``limit``: tokens of a response; ``refilled``: finished rows are replaced."""
         self._model, device = model, device_of(model)
         columns = longest + limit
         if refilled:
-            # So that the cache moves to its left end every so many tokens, and not at each.
+            # Spare columns, so that the cache does not have to move to the left at every token.
             columns += max(columns // 4, 1)
-        # Rounded up, as fast attention kernels on GPUs want masks whose rows start at multiples of 16 bytes.
+        # Rounded up, because fast attention kernels on GPUs need mask rows that start at multiples of 16 bytes.
         self._cache = DecodeCache(slots, longest, -(-columns // 8) * 8)
         self._padding = _Padding(model, slots, self._cache.capacity, device)
-        # Where the next token of each row stands.
+        # Position of the next token of each row.
         self._positions = torch.zeros((slots, 1), dtype=torch.int64, device=device)
 
     def fill(self, rows: list[int], sources: list[int], lengths: list[int], prefilled: Any) -> None:
-        """As ``DecodeCache.fill``."""
+        """Copy prompts into the cache, see ``DecodeCache.fill``."""
         self._cache.fill(rows, sources, lengths, prefilled)
 
     def begin(self, slots: slice, lengths: list[int]) -> None:
-        """Prompts of these lengths stand in ``slots`` now, the last that are in use."""
+        """Register the prompts of these lengths that ``slots`` now hold. They are the last slots in use."""
         counts = torch.tensor(lengths, device=self._positions.device)[:, None]
         self._positions[slots] = counts
         self._cache.rows = slots.stop
         self._padding.begin(slots, self._cache.end - counts)
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """One more token for each row, int64 [rows]: what follows, [rows, vocabulary]."""
+        """Decode one more token of each row, int64 [rows]. Return the next logits [rows, vocabulary]."""
         rows = len(token_ids)
         if self._cache.full:
             self._padding.move(self._cache.move_left())
@@ -321,66 +321,66 @@ class _WindowDecoder:
         return logits[:, -1]
 
     def rest(self, rows: NDArray[np.int64]) -> None:
-        """These rows are finished, and are decoded unseen, from the first place, until they are taken out."""
+        """Reset finished rows to position 0. Their results are ignored until they are removed."""
         self._positions[torch.from_numpy(rows).to(self._positions.device)] = 0
 
     def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> None:
-        """Move rows ``movers`` into ``holes`` and keeps the first ``rows``."""
+        """Move rows ``movers`` into ``holes``, then keep the first ``rows`` rows."""
         self._positions[holes] = self._positions[movers]
         start = self._padding.keep(rows, holes, movers)
         self._cache.keep(rows, holes, movers, self._cache.end if start is None else start)
 
 
 class _Padding:
-    """Hides the columns before each row's prompt from attention, as cheaply as the model allows."""
+    """Masks the columns before each row's prompt, in the cheapest form that the model supports."""
 
     def __init__(self, model: Any, slots: int, capacity: int, device: torch.device) -> None:
         self._begins = np.zeros(slots, np.int64)
         """The first column of each row."""
         self._columns = torch.arange(capacity, device=device)
         self._rows = 0
-        self._additive = _takes_additive_mask(model)
+        self._additive = _accepts_additive_mask(model)
         self._hidden = torch.zeros((), device=device, dtype=torch.int64)
         self._shown = self._hidden + 1
         if self._additive:
             dtype = model.get_input_embeddings().weight.dtype
-            # Half of the least number: adding a score to the least itself can overflow in half precision.
+            # Half of the minimum: adding a score to the minimum can overflow in half precision.
             self._hidden = torch.full((), torch.finfo(dtype).min / 2, dtype=dtype, device=device)
             self._shown = torch.zeros_like(self._hidden)
         self._mask = self._shown.expand(slots, capacity).clone()
 
     def begin(self, slots: slice, begins: torch.Tensor) -> None:
-        """Rows join in ``slots``, whose first columns are ``begins`` [rows, 1]."""
+        """Add rows in ``slots`` whose first columns are ``begins`` [rows, 1]."""
         self._begins[slots] = begins[:, 0].cpu().numpy()
         self._rows = slots.stop
         self._mask[slots] = torch.where(self._columns >= begins, self._shown, self._hidden)
 
     def keep(self, rows: int, holes: torch.Tensor, movers: torch.Tensor) -> int | None:
-        """Move rows ``movers`` into ``holes`` and keeps the first ``rows``. Gives the first column that any of them has."""
+        """Move rows ``movers`` into ``holes``, then keep the first ``rows`` rows. Return their first column, or None."""
         self._rows = rows
         self._begins[holes.cpu().numpy()] = self._begins[movers.cpu().numpy()]
         self._mask[holes] = self._mask[movers]
         return int(self._begins[:rows].min()) if rows else None
 
     def move(self, columns: int) -> None:
-        """All that is in the cache has moved so many columns to the left."""
+        """Follow a move of the cache by this number of columns to the left."""
         self._begins -= columns
         begins = torch.from_numpy(self._begins[:, None]).to(self._columns.device)
         self._mask.copy_(torch.where(self._columns >= begins, self._shown, self._hidden))
 
     def arguments(self, rows: int, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """The mask for columns [start, stop), or nothing when no row has padding among them."""
+        """Return the model's mask argument for columns [start, stop), or no argument if no row has padding there."""
         if int(self._begins[: self._rows].max()) <= start:
             return {}
         mask = self._mask[:rows, start:stop]
         return {"attention_mask": mask[:, None, None, :] if self._additive else mask}
 
 
-def _takes_additive_mask(model: Any) -> bool:
-    """Return whether a ready-made mask [rows, 1, 1, columns] means the same to every layer of the model.
+def _accepts_additive_mask(model: Any) -> bool:
+    """Return whether every layer of the model interprets an additive mask [rows, 1, 1, columns] in the same way.
 
-    Then none has to be built from the padding at every token. Not for sliding windows (each kind of layer has its own mask) and
-    not for models that count positions from the padding mask (ALiBi).
+    Then the model does not have to build a mask from the padding at every token. False for sliding windows, because each kind of
+    layer has its own mask, and for models that derive positions from the padding mask (ALiBi).
     """
     plain = getattr(model.config.get_text_config(), "_attn_implementation", None) in ("sdpa", "eager")
     return plain and attends_to_all(model) and accepts_argument(model, "position_ids")

@@ -36,14 +36,15 @@ POLL = 0.1
 MAX_ANSWER = 64 * 2**20
 """Maximum size of a message from the server, many times the size of a response."""
 MAX_REQUEST = 2**31 - 1
-"""Bytes of one message to it: a request may bring an adapter."""
+"""Maximum size of a message to the server in bytes. A request may contain an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class TritonServer:
-    """Where the model is. ``timeout`` is in seconds. ``adapters``: a folder for them, under the same path for the server.
+    """Address and settings of a served model. ``timeout`` is in seconds.
 
-    With ``encrypted``: PEM ``authority``, and ``certificate`` with its ``key``, None where there is none.
+    ``adapters``: a folder for adapters that the server can read under the same path. With ``encrypted``: PEM ``authority``, and
+    ``certificate`` with its ``key``, each None if not set.
     """
 
     address: str
@@ -62,7 +63,7 @@ class TritonServer:
 
 
 class TritonEngine:
-    """Generates on a server. Raises ConfigError without the package, ModelError for an adapter that servers cannot take."""
+    """Generates on a server. Raises ConfigError without the package, ModelError for an adapter that servers do not support."""
 
     def __init__(self, server: TritonServer, policy: Policy) -> None:
         try:
@@ -85,23 +86,23 @@ class TritonEngine:
         policy_version: int,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Iterator[Trajectory]:
-        """The trajectories, each as it finishes, in whatever order.
+        """Yield each trajectory when it is finished, in any order.
 
-        ``log_probs`` are the server's where it gives them. Raises InvalidRequest at the call; while iterating Cancelled,
-        ServiceUnavailable, ServiceFailed, MismatchError, AccessRefused, ComputationFailed.
+        ``log_probs`` come from the server if it reports them. Raises InvalidRequest at the call. While iterating, raises
+        Cancelled, ServiceUnavailable, ServiceFailed, MismatchError, AccessRefused or ComputationFailed.
         """
         ordered = validate_requests(self._policy.model, requests, sampling)
         return self._generate(ordered, sampling, seed, policy_version, cancelled)
 
     def release(self) -> None:
-        """Nothing: the memory is the server's."""
+        """Do nothing. The memory belongs to the server."""
 
     def weights_changed(self) -> None:
-        """The next generation takes the adapter along as it is then."""
+        """Send the current adapter with the next generation."""
         self._lora = None
 
     def close(self) -> None:
-        """Leave no adapter behind."""
+        """Delete the adapters that were written for the server."""
         shutil.rmtree(self._server.adapters, ignore_errors=True)
 
     def _generate(
@@ -119,7 +120,7 @@ class TritonEngine:
             served = self._served(client)
             dialect = dialect_of(served, self._policy)
             adapter = self._adapter_tensors(served)
-            answers = _Answers(client, self._server)
+            stream = _ResponseStream(client, self._server)
             try:
                 limit = 1 if adapter else self._server.max_in_flight
                 while waiting or running:
@@ -129,19 +130,19 @@ class TritonEngine:
                         self._send(client, served, dialect, str(request.id), tensors)
                         running[str(request.id)] = Partial(request)
                     finished = []
-                    for response in answers.wait(cancelled):
+                    for response in stream.wait(cancelled):
                         partial = running.get(response.id)
                         if partial is None:
-                            raise ServiceFailed(f"{self._server}: an answer to {response.id!r}, which was not asked")
+                            raise ServiceFailed(f"{self._server}: a response to an unknown request {response.id!r}")
                         self._receive(dialect, partial, response.tensors, sampling.max_response_tokens)
                         if response.final:
                             finished.append(self._finished(dialect, running.pop(response.id)))
-                        # From the first answer on the server knows the adapter by its number.
+                        # After its first response the server knows the adapter by its number.
                         limit = self._server.max_in_flight
                         adapter = {name: value for name, value in adapter.items() if name not in _WEIGHTS}
                     yield from trajectories(finished, self._policy, sampling, policy_version, str(self._server))
             finally:
-                answers.close()
+                stream.close()
 
     def _receive(self, dialect: Dialect, partial: Partial, tensors: Tensors, limit: int) -> None:
         if tensors:
@@ -152,7 +153,9 @@ class TritonEngine:
     def _finished(self, dialect: Dialect, partial: Partial) -> Answer:
         answer = dialect.finish(partial)
         if answer.log_probs is None and self._server.weights == "static":
-            raise ComputationFailed(f"{self._server}: response to {answer.request.id}: without log-probs; {_BLIND}")
+            raise ComputationFailed(
+                f"{self._server}: response to {answer.request.id}: no log-probs; {_NEEDS_LOG_PROBS}"
+            )
         return answer
 
     @contextlib.contextmanager
@@ -175,7 +178,7 @@ class TritonEngine:
             client.close()
 
     def _served(self, client: Any) -> Served:
-        """Return what the server says of the model. Asked anew each time: it may have been restarted with another."""
+        """Return the server's description of the model. Not cached: a restarted server may have another model."""
         server = self._server
         metadata = client.get_model_metadata(server.model, client_timeout=server.timeout)
         config = client.get_model_config(server.model, client_timeout=server.timeout).config
@@ -190,7 +193,7 @@ class TritonEngine:
             server.weights == "static"
             and not {"return_log_probs", "output_log_probs"} <= served.inputs.keys() | served.outputs
         ):
-            raise MismatchError(f"{server}: the model has no return_log_probs and output_log_probs; {_BLIND}")
+            raise MismatchError(f"{server}: the model has no return_log_probs and output_log_probs; {_NEEDS_LOG_PROBS}")
         return served
 
     def _adapter(self) -> LoraTensors:
@@ -201,7 +204,7 @@ class TritonEngine:
         return self._lora
 
     def _adapter_tensors(self, served: Served) -> Tensors:
-        """The inputs that bring the adapter to the server; none where its weights are its own."""
+        """Return the inputs that send the adapter to the server; none for static weights."""
         if self._server.weights == "static":
             return {}
         lora = self._adapter()
@@ -220,7 +223,7 @@ class TritonEngine:
         }
 
     def _written(self, lora: LoraTensors) -> Path:
-        """Return where the adapter is on disk, for servers that read it from there. Those of former versions go."""
+        """Return the adapter's folder, for servers that read it from disk. Deletes the folders of previous versions."""
         assert self._policy.adapter is not None
         target = self._server.adapters / f"adapter-{lora.task}"
         if not target.exists():
@@ -248,7 +251,9 @@ class TritonEngine:
         )
 
 
-_BLIND = "with rollout.triton.weights static nothing else tells how far the policy has gone from what was sampled"
+_NEEDS_LOG_PROBS = (
+    "rollout.triton.weights static needs them: the policy's log-probs differ from those of the served weights"
+)
 _WEIGHTS = ("lora_weights", "lora_config")
 # BF16 is sent from float32.
 _DTYPES = {"FP16": np.float16, "FP32": np.float32, "BF16": np.float32}
@@ -261,8 +266,8 @@ class _Response:
     final: bool
 
 
-class _Answers:
-    """What arrives on one stream."""
+class _ResponseStream:
+    """The responses that arrive on one gRPC stream."""
 
     def __init__(self, client: Any, server: TritonServer) -> None:
         self._client, self._server = client, server
@@ -271,7 +276,7 @@ class _Answers:
         client.start_stream(lambda result, error: self._arrived.put((result, error)))
 
     def wait(self, cancelled: Callable[[], bool]) -> list[_Response]:
-        """Return what has arrived since, at least one response. Raises Cancelled, and what the server failed with."""
+        """Wait for at least one response and return all that arrived. Raises Cancelled, or the server's error."""
         while True:
             if cancelled():
                 raise Cancelled("generation was cancelled by its caller")
@@ -289,11 +294,11 @@ class _Answers:
         return results
 
     def close(self) -> None:
-        """Cancel what is under way."""
+        """Cancel the running requests."""
         stream = self._client._stream
         self._client.stop_stream(cancel_requests=True)
         if stream is not None:
-            # tritonclient leaves the thread behind that waits for further requests: it has heard of no end.
+            # tritonclient does not end the thread that waits for further requests.
             stream._request_queue.put(None)
 
     def _read(self, result: Any, error: Any) -> _Response:
@@ -308,7 +313,7 @@ class _Answers:
 
 
 def failure(error: Any, server: TritonServer) -> QuartetError:
-    """Return what an error of tritonclient means. One of the server's model, unlike one of the connection, has no status."""
+    """Return an error of tritonclient as an error of Quartet. An error of the model has no status, one of the connection has."""
     code, text = error.status() or "", error.message()
     where = f"{server}: {text}"
     if not code:

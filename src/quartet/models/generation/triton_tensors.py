@@ -1,7 +1,7 @@
-"""What a served model is asked and how its answers are read: the TensorRT-LLM backend's tensors, of token ids or of text.
+"""Tensors of requests and responses for models on the TensorRT-LLM backend, with token ids or with text.
 
-Which of them a server has, its model's metadata says: with ``input_ids`` it takes token ids (and ``seed``, or ``random_seed`` in
-older versions), with ``text_input`` text.
+The metadata of the model tells which of the two it uses: a model with ``input_ids`` takes token ids (and ``seed``, or
+``random_seed`` in older versions), a model with ``text_input`` takes text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tensors = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model as its server describes it: types of its inputs by name, its outputs, and how it takes requests."""
+    """The server's description of a model: types of its inputs by name, its outputs, and how it accepts requests."""
 
     where: str
     inputs: Mapping[str, str]
@@ -34,18 +34,18 @@ class Served:
     batched: bool
 
     def need(self, *names: str) -> None:
-        """Raise MismatchError for an input or output that the model lacks."""
-        lacking = [name for name in names if name not in self.inputs and name not in self.outputs]
-        if lacking:
+        """Raise MismatchError if the model lacks an input or output."""
+        missing = [name for name in names if name not in self.inputs and name not in self.outputs]
+        if missing:
             raise MismatchError(
-                f"{self.where}: the model has no {' and no '.join(lacking)}; expected the tensors of the TensorRT-LLM backend; "
+                f"{self.where}: the model has no {' and no '.join(missing)}; expected the tensors of the TensorRT-LLM backend; "
                 "rollout.triton.model names the model"
             )
 
 
 @dataclass(slots=True)
 class Partial:
-    """A response as far as it has arrived. ``text`` and what follows it: of servers that answer in text."""
+    """The received part of a response. ``text``, ``finish_reason`` and ``stop_reason`` are set by servers that return text."""
 
     request: GenerationRequest
     token_ids: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Partial:
 
 
 class Dialect(ABC):
-    """How one model is asked and answers. ``outputs`` are those that are asked for."""
+    """Format of one model's requests and responses. ``outputs`` are the requested outputs."""
 
     outputs: tuple[str, ...]
 
@@ -65,22 +65,22 @@ class Dialect(ABC):
 
     @abstractmethod
     def request(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Tensors:
-        """The inputs that ask for one trajectory. Raises InvalidRequest, ComputationFailed."""
+        """Return the inputs that request one trajectory. Raises InvalidRequest, ComputationFailed."""
 
     @abstractmethod
     def receive(self, partial: Partial, outputs: Tensors) -> None:
-        """Take in what one response of the server holds. Raises ComputationFailed."""
+        """Add one message of the server to the response. Raises ComputationFailed."""
 
     @abstractmethod
     def finish(self, partial: Partial) -> Answer:
-        """Return what the request was answered with, after the last response. Raises ComputationFailed."""
+        """Return the complete response after the last message. Raises ComputationFailed."""
 
     def _failed(self, request: GenerationRequest, text: str) -> ComputationFailed:
         return ComputationFailed(f"{self._served.where}: response to {request.id}: {text}")
 
 
 class TokenDialect(Dialect):
-    """Token ids both ways, with log-probs where the model gives them."""
+    """Requests and responses with token ids, and with log-probs if the model returns them."""
 
     def __init__(self, served: Served, policy: Policy) -> None:
         super().__init__(served, policy)
@@ -89,12 +89,12 @@ class TokenDialect(Dialect):
         )
         self._seed = "seed" if "seed" in served.inputs else "random_seed"
         served.need(self._seed)
-        self._gives_log_probs = {"return_log_probs", "output_log_probs"} <= served.inputs.keys() | served.outputs
-        self.outputs = ("output_ids", "sequence_length", *(["output_log_probs"] if self._gives_log_probs else []))
-        self._echoes = not served.decoupled and "exclude_input_in_output" not in served.inputs
+        self._returns_log_probs = {"return_log_probs", "output_log_probs"} <= served.inputs.keys() | served.outputs
+        self.outputs = ("output_ids", "sequence_length", *(["output_log_probs"] if self._returns_log_probs else []))
+        self._echoes_prompt = not served.decoupled and "exclude_input_in_output" not in served.inputs
 
     def request(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Tensors:
-        """All stop tokens as stop words and none as end_id: what ends a response is then part of it, with its log-prob."""
+        """Return the inputs. Stop tokens are stop words, not end_id, so that the response contains them with their log-probs."""
         greedy, prompt = sampling.temperature == 0, request.prompt_ids
         stops = [] if sampling.ignore_eos else sorted(self._policy.stop_ids)
         result: Tensors = {
@@ -107,28 +107,30 @@ class TokenDialect(Dialect):
             "runtime_top_k": np.array([1 if greedy else sampling.top_k], np.int32),
             "runtime_top_p": np.array([sampling.top_p], np.float32),
             self._seed: np.array([engine_seed(seed, request.id)], np.uint64),
-            "return_log_probs": np.array([self._gives_log_probs]),
+            "return_log_probs": np.array([self._returns_log_probs]),
             "streaming": np.array([self._served.decoupled]),
             "exclude_input_in_output": np.array([True]),
         }
         if stops:
-            # The words, one after another, and where each of them ends.
+            # The concatenated words, and the end offset of each word.
             result["stop_words_list"] = np.array([stops, range(1, len(stops) + 1)], np.int32)
         return result
 
     def receive(self, partial: Partial, outputs: Tensors) -> None:
-        """New tokens, and the log-probs of these or of all so far."""
+        """Add new tokens, and log-probs, which a server sends for the new tokens or for all tokens so far."""
         if not {"output_ids", "sequence_length"} <= outputs.keys():
-            raise self._failed(partial.request, "a response without output_ids and sequence_length")
+            raise self._failed(partial.request, "a message without output_ids and sequence_length")
         count = int(outputs["sequence_length"].reshape(-1)[0])
         ids = outputs["output_ids"].reshape(-1)[:count].tolist()
         prompt = partial.request.prompt_ids.tolist()
-        if self._echoes and not partial.token_ids:
+        if self._echoes_prompt and not partial.token_ids:
             if ids[: len(prompt)] != prompt:
-                raise self._failed(partial.request, "does not begin with the prompt, as this version's do")
+                raise self._failed(
+                    partial.request, "does not begin with the prompt; this server version repeats the prompt"
+                )
             ids = ids[len(prompt) :]
         partial.token_ids += ids
-        if self._gives_log_probs and "output_log_probs" in outputs:
+        if self._returns_log_probs and "output_log_probs" in outputs:
             log_probs = outputs["output_log_probs"].reshape(-1).tolist()
             if len(log_probs) >= len(partial.token_ids):
                 partial.log_probs = log_probs[: len(partial.token_ids)]
@@ -136,12 +138,12 @@ class TokenDialect(Dialect):
                 partial.log_probs += log_probs
 
     def finish(self, partial: Partial) -> Answer:
-        """Log-probs of which the server sent none are the trainer's to compute."""
+        """Return the response. Without log-probs of the server, the trainer computes them."""
         return Answer(partial.request, partial.token_ids, partial.log_probs or None)
 
 
 class TextDialect(Dialect):
-    """Text both ways: what cannot be told apart in text is an error, and log-probs are the trainer's to compute."""
+    """Requests and responses with text. Text with ambiguous tokens is an error. The trainer computes the log-probs."""
 
     def __init__(self, served: Served, policy: Policy) -> None:
         super().__init__(served, policy)
@@ -150,9 +152,9 @@ class TextDialect(Dialect):
         served.need("return_finish_reason", *self.outputs)
 
     def request(self, request: GenerationRequest, sampling: SamplingParameters, seed: int) -> Tensors:
-        """Raise ComputationFailed for a prompt whose text does not give its tokens again."""
+        """Return the inputs. Raises ComputationFailed if the prompt's text does not tokenize to the same ids."""
         if sampling.ignore_eos:
-            raise InvalidRequest(f"{self._served.where}: a server that takes text cannot be told to ignore EOS")
+            raise InvalidRequest(f"{self._served.where}: ignore_eos is not supported by a server that takes text")
         greedy = sampling.temperature == 0
         return {
             "text_input": _text(self._prompt(request)),
@@ -168,21 +170,24 @@ class TextDialect(Dialect):
         }
 
     def receive(self, partial: Partial, outputs: Tensors) -> None:
-        """The text as a whole."""
+        """Add the text, the finish reason and the stop reason."""
         if not {"text_output", "finish_reason"} <= outputs.keys():
-            raise self._failed(partial.request, "a response without text_output and finish_reason")
+            raise self._failed(partial.request, "a message without text_output and finish_reason")
         partial.text = (partial.text or "") + _string(outputs["text_output"])
         partial.finish_reason = _string(outputs["finish_reason"])
         partial.stop_reason = _string(outputs["stop_reason"]) if "stop_reason" in outputs else ""
 
     def finish(self, partial: Partial) -> Answer:
-        """Its tokens, where they give its text again. A stop token, which the text lacks, is put back."""
+        """Return the tokens of the text, plus the stop token, which the text does not contain.
+
+        Raises ComputationFailed if the tokens do not decode to the same text.
+        """
         if partial.text is None:
             return Answer(partial.request, [], None)
         tokenizer = self._policy.tokenizer
         ids = list(tokenizer.encode(partial.text, add_special_tokens=False))
         if tokenizer.decode(ids, skip_special_tokens=True) != partial.text:
-            raise self._failed(partial.request, "its text, tokenised, does not give the same text again")
+            raise self._failed(partial.request, "its tokenized text does not decode to the same text")
         if partial.finish_reason == "stop":
             ids.append(self._stop_id(partial))
         elif partial.finish_reason != "length":
@@ -191,13 +196,13 @@ class TextDialect(Dialect):
 
     def _prompt(self, request: GenerationRequest) -> str:
         tokenizer, ids = self._policy.tokenizer, request.prompt_ids.tolist()
-        # The server's tokenizer may begin every text with a token of its own.
+        # The server's tokenizer may add a token at the start of every text.
         for first in (0, 1):
             text: str = tokenizer.decode(ids[first:])
             if list(tokenizer.encode(text)) == ids:
                 return text
         raise ComputationFailed(
-            f"{self._served.where}: prompt of {request.id}: its text, tokenised, gives other tokens; "
+            f"{self._served.where}: prompt of {request.id}: its text tokenizes to different token ids; "
             "serve a model that takes token ids"
         )
 
@@ -207,13 +212,13 @@ class TextDialect(Dialect):
         end: int | None = self._policy.tokenizer.eos_token_id
         if end is None:
             raise self._failed(
-                partial.request, "it does not say which stop token ended it, and the tokenizer has no EOS"
+                partial.request, "the server does not report its stop token, and the tokenizer has no EOS"
             )
         return end
 
 
 def dialect_of(served: Served, policy: Policy) -> Dialect:
-    """Return how to speak with a model. Raises MismatchError for one that has other tensors."""
+    """Return the dialect of a model. Raises MismatchError for a model with other tensors."""
     if "input_ids" in served.inputs:
         return TokenDialect(served, policy)
     if "text_input" in served.inputs:

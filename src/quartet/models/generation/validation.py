@@ -1,4 +1,4 @@
-"""Checks of generation requests and of engine responses, the same for all engines. An empty response is an error."""
+"""Checks of generation requests and engine responses, shared by all engines. An empty response is an error."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from quartet.models.generation.sampling import check_sampling
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, Trajectory
 
 MIN_LOG_PROB = -1e4
-"""Less than any token has that was drawn."""
+"""A log-prob below this is invalid: no sampled token has so low a probability."""
 
 
 def validate_requests(
     model: Any, requests: Sequence[GenerationRequest], sampling: SamplingParameters
 ) -> list[GenerationRequest]:
-    """The requests by id. Raises InvalidRequest for what the model cannot generate."""
+    """Return the requests ordered by id. Raises InvalidRequest if the model cannot serve them."""
     check_sampling(sampling)
     size = vocabulary_size(model)
     for request in requests:
@@ -29,14 +29,14 @@ def validate_requests(
         if prompt.ndim != 1 or len(prompt) == 0:
             raise InvalidRequest(f"prompt of {request.id}: expected at least one token id in one dimension")
         if int(prompt.min()) < 0 or int(prompt.max()) >= size:
-            raise InvalidRequest(f"prompt of {request.id}: a token id outside the vocabulary 0..{size - 1}")
+            raise InvalidRequest(f"prompt of {request.id}: a token id is outside the vocabulary 0..{size - 1}")
         check_lengths(model, np.array([len(prompt) + sampling.max_response_tokens], np.int64))
     return sorted(requests, key=lambda request: request.id)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine has generated for a request. ``log_probs`` None: it gives none."""
+    """An engine's response to a request. ``log_probs`` is None if the engine reports none."""
 
     request: GenerationRequest
     token_ids: Sequence[int]
@@ -46,18 +46,18 @@ class Answer:
 def trajectories(
     answers: Sequence[Answer], policy: Policy, sampling: SamplingParameters, policy_version: int, engine: str
 ) -> list[Trajectory]:
-    """The answers as trajectories, with the policy's own log-probs where the engine gave none.
+    """Return the answers as trajectories. The policy computes the log-probs that the engine did not report.
 
-    Raises ComputationFailed for an answer that is empty, that ends neither with a stop token nor at the limit, or whose tokens or
-    log-probs cannot be; ``engine`` names it.
+    ``engine`` names the engine in error messages. Raises ComputationFailed if an answer is empty, ends neither with a stop token
+    nor at the limit, or has invalid tokens or log-probs.
     """
     results = [_checked(answer, policy, sampling, policy_version, engine) for answer in answers]
-    lacking = [index for index, answer in enumerate(answers) if answer.log_probs is None]
-    if lacking:
-        batch = TokenBatch.of([results[index] for index in lacking])
+    missing = [index for index, answer in enumerate(answers) if answer.log_probs is None]
+    if missing:
+        batch = TokenBatch.of([results[index] for index in missing])
         log_probs = policy.score(batch, sampling.temperature or 1.0)
         parts = np.split(log_probs, np.cumsum(batch.response_lengths)[:-1])
-        for index, part in zip(lacking, parts, strict=True):
+        for index, part in zip(missing, parts, strict=True):
             results[index] = replace(results[index], log_probs=part)
     return results
 
@@ -72,21 +72,21 @@ def _checked(
     size = vocabulary_size(policy.model)
     if ids.min() < 0 or ids.max() >= size:
         raise ComputationFailed(
-            f"{where}: a token id outside the vocabulary 0..{size - 1}; is it the same model as actor.model?"
+            f"{where}: a token id is outside the vocabulary 0..{size - 1}; the engine must serve the model of actor.model"
         )
     stops = [] if sampling.ignore_eos else np.flatnonzero(np.isin(ids, list(policy.stop_ids))).tolist()
     if stops and stops[0] != len(ids) - 1:
-        raise ComputationFailed(f"{where}: goes on after the stop token {ids[stops[0]]}")
+        raise ComputationFailed(f"{where}: continues after the stop token {ids[stops[0]]}")
     if not stops and len(ids) < limit:
         raise ComputationFailed(
-            f"{where}: ends after {len(ids)} of {limit} tokens without a stop token; has the engine a lower limit of its own?"
+            f"{where}: ends after {len(ids)} of {limit} tokens without a stop token; check the engine's own token limit"
         )
     log_probs = np.asarray([0.0] * len(ids) if answer.log_probs is None else answer.log_probs, np.float32)
     if len(log_probs) != len(ids):
         raise ComputationFailed(f"{where}: {len(log_probs)} log-probs for {len(ids)} tokens")
-    # Rounded up to a little above 0 by engines that compute in half precision.
+    # Engines that compute in half precision may round log-probs up to slightly above 0.
     if not ((log_probs > MIN_LOG_PROB) & (log_probs < 0.1)).all():
-        raise ComputationFailed(f"{where}: log-probs that are none: not finite, or positive")
+        raise ComputationFailed(f"{where}: log-probs that are not finite, too low, or positive")
     reason = FinishReason.EOS if stops else FinishReason.LENGTH
     prompt = np.asarray(answer.request.prompt_ids, np.int32)
     return Trajectory(answer.request.id, policy_version, prompt, ids.astype(np.int32), log_probs, reason)

@@ -127,7 +127,7 @@ def apply_gradients(
 
 
 def snapshot_optimizer(optimizer: MasterWeightAdamW) -> Writer:
-    """Copie masters, moments, step counts and hyperparameters; what it gives writes them to one safetensors file."""
+    """Copy masters, moments, step counts and hyperparameters; what it gives writes them to one safetensors file."""
     state = optimizer.state_dict()
     tensors = {
         f"{index}.{name}": host_copy(value) for index, entry in state["state"].items() for name, value in entry.items()

@@ -1,1 +1,1 @@
-"""Model weights: load, adapt with LoRA, freeze and write them."""
+"""Model weights: loading, LoRA adapters, freezing and snapshots."""

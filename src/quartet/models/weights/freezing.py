@@ -13,10 +13,10 @@ _EXAMPLES = 6
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Stop the gradients of every parameter whose name matches one of the shell patterns (``*.layers.0.*``).
+    """Freeze every parameter whose name matches one of the shell patterns (``*.layers.0.*``).
 
-    A weight that two layers share (tied) has both names, and is frozen for both when either matches. Raises ModelError for a
-    pattern that matches nothing, and when nothing would be left to train.
+    A weight that two layers share (tied) has both names and is frozen if either matches. Raises ModelError if a pattern matches
+    nothing, or if every parameter would be frozen.
     """
     if not patterns:
         return
@@ -25,18 +25,18 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
         matching = [parameter for name, parameter in parameters if fnmatchcase(name, pattern)]
         if not matching:
             raise ModelError(
-                f"freeze {pattern!r}: no parameter of {type(model).__name__} has such a name; there are, among others, "
+                f"freeze {pattern!r}: matches no parameter of {type(model).__name__}; parameters are, for example, "
                 f"{_examples([name for name, _ in parameters])}"
             )
         for parameter in matching:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
-            f"freeze {', '.join(map(repr, patterns))}: every parameter of {type(model).__name__} is frozen and nothing is "
-            f"left to train; leave some out of {_examples([name for name, _ in parameters])}"
+            f"freeze {', '.join(map(repr, patterns))}: every parameter of {type(model).__name__} is frozen, so nothing can be "
+            f"trained; keep some trainable, for example {_examples([name for name, _ in parameters])}"
         )
 
 
 def _examples(names: Sequence[str]) -> str:
-    """A few names, spread over the model."""
+    """Return a few names, spread over the model."""
     return ", ".join(names[:: max(1, len(names) // _EXAMPLES)][:_EXAMPLES])

@@ -1,7 +1,7 @@
-"""Checkpoints in Hugging Face format, read and written: tokenizers, causal LMs, reward models, critics.
+"""Reading and writing of checkpoints in Hugging Face format: tokenizers, causal LMs, reward models, critics.
 
-Safetensors only, no code from a checkpoint, nothing half initialised: what cannot be loaded whole is a ModelError that says what
-was wrong and what to do. A LoRA adapter's directory is a checkpoint, too: its base is loaded and the adapter merged into it.
+Only safetensors are read, and no code of a checkpoint runs. An incomplete checkpoint raises a ModelError with the reason and a
+remedy. The directory of a LoRA adapter is a checkpoint, too: its base model is loaded and the adapter is merged into it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Never from the checkpoint: its code could do anything, and so could a pickle.
+# Never run code from a checkpoint.
 _SAFE = {"trust_remote_code": False}
-# While it loads, transformers puts functions of its classes aside: two at once may put each other's back, and tied weights stay
-# untied in this process for good.
+# transformers replaces functions of its classes while it loads. Two concurrent loads may restore each other's functions, and
+# weights then stay untied in this process.
 _loading = threading.Lock()
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """The tokenizer of a checkpoint directory or hub id; of an adapter's base, where it has none. Raises ModelError."""
+    """Load the tokenizer of a checkpoint directory or hub id. An adapter without one uses its base model's. Raises ModelError."""
     model = _tokenizer_location(model)
     _check_location(model)
     if Path(model).is_dir():
@@ -58,9 +58,9 @@ def load_tokenizer(model: str | Path) -> Any:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """SHA-256 in hex over the vocabulary: equal where two tokenizers give the same ids the same meaning.
+    """Return the SHA-256 of the vocabulary in hex. It is equal if two tokenizers map the same tokens to the same ids.
 
-    Which of the ids ends or pads a text is left out: a reward model may well pad where its policy does not.
+    EOS and pad ids are not included, because a reward model may use others than its policy.
     """
     digest = hashlib.sha256()
     for token, index in sorted(tokenizer.get_vocab().items()):
@@ -69,9 +69,9 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
-    """A causal language model in evaluation mode, without dropout. Raises ModelError, for a classifier too.
+    """Load a causal language model in evaluation mode, without dropout. Raises ModelError, also for a classifier.
 
-    From a directory with a LoRA adapter: its base, with the adapter merged into the weights.
+    From the directory of a LoRA adapter, load the base model and merge the adapter into its weights.
     """
     _check_location(model)
     base, adapters = adapter_chain(model)
@@ -87,7 +87,7 @@ def load_causal_lm(model: str | Path, dtype: str = "float32", device: str = "cpu
 
 
 def load_reward_model(model: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
-    """A sequence classifier with one output in evaluation mode, without dropout. Raises ModelError, for a causal LM too."""
+    """Load a sequence classifier with one output in evaluation mode, without dropout. Raises ModelError, also for a causal LM."""
     config = _load_config(model)
     _check_architecture(model, config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, "a sequence classifier")
     if config.num_labels != 1:
@@ -98,14 +98,14 @@ def load_reward_model(model: str | Path, dtype: str = "float32", device: str = "
 
 
 def load_critic(model: str | Path, dtype: str = "float32", device: str = "cpu") -> ValueModel:
-    """A value model in evaluation mode, from one of four checkpoints, told apart by their files and architecture.
+    """Load a value model in evaluation mode. The files and the architecture determine which of four checkpoints it is.
 
-    From what ``ValueModel.snapshot`` copied; from what ``ValueModel.snapshot_adapter`` copied (the base's backbone with the
-    adapter merged into it, and the head beside it); from a decoder classifier with one output (backbone and head); or from a
-    causal LM (backbone, and a head of zeros: every value starts at 0). Raises ModelError.
+    A checkpoint of ``ValueModel.snapshot``; one of ``ValueModel.snapshot_adapter`` (the base's backbone with the adapter merged,
+    and the head); a decoder classifier with one output (backbone and head); or a causal LM (backbone, and a head of zeros, so
+    every value starts at 0). Raises ModelError.
     """
     _check_location(model)
-    adapter_chain(model)  # so that no chain of adapters without an end is followed below
+    adapter_chain(model)  # Raises for a cycle of adapters, which the code below would follow forever.
     critic = _frozen_dropout(_critic(model, dtype, device))
     with _explained(model, "forward pass of the backbone"), torch.inference_mode():
         input_ids = _two_tokens(critic)
@@ -114,7 +114,7 @@ def load_critic(model: str | Path, dtype: str = "float32", device: str = "cpu") 
 
 
 def _critic(model: str | Path, dtype: str, device: str) -> ValueModel:
-    # Imports transformers' modelling code, which takes seconds: processes that load only a tokenizer do not need it.
+    # Imported here because transformers' modelling code takes seconds to import. Loading a tokenizer does not need it.
     from quartet.models.value_head import HEAD_FILE, ValueModel
 
     has_head = (Path(model) / HEAD_FILE).is_file()
@@ -138,7 +138,7 @@ def _critic(model: str | Path, dtype: str, device: str) -> ValueModel:
         classifier = load_reward_model(model, dtype, device)
         if not isinstance(getattr(classifier, "score", None), nn.Linear):
             raise ModelError(
-                f"model {model}: {type(classifier).__name__} reads whole texts and has no value per token; "
+                f"model {model}: {type(classifier).__name__} scores whole texts and has no value per token; "
                 "give the critic a decoder (a causal LM, or a classifier built on one)"
             )
         return ValueModel.of_classifier(classifier)
@@ -146,12 +146,12 @@ def _critic(model: str | Path, dtype: str, device: str) -> ValueModel:
 
 
 def _two_tokens(model: Any) -> torch.Tensor:
-    """The shortest input with a past, to try a model out before anything depends on it: int64 [1, 2]."""
+    """Return an input for a trial forward pass, int64 [1, 2]: the shortest in which a token attends to another."""
     return torch.zeros(1, 2, dtype=torch.long, device=model.get_input_embeddings().weight.device)
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token id that ends a response, by the generation config, the model config or the tokenizer."""
+    """Return every token id that ends a response in the generation config, the model config or the tokenizer."""
     sources = (
         getattr(getattr(model, "generation_config", None), "eos_token_id", None),
         getattr(model.config, "eos_token_id", None),
@@ -164,14 +164,14 @@ def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Parameters of the model, shared ones counted once."""
+    """Return the number of parameters. Shared parameters count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def snapshot_model(model: Any, adapter: Adapter | None = None) -> Writer:
-    """Copie the weights; what it gives writes them in Hugging Face format. The same weights give the same bytes.
+    """Copy the weights. The returned writer writes them in Hugging Face format. Equal weights give equal bytes.
 
-    With the model's ``adapter`` what is written is the merged model; the model itself stays as it is.
+    With the model's ``adapter`` the writer writes the merged model. The model itself is unchanged.
     """
     if adapter is not None:
         return adapter.snapshot_merged()
@@ -185,7 +185,7 @@ def _merge(model: Any, adapter: Path) -> None:
 
 
 def _tokenizer_location(model: str | Path) -> str | Path:
-    """Return where the tokenizer of a checkpoint is: adapters that others saved often leave it to their base."""
+    """Return the location of a checkpoint's tokenizer. An adapter without a tokenizer uses that of its base model."""
     base, adapters = adapter_chain(model)
     for adapter in reversed(adapters):
         if has_tokenizer(adapter):
@@ -195,7 +195,7 @@ def _tokenizer_location(model: str | Path) -> str | Path:
 
 @contextlib.contextmanager
 def _below(model: str | Path, base: str | Path) -> Iterator[None]:
-    """Return of an error in the base of an adapter which adapter asked for it."""
+    """Add the name of the adapter to an error about its base model."""
     try:
         yield
     except ModelError as error:
@@ -205,10 +205,10 @@ def _below(model: str | Path, base: str | Path) -> Iterator[None]:
 
 
 def _is_generic(directory: Path) -> bool:
-    """Return whether tokenizer.json says everything, by the directory's own word.
+    """Return whether tokenizer_config.json declares that tokenizer.json is complete.
 
-    For some model types (qwen2 among them) AutoTokenizer does not take that word and builds the type's usual tokenizer around
-    whatever vocabulary is there: the same text then has other ids.
+    For some model types (such as qwen2) AutoTokenizer ignores this and builds the default tokenizer of the type around the
+    vocabulary. The same text would then get other ids.
     """
     path = directory / "tokenizer_config.json"
     if not path.is_file() or not (directory / "tokenizer.json").is_file():
@@ -232,7 +232,7 @@ def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) ->
     absent = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
     if absent:
         raise ModelError(
-            f"model {model}: {len(absent)} weights are missing or of another shape than config.json says, the first "
+            f"model {model}: {len(absent)} weights are missing or have another shape than in config.json, the first "
             f"{absent[0]!r}; they would start random. Give a complete {type(loaded).__name__} checkpoint"
         )
     try:
@@ -244,7 +244,7 @@ def _load(model: str | Path, config: Any, kind: Any, dtype: str, device: str) ->
 
 
 def _frozen_dropout(model: _Module) -> _Module:
-    """Evaluation mode, and dropout rates of 0, so that no later ``train()`` can bring dropout back into PPO's ratios."""
+    """Set evaluation mode and dropout rates of 0, so that a later ``train()`` cannot add dropout to PPO's ratios."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -255,7 +255,7 @@ def _frozen_dropout(model: _Module) -> _Module:
 
 
 def _check_location(model: str | Path) -> None:
-    """Report a directory that is not there from a hub id that cannot be reached, before the hub is asked."""
+    """Raise ModelError if the model is a local path without a checkpoint, so that the hub is not asked for it."""
     text = str(model)
     looks_local = (
         isinstance(model, Path)
@@ -276,30 +276,30 @@ def _check_location(model: str | Path) -> None:
 
 
 def _check_architecture(model: str | Path, config: Any, mapping: Any, wanted: str) -> None:
-    """Refuse a checkpoint of another kind: transformers would give it a new head with random weights, or a tied one."""
+    """Raise ModelError for another kind of checkpoint, to which transformers would add a new random or tied head."""
     names = list(config.architectures or ())
     if not set(names) & _names(mapping):
         raise ModelError(
-            f"model {model}: config.json says architectures {names}; expected {wanted}. "
+            f"model {model}: config.json has architectures {names}; expected {wanted}. "
             "Give a checkpoint of that kind, or correct 'architectures' if it is one"
         )
 
 
 def _names(mapping: Any) -> set[str]:
-    """The class names in one of transformers' tables, whose entries are a name or several."""
+    """Return the class names in one of transformers' tables, whose entries are one name or several."""
     return {name for entry in mapping.values() for name in ([entry] if isinstance(entry, str) else entry)}
 
 
 @contextlib.contextmanager
 def _explained(model: str | Path, part: str) -> Iterator[None]:
-    """Turn whatever a library raises about a broken checkpoint into one line."""
+    """Turn any library error about a broken checkpoint into a ModelError of one line."""
     try:
         yield
     except ModelError:
         raise
     except (
         Exception
-    ) as error:  # transformers, tokenizers, safetensors and json each raise their own, some only Exception
+    ) as error:  # transformers, tokenizers, safetensors and json raise different types, some only Exception
         raise ModelError(
             f"model {model}: the {part} cannot be used: {_first_line(error)} ({type(error).__name__}); "
             "expected a complete Hugging Face checkpoint with safetensors weights"

@@ -1,7 +1,7 @@
-"""LoRA through peft: low-rank adapters on a model that itself stays as it is (Hu et al. 2021, "LoRA").
+"""LoRA with peft: low-rank adapters on a frozen model (Hu et al. 2021, "LoRA").
 
-A linear layer with weight W computes W x + (alpha / rank) B A x, and only A and B are trained. peft puts its layers into the
-model in place, so what computes with the model goes on with the object and the class that it knows.
+A linear layer with weight W computes W x + (alpha / rank) B A x, and only A and B are trained. peft replaces layers of the model
+in place, so callers keep using the same model object and class.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ _EXAMPLES = 8
 
 
 class Adapter:
-    """A LoRA adapter on ``model``, whose targeted layers it has replaced in place.
+    """A LoRA adapter on ``model``, whose targeted layers are replaced in place.
 
-    A and B are kept and multiplied in fp32 whatever the model computes in: half precision would round small updates away. A
-    layer's sum is rounded to the model's dtype, once.
+    A and B are stored and multiplied in fp32 for every dtype of the model, because half precision would round small updates
+    away. The sum of a layer is rounded to the model's dtype once.
     """
 
     def __init__(self, peft_model: Any, base: str) -> None:
-        """``base`` is the name or path of the checkpoint below, as it is written into adapter_config.json."""
+        """``base`` is the name or path of the base model that adapter_config.json records."""
         self._peft = peft_model
         self._base = base
         self.model: Any = peft_model.get_base_model()
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Without the adapter: the model below, bit for bit. It is back on afterwards, also after an error.
+        """Disable the adapter inside the context, also if it ends with an error. The model is then bit-identical to its base.
 
-        For the thread that computes with the model; no other may use it meanwhile.
+        No other thread may use the model inside the context.
         """
         with self._peft.disable_adapter():
             yield
 
     def snapshot_merged(self) -> Writer:
-        """Copie the weights W + (alpha / rank) B A; what it gives writes the whole model in Hugging Face format.
+        """Copy the merged weights W + (alpha / rank) B A. The returned writer writes the model in Hugging Face format.
 
-        The model itself stays as it is: merged weights are in host memory, of the targeted layers only.
+        The model itself is unchanged.
         """
         state = self._merged_state()
         return lambda directory: self.model.save_pretrained(directory, state_dict=state)
 
     def snapshot(self) -> Writer:
-        """Copie the adapter; what it gives writes it in peft's format. The same weights give the same bytes."""
+        """Copy the adapter. The returned writer writes it in peft's format. Equal weights give equal bytes."""
         tensors = {name: host_copy(value) for name, value in sorted(self._state().items())}
-        # peft keeps names in sets, which come in another order in every process.
+        # peft stores names in sets, whose order differs between processes.
         content = {
             name: sorted(value) if isinstance(value, set) else value
             for name, value in self._peft.peft_config[_NAME].to_dict().items()
@@ -81,19 +81,21 @@ class Adapter:
         return write
 
     def matrices(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Of each layer its name, A [rank, inputs] and B [outputs, rank] times alpha / rank: fp32 copies in host memory."""
+        """Yield each layer's name, A [rank, inputs], and B [outputs, rank] times alpha / rank, as fp32 copies in host memory."""
         for name, layer in _layers(self.model).items():
             a, b = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
             yield name, host_copy(a.float()), host_copy(b.float() * layer.scaling[_NAME])
 
     def read(self, directory: Path) -> None:
-        """Put back the weights that a ``snapshot`` left in ``directory``, in place. Raises ModelError.
+        """Restore the weights of a ``snapshot`` in ``directory`` in place. Raises ModelError.
 
-        An optimizer goes on with the same parameters: with ``load_optimizer`` this is the way back to a checkpoint.
+        The parameters stay the same objects, so an optimizer can keep them. To restore a checkpoint, call ``load_optimizer``, too.
         """
         path = directory / WEIGHTS_FILE
         if not path.is_file():
-            raise ModelError(f"adapter {directory}: no {WEIGHTS_FILE}; pickled adapters are not read, save it again")
+            raise ModelError(
+                f"adapter {directory}: no {WEIGHTS_FILE}; pickled adapters are not read, save it as safetensors"
+            )
         try:
             tensors = safetensors.torch.load_file(path)
         except Exception as error:  # safetensors raises its own error, or OSError
@@ -104,7 +106,7 @@ class Adapter:
         peft.set_peft_model_state_dict(self._peft, tensors, _NAME)
 
     def _merged_state(self) -> dict[str, torch.Tensor]:
-        """The model's state with the adapter in its weights, in host memory, under the names that it has without one."""
+        """Return the state with the adapter merged, in host memory, under the names of the base model."""
         layers = _layers(self.model)
         state = {}
         for name, value in host_state(self.model).items():
@@ -133,7 +135,7 @@ class Adapter:
     def _state(self) -> dict[str, torch.Tensor]:
         import peft
 
-        # The embeddings are never trained; to be asked whether they were, peft would go to the hub.
+        # The embeddings are never trained. To find out whether they were, peft would contact the hub.
         result: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(self._peft, save_embedding_layers=False)
         return result
 
@@ -141,18 +143,18 @@ class Adapter:
 def add_adapter(
     model: Any, base: str, rank: int, alpha: float, target_modules: Sequence[str] = (), seed: int = 0
 ) -> Adapter:
-    """Put an adapter on a transformers model and freezes everything else. The model computes what it did: B starts at 0.
+    """Add an adapter to a transformers model and freeze everything else. B starts at 0, so the model's outputs do not change.
 
-    ``base`` is the checkpoint's name or path. ``target_modules`` are names of linear layers, whole or their last parts
-    (``q_proj``); none: every linear layer but the vocabulary projection. A starts uniform in ±1/√inputs, as peft's does, from a
-    stream of (seed, name of the layer). Raises ModelError for a name that no linear layer has.
+    ``base`` is the checkpoint's name or path. ``target_modules`` are full names of linear layers or their last parts
+    (``q_proj``). Defaults to every linear layer except the vocabulary projection. A starts uniform in ±1/√inputs, as in peft,
+    from a random stream of (seed, name of the layer). Raises ModelError if a name matches no linear layer.
     """
     import peft
 
     layers = _targets(model, target_modules)
     settings = peft.LoraConfig(
         r=rank,
-        # peft's type says int, its formula takes any number; a whole one is written as others write it.
+        # peft's type is int, but its formula accepts any number. Integral values are written as int, as other tools do.
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]
         target_modules=sorted(_names_of(model, layers)),
         task_type="FEATURE_EXTRACTION" if model.get_output_embeddings() is None else "CAUSAL_LM",
@@ -168,21 +170,21 @@ def add_adapter(
 
 
 def is_adapter(model: str | Path) -> bool:
-    """Return whether this is a directory with an adapter in it."""
+    """Return whether this directory contains an adapter."""
     return (Path(model) / CONFIG_FILE).is_file()
 
 
 def adapter_chain(model: str | Path) -> tuple[str | Path, list[Path]]:
-    """The full checkpoint below an adapter directory, and the adapters on it, the lowest first.
+    """Return the full checkpoint below an adapter directory, and the adapters on it, the lowest first.
 
-    ``(model, [])`` for a full checkpoint. Raises ModelError where an adapter names no base, or is its own base.
+    Returns ``(model, [])`` for a full checkpoint. Raises ModelError if an adapter names no base model or is its own base model.
     """
     adapters: list[Path] = []
     while is_adapter(model):
         directory = Path(model)
         if directory in adapters:
             raise ModelError(
-                f"adapter {directory}: is its own base (base_model_name_or_path in {CONFIG_FILE}); correct it"
+                f"adapter {directory}: is its own base model; correct base_model_name_or_path in {CONFIG_FILE}"
             )
         adapters.append(directory)
         model = adapter_base(directory)
@@ -190,7 +192,7 @@ def adapter_chain(model: str | Path) -> tuple[str | Path, list[Path]]:
 
 
 def adapter_base(directory: Path) -> str:
-    """The checkpoint that an adapter was trained on, as its config says. Raises ModelError, for other adapters than LoRA too."""
+    """Return the base model in an adapter's config. Raises ModelError, also for adapters other than LoRA."""
     try:
         content = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -200,19 +202,19 @@ def adapter_base(directory: Path) -> str:
         raise ModelError(f"adapter {directory}: {CONFIG_FILE} says peft_type {kind!r}; expected LORA")
     base = content.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ModelError(f"adapter {directory}: {CONFIG_FILE} names no base_model_name_or_path; write it in")
+        raise ModelError(f"adapter {directory}: {CONFIG_FILE} has no base_model_name_or_path; add it")
     return base
 
 
 def merge_adapter(model: Any, directory: Path) -> None:
-    """Add a saved adapter to the weights of ``model`` in place; afterwards the model is what it was, with other weights.
+    """Merge a saved adapter into the weights of ``model`` in place. The layers of the model stay the same objects.
 
-    Raises ModelError for an adapter of another model, or one that is broken.
+    Raises ModelError if the adapter is broken or belongs to another model.
     """
     import peft
 
     settings = peft.LoraConfig.from_pretrained(str(directory))
-    # The model may have been loaded under another name than the adapter has for it.
+    # The model may have been loaded under another name than the one in the adapter's config.
     settings.base_model_name_or_path = None
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     peft_model = _on(model, settings)
@@ -224,34 +226,34 @@ def merge_adapter(model: Any, directory: Path) -> None:
 
 
 def _on(model: Any, settings: peft.LoraConfig) -> Any:
-    """The peft model around ``model``, whose layers are now peft's. Raises ModelError."""
+    """Wrap ``model`` in a peft model, which replaces its targeted layers. Raises ModelError."""
     import peft
 
     with warnings.catch_warnings():
-        # peft warns of what it does to transformers and of what is checked here; the user who starts a run cannot act on it.
+        # peft warns about its own changes and about what is checked below. Users of a run cannot act on these warnings.
         warnings.simplefilter("ignore")
         wrapped: Any = peft.get_peft_model(model, settings, _NAME)
     model.eval()
-    places: dict[int, int] = {}
+    uses: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
-        places[id(parameter)] = places.get(id(parameter), 0) + 1
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     for name, layer in _layers(model).items():
-        if places[id(layer.get_base_layer().weight)] > 1:
+        if uses[id(layer.get_base_layer().weight)] > 1:
             raise ModelError(
-                f"target module {name}: its weight is shared with another layer (tied), which an adapter cannot be; leave it out"
+                f"target module {name}: its weight is shared with another layer (tied) and cannot have an adapter; leave it out"
             )
     return wrapped
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """The layers that have an adapter, by name."""
+    """Return the layers that have an adapter, by name."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def _targets(model: Any, target_modules: Sequence[str]) -> dict[str, Any]:
-    """The linear layers that are to get an adapter, by name. Raises ModelError."""
+    """Return the linear layers that get an adapter, by name. Raises ModelError."""
     projection = model.get_output_embeddings()
     linear: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
@@ -259,7 +261,7 @@ def _targets(model: Any, target_modules: Sequence[str]) -> dict[str, Any]:
     if not target_modules:
         every = {name: module for name, module in linear.items() if module is not projection}
         if not every:
-            raise ModelError(f"lora: {type(model).__name__} has no linear layer that could get an adapter")
+            raise ModelError(f"lora: {type(model).__name__} has no linear layer for an adapter")
         return every
     results: dict[str, Any] = {}
     for target in target_modules:
@@ -268,7 +270,7 @@ def _targets(model: Any, target_modules: Sequence[str]) -> dict[str, Any]:
             known = sorted({name.rpartition(".")[2] for name in linear})
             reason = "no layer has this name" if not matching else f"{matching[0]} is not a linear layer"
             raise ModelError(
-                f"lora.target_modules {target!r}: {reason} in {type(model).__name__}; there are, among others, "
+                f"lora.target_modules {target!r}: {reason} in {type(model).__name__}; linear layers are, for example, "
                 f"{', '.join(known[:_EXAMPLES])}"
             )
         results |= {name: linear[name] for name in matching}
@@ -276,14 +278,14 @@ def _targets(model: Any, target_modules: Sequence[str]) -> dict[str, Any]:
 
 
 def _names_of(model: nn.Module, layers: dict[str, Any]) -> set[str]:
-    """Name that match these layers and no other: their last parts, as people write them, or whole where those are not enough."""
+    """Return names that match exactly these layers: their last parts if those are unambiguous, else the full names."""
     short = {name.rpartition(".")[2] for name in layers}
     matched = {name for name, _ in model.named_modules() if any(_matches(name, target) for target in short)}
     return short if matched == layers.keys() else set(layers)
 
 
 def _matches(name: str, target: str) -> bool:
-    """peft's rule for which module a target means."""
+    """Return whether a target matches a module name, by peft's rule."""
     return name == target or name.endswith(f".{target}")
 
 
@@ -295,6 +297,6 @@ def _merged_weight(layer: Any) -> torch.Tensor:
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
-    """Random numbers for one layer, whatever the others are and wherever they are computed."""
+    """Return a generator for one layer that does not depend on the other layers or on the device."""
     digest = hashlib.blake2b(f"lora/{seed}/{name}".encode(), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))

@@ -1,4 +1,4 @@
-"""Snapshots: what is to be written of a model, copied into host memory, so that the model goes on while it is written."""
+"""Snapshots of models in host memory. The model can be used and trained while its snapshot is written."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from quartet.errors import QuartetError, StorageFailed
 from quartet.models.hf_logging import suppress_hf_logging
 
 Writer = Callable[[Path], None]
-"""Writes its part of a model into an existing directory, on any thread. To be called once."""
+"""Function that writes part of a model into an existing directory, on any thread. It must be called at most once."""
 
 
 def host_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state, copied into host memory.
+    """Copy the model's state into host memory.
 
-    Weights that two layers share (tied) share their copy, too. Frozen ones in host memory are not copied: nothing writes to them.
+    Tied weights share one copy. Frozen weights that are in host memory already are not copied, because nothing changes them.
     """
     copies: dict[int, torch.Tensor] = {}
     state = model.state_dict(keep_vars=True)
@@ -31,14 +31,14 @@ def host_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def host_copy(value: torch.Tensor) -> torch.Tensor:
-    """One tensor, copied into host memory."""
+    """Copy a tensor into host memory."""
     return value.detach().to("cpu", copy=True).contiguous()
 
 
 def write_model(directory: Path, *writers: Writer) -> None:
-    """Let the writers fill a directory that takes the place of ``directory`` when it is whole, and on the disk.
+    """Replace ``directory`` atomically and durably by a directory that the writers fill.
 
-    Raises StorageFailed when it cannot be written: what was there before is untouched, and nothing else is left.
+    Raises StorageFailed if it cannot be written. The previous content then stays, and no temporary files are left.
     """
 
     def fill(target: Path) -> None:
@@ -50,10 +50,10 @@ def write_model(directory: Path, *writers: Writer) -> None:
             replace_directory(directory, fill)
     except QuartetError:
         raise
-    except Exception as error:  # OSError; safetensors and tokenizers wrap it into exceptions of their own
+    except Exception as error:  # OSError, or an exception of safetensors or tokenizers that wraps it
         raise StorageFailed(
-            f"model directory {directory}: cannot be written: {_reason(error)}; what was there before is untouched. "
-            "Free space on that disk, or give a directory of yours, and save again"
+            f"model directory {directory}: cannot be written: {_reason(error)}; the previous content is unchanged. "
+            "Free space on that disk, or give a writable directory, and save again"
         ) from error
 
 

@@ -70,12 +70,12 @@ def test_log_probs_that_lack_are_the_trainers(temperature: float) -> None:
         ([5] * 5, [-1.0] * 5, "5 tokens; expected 1 to 4"),
         ([5, tiny.VOCABULARY, 7], [-1.0] * 3, "outside the vocabulary"),
         ([5, -1, 7], [-1.0] * 3, "outside the vocabulary"),
-        ([5, 7, 8, 9], [-1.0] * 4, "goes on after the stop token 7"),
+        ([5, 7, 8, 9], [-1.0] * 4, "continues after the stop token 7"),
         ([5, 6], [-1.0] * 2, "ends after 2 of 4 tokens without a stop token"),
         ([5, 6, 7], [-1.0] * 2, "2 log-probs for 3 tokens"),
-        ([5, 6, 7], [-1.0, float("nan"), -1.0], "log-probs that are none"),
-        ([5, 6, 7], [-1.0, float("-inf"), -1.0], "log-probs that are none"),
-        ([5, 6, 7], [-1.0, 2.0, -1.0], "log-probs that are none"),
+        ([5, 6, 7], [-1.0, float("nan"), -1.0], "log-probs that are not finite, too low"),
+        ([5, 6, 7], [-1.0, float("-inf"), -1.0], "log-probs that are not finite, too low"),
+        ([5, 6, 7], [-1.0, 2.0, -1.0], "log-probs that are not finite, too low"),
     ],
 )
 def test_an_answer_that_is_none_is_an_error(ids: list[int], log_probs: list[float], message: str) -> None:
@@ -117,14 +117,14 @@ def test_an_adapter_that_servers_cannot_take_is_refused() -> None:
     subject = policy("gpt2", adapter=True)
     assert subject.adapter is not None
     with pytest.raises(
-        ModelError, match=r"takes no adapter of .*c_attn; name others in actor\.lora\.target_modules: q_proj"
+        ModelError, match=r"does not support an adapter of .*c_attn; supported in actor\.lora\.target_modules: q_proj"
     ):
         lora_tensors(subject.adapter)
 
 
 def test_attention_is_adapted_as_a_whole() -> None:
     for targets in (["q_proj", "v_proj"], ["model.layers.0.self_attn.k_proj", "o_proj"]):
-        with pytest.raises(ModelError, match="takes adapters of q_proj, k_proj, v_proj together or of none"):
+        with pytest.raises(ModelError, match="supports adapters of q_proj, k_proj, v_proj only together"):
             lora_tensors(add_adapter(tiny.causal("llama"), "base", 2, 3.0, targets))
     for targets in (["q_proj", "k_proj", "v_proj"], ["o_proj", "up_proj"]):
         lora_tensors(add_adapter(tiny.causal("llama"), "base", 2, 3.0, targets))
@@ -241,7 +241,7 @@ def test_a_prompt_that_is_not_its_text_is_an_error() -> None:
     good, bad = (GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(ids, np.int32)) for ids in ([5, 6], [5, 20]))
     assert speaks.request(good, SAMPLING, 0)["text_input"].tolist() == [b"w5 w6"]
     # The tokenizer has w2 for a special token, and finds it in w20.
-    with pytest.raises(ComputationFailed, match="its text, tokenised, gives other tokens"):
+    with pytest.raises(ComputationFailed, match="its text tokenizes to different token ids"):
         speaks.request(bad, SAMPLING, 0)
     with pytest.raises(InvalidRequest, match="ignore EOS"):
         speaks.request(good, SamplingParameters(4, ignore_eos=True), 0)
