@@ -47,6 +47,7 @@ SERVICE = FOUNDATION | FILES | LIBRARY | {"quartet.v1"}
 ALLOWED: dict[str, set[str]] = {
     "quartet": set(),
     "quartet.errors": set(),
+    "quartet.atomic_directory": set(),
     "quartet.failpoints": {"quartet.errors"},
     "quartet.sys_path": set(),
     "quartet.user_code": set(),
