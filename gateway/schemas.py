@@ -23,14 +23,14 @@ class RequestBody(Model):
 
 
 class Access(StrEnum):
-    """What a token permits."""
+    """Access level of a token."""
 
     VIEWER = "viewer"
     OPERATOR = "operator"
 
 
 class Session(Model):
-    """What the caller's token and this gateway permit."""
+    """Permissions of the caller's token on this gateway."""
 
     access: Access
     """``viewer`` can read; ``operator`` can also send commands."""
@@ -48,7 +48,7 @@ class FieldProblem(Model):
     field: str
     """Location, such as ``body.run.steps``, ``query.limit``, ``path.step`` or ``header.authorization``."""
     problem: str
-    """What is wrong, and what was expected."""
+    """The error and the expected value."""
 
 
 class Problem(Model):
@@ -61,7 +61,7 @@ class Problem(Model):
     status: int
     """HTTP status code."""
     detail: str
-    """What went wrong, what was expected, and what to do."""
+    """The error, the expected value, and what to do."""
     fields: list[FieldProblem] = []
     """Invalid fields, if any."""
 
@@ -111,7 +111,7 @@ class RunSummary(Model):
     kl_mean: float | None
     """Mean KL to the reference of the last committed step, in nats per response."""
     problem: str | None = None
-    """Why the run's files cannot be read, or null. If set, the other fields are empty."""
+    """Reason that the run's files cannot be read, or null. If set, the other fields are empty."""
 
 
 class Progress(Model):
@@ -127,7 +127,7 @@ class Progress(Model):
     wanted: int
     """Trajectories that the current step needs."""
     error: str
-    """Why the run failed, or empty."""
+    """Reason for the failure of the run, or empty."""
     recoveries: int
     notes: list[str]
     """The newest notes for the user, oldest first."""
@@ -311,7 +311,7 @@ class CheckpointInfo(Model):
     """Time in seconds since 1970."""
     bytes: int
     problem: str | None
-    """Why the checkpoint cannot be used, or null. Only the manifest and file sizes are checked."""
+    """Reason that the checkpoint cannot be used, or null. Only the manifest and file sizes are checked."""
 
 
 class ServiceInfo(Model):
@@ -321,7 +321,7 @@ class ServiceInfo(Model):
     address: str
     health: Literal["serving", "not_serving", "unreachable"]
     detail: str
-    """What is wrong, or empty."""
+    """Description of the problem, or empty."""
     model: str | None = None
     device: str | None = None
     dtype: str | None = None
@@ -446,7 +446,7 @@ class CommandAccepted(Model):
     """A command that the run accepted."""
 
     detail: str
-    """What happens next, and when."""
+    """Effect of the command, and when it happens."""
 
 
 class AuditEntry(Model):

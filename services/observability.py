@@ -25,7 +25,10 @@ class Observability:
     """Prometheus metrics and trace spans of one process."""
 
     def __init__(self, roles: Sequence[Role], config: Config, credentials: Credentials = LOCAL) -> None:
-        """Does not listen yet. Raises ConfigError for an address beyond loopback without certificates or ``allow_plaintext``."""
+        """Check the address without listening yet.
+
+        Raises ConfigError for an address beyond loopback without certificates or ``allow_plaintext``.
+        """
         configured = getattr(config.services, roles[0]).metrics_listen
         self._key = f"services.{roles[0]}.metrics_listen"
         self._listen, self._required = configured or DEFAULT_LISTEN, configured is not None

@@ -74,7 +74,7 @@ class TrainableModel(ABC):
 
     @abstractmethod
     def _snapshot(self, adapter: Adapter | None, merged: bool) -> Writer:
-        """Copy the weights: all of them, with the adapter ``merged`` if there is one, or the adapter's weights alone."""
+        """Copy the weights: all of them, with the adapter ``merged`` if there is one, or only the adapter's weights."""
 
     @abstractmethod
     def _measure(self, longest: int, limits: UpdateLimits) -> UpdateMemory:
@@ -120,7 +120,7 @@ class TrainableModel(ABC):
         """Copy the model to host memory and return a function that writes the copy below the run's directory. Call it once.
 
         A checkpoint includes the optimizer state. The function may run on any thread while the model continues. With an adapter,
-        a checkpoint has the adapter alone (and a critic's head), and a model has the merged weights. Raises InvalidRequest for a
+        a checkpoint has only the adapter (and a critic's head), and a model has the merged weights. Raises InvalidRequest for a
         directory outside the run's, and FailedPrecondition if the model is not at ``step``, belongs to another run, has a newer
         leader, has a failed update, or has no adapter to save. The function raises StorageFailed.
         """

@@ -27,7 +27,7 @@ class AuditResult:
     """True if a command's entry could be written."""
 
     problem = ""
-    """Why the entry could not be written, or empty."""
+    """Reason that the entry could not be written, or empty."""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class RunCommands:
-    """Sends commands to the orchestrators of runs, and records each in the run's audit log. Thread-safe.
+    """Sender of commands to the orchestrators of runs. Records each command in the run's audit log. Thread-safe.
 
     Each command raises ProblemError or QuartetError if the run refuses it. Each returns why it could not be recorded in the
     audit log, or an empty string.

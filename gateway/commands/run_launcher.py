@@ -37,7 +37,7 @@ _PRIVATE_VARIABLES = ("QUARTET_GATEWAY_TOKEN", "QUARTET_GATEWAY_VIEWER_TOKEN", "
 
 
 class RunLauncher:
-    """Starts runs in one folder. Thread-safe."""
+    """Launcher of runs in one folder. Thread-safe."""
 
     def __init__(self, catalog: RunCatalog) -> None:
         self._catalog = catalog

@@ -12,7 +12,7 @@ _CURSOR = re.compile(r"g([0-9a-f]{1,8})\.s(\d{1,15})\.a(\d{1,15})\.e(\d{1,15})\.
 
 @dataclass(frozen=True, slots=True)
 class EventCursor:
-    """How much of a run has been read: the number of lines of each file, and the step of the newest checkpoint.
+    """Read position in a run: the number of lines read from each file, and the step of the newest checkpoint.
 
     ``generation`` is a checksum over the last line that was read of each file. After a rollback the run repeats its steps, and
     the checksum tells the repeated steps from the original ones.

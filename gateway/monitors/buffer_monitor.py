@@ -17,7 +17,7 @@ TIMEOUT_SECONDS = 1.0
 
 
 class BufferMonitor:
-    """Reads the rollout buffers of runs and never writes to them. Thread-safe."""
+    """Read-only view of the rollout buffers of runs. Thread-safe."""
 
     def __init__(self, catalog: RunCatalog, own_run: str | None, own_url: str | None = None) -> None:
         """``own_run`` is the run that this gateway was started with, ``own_url`` the address of its Redis if known."""

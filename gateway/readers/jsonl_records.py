@@ -22,7 +22,7 @@ ModelType = TypeVar("ModelType", bound=BaseModel)
 
 
 class RecordReader:
-    """Reads files of records and caches the most recently used ones. Thread-safe."""
+    """Reader of record files. Caches the most recently used ones. Thread-safe."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, tuple[Signature, list[Record]]] = OrderedDict()

@@ -41,7 +41,7 @@ class _Timeline:
 
 
 class TimelineReader:
-    """Reads the timelines of runs and caches the line numbers of the most recently used ones. Thread-safe."""
+    """Reader of the timelines of runs. Caches the line numbers of the most recently used ones. Thread-safe."""
 
     def __init__(self) -> None:
         self._timelines: OrderedDict[Path, _Timeline] = OrderedDict()

@@ -1,4 +1,4 @@
-"""What routes depend on: common parameters, and the gateway's state on ``app.state``."""
+"""Dependencies of routes: common parameters, and the gateway's state on ``app.state``."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ const total = (times) => times.reduce((sum, [start, end]) => sum + end - start, 
 /** Returns whether a span is work rather than waiting. */
 export const isWork = (span) => span.phase !== "wait";
 
-/** Returns {service, busy, share, calls, phases: [[phase, seconds]], alone} per service; `alone` is time without other work. */
+/** Returns {service, busy, share, calls, phases: [[phase, seconds]], exclusive} per service; `exclusive` is busy time while no other service works. */
 export function shares(spans) {
   const length = lengthOf(spans);
   return servicesOf(spans).map((service) => {
@@ -56,7 +56,7 @@ export function shares(spans) {
       service,
       busy,
       share: length ? busy / length : 0,
-      alone: Math.max(0, busy - together),
+      exclusive: Math.max(0, busy - together),
       calls: own.reduce((sum, span) => sum + span.count, 0),
       phases: phases.sort((a, b) => b[1] - a[1]),
     };

@@ -134,7 +134,7 @@ class Comparison:
 
 
 class Worker(Protocol):
-    """Calls a function of the user, see ``quartet.rewards.function_worker.FunctionWorker``."""
+    """Process that calls a user's function, see ``quartet.rewards.function_worker.FunctionWorker``."""
 
     def call(self, arguments: Sequence[Any], timeout: float, about: str = "") -> Any:
         """Return the result, a JSON value. Raises ComputationFailed if there is none within ``timeout`` seconds."""

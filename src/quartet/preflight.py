@@ -142,7 +142,7 @@ _WRONG_ARCHITECTURES = {
     Role.REFERENCE: (_CLASSIFIER_ENDINGS, "a causal language model"),
     Role.REWARD: (_GENERATOR_ENDINGS, "a sequence classifier with one output"),
 }
-"""By role: name endings of unsuitable architectures, and the expected kind of model. A critic may start from either kind."""
+"""Name endings of unsuitable architectures and the expected kind of model, by role. A critic may start from either kind."""
 
 
 def _check_model(key: str, role: Role, model: str, max_response_tokens: int) -> str:

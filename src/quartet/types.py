@@ -319,7 +319,7 @@ class Alert:
 class SaveKind(enum.StrEnum):
     """Content of a save.
 
-    A checkpoint is enough to continue training. A model is in Hugging Face format. An adapter is the LoRA adapter alone.
+    A checkpoint is enough to continue training. A model is in Hugging Face format. An adapter is only the LoRA adapter.
     """
 
     CHECKPOINT = "checkpoint"

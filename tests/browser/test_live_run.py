@@ -51,7 +51,7 @@ def test_charts_follow_the_run(window: Window, active: tuple[ActiveRun, Fleet]) 
     window.page.wait_for_selector("figure.curve svg.main-svg", state="attached")
     before = eventually(lambda: window.points("Reward"), bool)
     active[0].control.resume()
-    # Drawn from the events alone: the page does not request curves again.
+    # The page draws from events and does not request curves again.
     asked: list[str] = []
     window.page.on("request", lambda request: asked.append(request.url) if "/metrics" in request.url else None)
     window.wait_for_step(before[-1] + 2)

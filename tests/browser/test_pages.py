@@ -137,10 +137,10 @@ def test_events_are_parsed_from_chunks_of_any_size(shown: Gateway, open_dashboar
             results = window.page.evaluate(
                 """async ([text, size]) => {
                     const { Parser } = await import("/static/event_stream.js");
-                    const found = [];
-                    const parser = new Parser((event) => found.push(event));
+                    const events = [];
+                    const parser = new Parser((event) => events.push(event));
                     for (let at = 0; at < text.length; at += size) parser.feed(text.slice(at, at + size));
-                    return found;
+                    return events;
                 }""",
                 [text, size],
             )

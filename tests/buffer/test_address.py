@@ -1,4 +1,4 @@
-"""How a process finds the Redis that it shares with others: passwords from files, and certificates of its own."""
+"""Connection settings of the shared Redis: passwords from files, and certificates per process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a failing connection says, and what it keeps to itself."""
+"""Error messages of a failing Redis connection, and the secrets that they must not contain."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_a_lease_of_the_same_owner_is_replaced_even_if_its_commands_arrive_late(
     start = time.monotonic()
     second = Lease(redis_client, redis_url, run, duration=1.5, owner="me")
     leases.callback(second.release)
-    assert time.monotonic() - start < 30, "it waited for the end of its own lease"
+    assert time.monotonic() - start < 30, "a process must not wait until its own lease expires"
     assert second.epoch == first.epoch + 1
     with pytest.raises(FailedPrecondition, match="the lease is lost"):
         first.check()

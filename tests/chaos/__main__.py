@@ -1,7 +1,7 @@
-"""Every process killed, and stopped for a while, at every moment of a step: `make chaos`, or python -m tests.chaos.
+"""Kill, or suspend for a while, every process at every point of a step: `make chaos`, or python -m tests.chaos.
 
-Each case is one run of `quartet train` that must come to the bits of the run that nothing happened to. Writes the table in
-docs/durability.md when all cases have been run. Exits 1 when a case fails.
+Each case is one run of `quartet train` that must be bit-identical to an undisturbed run. Writes the table in
+docs/durability.md after all cases have been run. Exits with status 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", action="append", metavar="NAME", help="this case alone; may be repeated")
+    parser.add_argument("--only", action="append", metavar="NAME", help="run only this case; may be repeated")
     parser.add_argument("--list", action="store_true", help="print the names of all cases")
     parser.add_argument(
-        "--resume", action="store_true", help="go on where the last call stopped; failed cases run again"
+        "--resume", action="store_true", help="continue where the last call stopped; failed cases run again"
     )
     parser.add_argument(
         "--stale",
         action="store_true",
-        help="of runs one step off-policy, in a folder of their own; no table is written",
+        help="run the cases one step off-policy, in a separate folder; no table is written",
     )
     parser.add_argument(
         "--folder", type=Path, default=Path("build/chaos"), help="where results and common runs are kept"

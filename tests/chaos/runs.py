@@ -42,7 +42,7 @@ POLL = 0.01
 
 @dataclass(frozen=True)
 class Result:
-    """How a case went.
+    """Result of a case.
 
     ``recoveries`` counts processes restarted, and returns of the run to its last commit; ``seconds`` are from the signal to the
     commit of the second step after it, None when there was none; ``problems`` are empty when every property holds.
@@ -168,7 +168,7 @@ class _Disturbed:
         return self._commands[-1]
 
     def _hit(self, command: Command, release: Path) -> Command:
-        """The fault itself. Gives the command that goes on."""
+        """Inject the fault. Return the command that continues the run."""
         before, at = last_step(self.directory), time.monotonic()
         if self._case.process == EVERYTHING:
             command.process.kill()
@@ -185,7 +185,7 @@ class _Disturbed:
             release.touch()
             time.sleep(STOPPED_SECONDS)
             os.kill(victim, signal.SIGCONT)
-        # The step in hand may end without the victim. The one after it needs every process from its first token on.
+        # The current step may end without the victim. The next one needs every process from its first token.
         command.wait_for(lambda: last_step(self.directory) >= before + 2, PATIENCE)
         self.seconds = time.monotonic() - at
         return command
@@ -225,7 +225,7 @@ def differences(run: Path, expected: Path) -> Iterator[str]:
     for step, other in zip(steps, step_metrics(expected), strict=False):
         if step != other:
             names = sorted(name for name in step.keys() | other.keys() if step.get(name) != other.get(name))
-            yield f"step {step['step']}: other figures than undisturbed: {', '.join(names)}"
+            yield f"step {step['step']}: metrics differ from the undisturbed run: {', '.join(names)}"
     yield from _trajectory_differences(run, expected)
     yield from _manifest_differences(run)
 

@@ -113,7 +113,7 @@ def lower_epoch(path: Path) -> None:
         ("checkpoints/step-000006/manifest.json", lower_epoch, "leader epochs fall"),
         ("metrics.jsonl", repeat_first_line, "metrics.jsonl has the steps [1, 1, 2, 3, 4, 5, 6]"),
         ("metrics.jsonl", drop_last_line, "metrics.jsonl has the steps [1, 2, 3, 4, 5]"),
-        ("metrics.jsonl", lambda path: edit_line(path, 2, kl_coefficient=0.5), "step 3: other figures"),
+        ("metrics.jsonl", lambda path: edit_line(path, 2, kl_coefficient=0.5), "step 3: metrics differ"),
         ("trajectories/step-000004.jsonl", repeat_first_line, "not every trajectory was trained on once"),
         ("trajectories/step-000004.jsonl", drop_last_line, "not every trajectory was trained on once"),
         ("trajectories/step-000002.jsonl", lambda path: edit_line(path, 0, policy_version=0), "policy versions [0, 1]"),

@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0
-"""Seconds to wait for something that must come, on a machine with other things to do."""
+"""Timeout of every wait, in seconds. It allows for a machine that is busy with other work."""
 SECRETS: dict[str, set[str]] = {
     "setup": set(),
     "redis": {"redis"},
@@ -30,7 +30,7 @@ SECRETS: dict[str, set[str]] = {
     "prometheus": {"viewer"},
     "grafana": {"grafana"},
 }
-"""By service, the folders of secrets that it needs and sees."""
+"""The folders of secrets that each service needs and can see."""
 
 
 def compose_command() -> list[str]:
@@ -63,7 +63,7 @@ def wait_for(wanted: Callable[[], Value], what: str, patience: float = PATIENCE)
 
 
 class Stack:
-    """One project of its own name, so that it meets no other stack of this machine."""
+    """One Compose project with a unique name, isolated from other stacks on this machine."""
 
     def __init__(self, name: str, files: list[str], settings: Path, port: int) -> None:
         """``settings``: what a user has as ``.env``; ``port``: where that publishes the gateway."""

@@ -48,7 +48,7 @@ PLACE = r"(?:\$\{[^}]*\}|[^:$])*"
 
 
 def mounts(service: dict[str, Any]) -> dict[str, str]:
-    """By its place in the container, what is mounted there."""
+    """Return the mounts of a service by their path in the container."""
     results = {}
     for mount in service.get("volumes", ()):
         if isinstance(mount, str):

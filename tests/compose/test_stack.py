@@ -53,7 +53,7 @@ tried('redis', redis.Redis('redis', username='quartet', password=password, ssl=T
 tried('plain redis', redis.Redis('redis', username='quartet', password=password).ping)
 context = ssl.create_default_context(cadata=trust)
 context.check_hostname = False
-tried('figures', lambda: urllib.request.urlopen('https://actor:9100/metrics', timeout=10, context=context).read())
+tried('metrics', lambda: urllib.request.urlopen('https://actor:9100/metrics', timeout=10, context=context).read())
 print(json.dumps(said))
 """
 
@@ -237,11 +237,11 @@ def check_what_the_processes_may(stack: Stack) -> None:
 
 
 def check_that_strangers_are_refused(stack: Stack) -> None:
-    """Return who has no certificate gets no answer from a service, from Redis, or of figures, though it has the password."""
+    """Check that a caller without a certificate is refused by services, Redis and metrics, even if it has the password."""
     for service in SERVICES:
         assert stack.run_in(service, "ls", "/run/certificates").stdout.split() == [service]
     said = stack.run_in("gateway", "python", "-c", STRANGER)
     assert said.returncode == 0, said.stderr
     answers = yaml.safe_load(said.stdout)
-    assert answers.keys() == {"actor", "redis", "plain redis", "figures"}
+    assert answers.keys() == {"actor", "redis", "plain redis", "metrics"}
     assert "answered" not in answers.values(), answers

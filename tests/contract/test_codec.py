@@ -1,4 +1,4 @@
-"""What travels arrives as it left, and what is malformed is refused by name."""
+"""Messages survive a round trip unchanged, and malformed ones are refused with the name of the field."""
 
 from __future__ import annotations
 

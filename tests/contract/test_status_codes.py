@@ -26,7 +26,7 @@ NUMBERS = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class FailedCall(grpc.RpcError):
-    """What a caller gets of a call that ended with ``status``, or with ``code`` and ``text`` alone."""
+    """Error that a caller receives. It has ``code`` and ``text``, and optionally ``status``."""
 
     def __init__(self, code: grpc.StatusCode, text: str, status: Status | None = None) -> None:
         self._code, self._text = code, text

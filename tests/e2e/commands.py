@@ -1,4 +1,4 @@
-"""The `quartet` command as a user runs it: a process of its own, watched from outside."""
+"""The `quartet` command as a user runs it: a separate process, observed from outside."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Value = TypeVar("Value")
 
 QUARTET = Path(sys.executable).with_name("quartet")
 START = 90.0
-"""Seconds that a run may take until its first step is committed, on a machine with other things to do."""
+"""Seconds that a run may take until its first step is committed. They allow for a busy machine."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended. ``left`` names the processes and temporary files that outlived it."""
+    """Result of a command. ``left`` names the processes and temporary files that outlived it."""
 
     code: int
     out: str
@@ -43,7 +43,7 @@ class Ended:
 
 
 class Command:
-    """A command under way. Whatever it starts, however deep, is known by the private TMPDIR that it inherits."""
+    """A running command. Its descendant processes are recognized by the private TMPDIR that they inherit."""
 
     def __init__(
         self,
@@ -52,7 +52,10 @@ class Command:
         terminal: bool = False,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``terminal`` gives it a terminal of its own, whose text is what ``out`` returns; ``environment`` is added to ours."""
+        """Start the command.
+
+        With ``terminal``, it has its own terminal, whose text ``out`` returns. ``environment`` extends the tests' environment.
+        """
         # A unix socket's path has room for about 100 bytes: pytest's own folders are too deep.
         self.scratch = Path(tempfile.mkdtemp(prefix="e2e-"))
         (self.scratch / "tmp").mkdir()
@@ -171,7 +174,7 @@ class Command:
 
 
 def _as_from_a_shell() -> None:
-    """Let Ctrl-C through: whoever runs the tests in the background has it ignored, and children inherit that."""
+    """Restore the handler of Ctrl-C: a shell ignores it for background tests, and child processes inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

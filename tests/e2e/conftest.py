@@ -94,12 +94,12 @@ def first_run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 LONGER = settings("run.steps=8", "checkpoint.every_steps=3")
-"""Long enough to be disturbed after a checkpoint, and before the next."""
+"""Settings of a run that is long enough for a fault between two checkpoints."""
 
 
 @pytest.fixture(scope="session")
 def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A ``LONGER`` run that nobody disturbs."""
+    """A ``LONGER`` run without a fault."""
     folder = tmp_path_factory.mktemp("undisturbed")
     command = Command(QUARTET, "train", config, *LONGER, cwd=folder)
     try:
@@ -110,8 +110,8 @@ def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         command.clean_up()
 
 
-def figures(run: Run) -> list[dict[str, float]]:
-    """The run's metrics, without those that a clock decides."""
+def deterministic_metrics(run: Run) -> list[dict[str, float]]:
+    """Return the run's metrics without measured times."""
     return [{name: step[name] for name in step if not name.endswith("seconds")} for step in run.metrics]
 
 
@@ -122,14 +122,14 @@ def weights(run: Path) -> bytes:
 
 @dataclass(frozen=True)
 class Service:
-    """A service process that nobody but the tests started."""
+    """A service process that the tests started, not the launcher."""
 
     command: Command
     address: str
     redis: str
 
     def serving(self, *roles: str) -> list[str]:
-        """Options of a run that uses it for these roles; actor and critic go with a Redis that they are to share."""
+        """Return the options of a run that uses it for these roles. Actor and critic also need its Redis."""
         shared = [f"buffer.url={self.redis}"] if {"actor", "critic"} & set(roles) else []
         return settings(*shared, *(f"services.{role}.address={self.address}" for role in roles))
 

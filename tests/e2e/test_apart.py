@@ -23,7 +23,7 @@ from quartet.buffer.embedded_redis import find_server
 from quartet.child_processes import tied_to_parent
 from quartet.rpc.health import is_serving
 from tests.e2e.commands import QUARTET, Command
-from tests.e2e.conftest import Run, figures, weights
+from tests.e2e.conftest import Run, deterministic_metrics, weights
 
 ROLES = ("actor", "critic", "reward", "reference")
 PASSWORD = "a p@ss/word:with?signs"  # pragma: allowlist secret - the test's own
@@ -130,13 +130,13 @@ def test_processes_that_were_started_one_by_one_train_as_one_machine_does(
     gateway.wait_for(lambda: {"serving"} == {one["health"] for one in api.ask("GET", "/services")[1]})
     assert {one["role"] for one in api.ask("GET", "/services")[1]} == {*ROLES, "orchestrator", "redis"}
 
-    # Started again, a container's orchestrator goes on with the run, and waits where it was asked to.
+    # A restarted orchestrator container resumes the run and stays paused.
     orchestrator.process.kill()
     orchestrator.process.wait()
     stopped = begin("services", "orchestrator")
     stopped.wait_for(lambda: "event='ready'" in stopped.err)
     stopped.process.terminate()
-    assert stopped.process.wait(20) == 143  # The run is not at its end, so whoever started it is to start it again.
+    assert stopped.process.wait(20) == 143  # The run has not ended, so its supervisor must start it again.
     said = "run resumed" if (run / "metrics.jsonl").exists() else "run started"
     again = begin("services", "orchestrator")
     again.wait_for(lambda: "event='ready'" in again.err)
@@ -146,15 +146,15 @@ def test_processes_that_were_started_one_by_one_train_as_one_machine_does(
     assert ended.code == 0, ended
     assert said in ended.err
     trained = Run(ended, run)
-    assert figures(trained) == figures(first_run)
+    assert deterministic_metrics(trained) == deterministic_metrics(first_run)
     assert weights(run) == weights(first_run.directory)
 
     metrics = tree["services"]["actor"]["metrics_listen"]
-    # One that never shakes hands keeps nobody else waiting.
+    # A client that never completes its TLS handshake does not block others.
     with socket.create_connection(("127.0.0.1", int(metrics.rpartition(":")[2]))):
-        assert "quartet_rpc_requests_total" in _figures(metrics, tmp_path, "prometheus")
+        assert "quartet_rpc_requests_total" in _read_metrics(metrics, tmp_path, "prometheus")
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        _figures(tree["services"]["actor"]["metrics_listen"], tmp_path, None)
+        _read_metrics(tree["services"]["actor"]["metrics_listen"], tmp_path, None)
 
     kept = (run / "config.yaml").read_text()
     said = "".join(command.out + command.err for command in (*services.values(), gateway, again))
@@ -194,7 +194,7 @@ class Api:
             connection.close()
 
 
-def _figures(address: str, folder: Path, process: str | None) -> str:
+def _read_metrics(address: str, folder: Path, process: str | None) -> str:
     place = address.replace("0.0.0.0", "127.0.0.1")
     connection = http.client.HTTPSConnection(place, context=_trusting(folder, process), timeout=10)
     try:

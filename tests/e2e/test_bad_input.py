@@ -161,15 +161,15 @@ def test_a_taken_port(refuse: Refuse) -> None:
 
 
 @pytest.fixture
-def nobody() -> Iterator[str]:
-    """The address of a Redis that is not there."""
+def unreachable_redis() -> Iterator[str]:
+    """Yield the URL of a Redis that does not exist."""
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # Bound, never listening: nobody else can take the port meanwhile.
+        closed.bind(("127.0.0.1", 0))  # Bound but not listening: no other process can take the port meanwhile.
         yield f"redis://127.0.0.1:{closed.getsockname()[1]}/0"
 
 
-def test_a_redis_that_cannot_be_reached(refuse: Refuse, nobody: str) -> None:
-    refuse(f"buffer.url={nobody}", mentioned=(nobody, "unreachable", "correct buffer.url"))
+def test_a_redis_that_cannot_be_reached(refuse: Refuse, unreachable_redis: str) -> None:
+    refuse(f"buffer.url={unreachable_redis}", mentioned=(unreachable_redis, "unreachable", "correct buffer.url"))
 
 
 def test_an_address_where_another_service_answers(refuse: Refuse, frozen: Service) -> None:
@@ -199,19 +199,21 @@ def test_overwrite_refuses_what_is_not_of_a_run(start: Start, config: Path, tmp_
 
 
 def test_an_overwritten_run_comes_back_when_the_new_one_never_trains(
-    first_run: Run, start: Start, config: Path, tmp_path: Path, nobody: str
+    first_run: Run, start: Start, config: Path, tmp_path: Path, unreachable_redis: str
 ) -> None:
     run = tmp_path / "runs" / "tiny"
     shutil.copytree(first_run.directory, run)
     before = (run / "metrics.jsonl").read_bytes()
-    assert_refused(start("train", config, "--overwrite", *settings(f"buffer.url={nobody}")).ended(), "unreachable")
+    assert_refused(
+        start("train", config, "--overwrite", *settings(f"buffer.url={unreachable_redis}")).ended(), "unreachable"
+    )
     assert (run / "metrics.jsonl").read_bytes() == before
     assert (run / "policy" / "model.safetensors").is_file()
 
 
-def test_a_run_directory_in_which_a_run_is_going_on(start: Start, config: Path, frozen: Service) -> None:
+def test_a_run_directory_with_an_active_run_is_refused(start: Start, config: Path, frozen: Service) -> None:
     options = frozen.serving("reward", "reference")
     first = start("train", config, *options)
     first.wait_for(first.processes)
     assert_refused(start("train", config, "--overwrite", *options).ended(), "runs/tiny", "a run is active there")
-    assert first.process.poll() is None, "the second is to leave the first alone"
+    assert first.process.poll() is None, "the refused command must not end the active run"

@@ -29,7 +29,7 @@ def test_generate_completes_prompts_the_same_from_arguments_and_from_a_file(
     for record in records:
         assert 1 <= record["tokens"] <= 8
         assert record["finish_reason"] == ("length" if record["tokens"] == 8 else "eos")
-    assert len({record["completion"] for record in records}) == 4, "every sample has a random stream of its own"
+    assert len({record["completion"] for record in records}) == 4, "every sample has its own random stream"
 
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"text": prompt}) + "\n" for prompt in PROMPTS))
@@ -88,8 +88,8 @@ def test_overlays_are_laid_over_a_config_that_is_shown_checked_or_diagnosed(
     told = start("doctor", config, *layers).ended()
     assert told.code == 1
     assert re.search(r"failed +access +security\.token_file /nowhere/token", told.out)
-    alone = start("doctor", *layers).ended()
-    assert (alone.code, "need CONFIG" in alone.err) == (2, True)
+    without_config = start("doctor", *layers).ended()
+    assert (without_config.code, "need CONFIG" in without_config.err) == (2, True)
 
 
 def test_doctor_describes_the_machine_and_what_a_config_needs(start: Start, config: Path) -> None:
@@ -113,7 +113,7 @@ def test_demo_trains_and_shows_completions_before_and_after(
 ) -> None:
     ready = tmp_path / "shown" / "toy-task"
     shutil.copytree(toy_task.policy.parent, ready)
-    # The demo makes a toy task of its own recipe, in a minute; here a smaller one passes for it.
+    # The demo would build its toy task in a minute. Label the tests' smaller one as the demo's instead.
     label = json.loads((ready / "toy_task.json").read_text())
     label["recipe"] |= json.loads(json.dumps(asdict(Recipe())))
     (ready / "toy_task.json").write_text(json.dumps(label))

@@ -228,7 +228,7 @@ def test_a_part_that_ends_before_the_run_ends_the_job(job: Job) -> None:
 
 
 def test_a_service_that_is_told_to_end_has_lost_its_nodes(job: Job) -> None:
-    """Pre-emption of one group: Slurm tells its steps alone."""
+    """Pre-emption of one group: Slurm signals only its steps."""
     process = job.begin(CONFIGS / "ppo.yaml", ORCHESTRATOR="exec sleep 60", STEP="trap 'exit 0' TERM; sleep 60 & wait")
     assert wait_until(lambda: (job.told / "deployment.yaml").exists() and len(job.heard("steps")) == 3, 30)
     os.kill(int(job.heard("steps")[1]), signal.SIGTERM)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.commands import Command, committed_steps, settings
-from tests.e2e.conftest import LONGER, Run, Service, Start, figures, weights
+from tests.e2e.conftest import LONGER, Run, Service, Start, deterministic_metrics, weights
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
 WITHIN = 10.0
@@ -39,7 +39,7 @@ def test_a_run_whose_processes_are_killed_one_after_the_other_ends_with_the_same
         assert command.child(victim) != before[victim]
     ended = command.ended()
     assert (ended.code, ended.err, ended.left) == (0, "", [])
-    assert figures(Run(ended, tmp_path / "runs" / "tiny")) == figures(undisturbed)
+    assert deterministic_metrics(Run(ended, tmp_path / "runs" / "tiny")) == deterministic_metrics(undisturbed)
     assert weights(tmp_path / "runs" / "tiny") == weights(undisturbed.directory)
     steps = re.findall(r"^step (\d+)/8 ", ended.out, re.MULTILINE)
     assert steps == [str(step) for step in range(1, 9)], "a step is missing from what is shown, or shown twice"
@@ -69,7 +69,7 @@ def test_a_run_whose_processes_are_killed_while_they_start_begins_all_the_same(
         ("critic", "2"),
         ("orchestrator", "1"),
     ]
-    assert figures(Run(ended, tmp_path / "runs" / "tiny")) == figures(undisturbed)
+    assert deterministic_metrics(Run(ended, tmp_path / "runs" / "tiny")) == deterministic_metrics(undisturbed)
     assert weights(tmp_path / "runs" / "tiny") == weights(undisturbed.directory)
 
 
@@ -173,5 +173,5 @@ def test_a_damaged_buffer_is_set_aside_on_resume_and_the_bits_are_the_same(
     assert "redis: its data is damaged, see runs/tiny/logs/redis.log; moved to runs/tiny/redis.damaged" in ended.out
     assert "note: resumed after step 3" in ended.out
     assert bytes(1000) in (run / "redis.damaged" / "appendonlydir" / file.name).read_bytes()
-    assert figures(Run(ended, run)) == figures(undisturbed)
+    assert deterministic_metrics(Run(ended, run)) == deterministic_metrics(undisturbed)
     assert weights(run) == weights(undisturbed.directory)

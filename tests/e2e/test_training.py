@@ -1,4 +1,4 @@
-"""What a run leaves behind, and that seed and config alone decide it."""
+"""Output files of a run, and that only seed and config determine them."""
 
 from __future__ import annotations
 

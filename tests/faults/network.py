@@ -78,7 +78,7 @@ def struck(moment: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPa
 
 
 def heal_after(seconds: float, proxy: Proxy) -> None:
-    """The network is mended so many seconds from now."""
+    """Restore the network after so many seconds."""
     timer = threading.Timer(seconds, proxy.heal)
     timer.daemon = True
     timer.start()

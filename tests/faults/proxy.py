@@ -1,4 +1,4 @@
-"""A network that fails when it is told to: a TCP proxy between clients and one server, at an address of its own."""
+"""A TCP proxy between clients and one server, which can inject network faults."""
 
 from __future__ import annotations
 

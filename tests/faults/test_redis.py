@@ -20,7 +20,7 @@ DOWN = 0.3
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """A Redis for one run alone."""
+    """A separate Redis for one run."""
     with EmbeddedRedis(tmp_path / "data", tmp_path / "redis.log") as started:
         yield started
 

@@ -17,14 +17,14 @@ TIMES = 10
 
 
 class SlowCompute(ComputeThread):
-    """Takes ten times as long for everything."""
+    """Compute thread that takes ten times as long for all work."""
 
     def __init__(self) -> None:
         super().__init__()
         self.added = 0.0
 
     def run(self, kind: str, caller: Caller, work: Callable[[Callable[[], bool]], Result]) -> Result:
-        """As a ComputeThread; the thread is busy until the time is over."""
+        """Run the work as ``ComputeThread`` does, and keep the thread busy for the extra time."""
 
         def slowly(cancelled: Callable[[], bool]) -> Result:
             start = time.perf_counter()

@@ -28,7 +28,7 @@ from tests.fuzz.watching import Watch
 DEADLINE = 3.0
 """Seconds that a request waits: more than any work that is not refused takes, unless the request asks for much."""
 SHORT = 0.005
-"""Seconds that some wait: what they asked for goes on without them, or never begins."""
+"""Seconds that some requests wait: their work continues after the deadline, or never starts."""
 PROPER = frozenset(
     {
         grpc.StatusCode.OK,
@@ -40,7 +40,7 @@ PROPER = frozenset(
         grpc.StatusCode.DATA_LOSS,  # ComputationFailed: what was asked for has no finite result.
     }
 )
-"""Every other status says that something happened that nobody foresaw."""
+"""Status codes that are allowed. Every other one is a defect."""
 MAX_TEXT = 2048
 """Characters of an answer's text, at most."""
 SIGNS = ("\n", "Traceback", "metadata")
@@ -70,13 +70,13 @@ class Failure:
 
 @dataclass
 class Campaign:
-    """So many requests to the targets of a ground, in an order and of contents that follow from the seed."""
+    """``requests`` requests to the targets of a ground. The seed determines their order and content."""
 
     ground: Ground
     requests: int
     seed: int = 0
     answers: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By method's path and status."""
+    """Number of answers by method path and status."""
     failures: list[Failure] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     growth: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Campaign:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> None:
-        """Send them all, to each target on a thread of its own."""
+        """Send all requests, with one thread per target."""
         plan = self._plan()
         targets = self.ground.targets
         with Watch(targets, lambda: sum(self.answers.values())) as watch, ThreadPoolExecutor(len(targets)) as pool:
@@ -184,7 +184,7 @@ def _is_message(data: bytes) -> bool:
 
 
 class _Sender:
-    """Sends bytes to one target, and knows where it stands."""
+    """Client of one target. Tracks the target's run and step."""
 
     def __init__(self, target: Target, channel: grpc.Channel) -> None:
         self._target, self._channel = target, channel

@@ -1,4 +1,4 @@
-"""What is fuzzed: every service as a process of its own over tiny models, and the orchestrator of a run that goes on."""
+"""Targets of the fuzzer: every service as a separate process with a tiny model, and the orchestrator of an active run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIVE = "live"
 SEALED = 40
 """Steps whose experience is in the buffer; from there on models go back to their beginning."""
 WHERE = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
-"""Where the reward function is found."""
+"""Import path of the reward function."""
 STATUS, HEALTH = "quartet.v1.StatusService", "grpc.health.v1.Health"
 
 
@@ -57,7 +57,7 @@ class Ground:
     targets: list[Target] = field(default_factory=list)
 
     def clean_buffer(self) -> None:
-        """Take trajectories out of the buffer that nobody will read: in a run its orchestrator does that."""
+        """Delete unread trajectories from the buffer. In a real run the orchestrator does that."""
         client = connect(self.redis_url)
         for key in client.scan_iter(match="quartet:*", count=1000):
             if not key.startswith((f"quartet:{RUN}:experience:".encode(), f"quartet:{LIVE}:".encode())):

@@ -28,7 +28,7 @@ class Method:
 
 
 def all_methods() -> dict[str, Method]:
-    """By path: what is in quartet.v1, and health."""
+    """Return the methods of quartet.v1 and of the health service, by path."""
     modules = [
         importlib.import_module(f"quartet.v1.{module.name}")
         for module in pkgutil.iter_modules(quartet.v1.__path__)

@@ -34,7 +34,7 @@ CHECKPOINT_EVERY = 4
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a process stands: what a request must fit."""
+    """State of a process that valid requests must match."""
 
     run: str = ""
     step: int = 0
@@ -183,4 +183,4 @@ SEEDS: dict[str, Callable[[Random, Standing], Message]] = {
     "/grpc.health.v1.Health/Check": _health,
     "/grpc.health.v1.Health/Watch": _health,
 }
-"""By path. A method without one is a failure of the tests: what nobody can call well is not fuzzed in depth either."""
+"""Valid requests by method path. Every method needs one: fuzzing mutates valid requests."""

@@ -52,7 +52,7 @@ class Failing:
         return ServiceStatus(role=Role.REFERENCE)
 
     def log_probs(self, *_: Any) -> Any:
-        raise KeyError("nobody foresaw this")
+        raise KeyError("an unforeseen error")
 
 
 def test_the_campaign_finds_a_defect_and_can_replay_it(tmp_path: Path, redis_url: str) -> None:

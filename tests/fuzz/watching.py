@@ -26,14 +26,14 @@ MORE_MEMORY = 30.0
 """MiB by which a process may grow from the end of its warm-up to the end: what allocators keep of the largest requests. A leak
 of one request's bytes, a kilobyte, would be 80 MiB in 80,000 requests."""
 MORE_FILES = 2
-"""Open files by which it may: whoever connects at the moment of a look."""
+"""Limit for the growth of open files: connections may be open at the time of a look."""
 MORE_THREADS = 8
 """Threads by which it may: a worker is started only when all others are busy, so they appear one by one."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a process had when so many requests had been sent: MiB of memory, threads, open files."""
+    """Resources of a process after ``sent`` requests: MiB of memory, threads, open files."""
 
     sent: int
     memory: float
@@ -42,20 +42,20 @@ class Look:
 
 
 def look(pid: int, sent: int) -> Look | None:
-    """Return what the system says of a process; None when it has ended."""
+    """Return the resources of a process, or None if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
-        figures = {name: value for name, _, value in (line.partition(":") for line in status.splitlines())}
-        if "VmRSS" not in figures:  # A zombie has none.
+        fields = {name: value for name, _, value in (line.partition(":") for line in status.splitlines())}
+        if "VmRSS" not in fields:  # A zombie has none.
             return None
         files = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return None
-    return Look(sent, int(figures["VmRSS"].split()[0]) / 1024, int(figures["Threads"]), files)
+    return Look(sent, int(fields["VmRSS"].split()[0]) / 1024, int(fields["Threads"]), files)
 
 
 class Watch:
-    """Looks at every target in a thread of its own, until it is told to stop."""
+    """Monitor of the resources of every target, with one thread per target."""
 
     def __init__(self, targets: Sequence[Target], sent: Callable[[], int]) -> None:
         self._targets, self._sent = targets, sent

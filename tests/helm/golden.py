@@ -1,4 +1,4 @@
-"""`python -m tests.helm.golden`: lints the chart and holds what it renders against golden/; with --write, makes that anew."""
+"""`python -m tests.helm.golden`: lint the chart and compare the rendered manifests with golden/. --write updates golden/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Helm refuses of `config`: what the config tree would refuse, and what the chart sets itself."""
+"""Helm refuses invalid values of `config`, and settings that the chart sets itself."""
 
 from __future__ import annotations
 

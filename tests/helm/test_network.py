@@ -28,7 +28,7 @@ def design(values: Values, homes: dict[str, str]) -> set[Edge]:
         for method, callers in CALLERS.items()
         if method.partition("/")[0] in (f"quartet.v1.{role.capitalize()}Service", *OF_EVERYBODY)
         for caller in callers
-        # The operator is at a terminal and comes in through kubectl; nobody calls itself.
+        # The operator connects through kubectl, and no component calls itself.
         if caller in homes and caller != role
     }
     port = 6379 if values.get("redis", {}).get("enabled", True) else 6380
@@ -81,7 +81,7 @@ class Cluster:
         far = "from" if direction == "ingress" else "to"
         for component in self._selected(policy["spec"]["podSelector"]):
             for rule in policy["spec"].get(direction) or []:
-                assert rule[far], "an empty list of peers would mean everybody"
+                assert rule[far], "an empty list of peers would admit every pod"
                 for peer in (name for item in rule[far] for name in self._service_clients(item)):
                     for port in [item["port"] for item in rule.get("ports", [])] or [ANY]:
                         yield (peer, component, port) if direction == "ingress" else (component, peer, port)

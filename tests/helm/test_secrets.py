@@ -21,10 +21,10 @@ CERTIFICATE = "quartet-certificate-"
 
 
 class ApiServer(ThreadingHTTPServer):
-    """As much of a Kubernetes API server as Helm's `lookup` asks: which kinds there are, and one Secret at a time."""
+    """Minimal Kubernetes API server for Helm's `lookup`: it serves the list of kinds, and single Secrets."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Answers)
+        super().__init__(("127.0.0.1", 0), _RequestHandler)
         self.secrets: dict[str, Manifest] = {}
 
     def keep(self, result: list[Manifest]) -> None:
@@ -32,7 +32,7 @@ class ApiServer(ThreadingHTTPServer):
         self.secrets = of_kind(result, "Secret")
 
 
-class _Answers(BaseHTTPRequestHandler):
+class _RequestHandler(BaseHTTPRequestHandler):
     server: ApiServer
 
     def do_GET(self) -> None:

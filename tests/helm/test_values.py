@@ -1,4 +1,4 @@
-"""What the chart refuses: values that it does not know, each named by its path, and values that do not fit together."""
+"""The chart refuses unknown values, naming the path of each, and values that contradict each other."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_every_value_is_in_the_readme() -> None:
     # `a.b` and, after it in the same cell, `.c` for `a.c`; or `a`, with its keys named beside it.
     words = {part for code in re.findall(r"`([^`\n]+)`", readme) for part in re.split(r"[.: ]+", code)}
     for path, node in _nodes(SCHEMA["properties"]):
-        # The config has a page of its own; names of components and processes are NAME and PROCESS.
+        # The config has a separate page; NAME and PROCESS stand for components and processes.
         told_elsewhere = path.startswith("/config") or path.endswith(("/components", "/existingSecrets", "/issuerRef"))
         for key in () if told_elsewhere else node.get("properties", {}):
             assert key in words, f"{path}: {key}"

@@ -1,4 +1,4 @@
-"""Who may call what, over real connections: every method of the contract, and every kind of caller that has no business there."""
+"""Access rules over real connections, for every method and every kind of caller, authorized or not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HANDSHAKE = 5.0
 
 
 class Everything:
-    """Has every method of the contract. What is admitted is not implemented here: that is another answer than a refusal."""
+    """Server core with every method. An admitted call fails as unimplemented, which differs from a refusal."""
 
     role = Role.ACTOR
 
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         authority.issue(folder / process, [f"{process}.quartet"])
     authority.issue(folder / "both", ["critic.quartet", "reward.quartet"])
     authority.issue(folder / "expired", ["orchestrator.quartet", "operator.quartet"], timedelta(minutes=-1))
-    authority.issue(folder / "nobody", ["orchestrator.example", "orchestrator"])
+    authority.issue(folder / "unknown", ["orchestrator.example", "orchestrator"])
     Authority(timedelta(days=1)).issue(folder / "forged", ["orchestrator.quartet", "operator.quartet"])
     # The stranger trusts the right authority, and shows what another one signed.
     shutil.copy(folder / "actor" / "ca.crt", folder / "forged" / "ca.crt")
@@ -87,7 +87,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def code(channel: grpc.Channel, method: str, metadata: Any = None) -> grpc.StatusCode:
-    """Return what an empty request to the method is answered with."""
+    """Return the status code of an empty request to the method."""
     try:
         if {**METHODS, **HEALTH}[method]:
             next(iter(channel.unary_stream(f"/{method}")(b"", timeout=HANDSHAKE, metadata=metadata)))
@@ -98,13 +98,13 @@ def code(channel: grpc.Channel, method: str, metadata: Any = None) -> grpc.Statu
     return grpc.StatusCode.OK
 
 
-def test_somebody_may_call_every_method_and_no_other_is_listed() -> None:
+def test_every_method_has_a_permitted_caller_and_no_unknown_method_is_listed() -> None:
     assert CALLERS.keys() == {*METHODS, *HEALTH}
     assert all(callers and callers <= set(PROCESSES) for callers in CALLERS.values())
 
 
-@pytest.mark.parametrize("process", [*PROCESSES, "nobody"])
-def test_a_process_may_call_what_is_its_business_and_nothing_else(server: Server, folder: Path, process: str) -> None:
+@pytest.mark.parametrize("process", [*PROCESSES, "unknown"])
+def test_a_process_may_call_only_its_permitted_methods(server: Server, folder: Path, process: str) -> None:
     with Credentials(process, SecurityConfig(certificates=folder)).channel(Role.ACTOR, server.address) as channel:
         results = {method: code(channel, method) for method in CALLERS}
     admitted = {method for method, answer in results.items() if answer is not grpc.StatusCode.PERMISSION_DENIED}
@@ -112,7 +112,7 @@ def test_a_process_may_call_what_is_its_business_and_nothing_else(server: Server
     assert {results[method] for method in admitted} <= {grpc.StatusCode.OK, grpc.StatusCode.INTERNAL}
 
 
-def test_scorers_call_nobody_and_only_the_orchestrator_has_models_updated() -> None:
+def test_scorers_call_no_service_and_only_the_orchestrator_updates_models() -> None:
     assert not any(
         {Role.REWARD, Role.REFERENCE, Role.ACTOR, Role.CRITIC, PROMETHEUS, REDIS} & c for c in CALLERS.values()
     )

@@ -96,7 +96,7 @@ def test_work_runs_one_piece_at_a_time_in_the_order_of_its_arrival_on_one_thread
         for number in range(MAX_PENDING_WORK):
             caller = Call()
             calls.append(callers.submit(compute.run, "w", caller, lambda _, n=number: work(n)))
-            # The first is in hand and no longer queued; each later caller comes when the one before it is queued.
+            # The first call runs and is no longer queued. Each later call is made after the one before it is queued.
             assert begun.wait(10)
             wait_until(lambda: compute._executor._work_queue.qsize() == number)  # noqa: B023
         release.set()
@@ -181,7 +181,7 @@ def test_a_deadline_that_passes_frees_the_caller_and_tells_the_work(compute: Com
     with pytest.raises(DeadlinePassed, match="w: the deadline passed"):
         compute.run("w", Call(remaining=0.05), work)
     assert stopped.wait(10)
-    assert compute.run("w", Call(), lambda _: "goes on") == "goes on"
+    assert compute.run("w", Call(), lambda _: "continues") == "continues"
 
 
 def test_a_close_drops_what_has_not_begun_and_does_not_wait() -> None:

@@ -1,4 +1,4 @@
-"""What a service process tells Prometheus, and where it may be read."""
+"""Prometheus metrics of a service process, and the addresses at which they are served."""
 
 from __future__ import annotations
 
@@ -128,14 +128,12 @@ def test_figures_are_served_in_plaintext_on_loopback_only_unless_told_so(make_co
 
 @pytest.fixture
 def taken() -> Iterator[str]:
-    """HOST:PORT at which somebody listens."""
+    """Yield a HOST:PORT that is already in use."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         yield f"127.0.0.1:{other.getsockname()[1]}"
 
 
-def test_an_address_of_the_config_that_is_taken_is_for_the_user_to_mend(
-    make_config: Callable[..., Config], taken: str
-) -> None:
+def test_a_configured_address_that_is_in_use_is_a_config_error(make_config: Callable[..., Config], taken: str) -> None:
     observability = Observability([Role.CRITIC], make_config(services={"critic": {"metrics_listen": taken}}))
     with pytest.raises(
         ConfigError, match=rf"^services\.critic\.metrics_listen {taken}: cannot listen there .*another port"

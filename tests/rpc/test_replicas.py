@@ -1,4 +1,4 @@
-"""How many processes an address stands for."""
+"""Number of processes behind an address."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ def test_a_service_that_starts_late_is_waited_for(gate: Gate) -> None:
     started: list[Server] = []
 
     def alive() -> None:
-        # Called before each attempt: the first finds nobody.
+        # Called before each attempt: no server listens at the first one.
         if attempts:
             started or started.append(Server([gated(gate)], address))
         attempts.append(1)
@@ -338,7 +338,7 @@ def test_streams_are_bounded_so_that_health_and_status_always_answer(services: S
 
 
 def test_what_may_wait_at_once_leaves_workers_for_health_and_status() -> None:
-    # The functions of a reward service have a thread of their own to wait for; actor and critic save.
+    # A reward service also waits for its function thread; actor and critic also wait for saves.
     assert 2 * MAX_PENDING_WORK + 2 * MAX_PENDING_SAVES + MAX_STREAMS < WORKERS
     assert WORKERS <= MAX_CONCURRENT_CALLS
 

@@ -1,4 +1,4 @@
-"""A malformed request answers INVALID_ARGUMENT with the name of what was wrong, and the service goes on."""
+"""A malformed request fails with INVALID_ARGUMENT and the name of the field, and the service continues."""
 
 from __future__ import annotations
 

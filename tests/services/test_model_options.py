@@ -96,7 +96,7 @@ def _sealed(redis_client: Redis, redis_url: str) -> None:
 
 
 def optimizer_file(client: Any, config: Config) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """The parameter groups and the moments of a service's AdamW, from a checkpoint of its own."""
+    """Return the parameter groups and moments of a service's AdamW, read from a new checkpoint."""
     client.save(RUN, 1, f"c-{client.role}", SaveKind.CHECKPOINT).result()
     path: Path = config.run_directory / f"c-{client.role}" / "optimizer.safetensors"
     with safetensors.safe_open(path, framework="np") as file:

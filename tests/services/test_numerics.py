@@ -1,4 +1,4 @@
-"""What the services compute, against a plain forward pass of transformers in padded batches of one."""
+"""Results of the services, compared with a plain forward pass of transformers in padded batches of one."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ def test_an_answer_does_not_depend_on_its_neighbours(role: Role, clients: dict[R
     together = np.split(log_probs(BATCH), np.cumsum(BATCH.response_lengths)[:-1])
     columns = zip(BATCH.sequences(), BATCH.prompt_lengths, BATCH.response_lengths, strict=True)
     for expected, (sequence, prompt, response) in zip(together, columns, strict=True):
-        alone = TokenBatch(sequence, np.array([prompt], np.int32), np.array([response], np.int32))
-        np.testing.assert_allclose(log_probs(alone), expected, atol=2e-6, rtol=0)
+        single = TokenBatch(sequence, np.array([prompt], np.int32), np.array([response], np.int32))
+        np.testing.assert_allclose(log_probs(single), expected, atol=2e-6, rtol=0)

@@ -135,10 +135,10 @@ def start_long_generation(actor: Any, stream: RolloutStream, timeout: float) -> 
 
 
 def wait_for_the_end_of_generation(actor: Any) -> float:
-    """Seconds until the compute thread has let go of it: only finished work counts as busy."""
+    """Return the seconds until the compute thread ends the generation. Only finished work counts as busy."""
     start = time.monotonic()
     while "generate" not in actor.wait_until_ready().busy_seconds:
-        assert time.monotonic() - start < 20, "the generation goes on though nobody waits for it"
+        assert time.monotonic() - start < 20, "the generation continues although its call was cancelled"
     return time.monotonic() - start
 
 

@@ -206,14 +206,14 @@ def test_a_checkpoint_holds_the_optimizer_and_a_model_does_not(
 
 @dataclass
 class HeldWriting:
-    """The writing of saves, held up until the test lets it go on."""
+    """Blocks the writing of saves until the test sets ``proceed``."""
 
     begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    go_on: threading.Event = field(default_factory=threading.Event)
+    proceed: threading.Event = field(default_factory=threading.Event)
 
     def write(self, directory: Path, *writers: Any) -> None:
         self.begun.release()
-        assert self.go_on.wait(30)
+        assert self.proceed.wait(30)
         write_model(directory, *writers)
 
 
@@ -222,7 +222,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWriting]:
     result = HeldWriting()
     monkeypatch.setattr(trained, "write_model", result.write)
     yield result
-    result.go_on.set()
+    result.proceed.set()
 
 
 def generate(client: Any, run: str, step: int, policy_version: int) -> int:
@@ -261,7 +261,7 @@ def test_a_model_computes_and_learns_while_its_save_is_written_and_what_is_writt
     assert client.wait_until_ready().busy_seconds["save"] > 0
     assert not any(save.done() for save in saving)
     assert not (config.run_directory / "during").exists()
-    held.go_on.set()
+    held.proceed.set()
     # The second is of the same step: it is copied when the first is written.
     for kind, save in zip(SAVED, saving, strict=True):
         during = {(file.path.removeprefix("during/"), file.sha256) for file in save.result()}
@@ -280,7 +280,7 @@ def test_an_update_during_the_writing_of_a_save_does_not_reach_its_files(
     assert update(client, run, 2).step == 2
     after = outputs(client)
     assert not saving.done()
-    held.go_on.set()
+    held.proceed.set()
     saving.result()
     assert client.restore(run, 1, 1, "checkpoint").result() == 1
     assert outputs(client) == before != after
@@ -297,7 +297,7 @@ def test_two_saves_to_one_place_are_written_one_after_the_other(
     saving = [client.save(run, 1, "same", SaveKind.MODEL) for _ in range(2)]
     assert held.begun.acquire(timeout=30)
     assert not held.begun.acquire(timeout=0.3), "the second writes at the same time"
-    held.go_on.set()
+    held.proceed.set()
     first, second = (save.result() for save in saving)
     assert first == second
     assert [path.name for path in config.run_directory.iterdir()] == ["same"]
@@ -312,7 +312,7 @@ def test_a_save_that_nobody_waits_for_any_more_is_not_written(
     assert held.begun.acquire(timeout=30)
     given_up = client.save(run, 1, "given-up", SaveKind.MODEL)
     given_up.cancel()
-    held.go_on.set()
+    held.proceed.set()
     first.result()
     client.save(run, 1, "last", SaveKind.MODEL).result()
     assert sorted(path.name for path in config.run_directory.iterdir()) == ["first", "last"]
@@ -326,7 +326,7 @@ def test_more_saves_than_a_service_takes_are_sent_away(
     with pytest.raises(ServiceBusy, match="saves are pending already"):
         wait_for_all(saving)
     assert client.wait_until_ready().role is Role.ACTOR
-    held.go_on.set()
+    held.proceed.set()
     assert sum(1 for save in saving if not isinstance(failure(save), ServiceBusy)) == MAX_PENDING_SAVES
 
 
@@ -366,7 +366,7 @@ def test_a_save_that_does_not_fit_on_the_disk_says_so_and_the_model_goes_on(
     good = client.save(run, 1, "one", SaveKind.CHECKPOINT, 1).result()
     update(client, run, 2)
     largest = max(file.bytes for file in good)
-    # The largest file is refused by the kernel; Redis is a process of its own.
+    # The kernel refuses the largest file. Redis is a separate process, so the limit does not affect it.
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, before[1]))
     try:

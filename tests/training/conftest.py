@@ -35,7 +35,7 @@ def toy_task(tmp_path_factory: pytest.TempPathFactory) -> ToyTask:
 def toy_task_tree(
     toy_task: ToyTask, redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], dict[str, Any]]:
-    """The settings that tie any config to the toy task: its checkpoints, prompts, Redis, a run's folder of its own."""
+    """Return a function that returns the toy task's settings: checkpoints, prompts, Redis, and a new run folder."""
     folder = tmp_path_factory.mktemp("runs")
 
     def tree() -> dict[str, Any]:

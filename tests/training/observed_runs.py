@@ -32,7 +32,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 @dataclass
 class Collector:
-    """Takes spans over HTTP, as OpenTelemetry's collector does; ``status`` is what it answers."""
+    """HTTP server that receives spans like an OpenTelemetry collector and responds with ``status``."""
 
     status: int = 200
     spans: list[tuple[str, Any]] = field(default_factory=list)
@@ -99,7 +99,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 
 def run_observed(config: Config) -> Observed:
-    """The run from start to end; figures are read when it has ended and everything still stands."""
+    """Train from start to end, and read the metrics before the services stop."""
     with ExitStack() as stack:
         RunFiles(config.run_directory).write_config(config.to_yaml())
         observations: dict[str, Observability] = {}

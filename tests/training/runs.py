@@ -73,7 +73,7 @@ def _without_run(line: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ActiveRun:
-    """A run that is going on."""
+    """An active run."""
 
     config: Config
     board: ProgressBoard
@@ -116,7 +116,7 @@ class Fleet:
         self._servers.pop(role).stop(0.0)
 
     def restart(self, role: Role) -> None:
-        """End a service and starts it anew."""
+        """Stop a service and start it again."""
         self.lose(role)
         self.start(role)
 

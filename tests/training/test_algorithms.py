@@ -54,7 +54,7 @@ def test_samples_of_one_prompt_are_adjacent(make: MakeConfig) -> None:
     prompts = {prompt for prompt, _ in result}
     assert len(prompts) == 2
     assert sorted(result) == sorted([prompt, str(sample)] for prompt in prompts for sample in range(3))
-    assert len({item["response"] for item in run.trajectories(1)}) > 2, "samples draw from streams of their own"
+    assert len({item["response"] for item in run.trajectories(1)}) > 2, "samples must have separate random streams"
 
 
 def test_the_policy_is_frozen_while_the_critic_warms_up(make: MakeConfig, toy_task: ToyTask) -> None:
@@ -67,7 +67,7 @@ def test_the_policy_is_frozen_while_the_critic_warms_up(make: MakeConfig, toy_ta
     for step in run.metrics[:2]:
         assert (step["optimizer_steps_actor"], step["optimizer_steps_critic"]) == (0, 2)
         assert step["entropy"] > 0
-        assert "policy_loss" not in step, "what nobody computed is no figure"
+        assert "policy_loss" not in step, "a value that was not computed must not be a metric"
 
 
 def test_learning_rates_follow_their_schedules_and_are_reported(make: MakeConfig) -> None:

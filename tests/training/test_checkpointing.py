@@ -61,15 +61,15 @@ def test_checkpoints_do_not_change_the_bits_of_a_run(
 
 @dataclass
 class HeldCheckpoints:
-    """The writing of checkpoints, held up until the test lets it go on."""
+    """Blocks the writing of checkpoints until the test sets ``proceed``."""
 
     begun: threading.Event = field(default_factory=threading.Event)
-    go_on: threading.Event = field(default_factory=threading.Event)
+    proceed: threading.Event = field(default_factory=threading.Event)
 
     def write(self, directory: Path, *writers: Any) -> None:
         if "checkpoints" in directory.parts:
             self.begun.set()
-            assert self.go_on.wait(60)
+            assert self.proceed.wait(60)
         snapshot.write_model(directory, *writers)
 
 
@@ -78,7 +78,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCheckpoints]:
     actual = HeldCheckpoints()
     monkeypatch.setattr(trained, "write_model", actual.write)
     yield actual
-    actual.go_on.set()
+    actual.proceed.set()
 
 
 def test_the_next_step_runs_during_a_checkpoint_up_to_its_update(
@@ -94,7 +94,7 @@ def test_the_next_step_runs_during_a_checkpoint_up_to_its_update(
         assert not list(checkpoints.rglob("manifest.json"))
         running.thread.join(0.3)
         assert running.board.current().step == 3, "an update went into what was being saved"
-        held.go_on.set()
+        held.proceed.set()
         run = running.finish()
     assert kept(run) == ["step-000006", "step-000008"]
     assert weights(run) == weights(undisturbed("ppo"))
@@ -104,8 +104,8 @@ def test_a_paused_run_has_a_complete_checkpoint(make: MakeConfig, held: HeldChec
     with active_run(make(run={"steps": 50}, checkpoint={"every_steps": 2})) as running:
         assert held.begun.wait(60)
         running.control.pause()
-        # The step in hand is the third by now, or its checkpoint's own.
-        held.go_on.set()
+        # The current step is the third by now, or still the checkpointed one.
+        held.proceed.set()
         wait_for(running, lambda: running.board.current().state is RunState.PAUSED)
         newest = running.board.current().step // 2 * 2
         checkpoint = running.config.run_directory / "checkpoints" / f"step-{newest:06d}"
@@ -151,7 +151,7 @@ def test_a_checkpoint_that_cannot_be_written_is_noted_and_the_run_continues(
     experience = ExperienceStore(redis_client, redis_url, config.run.name)
     assert experience.holds(range(3, 7)), "what no checkpoint covers may have to be replayed"
     assert not experience.holds([2])
-    # There is room again: the run goes on from step 2, to the bits of one that never failed.
+    # The disk has space again: the run continues from step 2, bit-identical to an undisturbed run.
     full_disk(role, set())
     tree = config.model_dump()
     tree["run"]["steps"] = 8
@@ -172,7 +172,7 @@ def test_the_first_checkpoint_that_cannot_be_written_says_that_there_is_none(
 
 
 class Crash(Exception):
-    """Ends the training as a crash would."""
+    """Exception that ends the training like a crash."""
 
 
 @pytest.mark.parametrize("when", ["written", "manifest"])

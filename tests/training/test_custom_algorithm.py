@@ -19,7 +19,7 @@ from quartet.ppo.losses import PolicyLoss, policy_loss
 
 
 def leave_one_out(inputs):
-    """RLOO written anew: the reward less the mean of the other samples of the prompt."""
+    """Independent RLOO: the reward minus the mean reward of the prompt's other samples."""
     rewards = inputs.rewards.double()
     others = [
         rewards[(inputs.groups == group) & (torch.arange(len(rewards)) != index)].mean()

@@ -30,27 +30,27 @@ from zlib import crc32
 def healthy(prompt, response, fields):
     return len(response.split()) / 4
 
-def is_poison(prompt, response):
-    """One response in four, whoever asks."""
+def is_failing(prompt, response):
+    """Select one response in four, by its checksum."""
     return crc32((prompt + "|" + response).encode()) % 4 == 0
 
 def raises(prompt, response, fields):
-    if is_poison(prompt, response):
+    if is_failing(prompt, response):
         raise ValueError("this response cannot be read")
     return healthy(prompt, response, fields)
 
 def not_a_number(prompt, response, fields):
-    return float("nan") if is_poison(prompt, response) else healthy(prompt, response, fields)
+    return float("nan") if is_failing(prompt, response) else healthy(prompt, response, fields)
 
 def crashes(prompt, response, fields):
     import os
-    if is_poison(prompt, response):
+    if is_failing(prompt, response):
         os._exit(3)
     return healthy(prompt, response, fields)
 
 def raises_once(prompt, response, fields):
     seen = Path(f"{crc32((prompt + response).encode())}.seen")
-    if is_poison(prompt, response) and not seen.exists():
+    if is_failing(prompt, response) and not seen.exists():
         seen.touch()
         raise ValueError("not at first sight")
     return healthy(prompt, response, fields)
@@ -103,7 +103,7 @@ def runs(make: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> R
 
 
 def failed_rows(run: Run) -> list[dict[str, Any]]:
-    """Return what was set aside, without the run's name, which is no part of a run's numbers, and without what a failure was called."""
+    """Return the failed trajectories without the run's name and error texts, so that runs can be compared."""
     lines = json_lines(run.files.failed_trajectories) if run.files.failed_trajectories.exists() else []
     return [{**line, "id": line["id"].split("/", 1)[1], "error": ""} for line in lines]
 
@@ -228,7 +228,7 @@ def test_a_prompt_that_always_fails_ends_the_run_with_ids_and_error(
 
 def test_a_resumed_run_drops_the_failure_that_ended_it(runs: Runs, toy_task: ToyTask, tmp_path: Path) -> None:
     data = marked(toy_task, tmp_path / "prompts.jsonl", len(toy_task.prompts.read_text().splitlines()))
-    changes: dict[str, Any] = {"data": data, "run": {"steps": 1, "name": "mended"}}
+    changes: dict[str, Any] = {"data": data, "run": {"steps": 1, "name": "repaired"}}
     broken = runs.failure("raises_for_marked", **changes)
     assert broken.files.failed_trajectories.exists()
     repaired = runs.run("healthy", **changes)

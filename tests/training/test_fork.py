@@ -72,7 +72,7 @@ def forked(source: Callable[[str], Run], tmp_path: Path) -> MakeFork:
 
 @dataclass
 class Seen:
-    """What the first update of a run was asked for, by role, and how its optimizer stood before."""
+    """Settings of the first update of a run and the optimizer state before it, by role."""
 
     settings: dict[str, OptimizationSettings] = field(default_factory=dict)
     groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

@@ -121,7 +121,7 @@ def test_a_late_commit_of_a_former_leader_is_dropped(
         with orchestrator(addressed) as leader:
             assert leader.finish().code == 0
         go.set()
-        # Nobody leads any more, so it may: and finds that all is done.
+        # No leader is left, so the former one acquires the lease, and all steps are done.
         run = former.finish()
     assert run.progress.recoveries == 1
     assert_same(run, undisturbed)

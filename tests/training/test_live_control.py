@@ -116,7 +116,7 @@ def test_a_crashed_run_with_changes_resumes_bit_identically(
         def prepare(self: Any, now: int, leadership: Any) -> Any:
             changes = self._updater._live_settings
             if now == 3 and changes.settings()[0].value != 0.4:
-                changes.change(values, "somebody")
+                changes.change(values, "alice")
             return real(self, now, leadership)
 
         patch.setattr(StepTransaction, "_prepare", prepare)
@@ -155,7 +155,7 @@ def test_an_invalid_change_is_refused_and_changes_nothing(
 
     def ask(running: Any) -> None:
         with pytest.raises(InvalidRequest) as caught:
-            running.live_settings.change(values, "somebody")
+            running.live_settings.change(values, "alice")
         refused.append(str(caught.value))
 
     with asked(make(**{**PPO, "run": {"steps": 2}}), {1: ask}, monkeypatch) as active:
@@ -182,12 +182,12 @@ def test_changes_are_refused_before_the_first_step_and_in_the_last_step(
     early = live_settings_of(config)
     assert early.settings() == []
     with pytest.raises(FailedPrecondition, match="has not started yet"):
-        early.change({"kl_coefficient": 0.1}, "somebody")
+        early.change({"kl_coefficient": 0.1}, "alice")
     late: list[str] = []
 
     def ask(running: Any) -> None:
         with pytest.raises(FailedPrecondition) as caught:
-            running.live_settings.change({"kl_coefficient": 0.1}, "somebody")
+            running.live_settings.change({"kl_coefficient": 0.1}, "alice")
         late.append(str(caught.value))
 
     with asked(config, {1: ask}, monkeypatch) as active:
@@ -307,7 +307,7 @@ def test_an_interrupted_rollback_is_completed(where: str, make: MakeConfig, monk
         patch.setattr(RunFiles, where, crash)
         with services(config) as addressed, asked(addressed, ask, patch, RunControl(files)) as active:
             assert active.finish().code == 1
-    # As whoever starts a run does it: what is left is the way back.
+    # A start removes old requests. Only the rollback remains.
     files.asked.unlink(missing_ok=True)
     with services(config) as addressed, orchestrator(addressed, RunControl(files)) as active:
         run = active.finish()
@@ -324,7 +324,7 @@ def test_changes_are_refused_during_a_rollback(make: MakeConfig, monkeypatch: py
 
     def ask(running: Any) -> None:
         with pytest.raises(FailedPrecondition) as caught:
-            running.live_settings.change({"kl_coefficient": 0.5}, "somebody")
+            running.live_settings.change({"kl_coefficient": 0.5}, "alice")
         refused.append(str(caught.value))
 
     def meet(self: Any, *arguments: Any) -> Any:

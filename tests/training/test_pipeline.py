@@ -22,7 +22,7 @@ PATIENCE = 20.0
 
 
 def begun_ahead(files: RunFiles) -> list[int]:
-    """By step, how many generations were begun between the end of the policy's update and the commit."""
+    """Return, per step, the number of generations that start between the end of the policy update and the commit."""
     result = []
     for line in json_lines(files.timeline):
         spans = {(span["service"], span["phase"]): span for span in line["spans"]}
@@ -47,15 +47,15 @@ def test_step_artifacts_are_computed_during_the_update(
 ) -> None:
     together = threading.Barrier(3)
 
-    def meeting(work: Callable[..., Any]) -> Callable[..., Any]:
-        def meets(*arguments: Any) -> Any:
+    def waiting_for_others(work: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
             together.wait(PATIENCE)
             return work(*arguments)
 
-        return meets
+        return wrapped
 
     for module, name in ((actor, "update_policy"), (critic, "update_value"), (records, "trajectory_rows")):
-        monkeypatch.setattr(module, name, meeting(getattr(module, name)))
+        monkeypatch.setattr(module, name, waiting_for_others(getattr(module, name)))
     assert step_metrics(run_to_the_end(make(run={"steps": STEPS}, checkpoint={"every_steps": 0}))) == step_metrics(run)
 
 

@@ -129,7 +129,7 @@ def test_work_cancelled_by_a_recovery_does_not_count_as_hung(
             patient = time.monotonic() + 20
             while not is_back() and time.monotonic() < patient:
                 time.sleep(0.01)
-            # gRPC cancels a call that nobody holds any more, at the latest now.
+            # gRPC cancels a call that has no references left, at the latest now.
             gc.collect()
             for _ in range(20):
                 time.sleep(0.01)
@@ -340,7 +340,7 @@ def crash_after_the_first_step(_: Any, alerts: list[Alert]) -> None:
 
 
 def prepared_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every step that was generated, in order, as the run goes on."""
+    """Record every generated step, in order."""
     result: list[int] = []
     real = StepTransaction._prepare
 
@@ -363,7 +363,7 @@ def test_committed_steps_on_which_both_models_stand_are_not_taken_again(
     monkeypatch: pytest.MonkeyPatch,
     redis_client: Redis,
 ) -> None:
-    """Whatever the buffer has lost: nobody needs it."""
+    """Losing the buffer's data after a checkpoint does no harm: the data is not needed any more."""
     config = make(**{**SHORT, "checkpoint": checkpoint})
     generated = prepared_steps(monkeypatch)
 

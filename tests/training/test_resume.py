@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Crash(Exception):
-    """Ends the training as a crash would: nothing of it is tidied up by the algorithm."""
+    """Exception that ends the training like a crash: the algorithm cleans up nothing."""
 
 
 def changes(kind: str, toy_task: ToyTask) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checks before a resume, and errors for run files that cannot be read or written."""
+"""Resume checks, and errors for run files that cannot be read or written."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_run_resumes_with_another_evaluation_interval(
 
 
 class NoLauncher:
-    """Does not get as far as starting anything."""
+    """Launcher that fails before it starts a process."""
 
     def __init__(self, *_: Any) -> None:
         raise ServiceFailed("no launcher")

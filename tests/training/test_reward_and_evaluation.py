@@ -18,7 +18,7 @@ import json
 
 def by_field(prompt, response, fields):
     """Twice the number that the prompt's line brings along."""
-    print("a line on standard output is nobody's score")
+    print("a line on standard output is not a score")
     return 2.0 * fields["worth"]
 
 def words(prompts, responses, fields):

@@ -19,7 +19,7 @@ from tests.unit.models.updates import settings
 
 
 class BrokenOffError(Exception):
-    """What the update here ends with."""
+    """Error that interrupts the update in these tests."""
 
 
 class NoBuffer:

@@ -98,7 +98,7 @@ def test_a_malformed_url_is_refused_without_its_password(url: str, tmp_path: Pat
         {"otlp_endpoint": "otlp://bob:secret@collector"},  # pragma: allowlist secret - an example
         {"mlflow": {"tracking_uri": "https://bob:secret@tracking"}},  # pragma: allowlist secret - an example
         # pragma: allowlist nextline secret - an example
-        {"mlflow": {"tracking_uri": "postgresql+psycopg2://bob:secret@database/figures"}},
+        {"mlflow": {"tracking_uri": "postgresql+psycopg2://bob:secret@database/mlflow"}},
     ],
 )
 def test_passwords_of_telemetry_have_no_place_in_a_config(telemetry: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How a config is read: files, overrides, and where it says that something is wrong."""
+"""Config loading: files, overrides, and the locations in its error messages."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def texts(batch: list[str]) -> list[list[int]]:
 
 
 def chat(messages: list[dict[str, Any]]) -> list[int]:
-    """A template of its own: ROLE:CONTENT; for each message, then a:"""
+    """Apply a test chat template: "ROLE:CONTENT;" for each message, then "a:"."""
     for message in messages:
         if message["role"] not in ("user", "assistant"):
             raise ValueError(f"no {message['role']} here\nand more")

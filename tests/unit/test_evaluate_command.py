@@ -58,7 +58,7 @@ def means(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> 
 
 
 def greedy_response(policy: Path, prompt: str) -> list[int]:
-    """By nothing but whole forward passes."""
+    """Return the greedy response, computed with a full forward pass per token."""
     model, ids = load_causal_lm(policy), tiny.tokenizer()(prompt)["input_ids"]
     response: list[int] = []
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Evaluation: the figures against formulas of their own, the rows, and what a judge may say."""
+"""Evaluation: metrics compared with independent formulas, the rows, and the judge's possible verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed of a run's news, also where a second orchestrator goes on with them."""
+"""Messages that are printed about a run, also if a second orchestrator continues it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def alert(step: int, guard: str) -> Alert:
     return Alert(step=step, guard=guard, action="warn", evidence="it rises", remedy="lower it")
 
 
-def test_each_note_is_said_once_and_those_of_a_second_orchestrator_all() -> None:
+def test_each_note_is_printed_once_and_all_notes_of_a_second_orchestrator_are_printed() -> None:
     news = Messages(Path("runs/tiny"))
     assert news.new_lines(progress(1, "a", "b")) == ["note: a", "note: b"]
     assert news.new_lines(progress(1, "a", "b", "b")) == ["note: b"]
     assert news.new_lines(progress(2, "a", "b", "b")) == []
-    assert news.new_lines(progress(2, "a", "going on", "c", "d")) == ["note: a", "note: going on", "note: c", "note: d"]
+    assert news.new_lines(progress(2, "a", "resumed", "c", "d")) == ["note: a", "note: resumed", "note: c", "note: d"]
     assert news.new_lines(progress(2)) == []
 
 
@@ -69,7 +69,7 @@ def test_of_lists_whose_beginning_is_dropped_each_entry_is_said_once() -> None:
     assert said(3, "def") == "ef"
     assert said(4, "efe") == "e"
     assert said(9, "eee") == "eee"
-    # What a second orchestrator begins anew is shorter, or another.
+    # The text of a second orchestrator starts again: it is shorter, or different.
     assert said(0, "eee") == "eee"
     assert said(1, "zee") == "zee"
 

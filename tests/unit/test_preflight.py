@@ -1,4 +1,4 @@
-"""What is found wrong before anything is started."""
+"""Errors that are reported before any process starts."""
 
 from __future__ import annotations
 

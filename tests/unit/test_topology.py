@@ -44,7 +44,7 @@ def test_a_remote_service_takes_no_share_of_the_cores(monkeypatch: pytest.Monkey
     monkeypatch.setattr(topology, "available_cores", lambda: 12)
     elsewhere = config(reward={"address": "far:1"}, critic={"address": "far:2"})
     assert num_threads(elsewhere, Role.ACTOR) == 6
-    # On its own machine the reward model shares with nobody who runs elsewhere.
+    # On its own machine, the reward model does not share cores with processes on other machines.
     assert num_threads(elsewhere, Role.REWARD) == 4
 
 
@@ -88,7 +88,7 @@ def test_a_service_listens_at_its_configured_address_or_on_loopback(service: Ser
     ("services", "expected"),
     [
         ({}, [4, 4, 4, 4]),
-        # Each GPU has a memory of its own; the critic's is shared with the reward model.
+        # Critic and reward model share the memory of the second GPU.
         ({"actor": {"devices": [0]}, "critic": {"devices": [1]}, "reward": {"devices": [1]}}, [1, 2, 2, 1]),
         # An actor that generates on the second learns on the first, with the critic beside it.
         ({"actor": {"devices": [0, 1]}, "critic": {"devices": [0]}, "reward": {"devices": [1]}}, [2, 2, 2, 1]),

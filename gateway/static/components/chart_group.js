@@ -102,7 +102,7 @@ class Chart {
     this.spec = spec;
     this.group = group;
     this.format = spec.format ?? number;
-    this.plot = h("div", { class: spec.series.length > 1 ? "plot" : "plot alone" });
+    this.plot = h("div", { class: spec.series.length > 1 ? "plot" : "plot single" });
     this.line = h("div", { class: "crosshair" });
     this.nothing = h("div", { class: "plot-empty", hidden: true });
     this.now = h("span", { class: "curve-now" });

@@ -201,7 +201,7 @@ class StepsPage {
         { label: "Busy", number: true, cell: (row) => percent(row.share) },
         { label: h("span", { class: "unseen" }, "Busy, as a bar"), cell: (row) => h("div", { class: "bar", "aria-hidden": "true" }, h("i", { style: { width: `${row.share * 100}%` } })) },
         { label: "Time", number: true, cell: (row) => seconds(row.busy) },
-        { label: "Busy alone", number: true, cell: (row) => seconds(row.alone) },
+        { label: "Not overlapped", number: true, cell: (row) => seconds(row.exclusive) },
         { label: "Calls", number: true, cell: (row) => whole(row.calls) },
         { label: "Phases", cell: (row) => row.phases.map(([phase, time]) => `${words(phase)} ${seconds(time)}`).join(", ") },
       ],

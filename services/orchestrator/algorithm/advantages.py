@@ -1,4 +1,4 @@
-"""What the config makes of scores: treated, then turned into the advantage of every response token."""
+"""Reward processing and advantages: from scores to one advantage per response token, as the config says."""
 
 from __future__ import annotations
 

@@ -76,9 +76,8 @@ def _processes(shared: Sequence[str]) -> dict[str, Sequence[str]]:
         for role in group:
             if role not in PROCESSES or together.count(role) > 1:
                 raise ConfigError(
-                    f"--process {'+'.join(group)}: {role or 'empty name'} is not a role, or is given twice; expected roles joined by "
-                    "+, "
-                    f"such as critic+reward, from {_MODEL_ROLES}"
+                    f"--process {'+'.join(group)}: {role or 'empty name'} is not a role, or is given twice; "
+                    f"expected roles joined by +, such as critic+reward, from {_MODEL_ROLES}"
                 )
             if len(group) > 1 and role not in MODEL_ROLES:
                 raise ConfigError(

@@ -179,8 +179,8 @@ class AlgorithmConfig(Section):
         is_custom = self.estimator not in BUILT_IN_ESTIMATORS
         if is_custom and self.custom_estimator is None:
             raise ValueError(
-                f"estimator {self.estimator}: declare what it needs under custom_estimator (needs_critic, granularity, uses_groups, "
-                "normalizes_advantages, min_samples; {} for the defaults)"
+                f"estimator {self.estimator}: declare what it needs under custom_estimator (needs_critic, granularity, "
+                "uses_groups, normalizes_advantages, min_samples; {} for the defaults)"
             )
         if not is_custom and self.custom_estimator is not None:
             raise ValueError(f"custom_estimator: estimator {self.estimator} is built in; leave it out")

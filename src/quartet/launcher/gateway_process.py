@@ -50,7 +50,7 @@ class GatewayProcess(ServiceProcess):
         self._niceness, self._scheme = niceness, "https" if encrypted else "http"
         self._generated_token = None if has_token_file or TOKEN in os.environ else secrets.token_urlsafe(32)
         tokens = {} if self._generated_token is None else {TOKEN: self._generated_token}
-        # The gateway computes no matrix products: thread pools would only take cores from the services.
+        # The gateway multiplies no matrices: thread pools would only take cores from the services.
         single_threaded = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         super().__init__(
             NAME, [f"quartet.{NAME}", *arguments], {**os.environ, **single_threaded, **tokens, **environment}, log

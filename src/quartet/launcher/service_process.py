@@ -50,7 +50,7 @@ class ServiceProcess:
         self.reported_error: dict[str, Any] | None = None
         """``error`` and ``exit_code``, if the process ended with an error that it reported."""
         self.outcome: str | None = None
-        """How the run ended, if this is an orchestrator that finished it: "finished" or "stopped"."""
+        """Outcome of the run, if this is an orchestrator that ended it: "finished" or "stopped"."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         self._pipe = os.fdopen(reader, "rb", buffering=0)

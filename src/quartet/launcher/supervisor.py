@@ -32,7 +32,7 @@ class SupervisedProcess(Protocol):
 
 
 class RestartCounter:
-    """Counts the consecutive restarts of a process and gives the pause before the next one."""
+    """Counter of the consecutive restarts of a process; determines the pause before the next one."""
 
     def __init__(self, recovery: RecoveryConfig) -> None:
         self._recovery = recovery
@@ -64,7 +64,7 @@ class RestartCounter:
 
 
 class ProcessSupervisor:
-    """Keeps one process running. ``poll`` does what is due and never waits."""
+    """Supervisor that keeps one process running. ``poll`` does what is due and never waits."""
 
     def __init__(self, process: SupervisedProcess, recovery: RecoveryConfig, load_timeout: float, log: Any) -> None:
         """``process`` is ready. ``load_timeout`` is the time that a restart may take, in seconds; events go to ``log``."""

@@ -20,7 +20,7 @@ SUBSCRIPTIONS = frozenset({"Watch", "WatchProgress"})
 
 Metadata = Sequence[tuple[str, str | bytes]]
 CallContext = Callable[[grpc.ServicerContext], AbstractContextManager[None]]
-"""Creates the context manager around one call."""
+"""Function that returns the context manager around one call."""
 
 
 class OutgoingSpan(Protocol):
@@ -107,7 +107,7 @@ def _stream_inside(behaviour: Callable[..., Any], around: CallContext) -> Callab
 
 
 class CallMetrics(CallInterceptor):
-    """Counts the calls of a process by service, method and status code, and measures their duration."""
+    """Interceptor that counts calls by service, method and status code, and measures their duration."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         # Imported here: clients import this module too, and do not need prometheus_client.
@@ -153,7 +153,7 @@ class CallMetrics(CallInterceptor):
 
 
 class CallTraces(CallInterceptor):
-    """Adds a span to each call that belongs to a trace."""
+    """Interceptor that adds a span to each call that belongs to a trace."""
 
     def __init__(self, tracer: CallTracer) -> None:
         self._tracer = tracer

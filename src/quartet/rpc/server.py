@@ -58,7 +58,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
 
 
 class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends a failed call with the status of its exception, and limits the number of open streams.
+    """Interceptor that maps exceptions to status codes and limits the number of open streams.
 
     The log has the cause of an unforeseen exception; its text does not leave the process.
     """
@@ -154,7 +154,7 @@ class Server:
     ) -> None:
         """Bind and start.
 
-        ``metrics_address`` is part of the status. ``health_listen``: HOST:PORT of a listener for health checks alone. Raises
+        ``metrics_address`` is part of the status. ``health_listen``: HOST:PORT of a separate listener for health checks. Raises
         ConfigError if an address is taken or invalid, or is not loopback without certificates and without ``allow_plaintext``.
         """
         if not credentials.encrypted:
@@ -193,7 +193,7 @@ class Server:
 
     @property
     def health_address(self) -> str | None:
-        """HOST:PORT of the listener for health checks alone; None if there is none."""
+        """HOST:PORT of the separate listener for health checks; None if there is none."""
         return self._probes.address if self._probes is not None else None
 
     def stop(self, drain: float) -> None:

@@ -22,7 +22,7 @@ def file_log(role: str, path: Path) -> Any:
 
 
 class _Lines(structlog.PrintLogger):
-    """Prints line by line. Drops a line that cannot be written, for example on a full disk."""
+    """Logger that prints line by line. Drops a line that cannot be written, for example on a full disk."""
 
     def msg(self, message: str) -> None:
         """Print a line."""

@@ -119,7 +119,7 @@ REQUEST_TIMEOUT = 10.0
 
 
 class MetricsServer:
-    """Serves the metrics of a registry over HTTP at /metrics, from a separate thread."""
+    """HTTP server that serves the metrics of a registry at /metrics, from a separate thread."""
 
     def __init__(self, registry: CollectorRegistry, listen: str, certificates: Path | None = None) -> None:
         """Listen at HOST:PORT. Raises ConfigError if the port is in use or the address is not this machine's.

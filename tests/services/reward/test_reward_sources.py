@@ -109,9 +109,9 @@ def test_the_status_is_that_of_the_sources(
     assert both.model == "0.5*model + -2*bonus + 1*count"
     for name in ("parameters", "vocabulary_size", "max_sequence_tokens", "tokenizer_fingerprint", "device", "dtype"):
         assert getattr(both, name) == getattr(model, name), name
-    alone = start(**function("bonus")).wait_until_ready()
-    assert (alone.model, alone.parameters, alone.vocabulary_size) == ("scorers:bonus", 0, tiny.VOCABULARY)
-    assert (alone.max_sequence_tokens, alone.tokenizer_fingerprint) == (0, model.tokenizer_fingerprint)
+    single = start(**function("bonus")).wait_until_ready()
+    assert (single.model, single.parameters, single.vocabulary_size) == ("scorers:bonus", 0, tiny.VOCABULARY)
+    assert (single.max_sequence_tokens, single.tokenizer_fingerprint) == (0, model.tokenizer_fingerprint)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How the commands find a run's gateway, keep its token to themselves, and tell what it answers."""
+"""Commands find a run's gateway, keep its token secret, and report its responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quartet.cli.remote.control import change_settings, pause
 from quartet.cli.remote.gateway_client import TOKEN_VARIABLE, Api, Target, find_run
 from quartet.errors import ConfigError, QuartetError, ServiceFailed, ServiceUnavailable
 
-SECRET = "a-token-of-twenty-signs"  # pragma: allowlist secret - of this test alone
+SECRET = "a-token-of-twenty-signs"  # pragma: allowlist secret - only for this test
 Answer = tuple[int, str, bytes]
 
 
@@ -135,7 +135,7 @@ def test_a_url_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     [
         (problem(401, "wrong"), ConfigError, "refuses this token"),
         (problem(404, "run 'tiny': there is none of this name"), ConfigError, "has no run tiny"),
-        (problem(409, "run 'tiny': does not go on now"), ConfigError, "does not go on now"),
+        (problem(409, "run 'tiny': is not active"), ConfigError, "is not active"),
         (
             problem(422, "body.x: too high", ("body.x", "too high"), ("body.y", "no")),
             ConfigError,

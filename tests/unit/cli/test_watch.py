@@ -1,4 +1,4 @@
-"""A run that goes on elsewhere: what is shown of its events, each once, over connections that break."""
+"""Events of a remote run are shown once each, even over broken connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which setting is named where a run is to go on with another config."""
+"""The error names the setting that differs if a run is resumed with another config."""
 
 from __future__ import annotations
 

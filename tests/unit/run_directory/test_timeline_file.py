@@ -23,7 +23,7 @@ def test_later_steps_are_removed(tmp_path: Path) -> None:
     assert files.timeline.stat().st_ino == before.st_ino
     files.truncate_after(9)
     assert steps(files) == list(range(1, 10))
-    # Whoever reads on from where it was sees another file.
+    # A new inode tells readers that the file was replaced.
     assert files.timeline.stat().st_ino != before.st_ino
     files.append_timeline({"step": 10})
     assert steps(files) == list(range(1, 11))

@@ -186,7 +186,7 @@ CONFIG = {"run": {"name": "name", "steps": 3}, "actor": {"model": "m"}}
 
 
 def taken_up_again(open_sink: Callable[[], Sink]) -> None:
-    """A run that broke off after step 2 and went on to step 3."""
+    """Send the messages of a run that stopped after step 2, repeated it and continued to step 3."""
     for steps in ((1, 2), (2, 3)):
         sink = open_sink()
         sink.continues_from(steps[0] - 1)

@@ -21,8 +21,8 @@ from quartet.cli.checkpoint.list_and_tag import run_files
 from quartet.cli.report.curves import evaluation_charts, further_charts, main_charts
 from quartet.cli.report.page import (
     MARK,
+    chart_placeholders,
     facts,
-    figure_places,
     number,
     page,
     paragraph,
@@ -82,7 +82,7 @@ def _page_of(files: RunFiles) -> str:
     steered = _setting(config, "algorithm.kl_controller.kind") in ("adaptive", "simple")
     groups = [main_charts(steps, target if steered else None), evaluation_charts(evaluations), further_charts(steps)]
     places = [
-        figure_places(group, sum(map(len, groups[:index]))) if group else "" for index, group in enumerate(groups)
+        chart_placeholders(group, sum(map(len, groups[:index]))) if group else "" for index, group in enumerate(groups)
     ]
     nothing = paragraph("No step has been committed yet.")
     sections = [

@@ -26,7 +26,7 @@ h1 { margin: 0; font-size: 1.7rem; } h2 { margin: 2.2rem 0 .6rem; font-size: 1.2
 h3 { margin: 1rem 0 .3rem; font-size: 1rem; }
 a { color: var(--link); } p, .dim { color: var(--dim); } header p { margin: .2rem 0 0; }
 nav { display: flex; flex-wrap: wrap; gap: .3rem 1rem; margin-top: .8rem; }
-.figures { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 23rem), 1fr)); }
+.charts { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 23rem), 1fr)); }
 figure { margin: 0; padding: .6rem; background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
 figcaption { font-weight: 600; } figcaption span { font-weight: 400; color: var(--dim); font-size: .85em; }
 .plot { height: 15rem; }
@@ -37,19 +37,19 @@ th { font-weight: 600; } td.number { text-align: right; white-space: nowrap; }
 article { margin: .6rem 0; padding: .7rem .9rem; background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; margin: .4rem 0 0; } .prompt { color: var(--dim); }
 pre { overflow-x: auto; padding: .8rem; background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
-@media print { .figures { grid-template-columns: 1fr 1fr; } figure, article { break-inside: avoid; } nav { display: none; } }
+@media print { .charts { grid-template-columns: 1fr 1fr; } figure, article { break-inside: avoid; } nav { display: none; } }
 """
 
 _SCRIPT = """
 "use strict";
-const figures = JSON.parse(document.getElementById("figures").textContent);
+const charts = JSON.parse(document.getElementById("charts").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const colors = () => dark.matches ? ["#6ea8ff", "#ffb454", "#5fd3a6", "#f28fb2"] : ["#1f5fd0", "#b45f06", "#0b7a55", "#a8326a"];
 const drawn = new Set();
-function draw(place) {
-  const figure = figures[place.dataset.figure], palette = colors(), traces = [];
+function draw(element) {
+  const chart = charts[element.dataset.chart], palette = colors(), traces = [];
   const text = dark.matches ? "#c6cdd9" : "#3a4250", grid = dark.matches ? "#2c323d" : "#e6e9ef";
-  figure.lines.forEach((line, index) => {
+  chart.lines.forEach((line, index) => {
     const color = palette[index % palette.length];
     if (line.low) {
       const edge = {x: line.x, mode: "lines", line: {width: 0}, hoverinfo: "skip", showlegend: false};
@@ -62,27 +62,27 @@ function draw(place) {
     margin: {l: 52, r: 10, t: 8, b: 34}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: {color: text, size: 11}, hovermode: "x unified", hoverlabel: {bgcolor: dark.matches ? "#1a1e26" : "#fff"},
     xaxis: {title: {text: "step"}, gridcolor: grid, zeroline: false}, yaxis: {gridcolor: grid, zerolinecolor: grid},
-    showlegend: figure.lines.length > 1, legend: {orientation: "h", y: 1.12},
-    shapes: figure.target === null ? [] : [{type: "line", xref: "paper", x0: 0, x1: 1, y0: figure.target, y1: figure.target,
+    showlegend: chart.lines.length > 1, legend: {orientation: "h", y: 1.12},
+    shapes: chart.target === null ? [] : [{type: "line", xref: "paper", x0: 0, x1: 1, y0: chart.target, y1: chart.target,
       line: {color: text, width: 1, dash: "dash"}}],
   };
-  Plotly.react(place, traces, layout, {responsive: true, displaylogo: false, displayModeBar: false});
-  drawn.add(place);
+  Plotly.react(element, traces, layout, {responsive: true, displaylogo: false, displayModeBar: false});
+  drawn.add(element);
 }
 const seen = new IntersectionObserver(entries => entries.forEach(entry => {
   if (entry.isIntersecting && !drawn.has(entry.target)) draw(entry.target);
 }), {rootMargin: "400px"});
-const places = [...document.querySelectorAll(".plot")];
-places.forEach(place => seen.observe(place));
+const plots = [...document.querySelectorAll(".plot")];
+plots.forEach(element => seen.observe(element));
 dark.addEventListener("change", () => drawn.forEach(draw));
-addEventListener("beforeprint", () => places.forEach(draw));
+addEventListener("beforeprint", () => plots.forEach(draw));
 """
 
 
-def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], figures: Sequence[dict[str, Any]]) -> str:
-    """Return the file. ``sections``: titles and HTML. ``figures``: charts to draw at the places of ``figure_places``."""
+def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], charts: Sequence[dict[str, Any]]) -> str:
+    """Return the file. ``sections``: titles and HTML. ``charts``: drawn at the placeholders of ``chart_placeholders``."""
     plotly = (resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    # What a parser makes of line ends, so that the checksums below are of what it runs.
+    # HTML parsers normalize line ends: the checksums below must be those of the script that the browser runs.
     plotly = plotly.replace("\r\n", "\n").replace("\r", "\n")
     assert "</script" not in plotly.lower(), "plotly's script would end early"
     policy = (
@@ -90,7 +90,7 @@ def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], figures
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     # In a script, "<" could end it.
-    data = json.dumps(figures, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     links = "".join(f'<a href="#section-{number}">{escape(name)}</a>' for number, (name, _) in enumerate(sections))
     body = "".join(
         f'<section id="section-{number}"><h2>{escape(name)}</h2>{content}</section>\n'
@@ -102,7 +102,7 @@ def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], figures
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style></head>\n<body>"
         f"<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p><nav>{links}</nav></header>\n<main>{body}</main>\n"
-        f'<script id="figures" type="application/json">{data}</script>\n'
+        f'<script id="charts" type="application/json">{data}</script>\n'
         f"<script>{plotly}</script>\n<script>{_SCRIPT}</script></body></html>\n"
     )
 
@@ -111,14 +111,14 @@ def _checksum(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-def figure_places(figures: Sequence[dict[str, Any]], first: int) -> str:
-    """Return places for charts. ``first`` is the number of the first chart in the list of the page."""
+def chart_placeholders(charts: Sequence[dict[str, Any]], first: int) -> str:
+    """Return the placeholders of charts. ``first`` is the index of the first one in the page's list of charts."""
     return (
-        '<div class="figures">'
+        '<div class="charts">'
         + "".join(
-            f"<figure><figcaption>{escape(figure['title'])} <span>{escape(figure['unit'])}</span></figcaption>"
-            f'<div class="plot" data-figure="{number}"></div></figure>'
-            for number, figure in enumerate(figures, first)
+            f"<figure><figcaption>{escape(chart['title'])} <span>{escape(chart['unit'])}</span></figcaption>"
+            f'<div class="plot" data-chart="{number}"></div></figure>'
+            for number, chart in enumerate(charts, first)
         )
         + "</div>"
     )

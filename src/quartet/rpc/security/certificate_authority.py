@@ -20,7 +20,7 @@ SLACK = timedelta(minutes=5)
 
 
 class Authority:
-    """Creates certificates. Its private key exists in memory only."""
+    """Certificate authority with a private key that exists in memory only."""
 
     def __init__(self, lifetime: timedelta) -> None:
         """``lifetime`` of the authority's certificate, and the default for issued ones."""

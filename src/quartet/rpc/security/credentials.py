@@ -49,7 +49,7 @@ class Credentials:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Metadata of every call: the token, if there is one.
 
-        A client interceptor would create the method anew for each call, which is unsafe; see ``ServiceChannel``.
+        A client interceptor would create the method again for each call, which is unsafe; see ``ServiceChannel``.
         """
         return () if self._token is None else ((_TOKEN, self._token),)
 
@@ -97,7 +97,7 @@ LOCAL = Credentials(OPERATOR)
 
 
 class AccessControl(CallInterceptor):
-    """Refuses callers that may not call a method, before the method runs."""
+    """Interceptor that refuses unauthorized callers before a method runs."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials

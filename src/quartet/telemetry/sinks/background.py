@@ -24,7 +24,7 @@ _Message = Callable[[Sink], None]
 
 
 class Sinks:
-    """Sends every message to every sink. A sink that fails is reported once and then dropped."""
+    """Dispatcher of every message to every sink. A sink that fails is reported once and then dropped."""
 
     def __init__(
         self,

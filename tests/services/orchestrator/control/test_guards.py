@@ -48,7 +48,7 @@ def rising(count: int, **ends: tuple[float, float]) -> list[dict[str, float]]:
 
 
 def test_a_healthy_run_raises_no_alert() -> None:
-    # The figures of a good run: reward and KL rise, length stays.
+    # Metrics of a good run: reward and KL rise, length stays.
     assert run(rising(60, reward_mean=(0.0, 3.0), kl_mean=(0.0, 11.0), response_tokens_mean=(20.0, 24.0))) == []
 
 

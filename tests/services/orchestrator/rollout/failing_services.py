@@ -87,7 +87,7 @@ class PickyScorer:
 
 
 class Actor:
-    """Writes what is asked for into the stream, and remembers what it was."""
+    """Fake actor that writes the requested samples into the stream and records the requests."""
 
     def __init__(self, stream: RolloutStream, run: str, failure: Exception | None = None) -> None:
         self._stream, self._run, self._failure = stream, run, failure

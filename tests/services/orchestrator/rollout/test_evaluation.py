@@ -1,4 +1,4 @@
-"""EvaluationSchedule over real services: the figures against services asked one by one, and against `quartet evaluate`."""
+"""EvaluationSchedule over real services: metrics equal those of single requests and of `quartet evaluate`."""
 
 from __future__ import annotations
 

@@ -46,11 +46,13 @@ def test_a_failed_trajectory_is_replaced_by_the_next_sample(
     assert scored(step) == [(1, 0), (2, 0), (3, 0), (4, 1), (8, 0)]
     assert_own_answers(step)
     assert failed_trajectories(step) == [((4, 0), 3)]
-    assert step.failed_trajectories[0].error == f"{error} of 1", "the error of the attempt with this one alone"
+    assert step.failed_trajectories[0].error == f"{error} of 1", (
+        "the error must come from the attempt with a single trajectory"
+    )
     assert actor.asked == [({4}, 1)]
     whole, rest, again = [(8, 0), (4, 0), (1, 0)], [(3, 0), (2, 0)], [(4, 1)]
-    alone = [[(8, 0)], [(4, 0)], [(1, 0)]]
-    assert sorted(scorer.asked[service]) == sorted([whole, rest, whole, *alone, again])
+    singles = [[(8, 0)], [(4, 0)], [(1, 0)]]
+    assert sorted(scorer.asked[service]) == sorted([whole, rest, whole, *singles, again])
     for other in set(SERVICES) - {service}:
         assert scorer.asked[other] == [whole, rest, again], "it has answered, so it is not asked again"
     assert progress[-1] == 5
@@ -59,8 +61,8 @@ def test_a_failed_trajectory_is_replaced_by_the_next_sample(
 
 
 def test_each_failed_trajectory_of_a_prompt_gets_its_own_new_sample(stream: RolloutStream, run: str) -> None:
-    poison = {(7, 0): ALWAYS, (7, 1): ALWAYS, (5, 1): ALWAYS, (7, 2): ALWAYS, (7, 4): ALWAYS}
-    scorer, actor = PickyScorer(ComputationFailed("no"), score=poison), Actor(stream, run)
+    failing = {(7, 0): ALWAYS, (7, 1): ALWAYS, (5, 1): ALWAYS, (7, 2): ALWAYS, (7, 4): ALWAYS}
+    scorer, actor = PickyScorer(ComputationFailed("no"), score=failing), Actor(stream, run)
     written = [sampled(run, prompt, sample) for prompt, sample in itertools.product((9, 7, 5), range(2))]
     step = collect(stream, scorer, written, actor, recovery=recovering(max_failed_trajectories=5))
     assert actor.asked == [({5, 7}, 2), ({7}, 3), ({7}, 4), ({7}, 5)]

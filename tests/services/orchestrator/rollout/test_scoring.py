@@ -63,10 +63,10 @@ def test_a_failure_that_ends_during_single_attempts_fails_no_trajectory(stream: 
 
 
 @pytest.mark.parametrize(
-    ("attempts", "together", "alone", "counted"), [(1, 1, 1, 2), (2, 1, 1, 2), (3, 2, 1, 3), (6, 2, 4, 6)]
+    ("attempts", "together", "single", "counted"), [(1, 1, 1, 2), (2, 1, 1, 2), (3, 2, 1, 3), (6, 2, 4, 6)]
 )
 def test_batch_and_single_attempts_are_counted_per_trajectory(
-    attempts: int, together: int, alone: int, counted: int, stream: RolloutStream, run: str
+    attempts: int, together: int, single: int, counted: int, stream: RolloutStream, run: str
 ) -> None:
     scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
     recovery = recovering(max_scoring_attempts=attempts)
@@ -74,7 +74,7 @@ def test_batch_and_single_attempts_are_counted_per_trajectory(
     step = collect(stream, scorer, written, Actor(stream, run), recovery=recovery)
     assert failed_trajectories(step) == [((1, 0), counted)]
     whole = [(0, 0), (1, 0)]
-    assert scorer.asked["score"] == [whole] * together + [[(0, 0)]] + [[(1, 0)]] * alone + [[(1, 1)]]
+    assert scorer.asked["score"] == [whole] * together + [[(0, 0)]] + [[(1, 0)]] * single + [[(1, 1)]]
 
 
 def test_a_batch_of_one_has_all_its_attempts(stream: RolloutStream, run: str) -> None:
