@@ -80,7 +80,7 @@ def session_services() -> Iterator[Services]:
 
 @pytest.fixture
 def services() -> Iterator[Services]:
-    """For tests that need services of their own."""
+    """Factory of services for one test only."""
     with ExitStack() as stack:
         yield Services(stack)
 
