@@ -106,9 +106,9 @@ class _SaveKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SaveKind.Val
     SAVE_KIND_CHECKPOINT: _SaveKind.ValueType  # 1
     """Weights, optimizer state and counters: enough to continue training."""
     SAVE_KIND_MODEL: _SaveKind.ValueType  # 2
-    """The model alone, in Hugging Face format."""
+    """Only the model, in Hugging Face format."""
     SAVE_KIND_ADAPTER: _SaveKind.ValueType  # 3
-    """The LoRA adapter alone, in peft format. Only for a model with an adapter."""
+    """Only the LoRA adapter, in peft format. Requires a model with an adapter."""
 
 class SaveKind(_SaveKind, metaclass=_SaveKindEnumTypeWrapper):
     """Content of a save."""
@@ -118,9 +118,9 @@ SAVE_KIND_UNSPECIFIED: SaveKind.ValueType  # 0
 SAVE_KIND_CHECKPOINT: SaveKind.ValueType  # 1
 """Weights, optimizer state and counters: enough to continue training."""
 SAVE_KIND_MODEL: SaveKind.ValueType  # 2
-"""The model alone, in Hugging Face format."""
+"""Only the model, in Hugging Face format."""
 SAVE_KIND_ADAPTER: SaveKind.ValueType  # 3
-"""The LoRA adapter alone, in peft format. Only for a model with an adapter."""
+"""Only the LoRA adapter, in peft format. Requires a model with an adapter."""
 Global___SaveKind: _TypeAlias = SaveKind  # noqa: Y015
 
 @_typing.final
