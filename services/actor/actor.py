@@ -119,7 +119,7 @@ class Actor(TrainableModel):
         """
         with self._generation_lock:
             self._updates.fence(leader_epoch)
-            self._updates.check_whole()
+            self._updates.check_not_broken()
             if policy_version != self._generation_version:
                 raise FailedPrecondition(
                     f"generate with policy version {policy_version}: this policy is version {self._generation_version}; "
@@ -156,7 +156,7 @@ class Actor(TrainableModel):
 
         Raises FailedPrecondition if there is no adapter to disable, or after a failed update.
         """
-        self._updates.check_whole()
+        self._updates.check_not_broken()
         if not reference:
             return self._score(batch, temperature)
         if self._adapter is None:

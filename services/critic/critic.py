@@ -76,7 +76,7 @@ class Critic(TrainableModel):
 
         Raises FailedPrecondition after a failed update.
         """
-        self._updates.check_whole()
+        self._updates.check_not_broken()
         failpoint("critic.scoring")
         return response_values(self._model, batch, self._config.max_forward_tokens)
 

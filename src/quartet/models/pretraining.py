@@ -1,9 +1,9 @@
-"""Makes small checkpoints from scratch: a tokenizer, a policy, a reward model. For demos, examples and tests, on a CPU.
+"""Pretraining of small checkpoints on a CPU, for demos, examples and tests: a tokenizer, a policy, a reward model.
 
-Every function is a pure function of its arguments: the same seed gives the same bits on the same machine, whatever its
-number of cores, because training runs on one thread. Sequences are token lists without BOS; those that are complete end
-in EOS, so that a policy learns to stop and a reward model reads a finished response at its EOS. Models are Llamas without
-dropout, with pad distinct from EOS, saved with ``save_pretrained`` as safetensors beside their tokenizer.
+Every function is a pure function of its arguments. Training runs on one thread, so a seed gives the same bits for any number of
+cores of one machine. Sequences are token lists without BOS. Complete sequences end in EOS: the policy learns to stop, and the
+reward model scores a finished response at its EOS. Models are Llamas without dropout, with separate pad and EOS tokens. They are
+saved with ``save_pretrained`` as safetensors, next to their tokenizer.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from quartet.models.forward.onednn_linear import use_onednn_linear
 from quartet.models.torch_threads import torch_threads
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
-"""Special tokens, ids 0, 1 and 2. None is added on encode; BOS is there for those who want it."""
+"""Special tokens, ids 0, 1 and 2. The tokenizer does not add them. BOS is available but unused."""
 
 TokenIds = Sequence[int]
 MIN_VOCABULARY = 3 + 256
-"""The special tokens and every byte: any text can be encoded."""
+"""The special tokens and all bytes, so that any text can be encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How a model is trained: AdamW, a linear warm-up, then a cosine down to a fiftieth of ``learning_rate``."""
+    """Training schedule: AdamW, a linear warm-up, then a cosine decay to 2 % of ``learning_rate``."""
 
     steps: int
     batch_sequences: int = 64
@@ -57,7 +57,7 @@ class Schedule:
     max_grad_norm: float = 1.0
 
     def factor(self, step: int) -> float:
-        """The share of ``learning_rate`` that holds at ``step``, counted from 0."""
+        """Return the factor on ``learning_rate`` at ``step``, counted from 0."""
         warmup = min(self.warmup_steps, max(1, self.steps // 5))
         if step < warmup:
             return (step + 1) / warmup
@@ -80,7 +80,7 @@ ProgressCallback = Callable[[Progress], None]
 
 @contextmanager
 def deterministic(seed: int) -> Iterator[None]:
-    """One thread and torch's global generator seeded; both are put back afterwards."""
+    """Use one thread and a seeded global generator of torch inside the context. Both are restored afterwards."""
     with torch_threads(1), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -89,9 +89,9 @@ def deterministic(seed: int) -> Iterator[None]:
 def train_tokenizer(
     texts: Iterable[str], vocabulary_size: int, directory: Path | None = None
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most ``vocabulary_size`` tokens; saved in ``directory`` when one is given.
+    """Train a byte-level BPE of at most ``vocabulary_size`` tokens, and save it if ``directory`` is given.
 
-    Raises InvalidRequest when the vocabulary has no room for the special tokens and every byte.
+    Raises InvalidRequest if the vocabulary is too small for the special tokens and all bytes.
     """
     if vocabulary_size < MIN_VOCABULARY:
         raise InvalidRequest(f"vocabulary_size {vocabulary_size}: expected at least {MIN_VOCABULARY}")
@@ -118,7 +118,7 @@ def train_tokenizer(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], *, eos: bool) -> list[list[int]]:
-    """Each text's token ids, ended by EOS when ``eos``."""
+    """Return the token ids of each text, with EOS at the end if ``eos``."""
     end = [tokenizer.eos_token_id] if eos else []
     return [list(ids) + end for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
@@ -133,12 +133,12 @@ def train_causal_lm(
     progress: ProgressCallback | None = None,
     stage: str = "policy",
 ) -> LlamaForCausalLM:
-    """A language model of ``sequences``: texts, which are encoded and ended by EOS, or token lists, taken as they are.
+    """Train a language model on ``sequences``: texts, which are encoded and end in EOS, or unchanged token lists.
 
-    The loss is the mean cross-entropy per token. Raises InvalidRequest when there is nothing to train on.
+    The loss is the mean cross-entropy per token. Raises InvalidRequest without sequences.
     """
     rows = _token_lists(sequences, tokenizer)
-    _check_rows(rows, shape, least=2)
+    _check_rows(rows, shape, min_tokens=2)
 
     with deterministic(seed):
         model = LlamaForCausalLM(_config(tokenizer, shape))
@@ -148,8 +148,8 @@ def train_causal_lm(
             ids, _ = _pad([rows[i] for i in batch], pad)
             hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
             targets = ids[:, 1:]
-            wanted = targets != pad
-            return functional.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted])
+            is_token = targets != pad
+            return functional.cross_entropy(model.lm_head(hidden[is_token]), targets[is_token])
 
         _train(model, loss, [len(row) for row in rows], schedule, seed, progress, stage)
     return model
@@ -169,16 +169,15 @@ def train_reward_classifier(
     progress: ProgressCallback | None = None,
     stage: str = "reward",
 ) -> LlamaForSequenceClassification:
-    """A scorer with one logit, trained by binary cross-entropy on ``labels`` (1 favourable, 0 not).
+    """Train a scorer with one logit by binary cross-entropy on ``labels`` (1 favourable, 0 not).
 
-    The logit is read at the last token. Of each batch ``truncated_share`` of the rows are cut at a random length, without
-    EOS, so that an unfinished response gets a sensible score too. The label of a cut row is drawn towards a half, to
-    ``truncated_certainty`` of its distance: an unfinished response scores between the extremes that finished ones reach,
-    and a policy gains by finishing. ``body`` gives the transformer its initial weights.
-    Raises InvalidRequest when there is nothing to train on.
+    The logit is read at the last token. A share ``truncated_share`` of the rows is cut at a random length, without EOS, so that
+    unfinished responses get sensible scores, too. The label of a cut row moves towards 0.5, to ``truncated_certainty`` of its
+    distance. So unfinished responses score between the extremes of finished ones, and a policy gains by finishing. ``body``
+    provides the initial weights of the transformer. Raises InvalidRequest without sequences.
     """
     rows = _token_lists(sequences, tokenizer)
-    _check_rows(rows, shape, least=2)
+    _check_rows(rows, shape, min_tokens=2)
     if len(labels) != len(rows):
         raise InvalidRequest(f"{len(labels)} labels for {len(rows)} sequences: expected one each")
     draw = random.Random(f"{seed}/cuts")
@@ -210,12 +209,12 @@ def train_preference_model(
     progress: ProgressCallback | None = None,
     stage: str = "reward",
 ) -> LlamaForSequenceClassification:
-    """A scorer with one logit, trained on ``pairs`` (chosen, rejected) of token lists.
+    """Train a scorer with one logit on ``pairs`` (chosen, rejected) of token lists.
 
     The loss is Bradley and Terry's (1952), ``-log sigmoid(chosen - rejected)``, plus ``centring`` times the squared mean
-    score of the batch: the pairs alone leave the zero point open. Raises InvalidRequest when there is nothing to train on.
+    score of the batch, because pairs do not determine the zero point. Raises InvalidRequest without pairs.
     """
-    _check_rows([row for pair in pairs for row in pair], shape, least=1)
+    _check_rows([row for pair in pairs for row in pair], shape, min_tokens=1)
 
     with deterministic(seed):
         model = _scorer(tokenizer, shape, body)
@@ -230,7 +229,7 @@ def train_preference_model(
 
 
 def scores(model: LlamaForSequenceClassification, rows: Sequence[TokenIds]) -> Tensor:
-    """The logit at each row's last token, float32 [sequences]. Causal attention makes right padding invisible."""
+    """Return the logit at each row's last token, float32 [sequences]. Causal attention ignores the right padding."""
     ids, lengths = _pad(rows, _pad_id(model))
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     last: Tensor = model.score(hidden[torch.arange(len(rows)), lengths - 1])[:, 0]
@@ -239,7 +238,7 @@ def scores(model: LlamaForSequenceClassification, rows: Sequence[TokenIds]) -> T
 
 @torch.no_grad()
 def score_all(model: LlamaForSequenceClassification, rows: Sequence[TokenIds], batch_sequences: int = 256) -> Tensor:
-    """``scores`` of many rows, batch by batch, without gradients, float32 [sequences]."""
+    """Return the ``scores`` of many rows, float32 [sequences], computed in batches without gradients."""
     parts = [scores(model, rows[at : at + batch_sequences]) for at in range(0, len(rows), batch_sequences)]
     return torch.cat(parts) if parts else torch.zeros(0)
 
@@ -254,7 +253,7 @@ def sample(
     seed: int = 0,
     batch_sequences: int = 256,
 ) -> list[list[int]]:
-    """One response to each prompt, the EOS included when there is one. For measuring checkpoints, not for training."""
+    """Sample one response to each prompt, with its EOS if it has one. For evaluating checkpoints, not for training."""
     eos, pad = model.config.eos_token_id, _pad_id(model)
     generate: Callable[..., Tensor] = cast(Any, model).generate
     responses: list[list[int]] = []
@@ -279,11 +278,11 @@ def sample(
 
 
 def save_checkpoint(model: Any, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """The model as safetensors with its config, and the tokenizer beside it."""
+    """Save the model as safetensors with its config and tokenizer."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    # safetensors makes its files private; a service in a container runs as another user.
+    # safetensors creates private files, but a service in a container runs as another user.
     for weights in directory.glob("*.safetensors"):
         weights.chmod((directory / "config.json").stat().st_mode)
 
@@ -326,7 +325,7 @@ def _train(
     progress: ProgressCallback | None,
     stage: str,
 ) -> None:
-    """Take ``schedule.steps`` steps of AdamW on ``loss``; weight decay for matrices alone. Leaves ``model`` in eval mode."""
+    """Train ``model`` for ``schedule.steps`` steps of AdamW on ``loss``, then set eval mode. Only matrices get weight decay."""
     use_onednn_linear(model)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
@@ -351,7 +350,7 @@ def _train(
 
 
 def _batches(lengths: Sequence[int], size: int, order: random.Random, window: int = 50) -> Iterator[list[int]]:
-    """Batches of row numbers for ever, epoch after epoch; rows of like length together, to spare padding."""
+    """Yield batches of row indices endlessly, epoch after epoch. Rows of similar length share a batch to reduce padding."""
     while True:
         rows = list(range(len(lengths)))
         order.shuffle(rows)
@@ -364,7 +363,7 @@ def _batches(lengths: Sequence[int], size: int, order: random.Random, window: in
 
 
 def _pad(rows: Sequence[TokenIds], pad: int) -> tuple[Tensor, Tensor]:
-    """``rows`` padded on the right, int64 [sequences, longest], and their lengths, int64 [sequences]."""
+    """Pad ``rows`` on the right. Return int64 [sequences, longest] and the lengths, int64 [sequences]."""
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.full((len(rows), int(lengths.max())), pad)
     for index, row in enumerate(rows):
@@ -377,7 +376,7 @@ def _pad_id(model: Any) -> int:
 
 
 def _cut(row: TokenIds, draw: random.Random) -> TokenIds:
-    """The first part of ``row``: at least one token, at most all but the last (its EOS)."""
+    """Return a random prefix of ``row``: at least one token, at most all but the last (its EOS)."""
     return row[: draw.randint(1, max(1, len(row) - 1))]
 
 
@@ -392,9 +391,9 @@ def _token_lists(
     return encode(tokenizer, texts, eos=True)
 
 
-def _check_rows(rows: Sequence[TokenIds], shape: Shape, least: int) -> None:
+def _check_rows(rows: Sequence[TokenIds], shape: Shape, min_tokens: int) -> None:
     if not rows:
         raise InvalidRequest("nothing to train on: expected at least one sequence")
     for index, row in enumerate(rows):
-        if not least <= len(row) <= shape.positions:
-            raise InvalidRequest(f"sequence {index}: {len(row)} tokens; expected {least} to {shape.positions}")
+        if not min_tokens <= len(row) <= shape.positions:
+            raise InvalidRequest(f"sequence {index}: {len(row)} tokens; expected {min_tokens} to {shape.positions}")

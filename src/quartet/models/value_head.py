@@ -19,9 +19,9 @@ HEAD_FILE = "value_head.safetensors"
 
 
 class ValueModel(nn.Module):
-    """Values in fp32, whatever the backbone computes in: a return of -7.31 needs more than bf16's eight bits.
+    """Backbone and a value head, whose values are fp32 for every dtype of the backbone. bf16 is too coarse for returns.
 
-    ``backbone`` is the base model of a causal LM or of a decoder classifier; ``head`` a linear layer, hidden -> 1, in fp32.
+    ``backbone`` is the base model of a causal LM or of a decoder classifier. ``head`` is a linear layer, hidden -> 1, in fp32.
     """
 
     def __init__(self, backbone: Any, head: nn.Linear) -> None:
@@ -31,7 +31,7 @@ class ValueModel(nn.Module):
 
     @classmethod
     def of_classifier(cls, classifier: Any) -> ValueModel:
-        """Backbone and ``score`` head of a decoder classifier with one output: values start as the reward model's opinion."""
+        """Use the backbone and the ``score`` head of a decoder classifier with one output. Values start as its scores."""
         score = classifier.score
         head = _empty_head(score.in_features, score.bias is not None, score.weight.device)
         head.load_state_dict({name: value.float() for name, value in score.state_dict().items()})
@@ -39,13 +39,13 @@ class ValueModel(nn.Module):
 
     @classmethod
     def of_causal_lm(cls, model: Any) -> ValueModel:
-        """Backbone of a causal LM, and a head of zeros: every value starts at 0."""
+        """Use the backbone of a causal LM, and a head of zeros, so every value starts at 0."""
         projection = model.get_output_embeddings().weight
         return cls(model.base_model, _empty_head(projection.shape[1], True, projection.device))
 
     @classmethod
     def with_saved_head(cls, backbone: Any, directory: Path) -> ValueModel:
-        """``backbone`` with the head that ``snapshot`` left in ``directory``. Raises ModelError."""
+        """Combine ``backbone`` with the head that ``snapshot`` wrote to ``directory``. Raises ModelError."""
         tensors = safetensors.torch.load_file(directory / HEAD_FILE)
         weight, bias = tensors.get("weight"), tensors.get("bias")
         if weight is None or weight.ndim != 2 or weight.shape[0] != 1:
@@ -65,11 +65,11 @@ class ValueModel(nn.Module):
 
     @property
     def base_model(self) -> Any:
-        """The backbone, by the name that transformers has for it."""
+        """The backbone, under the name that transformers uses."""
         return self.backbone
 
     def forward(self, input_ids: torch.Tensor, keep: torch.Tensor, packing: Packing | None = None) -> torch.Tensor:
-        """Values at the positions ``keep``, which are as of ``logits_at_positions``: float32 [n].
+        """Return the values at the positions ``keep``, float32 [n]. For ``keep`` see ``logits_at_positions``.
 
         ``input_ids`` int64 [rows, longest], padded on the right, or [1, tokens] with a ``packing``.
         """
@@ -78,9 +78,9 @@ class ValueModel(nn.Module):
         return values
 
     def snapshot(self, adapter: Adapter | None = None) -> Writer:
-        """Copy the weights; what it gives writes the backbone in Hugging Face format, for ``load_critic``, and the head.
+        """Copy the weights. The returned writer writes the backbone in Hugging Face format, and the head, for ``load_critic``.
 
-        With the backbone's ``adapter`` what is written is the merged backbone; the backbone itself stays as it is.
+        With the backbone's ``adapter`` the writer writes the merged backbone. The backbone itself is unchanged.
         """
         state = None if adapter else host_state(self.backbone)
         merged = adapter.snapshot_merged() if adapter else None
@@ -97,7 +97,7 @@ class ValueModel(nn.Module):
         return write
 
     def snapshot_adapter(self, adapter: Adapter) -> Writer:
-        """Copy the backbone's adapter and the head; what it gives writes them, the former in peft's format."""
+        """Copy the backbone's adapter and the head. The returned writer writes the adapter in peft's format, and the head."""
         writers = (adapter.snapshot(), self._snapshot_head())
 
         def write(directory: Path) -> None:
@@ -107,7 +107,7 @@ class ValueModel(nn.Module):
         return write
 
     def read_head(self, directory: Path) -> None:
-        """Put back the head that ``snapshot`` or ``snapshot_adapter`` left in ``directory``. Raises ModelError."""
+        """Restore the head that ``snapshot`` or ``snapshot_adapter`` wrote to ``directory``. Raises ModelError."""
         saved = ValueModel.with_saved_head(self.backbone, directory).head
         if saved.weight.shape != self.head.weight.shape or (saved.bias is None) != (self.head.bias is None):
             raise ModelError(f"{directory / HEAD_FILE}: is the head of another model")
@@ -118,7 +118,7 @@ class ValueModel(nn.Module):
         return lambda directory: safetensors.torch.save_file(tensors, directory / HEAD_FILE)
 
     def _name_backbone(self, directory: Path) -> None:
-        # A base model keeps the name of the class it came from; what is written here is the base model.
+        # The config of a base model names the class that it was taken from. The checkpoint needs the class of the base model.
         config = directory / "config.json"
         content = {**json.loads(config.read_text()), "architectures": [type(self.backbone).__name__]}
         config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

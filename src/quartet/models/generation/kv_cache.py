@@ -167,7 +167,7 @@ class DecodeCache:
 
 
 def prefill_cache() -> Any:
-    """Return a cache for one forward pass over whole prompts. Sliding-window layers keep all columns, too; the mask hides them."""
+    """Return a cache for a forward pass over whole prompts. Sliding-window layers keep all columns, too; the mask hides them."""
     return DynamicCache()
 
 

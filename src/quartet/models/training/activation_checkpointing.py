@@ -1,4 +1,4 @@
-"""Gradient checkpointing: a layer's activations are computed again on the way back instead of being kept (Chen et al. 2016)."""
+"""Activation checkpointing: the backward pass recomputes a layer's activations instead of storing them (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def count_checkpointed_layers(model: Any) -> int:
-    """Layers of a model, or of a value model, that can be computed again: 0 where its architecture has none."""
+    """Return how many layers of a model or value model can be recomputed: 0 if the architecture does not support it."""
     return len(_layers(model)) if model.base_model.supports_gradient_checkpointing else 0
 
 
 @contextmanager
 def activation_checkpointing(model: Any, on: bool = True) -> Iterator[None]:
-    """While it lasts and is ``on``, a backward pass computes the layers of its forward pass again. The bits stay the same.
+    """Recompute activations in the backward pass inside the context, if ``on``. The results are bit-identical.
 
-    Both passes belong inside.
+    Both the forward and the backward pass must be inside the context.
     """
     if not on:
         yield
@@ -28,10 +28,10 @@ def activation_checkpointing(model: Any, on: bool = True) -> Iterator[None]:
         {
             "use_reentrant": False,
             "preserve_rng_state": False,
-            "context_fn": lambda: (nullcontext(), _attending_as_now(base.config)),
+            "context_fn": lambda: (nullcontext(), _current_attention(base.config)),
         }
     )
-    # Asked of a layer alone; what is in it stays in evaluation mode.
+    # transformers checks only the layer's own flag. Its submodules stay in evaluation mode.
     with _without_dropout(base.config):
         for layer in layers:
             layer.training = True
@@ -45,7 +45,7 @@ def activation_checkpointing(model: Any, on: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _without_dropout(config: Any) -> Iterator[None]:
-    """A layer may read its rates from the model's config, and now it believes that it trains."""
+    """Set the dropout rates of the config to 0 inside the context: a layer in training mode may read them."""
     rates = {name: value for name, value in vars(config).items() if "drop" in name and isinstance(value, float)}
     for name in rates:
         setattr(config, name, 0.0)
@@ -56,14 +56,17 @@ def _without_dropout(config: Any) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def _attending_as_now(config: Any) -> AbstractContextManager[None]:
-    """Packed attention ends with the forward pass, and a layer that is computed again is to attend as it did."""
-    wanted = config._attn_implementation
+def _current_attention(config: Any) -> AbstractContextManager[None]:
+    """Return a context that restores the current attention.
+
+    Packed attention ends with the forward pass, but a recomputed layer must use the same attention as before.
+    """
+    current = config._attn_implementation
 
     @contextmanager
     def attending() -> Iterator[None]:
         before = config._attn_implementation
-        config._attn_implementation = wanted
+        config._attn_implementation = current
         try:
             yield
         finally:

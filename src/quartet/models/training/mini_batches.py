@@ -1,4 +1,4 @@
-"""How an update goes through one step's experience, and what it keeps count of on the way."""
+"""Mini-batches of one step's experience, and the metrics that an update collects over them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ MiniBatch = list[MicroBatch]
 
 
 class MiniBatchIterator:
-    """The order in which an update sees the sequences: a rule of (seed, step, epoch), checked before anything is computed."""
+    """Mini-batches of a step's experience, in an order that depends on (seed, step, epoch) only.
+
+    The constructor checks the experience, before anything is computed. Raises InvalidRequest.
+    """
 
     def __init__(self, model: Any, experience: Experience, settings: OptimizationSettings, max_tokens: int) -> None:
         sequences = len(experience.batch)
@@ -35,18 +38,18 @@ class MiniBatchIterator:
         self._batch: TokenBatch = experience.batch
         self._step, self._settings = experience.step, settings
         self._model, self._max_tokens, self._device = model, max_tokens, device_of(model)
-        # With one mini-batch the order cannot matter: every epoch is the same, and is laid out once.
-        self._whole = [self._mini_batch(np.arange(sequences))] if settings.num_mini_batches == 1 else None
+        # With one mini-batch the order has no effect: every epoch is the same and is built once.
+        self._only = [self._mini_batch(np.arange(sequences))] if settings.num_mini_batches == 1 else None
 
     def mini_batches(self, epoch: int) -> list[MiniBatch]:
-        """The epoch's mini-batches, of near-equal numbers of sequences."""
-        if self._whole is not None:
-            return self._whole
+        """Return the epoch's mini-batches, of nearly equal numbers of sequences."""
+        if self._only is not None:
+            return self._only
         order = permutation(self._settings.seed, self._step, epoch, len(self._batch))
         return [self._mini_batch(part) for part in np.array_split(order, self._settings.num_mini_batches)]
 
     def tensor(self, values: FloatArray) -> torch.Tensor:
-        """A flat array of the experience on the model's device, float32 [response tokens]."""
+        """Copy a flat array of the experience to the model's device, float32 [response tokens]."""
         return torch.from_numpy(np.array(values, np.float32)).to(self._device)
 
     def _mini_batch(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> MiniBatch:
@@ -54,7 +57,7 @@ class MiniBatchIterator:
 
 
 class MetricSums:
-    """Named sums. The tensors stay on the device until a number is asked for; what was never added is 0."""
+    """Named sums, which stay on the device until they are read. A name without values is 0."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
@@ -66,7 +69,7 @@ class MetricSums:
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def merge(self, other: MetricSums) -> None:
-        """Add what ``other`` holds."""
+        """Add the sums of ``other``."""
         self.add(**other._sums)
 
     def __getitem__(self, name: str) -> float:
@@ -75,7 +78,7 @@ class MetricSums:
 
 @dataclass(slots=True)
 class UpdateStats:
-    """What an update has seen in the optimizer steps that it took, and how many it took and skipped."""
+    """Numbers of taken and skipped optimizer steps of an update, and metrics of the taken steps."""
 
     steps: int = 0
     skipped: int = 0
@@ -92,10 +95,10 @@ class UpdateStats:
         tokens: int,
         seen: MetricSums,
     ) -> None:
-        """Take the optimizer step of a mini-batch of ``tokens``, from its gradients, and remembers what was ``seen`` of it.
+        """Take the optimizer step of a mini-batch of ``tokens`` from its gradients, and add the metrics ``seen`` in it.
 
-        A loss [] or gradient that is not finite leaves weights and optimizer as they are: under ``settings.skip_non_finite`` the
-        step is counted as skipped and nothing of it remembered, else it raises ComputationFailed.
+        If a loss [] or gradient is not finite, weights and optimizer stay unchanged. With ``settings.skip_non_finite`` the step
+        is then counted as skipped and its metrics are dropped. Otherwise raises ComputationFailed.
         """
         try:
             norm = apply_gradients(optimizer, losses, settings.max_grad_norm, what)
@@ -110,14 +113,14 @@ class UpdateStats:
         self.sums.merge(seen)
 
     def means(self, per_step: Mapping[str, str], per_token: Mapping[str, str]) -> dict[str, float]:
-        """Sums, by metric name, as means over the steps taken or over their tokens. Nothing where no step was taken."""
+        """Return sums, by metric name, as means over the taken steps or over their tokens. Empty if no step was taken."""
         if not self.steps:
             return {}
         results = {metric: self.sums[name] / self.steps for metric, name in per_step.items()}
         return results | {metric: self.sums[name] / self.tokens for metric, name in per_token.items()}
 
     def metrics(self, settings: OptimizationSettings) -> dict[str, float]:
-        """``optimizer_steps`` and ``skipped_steps``; of steps that were taken ``grad_norm`` and ``learning_rate``."""
+        """Return ``optimizer_steps`` and ``skipped_steps``; if a step was taken also ``grad_norm`` and ``learning_rate``."""
         results = {"optimizer_steps": float(self.steps), "skipped_steps": float(self.skipped)}
         if self.steps:
             results |= {"grad_norm": self._norms / self.steps, "learning_rate": settings.learning_rate}

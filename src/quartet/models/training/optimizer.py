@@ -1,4 +1,4 @@
-"""AdamW as PPO uses it: float32 masters, what decays, how a step is refused, how its state is kept in safetensors."""
+"""AdamW for PPO: float32 master weights, weight decay, refusal of non-finite steps, and its state in safetensors."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ from quartet.failpoints import failpoint
 from quartet.models.weights.snapshot import Writer, host_copy
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-"""Its name in a checkpoint."""
+"""Name of the optimizer state in a checkpoint."""
 _STEPPING = {"policy": "actor.stepping", "value": "critic.stepping"}
 _STEPPED = {"policy": "actor.stepped", "value": "critic.stepped"}
 _MASTER_WEIGHT = "master"
-"""What a master weight is called in the file, beside the names that AdamW has for its moments."""
+"""Name of a master weight in the file, next to AdamW's names of its moments."""
 
 
 class MasterWeightAdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov & Hutter 2019) that steps in float32 (master weights: Micikevicius et al. 2018).
+    """AdamW (Loshchilov & Hutter 2019) with float32 master weights (Micikevicius et al. 2018).
 
-    A parameter of less than float32 has a master, a float32 copy that the steps are taken in; after each the parameter is the
-    master's rounding, at the address that it had. Any other parameter is stepped in itself, and has no copy.
+    A parameter of lower precision than float32 has a master weight, a float32 copy that the steps update. After each step the
+    parameter is set in place to the rounded master weight. Other parameters are updated directly and have no copy.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
-        """``groups`` of the model's parameters; the rest is as of torch's AdamW."""
+        """``groups`` of the model's parameters. ``settings``: see torch's AdamW."""
         self.parameter_of_master: dict[torch.Tensor, nn.Parameter] = {}
-        """The model's parameter, by its master."""
+        """The model's parameter, by its master weight."""
         super().__init__(
-            [{**group, "params": [self._learning(p) for p in group["params"]]} for group in groups], **settings
+            [{**group, "params": [self._stepped(p) for p in group["params"]]} for group in groups], **settings
         )
 
     def stepped_parameters(self) -> list[torch.Tensor]:
-        """Return what the steps are taken in: masters, and parameters without one."""
+        """Return the tensors that steps update: master weights, and parameters without one."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def move_gradients(self) -> None:
-        """Return each master the gradient of its parameter, which has none afterwards."""
+        """Move the gradients of parameters to their master weights."""
         for master, parameter in self.parameter_of_master.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step from the gradients that were taken; the model's parameters follow."""
+        """Take one step from the moved gradients, then update the model's parameters."""
         loss = super().step(closure)
         for master, parameter in self.parameter_of_master.items():
             parameter.copy_(master)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, also those that were not taken yet."""
+        """Clear the gradients, also those that were not moved yet."""
         super().zero_grad(set_to_none)
         for parameter in self.parameter_of_master.values():
             parameter.grad = None
 
-    def _learning(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _stepped(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.dtype.itemsize >= torch.float32.itemsize:
             return parameter
         master = nn.Parameter(parameter.detach().float())
@@ -79,9 +79,9 @@ def create_optimizer(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> MasterWeightAdamW:
-    """AdamW over the parameters that take gradients; none of the decay on biases and norms (one dimension).
+    """Create AdamW over the parameters that require gradients, without weight decay on biases and norms (one dimension).
 
-    The fused kernel: one pass over each parameter, the same bits every time for the same number of threads.
+    Uses the fused kernel: one pass over each parameter, bit-identical for the same number of threads.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -94,7 +94,7 @@ def create_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """The learning rate of the next steps, for every parameter."""
+    """Set the learning rate of the next steps for every parameter."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
@@ -102,16 +102,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 def apply_gradients(
     optimizer: torch.optim.Optimizer, losses: Sequence[torch.Tensor], max_grad_norm: float, what: str
 ) -> float:
-    """Clips the gradients to ``max_grad_norm`` (0 leaves them), takes one step, clears them. Gives the norm before clipping.
+    """Clip the gradients to ``max_grad_norm`` (0: no clipping), take one step, and clear them. Return the norm before clipping.
 
-    ``losses`` are the losses [] that the gradients came from. Raises ComputationFailed, before any weight is touched, when one of
-    them or the norm is not finite.
+    ``losses`` are the losses [] of these gradients. Raises ComputationFailed, before any weight changes, if a loss or the norm is
+    not finite.
     """
     if isinstance(optimizer, MasterWeightAdamW):
         optimizer.move_gradients()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm if max_grad_norm > 0 else math.inf)
-    # One transfer for everything: each would otherwise wait for the device.
+    # One transfer for all values, because each transfer waits for the device.
     *loss_values, norm_value = torch.stack([*(loss.detach().float() for loss in losses), norm.float()]).tolist()
     if not all(map(math.isfinite, (*loss_values, norm_value))):
         optimizer.zero_grad(set_to_none=True)
@@ -127,7 +127,7 @@ def apply_gradients(
 
 
 def snapshot_optimizer(optimizer: MasterWeightAdamW) -> Writer:
-    """Copy masters, moments, step counts and hyperparameters; what it gives writes them to one safetensors file."""
+    """Copy master weights, moments, step counts and hyperparameters. The returned writer writes them to a safetensors file."""
     state = optimizer.state_dict()
     tensors = {
         f"{index}.{name}": host_copy(value) for index, entry in state["state"].items() for name, value in entry.items()
@@ -141,11 +141,10 @@ def snapshot_optimizer(optimizer: MasterWeightAdamW) -> Writer:
 
 
 def load_optimizer(optimizer: MasterWeightAdamW, path: str | Path) -> None:
-    """Put back the masters, moments and step counts that ``snapshot_optimizer`` copied; the hyperparameters stay the
-    optimizer's own.
+    """Restore master weights, moments and step counts of a ``snapshot_optimizer``. The optimizer keeps its hyperparameters.
 
-    The model has the weights of that checkpoint already. A file without masters, of a version that kept none, leaves those that
-    the optimizer began with, which are the model's weights. Raises ModelError when the file is broken or of another model.
+    The model must already have the weights of that checkpoint. Raises ModelError if the file is broken or belongs to another
+    model.
     """
     path = Path(path)
     try:
@@ -156,16 +155,16 @@ def load_optimizer(optimizer: MasterWeightAdamW, path: str | Path) -> None:
         raise ModelError(
             f"optimizer state {path}: cannot be read: {error}; take the checkpoint before it, or start without"
         ) from error
-    masters: dict[int, torch.Tensor] = {}
+    master_weights: dict[int, torch.Tensor] = {}
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         index, _, key = name.partition(".")
         if key == _MASTER_WEIGHT:
-            masters[int(index)] = tensor
+            master_weights[int(index)] = tensor
         else:
             state.setdefault(int(index), {})[key] = tensor
     _check_shapes(optimizer, groups, state, path)
-    _load_master_weights(optimizer, masters, path)
+    _load_master_weights(optimizer, master_weights, path)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -183,19 +182,19 @@ def _check_shapes(
 
 
 @torch.no_grad()
-def _load_master_weights(optimizer: MasterWeightAdamW, masters: dict[int, torch.Tensor], path: Path) -> None:
+def _load_master_weights(optimizer: MasterWeightAdamW, master_weights: dict[int, torch.Tensor], path: Path) -> None:
     expected = {
         index: weight
         for index, weight in enumerate(optimizer.stepped_parameters())
         if weight in optimizer.parameter_of_master
     }
-    if masters.keys() != expected.keys():
+    if master_weights.keys() != expected.keys():
         raise ModelError(
-            f"optimizer state {path}: has float32 master weights of {len(masters)} parameters, the model {len(expected)} in half "
-            "precision; expected the state of this model, in the dtype that it was trained in"
+            f"optimizer state {path}: has float32 master weights of {len(master_weights)} parameters, the model {len(expected)} "
+            "in half precision; expected the state of this model, in the dtype that it was trained in"
         )
     for index, master in expected.items():
-        parameter, result = optimizer.parameter_of_master[master], masters[index].to(master.device)
+        parameter, result = optimizer.parameter_of_master[master], master_weights[index].to(master.device)
         if result.dtype != master.dtype or not torch.equal(result.to(parameter.dtype), parameter):
             raise ModelError(
                 f"optimizer state {path}: the master weight of parameter {index}, {result.dtype} {tuple(result.shape)}, "
@@ -203,4 +202,4 @@ def _load_master_weights(optimizer: MasterWeightAdamW, masters: dict[int, torch.
                 "expected weights and state of one checkpoint"
             )
     for index, master in expected.items():
-        master.copy_(masters[index])
+        master.copy_(master_weights[index])

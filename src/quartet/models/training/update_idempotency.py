@@ -1,4 +1,4 @@
-"""What makes Update harmless to repeat: the order of steps, the fence of leader epochs, and the recorded result."""
+"""Idempotency of the Update RPC: the order of steps, fencing of old leader epochs, and the recorded result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BEFORE_ANY_STEP = (InvalidRequest, FailedPrecondition, BufferFailed, ServiceUna
 
 
 class UpdateLog:
-    """The updates that one trained model has taken. Steps rise by one; a repeated step answers with its recorded result."""
+    """The updates that were applied to one trained model. Steps rise by one. A repeated step returns its recorded result."""
 
     def __init__(self) -> None:
         self.run = ""
@@ -32,7 +32,7 @@ class UpdateLog:
         return self._broken_at is not None
 
     def fence(self, leader_epoch: int) -> None:
-        """Remembers the highest leader epoch. Raises FailedPrecondition for a lower one: another orchestrator is the leader."""
+        """Record the highest leader epoch. Raises FailedPrecondition for a lower one: another orchestrator is the leader."""
         if leader_epoch < self.leader_epoch:
             raise FailedPrecondition(
                 f"leader_epoch {leader_epoch}: an orchestrator of epoch {self.leader_epoch} has taken over"
@@ -40,14 +40,14 @@ class UpdateLog:
         self.leader_epoch = leader_epoch
 
     def check_run(self, run: str) -> None:
-        """Raise FailedPrecondition when the model has taken updates of another run."""
+        """Raise FailedPrecondition if updates of another run were applied to the model."""
         if self.step and run != self.run:
             raise FailedPrecondition(
                 f"run {run}: this model is at step {self.step} of run {self.run}; restart the service for another run"
             )
 
-    def check_whole(self) -> None:
-        """Raise FailedPrecondition when an update broke off: the weights are those of no step, and not to be used."""
+    def check_not_broken(self) -> None:
+        """Raise FailedPrecondition if an update or restore was interrupted: the weights belong to no step."""
         if self._broken_at is not None:
             raise FailedPrecondition(
                 f"the update of step {self._broken_at} was interrupted and left the weights "
@@ -55,19 +55,19 @@ class UpdateLog:
             )
 
     def check_save(self, run: str, leader_epoch: int, step: int | None = None) -> None:
-        """Raise FailedPrecondition unless this leader may save the model for this run, and it is whole, and at ``step``."""
+        """Raise FailedPrecondition unless this leader may save the model of this run, unbroken and at ``step`` if given."""
         self.fence(leader_epoch)
         self.check_run(run)
-        self.check_whole()
+        self.check_not_broken()
         if step is not None and step != self.step:
             raise FailedPrecondition(
-                f"save of step {step}: this model is at step {self.step}, and would be saved under the name of another"
+                f"save of step {step}: this model is at step {self.step}; restore it to step {step} first"
             )
 
     def restore(self, run: str, step: int, leader_epoch: int, apply: Callable[[], None]) -> None:
-        """Goes back to ``step`` of ``run`` by ``apply``, which puts weights and optimizer there; the next update is ``step`` + 1.
+        """Restore ``step`` of ``run``: ``apply`` loads its weights and optimizer state. The next update is ``step`` + 1.
 
-        Raises FailedPrecondition for a lower leader epoch, and what ``apply`` raises: the model is then not to be used.
+        Raises FailedPrecondition for a lower leader epoch. If ``apply`` raises, its error is raised and the model is broken.
         """
         self.fence(leader_epoch)
         self._broken_at = step
@@ -75,12 +75,12 @@ class UpdateLog:
         self.run, self.step, self._last, self._broken_at = run, step, None, None
 
     def admit(self, run: str, step: int, leader_epoch: int) -> UpdateResult | None:
-        """The recorded result when this step is applied already, None when it is the next.
+        """Return the recorded result if this step is applied already, or None if it is the next.
 
-        Raises FailedPrecondition for any other step, another run, a lower leader epoch, or after an update that broke off.
+        Raises FailedPrecondition for any other step, another run, a lower leader epoch, or after an interrupted update.
         """
         self.fence(leader_epoch)
-        self.check_whole()
+        self.check_not_broken()
         if self._last is not None and (run, step) == (self.run, self.step):
             return self._last
         self.check_run(run)
@@ -97,9 +97,9 @@ class UpdateLog:
         return self._last
 
     def once(self, run: str, step: int, leader_epoch: int, apply: Callable[[], dict[str, float]]) -> UpdateResult:
-        """Apply a step's update unless it is applied already. ``apply`` returns its metrics; raises as ``admit``.
+        """Apply a step's update unless it is applied already. ``apply`` returns its metrics. For errors see ``admit``.
 
-        After any other error some of the optimizer's steps may have been taken, so no further update is admitted.
+        After any other error, some optimizer steps may have been taken, so the model is broken and further updates are refused.
         """
         applied = self.admit(run, step, leader_epoch)
         if applied is not None:

@@ -1,7 +1,7 @@
-"""What an update needs of memory, counted in trial forward passes, and the most tokens of a micro-batch that free memory holds.
+"""Memory that an update needs, measured in trial forward passes, and the largest micro-batch that fits into free memory.
 
-What a pass keeps for the backward pass grows with its tokens, and, where attention keeps a score for each pair of them, with the
-longest sequence, too. Three small passes tell the parts from one another. Nothing is learned, and no random number drawn.
+The bytes saved for the backward pass grow with the tokens. If attention saves a score per pair of tokens, they also grow with the
+longest sequence. Three small passes separate these parts. The trials do not change weights or draw random numbers.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ from quartet.models.training.activation_checkpointing import activation_checkpoi
 from quartet.types import TokenBatch
 
 MEMORY_FRACTION = 0.8
-"""Of the free memory, for what is counted here: the rest is for the backward pass's own gradients, and for fragments."""
+"""Fraction of the free memory for the memory counted here. The rest is for gradients of activations and for fragmentation."""
 LOGIT_COPIES = 5
-"""Of the logits that are made at a time, in float32, beside those that are kept: scaled, as probabilities, as gradients."""
+"""Temporary float32 copies of a chunk of logits besides the saved ones: scaled, as probabilities, as gradients."""
 LONG_TRIAL_TOKENS, SHORT_TRIAL_TOKENS, SHORT_TRIAL_SEQUENCES = 40, 24, 3
-"""Tokens of a trial's sequences, one long and some short: packed, attention spreads them out nearly as far as it may."""
+"""Tokens of the trial sequences, one long and some short. Packed, they nearly reach the maximum padding in attention."""
 
 Forward = Callable[[MicroBatch], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedActivations:
-    """Bytes kept for the backward pass: constant, of each token, and of each pair of a token and one of the longest sequence."""
+    """Bytes saved for the backward pass: constant, per token, and per pair of a token and a token of the longest sequence."""
 
     constant: float
     token: float
     pair: float
 
     def bytes(self, tokens: int, longest: int) -> float:
-        """Of a micro-batch with so many tokens."""
+        """Return the bytes saved for a micro-batch with ``tokens`` tokens."""
         return self.constant + tokens * self.slope(longest)
 
     def slope(self, longest: int) -> float:
-        """Of one more token."""
+        """Return the bytes saved per additional token."""
         return self.token + self.pair * longest
 
 
 def saved_bytes(model: Any, forward: Callable[[], Any]) -> int:
-    """Bytes that ``forward`` keeps for its backward pass: each storage once, and none of the model's own."""
+    """Return the bytes that ``forward`` saves for its backward pass. Each storage counts once, the model's weights do not."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    results: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            results[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = forward()
     del output
-    return sum(results.values())
+    return sum(sizes.values())
 
 
 def activations_saved_by(model: Any, forward: Forward, longest: int) -> SavedActivations:
-    """Return what ``forward`` keeps of a micro-batch, from three of sequences of at most ``longest`` tokens."""
+    """Measure what ``forward`` saves, in three micro-batches of sequences of at most ``longest`` tokens."""
     long = max(1, min(LONG_TRIAL_TOKENS, longest // 2))
     lengths = (
         [long, *[max(1, long * SHORT_TRIAL_TOKENS // LONG_TRIAL_TOKENS)] * SHORT_TRIAL_SEQUENCES]
@@ -80,14 +80,14 @@ def activations_saved_by(model: Any, forward: Forward, longest: int) -> SavedAct
         return saved_bytes(model, lambda: forward(micro_batch)), micro_batch.input_ids.numel()
 
     (once, tokens), (twice, _), (longer, _) = trial(1, 1), trial(2, 1), trial(1, 2)
-    # Both have twice the tokens; the second has sequences twice as long, too.
+    # Both have twice the tokens of the first. ``longer`` also has sequences twice as long.
     pair = max(0.0, (longer - twice) / (2 * tokens * long))
     token = max(0.0, (twice - once) / tokens - pair * long)
     return SavedActivations(max(0.0, once - tokens * (token + pair * long)), token, pair)
 
 
 def _trial_batch(model: Any, lengths: list[int], factor: int) -> MicroBatch:
-    """Sequences of ``factor`` times ``lengths`` tokens, each of which predicts one of the response; the last predicts none."""
+    """Build a micro-batch of sequences of ``factor`` times ``lengths`` input tokens, each of which predicts a response token."""
     sizes = factor * np.array(lengths, np.int32)
     ones = np.ones_like(sizes)
     token_ids = (np.arange(sizes.sum() + len(sizes)) % vocabulary_size(model)).astype(np.int32)
@@ -97,9 +97,9 @@ def _trial_batch(model: Any, lengths: list[int], factor: int) -> MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """``whole``: with the logits of all tokens. ``parts``: with those of ``rows`` tokens at a time, where there are more.
+    """Saved activations with all logits at once (``whole``), or with chunks of ``rows`` tokens for more tokens (``parts``).
 
-    ``logits``: bytes of a token's logits in float32, 0 for a model without.
+    ``logits``: bytes of one token's logits in float32, 0 for a model without logits.
     """
 
     whole: SavedActivations
@@ -108,21 +108,21 @@ class Activations:
     logits: int
 
     def bytes(self, tokens: int, longest: int) -> float:
-        """Most that a micro-batch with so many tokens needs."""
-        passing = LOGIT_COPIES * self.logits * min(tokens, self.rows)
+        """Return the peak bytes of a micro-batch with ``tokens`` tokens."""
+        temporary = LOGIT_COPIES * self.logits * min(tokens, self.rows)
         if tokens <= self.rows:
-            return self.whole.bytes(tokens, longest) + passing
-        # Those of one part are kept while the part is on its way back.
-        again = self.rows * max(0.0, self.whole.slope(longest) - self.parts.slope(longest))
-        return self.parts.bytes(tokens, longest) + again + passing
+            return self.whole.bytes(tokens, longest) + temporary
+        # The backward pass recomputes one chunk at a time and keeps its activations.
+        recomputed = self.rows * max(0.0, self.whole.slope(longest) - self.parts.slope(longest))
+        return self.parts.bytes(tokens, longest) + recomputed + temporary
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateMemory:
-    """What an update needs: bytes of ``state`` (gradients, optimizer), and of the activations.
+    """Memory that an update needs: bytes of ``state`` (gradients, optimizer), and the activations.
 
-    ``with_checkpointing``: activations with gradient checkpointing, None if the model does not support it. ``longest``: tokens
-    of the longest sequence, which may be alone in a micro-batch.
+    ``with_checkpointing``: activations with activation checkpointing, None if the model does not support it. ``longest``: tokens
+    of the longest sequence. A micro-batch may consist of it only.
     """
 
     state: int
@@ -131,33 +131,33 @@ class UpdateMemory:
     longest: int
 
     def bytes(self, tokens: int, recomputes: bool) -> float:
-        """For micro-batches of at most so many tokens."""
+        """Return the bytes for micro-batches of at most ``tokens`` tokens."""
         result = self.with_checkpointing if recomputes and self.with_checkpointing is not None else self.plain
         return self.state + result.bytes(max(tokens, self.longest), self.longest)
 
     def token_bytes(self, recomputes: bool) -> int:
-        """Of activations for each token, in the longest sequence."""
+        """Return the bytes of activations per token in the longest sequence."""
         result = self.with_checkpointing if recomputes and self.with_checkpointing is not None else self.plain
         return round(result.bytes(self.longest, self.longest) / self.longest)
 
     def most_tokens(self, at_most: int, free: float, recomputes: bool) -> int:
-        """Most tokens that ``free`` bytes hold: ``at_most``, or a half, a quarter, ...; 0 where none do."""
+        """Return how many tokens fit into ``free`` bytes: ``at_most``, or a half, a quarter, ... of it. 0 if none fit."""
         tokens = at_most
         while tokens and self.bytes(tokens, recomputes) > MEMORY_FRACTION * free:
-            # A longer sequence would be alone in any of them.
+            # A smaller limit than the longest sequence saves nothing, because that sequence gets a micro-batch anyway.
             tokens = tokens // 2 if tokens > self.longest else 0
         return tokens
 
 
 def policy_forward(model: Any, entropy_use: EntropyUse, whole: bool) -> Forward:
-    """The policy update's forward pass, with the logits of all tokens or of a few at a time."""
+    """Return the policy update's forward pass, with the logits of all tokens at once or in small chunks."""
     return lambda micro_batch: forward_log_probs(
         model, micro_batch, 1.0, entropy_use, len(micro_batch) if whole else SHORT_TRIAL_SEQUENCES
     )
 
 
 def measure_policy(model: Any, longest: int, entropy_use: EntropyUse) -> UpdateMemory:
-    """Return what updates of the policy need, with sequences of at most ``longest`` tokens."""
+    """Measure the memory of policy updates with sequences of at most ``longest`` tokens."""
     logits, rows = 4 * vocabulary_size(model), logit_chunk_tokens(model)
 
     def activations() -> Activations:
@@ -170,7 +170,7 @@ def measure_policy(model: Any, longest: int, entropy_use: EntropyUse) -> UpdateM
 
 
 def measure_value(value_model: Any, longest: int) -> UpdateMemory:
-    """Return what updates of the value model need, with sequences of at most ``longest`` tokens."""
+    """Measure the memory of value model updates with sequences of at most ``longest`` tokens."""
 
     def activations() -> Activations:
         result = activations_saved_by(
@@ -186,16 +186,16 @@ def _measure(model: Any, longest: int, activations: Callable[[], Activations]) -
     try:
         plain = activations()
         with activation_checkpointing(model, layers > 0):
-            again = activations()
+            checkpointed = activations()
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            f"{type(model).__name__}: a trial of a few tokens found no room on {device_of(model)}: {error}; leave this service "
-            "more memory, or give it a device of its own"
+            f"{type(model).__name__}: out of memory in a trial of a few tokens on {device_of(model)}: {error}; free memory for "
+            "this service, or give it a separate device"
         ) from None
     if layers:
         with_checkpointing = Activations(
-            _with_one_layer(again.whole, plain.whole, layers),
-            _with_one_layer(again.parts, plain.parts, layers),
+            _with_one_layer(checkpointed.whole, plain.whole, layers),
+            _with_one_layer(checkpointed.parts, plain.parts, layers),
             plain.rows,
             plain.logits,
         )
@@ -203,7 +203,7 @@ def _measure(model: Any, longest: int, activations: Callable[[], Activations]) -
 
 
 def _with_one_layer(with_checkpointing: SavedActivations, plain: SavedActivations, layers: int) -> SavedActivations:
-    """On the way back there is one layer at a time as if nothing was computed again."""
+    """Add the activations of one layer, which the backward pass recomputes one at a time."""
 
     def both(few: float, all_layers: float) -> float:
         return few + max(0.0, all_layers - few) / layers
@@ -216,13 +216,13 @@ def _with_one_layer(with_checkpointing: SavedActivations, plain: SavedActivation
 
 
 def _state_bytes(model: Any) -> int:
-    """Of gradients and AdamW's two moments: before the first update there are none. Masters are there from the start."""
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # The step's float32 gradients of half precision are a fifth more, when no activations are kept: within what SHARE leaves.
-    return sum(int(parameter.nbytes) + 2 * 4 * parameter.numel() for parameter in learning)
+    """Return the bytes of gradients and AdamW's two moments, which the first update allocates. Master weights exist already."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # For half precision the step's float32 gradients add a fifth, at a time without activations: 1 - MEMORY_FRACTION covers it.
+    return sum(int(parameter.nbytes) + 2 * 4 * parameter.numel() for parameter in trainable)
 
 
 def free_gpu_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, with what the allocator holds for this process without using it."""
+    """Return the free memory of a GPU, including unused memory that this process's allocator holds."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

@@ -1,7 +1,7 @@
-"""The PPO updates: one step's experience walked through in epochs, mini-batches and micro-batches.
+"""The PPO updates on one step's experience, in epochs, mini-batches and micro-batches.
 
-A mini-batch is one optimizer step, and its loss is weighted over all of it however it is split: micro-batches bound the memory
-and change nothing else.
+Each mini-batch is one optimizer step, and its loss is weighted over the whole mini-batch. Micro-batches limit the memory and do
+not change the result.
 """
 
 from __future__ import annotations
@@ -48,22 +48,21 @@ def update_policy(
 ) -> dict[str, float]:
     """Take the policy's optimizer steps on one step's experience and return their metrics.
 
-    ``loss_function`` is what ``loss.policy_loss`` names.
-    Old log-probs are the trainer's own, in the micro-batches of epoch one, before the first optimizer step: the ratio starts at 1
-    exactly. A mini-batch without a token under ``actor_mask`` takes no step. The result does not depend on ``max_tokens``, which
-    bounds a micro-batch, pads included. Before any step but the first, a mini-batch whose mean KL(old || new) over its masked
-    tokens exceeds ``loss.target_kl`` ends the update instead (Spinning Up's target_kl, without its factor of 1.5). With 0
-    epochs one forward pass is all, and nothing changes.
+    ``loss_function`` is the function that ``loss.policy_loss`` names. The trainer computes the old log-probs in the micro-batches
+    of the first epoch, before the first optimizer step, so the ratio starts at exactly 1. A mini-batch without a token under
+    ``actor_mask`` takes no step. The result does not depend on ``max_tokens``, which limits a micro-batch, pads included. Except
+    at the first step, the update ends at a mini-batch whose mean KL(old || new) over its masked tokens exceeds
+    ``loss.target_kl`` (Spinning Up's target_kl, without its factor of 1.5). With 0 epochs it only runs one forward pass.
 
-    Metrics, left out where nothing was observed: ``policy_loss`` and ``grad_norm`` (before clipping), means over optimizer
+    Metrics, omitted if nothing was observed: ``policy_loss`` and ``grad_norm`` (before clipping), means over optimizer
     steps; ``clip_fraction`` and ``approx_kl`` (old to new, nats), means over masked tokens of all epochs; ``entropy`` (nats), of
     the old policy, mean over response tokens; ``rollout_mismatch_kl`` (nats), k3 between the engine's log-probs and the old
     ones, mean over response tokens; ``importance_weight``, mean over masked tokens, 1 without a cap; ``learning_rate``; and
-    always ``optimizer_steps`` and ``skipped_steps``. Steps not taken count in none of the other means.
+    always ``optimizer_steps`` and ``skipped_steps``. The other means do not include skipped steps.
 
-    Raises InvalidRequest before anything; ComputationFailed at an old log-prob, loss or gradient that is not finite, before that
-    mini-batch's step (the steps before it stay: go back to the checkpoint). Under ``settings.skip_non_finite`` that step is left
-    out instead.
+    Raises InvalidRequest before any computation. Raises ComputationFailed if an old log-prob, loss or gradient is not finite,
+    before the step of that mini-batch. Earlier steps are not undone, so the caller must restore a checkpoint. With
+    ``settings.skip_non_finite`` that step is skipped instead.
     """
     batches = MiniBatchIterator(model, experience, settings, max_tokens)
     policy = _PolicyExperience(model, batches, experience, loss, loss_function)
@@ -89,12 +88,12 @@ def update_value(
     loss: ValueLossSettings,
     max_tokens: int,
 ) -> dict[str, float]:
-    """Take the value model's optimizer steps on one step's experience and reports on them.
+    """Take the value model's optimizer steps on one step's experience and return their metrics.
 
-    Every response token counts, whatever the actor's mask; the old values are the experience's. Does not depend on
-    ``max_tokens``. With 0 epochs nothing is computed. Metrics, left out where nothing was observed: ``value_loss`` and
+    Every response token counts, regardless of the actor's mask. The old values are those of the experience. The result does not
+    depend on ``max_tokens``. With 0 epochs nothing is computed. Metrics, omitted if nothing was observed: ``value_loss`` and
     ``grad_norm`` (before clipping), means over optimizer steps; ``value_clip_fraction``, mean over tokens of all epochs;
-    ``learning_rate``; and always ``optimizer_steps`` and ``skipped_steps``. Raises, or skips, as ``update_policy``.
+    ``learning_rate``; and always ``optimizer_steps`` and ``skipped_steps``. For errors and skipped steps see ``update_policy``.
     """
     batches = MiniBatchIterator(value_model, experience, settings, max_tokens)
     old_values, returns = batches.tensor(experience.values), batches.tensor(experience.returns)
@@ -133,7 +132,7 @@ def _take_policy_steps(
     for epoch in range(settings.num_epochs):
         mini_batches = batches.mini_batches(epoch)
         counts = [policy.masked_tokens(mini_batch) for mini_batch in mini_batches]
-        # The first mini-batch to be stepped on is still at the old weights when it is computed: its own forward pass serves.
+        # The first mini-batch with a step is computed at the old weights, so its forward pass also provides the old log-probs.
         first = next((index for index, count in enumerate(counts) if count), None) if epoch == 0 else None
         if epoch == 0:
             others = [mini_batch for index, mini_batch in enumerate(mini_batches) if index != first]
@@ -149,7 +148,7 @@ def _take_policy_steps(
 
 
 class _PolicyExperience:
-    """A step's experience on the policy's device, the old log-probs [response tokens] as they become known, and the loss."""
+    """A step's experience on the policy's device, its old log-probs [response tokens] once computed, and the loss."""
 
     def __init__(
         self,
@@ -172,14 +171,14 @@ class _PolicyExperience:
         self.old = torch.full_like(self._mask, torch.nan)
 
     def masked_tokens(self, mini_batch: MiniBatch) -> int:
-        """Return how many of its tokens count in the policy loss."""
+        """Return how many tokens of the mini-batch count in the policy loss."""
         return int(sum(np.count_nonzero(self._actor_mask[part.token_indices.cpu().numpy()]) for part in mini_batch))
 
     def recompute(self, mini_batches: list[MiniBatch], skip_non_finite: bool) -> None:
-        """Fill in the old log-probs at the present weights, in the shapes in which they will be trained, and the entropy.
+        """Compute the old log-probs and the entropy at the current weights, in the same micro-batches as in training.
 
-        One that is not finite becomes NaN, which makes the loss of its mini-batch NaN, or raises ComputationFailed unless
-        ``skip_non_finite``.
+        A log-prob that is not finite raises ComputationFailed. With ``skip_non_finite`` it becomes NaN instead, and so does the
+        loss of its mini-batch.
         """
         seen = MetricSums()
         with torch.no_grad():
@@ -192,13 +191,13 @@ class _PolicyExperience:
         if seen["not_finite"] and not skip_non_finite:
             raise ComputationFailed(
                 f"policy update: {seen['not_finite']:g} old log-probs are not finite: the weights diverged before this step, "
-                "which has not touched them; go back to the checkpoint"
+                "which has not changed them; restore a checkpoint"
             )
 
     def backward(self, mini_batch: MiniBatch, is_first: bool) -> tuple[list[torch.Tensor], MetricSums]:
-        """Add the mini-batch's gradients to the model's. Gives the loss [] of each micro-batch, and what was seen.
+        """Add the mini-batch's gradients to the model's. Return the loss [] of each micro-batch, and metrics.
 
-        ``is_first``: the weights are the old ones, and this forward pass gives the old log-probs and the entropy.
+        ``is_first``: the weights are the old ones, so this forward pass provides the old log-probs and the entropy.
         """
         loss, losses, seen = self._loss, [], MetricSums()
         self._weigh(mini_batch)
@@ -213,7 +212,7 @@ class _PolicyExperience:
                 log_probs,
                 self.old[token_indices],
                 self._advantages[token_indices],
-                self._trusted(weights, token_indices),
+                self._importance_weighted(weights, token_indices),
                 micro_batch.lengths,
                 clip_low=loss.clip_low,
                 clip_high=loss.clip_high,
@@ -234,7 +233,7 @@ class _PolicyExperience:
         return losses, seen
 
     def observations(self) -> dict[str, float]:
-        """``entropy``, ``rollout_mismatch_kl`` and ``importance_weight`` of the tokens of which they are known."""
+        """Return ``entropy``, ``rollout_mismatch_kl`` and ``importance_weight`` over the tokens with known old log-probs."""
         results = {}
         if self._entropy["tokens"]:
             results["entropy"] = self._entropy["entropy"] / self._entropy["tokens"]
@@ -259,19 +258,19 @@ class _PolicyExperience:
         lengths = torch.cat([micro_batch.lengths for micro_batch in mini_batch])
         self._weights[token_indices] = loss_weights(self._mask[token_indices], lengths, self._loss.aggregation)
 
-    def _trusted(self, weights: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor:
-        """``weights`` [n] of the tokens at ``token_indices``, less where the engine sampled them from another distribution."""
+    def _importance_weighted(self, weights: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor:
+        """Return ``weights`` [n] of the tokens at ``token_indices`` times their truncated importance weights."""
         if not self._loss.importance_sampling_cap:
             return weights
-        trust = importance_weights(
+        importance = importance_weights(
             self.old[token_indices], self._rollout[token_indices], self._loss.importance_sampling_cap
         )
-        # Not 0 * NaN where the mask leaves a token out.
-        return torch.where(weights != 0, weights * trust, 0.0)
+        # Avoids 0 * NaN for masked tokens.
+        return torch.where(weights != 0, weights * importance, 0.0)
 
 
 def _mismatch(rollout: FloatArray, old: FloatArray) -> float:
-    """k3 estimate of KL(engine || trainer) in nats, mean over the response tokens whose old log-prob is known."""
+    """Return the k3 estimate of KL(engine || trainer) in nats, the mean over response tokens with a known old log-prob."""
     difference = np.clip(old.astype(np.float64) - rollout, -20, 20)
     difference = difference[np.isfinite(difference)]
     return float(np.mean(np.expm1(difference) - difference))

@@ -89,7 +89,7 @@ class Adapter:
     def read(self, directory: Path) -> None:
         """Restore the weights of a ``snapshot`` in ``directory`` in place. Raises ModelError.
 
-        The parameters stay the same objects, so an optimizer can keep them. To restore a checkpoint, call ``load_optimizer``, too.
+        The parameters stay the same objects, so an optimizer can keep them. ``load_optimizer`` restores its state.
         """
         path = directory / WEIGHTS_FILE
         if not path.is_file():

@@ -226,8 +226,8 @@ def test_text_is_tokenised_again_and_its_stop_token_put_back() -> None:
 @pytest.mark.parametrize(
     ("text", "reason", "message"),
     [
-        ("w5  w6", "stop", "does not give the same text again"),
-        ("w5 unheard", "stop", "does not give the same text again"),
+        ("w5  w6", "stop", "does not decode to the same text"),
+        ("w5 unheard", "stop", "does not decode to the same text"),
         ("w5", "timeout", "finish_reason 'timeout'"),
     ],
 )
@@ -243,7 +243,7 @@ def test_a_prompt_that_is_not_its_text_is_an_error() -> None:
     # The tokenizer has w2 for a special token, and finds it in w20.
     with pytest.raises(ComputationFailed, match="its text tokenizes to different token ids"):
         speaks.request(bad, SAMPLING, 0)
-    with pytest.raises(InvalidRequest, match="ignore EOS"):
+    with pytest.raises(InvalidRequest, match="ignore_eos is not supported"):
         speaks.request(good, SamplingParameters(4, ignore_eos=True), 0)
 
 
