@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "streams": [asdict(each) for each in rounds],
         "experience": [asdict(each) for each in sealed],
     }
-    (options.folder / "figures.json").write_text(json.dumps(results, indent=1) + "\n")
+    (options.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     text = table(rounds, sealed, where)
     print(text)
     page.write(page_of(parser, options), "buffer", text)

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     figures = {"machine": where, **{path: [asdict(pair) for pair in pairs] for path, pairs in results.items()}}
-    (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = table(results, options.steps, dtype, where)
     print(text)
     if device == "cpu":

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = [measure(kind, lengths_of(kind, options.tokens), options.rounds) for kind in KINDS]
     options.folder.mkdir(parents=True, exist_ok=True)
     figures = {"machine": where, "results": [asdict(result) for result in results]}
-    (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = table(results, where)
     print(text)
     page.write(page_of(parser, options), "gae", text)

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result.floor = floor(model, prompts[: result.prompts], options.tokens, bandwidth)
     options.folder.mkdir(parents=True, exist_ok=True)
     figures = {"machine": where, "bandwidth": bandwidth, "results": [asdict(result) for result in results]}
-    (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = table(results, options.tokens, options.threads, bandwidth, where)
     print(text)
     if device == "cpu":

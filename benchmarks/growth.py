@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": where,
         "results": {axis: [asdict(result) for result in actual] for axis, actual in results.items()},
     }
-    (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = tables(results, where, options.threads)
     print(text)
     page.write(page_of(parser, options), "growth", text)

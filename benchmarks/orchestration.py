@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     figures = {"machine": where, "stated": asdict(STATED), "results": [asdict(result) for result in results]}
-    (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = table(results, where)
     print(text)
     page.write(page_of(parser, options), "orchestration", text)

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "results": [asdict(result) for result in results],
         "moves": [asdict(one) for one in actual],
     }
-    (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = table(results, actual, peaks, options.threads, where)
     print(text)
     page.write(page_of(parser, options), "precision", text)

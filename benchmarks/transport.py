@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rpc": [asdict(call) for call in calls],
         "calls_per_second": each_second,
     }
-    (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = table(rates, calls, each_second, where)
     print(text)
     page.write(page_of(parser, options), "transport", text)

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options.folder.mkdir(parents=True, exist_ok=True)
     figures = {"machine": where, "peak": peak, "results": [asdict(result) for result in results]}
-    (options.folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
     text = table(results, peak, config.actor.dtype, options.threads, where)
     print(text)
     if device == "cpu":

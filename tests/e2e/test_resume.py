@@ -201,7 +201,9 @@ def test_an_export_over_something_or_of_something_damaged_is_refused(
     assert "actor/model.safetensors does not match the manifest" in refused(
         start, "checkpoints", "export", copied, "8", "new"
     )
-    assert "no checkpoint with the tag best; available steps: 6, 8" in refused(start, "checkpoints", "export", copied, "best", "new")
+    assert "no checkpoint with the tag best; available steps: 6, 8" in refused(
+        start, "checkpoints", "export", copied, "best", "new"
+    )
     assert not (tmp_path / "new").exists()
 
 

@@ -230,17 +230,17 @@ def test_the_orchestrator_is_told_by_the_step_that_was_held_up_the_least() -> No
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("benchmark", [generation, update, end_to_end])
-def test_a_benchmark_that_is_to_run_on_a_gpu_says_that_there_is_none(
+def test_a_gpu_benchmark_without_a_gpu_fails_and_keeps_old_results(
     benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "results"
     folder.mkdir()
-    (folder / "figures.json").write_text("of an earlier run")
+    (folder / "results.json").write_text("of an earlier run")
     assert benchmark.main(["--config", str(GPU / "ppo.yaml"), "--folder", str(folder)]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: no GPU here: ")
     assert "build/gpu/policy in bfloat16, 128 responses of at most 512 tokens" in told
-    assert (folder / "figures.json").read_text() == "of an earlier run"
+    assert (folder / "results.json").read_text() == "of an earlier run"
 
 
 def test_random_models_are_a_policy_a_reward_and_prompts_of_as_many_tokens(tmp_path: Path) -> None:
