@@ -1,9 +1,9 @@
 """Quartet's services and TRL's trainer on the same checkpoints, prompts and settings: episodes and tokens a second, in pairs.
 
 `make end-to-end`, or python -m benchmarks.end_to_end. The two sides run in turn, several times, so that a machine that is
-faster at one time than at another is so for both. TRL is in an environment of its own, whose Python is called. Writes the
-figures below build/, the table into docs/performance.md. Where the configs have the models on a GPU (configs/gpu), TRL has it as
-well, and the table is printed alone.
+faster at one time than at another is so for both. TRL is in a separate environment, whose Python is called. Writes the
+results below build/, the table into docs/performance.md. Where the configs have the models on a GPU (configs/gpu), TRL has it as
+well, and the table is only printed.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("end_to_end", __doc__)
     parser.add_argument("--config", action="append", type=Path, help="may be repeated")
     parser.add_argument("--steps", type=positive, default=16)
-    parser.add_argument("--pairs", type=positive, default=3, help="each of a seed of its own")
+    parser.add_argument("--pairs", type=positive, default=3, help="each with a separate seed")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in the config of both sides")
     parser.add_argument("--trl", type=Path, default=Path("build/parity-venv/bin/python"), help="a Python that has TRL")
-    add_shared(parser, "build/end-to-end", kept="runs and figures are")
+    add_shared(parser, "build/end-to-end", kept="runs and results are")
     options = parser.parse_args(arguments)
     paths = options.config or [Path(path) for path in CONFIGS]
     results: dict[str, list[Pair]] = {}
@@ -96,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    figures = {"machine": where, **{path: [asdict(pair) for pair in pairs] for path, pairs in results.items()}}
-    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
+    report = {"machine": where, **{path: [asdict(pair) for pair in pairs] for path, pairs in results.items()}}
+    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     text = table(results, options.steps, dtype, where)
     print(text)
     if device == "cpu":

@@ -1,6 +1,6 @@
 """Generalized advantages of a million response tokens: milliseconds, by how the tokens are shared out among responses.
 
-`make gae`, or python -m benchmarks.gae. Writes the figures below build/, the table into docs/performance.md. Exits 1 when the
+`make gae`, or python -m benchmarks.gae. Writes the results below build/, the table into docs/performance.md. Exits 1 when the
 best of several calls takes longer than it should.
 """
 
@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = machine.describe()
     results = [measure(kind, lengths_of(kind, options.tokens), options.rounds) for kind in KINDS]
     options.folder.mkdir(parents=True, exist_ok=True)
-    figures = {"machine": where, "results": [asdict(result) for result in results]}
-    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
+    report = {"machine": where, "results": [asdict(result) for result in results]}
+    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     text = table(results, where)
     print(text)
     page.write(page_of(parser, options), "gae", text)

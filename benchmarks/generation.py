@@ -2,8 +2,8 @@
 
 `make generation`, or python -m benchmarks.generation. Real tokens a second, those up to a response's end, with one thread. The
 contenders run in turn, several times. The floor is what reading the weights once a token costs, and the cache as it grows: no
-engine is faster on this memory. Writes the figures below build/, the table into docs/performance.md. Where the config has the
-actor on a GPU (configs/gpu) that is what is measured, and the table is printed alone.
+engine is faster on this memory. Writes the results below build/, the table into docs/performance.md. Where the config has the
+actor on a GPU (configs/gpu) that is what is measured, and the table is only printed.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for result in results:
         result.floor = floor(model, prompts[: result.prompts], options.tokens, bandwidth)
     options.folder.mkdir(parents=True, exist_ok=True)
-    figures = {"machine": where, "bandwidth": bandwidth, "results": [asdict(result) for result in results]}
-    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
+    report = {"machine": where, "bandwidth": bandwidth, "results": [asdict(result) for result in results]}
+    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     text = table(results, options.tokens, options.threads, bandwidth, where)
     print(text)
     if device == "cpu":

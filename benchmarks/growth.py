@@ -2,7 +2,7 @@
 
 `make growth`, or python -m benchmarks.growth. One process, one thread, random weights, responses that all have the full length. A
 step is that of REINFORCE with a reward that costs nothing, its parts one after the other: generation, the reference's log-probs,
-advantages, an update of one epoch; services and buffer are `make orchestration`'s. Writes the figures below build/, the tables
+advantages, an update of one epoch; services and buffer are `make orchestration`'s. Writes the results below build/, the tables
 into docs/performance.md.
 """
 
@@ -96,11 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = machine.describe()
     results = {axis: [measure(point, options.rounds) for point in points] for axis, points in AXES.items()}
     options.folder.mkdir(parents=True, exist_ok=True)
-    figures = {
+    report = {
         "machine": where,
         "results": {axis: [asdict(result) for result in actual] for axis, actual in results.items()},
     }
-    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     text = tables(results, where, options.threads)
     print(text)
     page.write(page_of(parser, options), "growth", text)

@@ -33,11 +33,11 @@ def add_shared(
     folder: str,
     page: Path = PERFORMANCE,
     *,
-    kept: str = "figures are",
+    kept: str = "results are",
     rounds: int | None = None,
     threads: bool = False,
 ) -> None:
-    """The options of most benchmarks. ``kept`` in ``folder``: words for what there is; ``page``: as of ``add_page``."""
+    """Add the options of most benchmarks. ``kept``: the files in ``folder``, for the help; ``page``: see ``add_page``."""
     if rounds is not None:
         parser.add_argument("--rounds", type=positive, default=rounds)
     if threads:
@@ -47,13 +47,15 @@ def add_shared(
 
 
 def add_page(parser: argparse.ArgumentParser, page: Path) -> None:
-    """Return where the table goes: ``page``, where it is measured as `make` measures it."""
-    parser.add_argument("--page", type=Path, help=f"where the table goes; {page} where nothing else is asked for")
+    """Add the option ``--page``. The table goes to ``page`` by default if all other options have their defaults."""
+    parser.add_argument(
+        "--page", type=Path, help=f"where to write the table (default: {page}, if no other option is given)"
+    )
     parser.set_defaults(usual_page=page)
 
 
 def page_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Path | None:
-    """Return where the table goes: what ``--page`` says, or the usual one; None where other options would make it another table."""
+    """Return where the table goes: ``--page``, or the default page; None if other options would change the table."""
     if options.page is not None:
         result: Path = options.page
         return result
@@ -61,5 +63,8 @@ def page_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Pat
     if all(getattr(options, name) == value for name, value in usual.items() if name not in _ELSEWHERE):
         page: Path = options.usual_page
         return page
-    print(f"not written into {options.usual_page}, as other options were given; --page says where", file=sys.stderr)
+    print(
+        f"not written to {options.usual_page}, because other options were given; set --page to write it",
+        file=sys.stderr,
+    )
     return None

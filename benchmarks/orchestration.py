@@ -4,7 +4,7 @@
 (`benchmarks/simulated.py`), everything else is real: gRPC, the embedded Redis, the orchestrator with all that it writes down. The
 replicas of reward and reference are as fast together as one alone would have to be, so a larger cluster stands for larger models.
 The critical path is the step's time if nothing but the services took any: generation, scoring as soon as a batch is complete and
-a replica is free, update. Writes the figures below build/, the table into docs/performance.md. Exits 1 when the orchestrator
+a replica is free, update. Writes the results below build/, the table into docs/performance.md. Exits 1 when the orchestrator
 adds more than it should.
 """
 
@@ -124,8 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    figures = {"machine": where, "stated": asdict(STATED), "results": [asdict(result) for result in results]}
-    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
+    report = {"machine": where, "stated": asdict(STATED), "results": [asdict(result) for result in results]}
+    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     text = table(results, where)
     print(text)
     page.write(page_of(parser, options), "orchestration", text)
@@ -158,7 +158,7 @@ def _last_end(arrivals: Sequence[tuple[float, int]], seconds: float, count: int)
 
 
 class Clock:
-    """Looks at the clocks before the first step and at every commit."""
+    """Read the clocks before the first step and at every commit."""
 
     def __init__(self) -> None:
         self.times: list[tuple[float, float]] = []

@@ -2,7 +2,7 @@
 
 `make precision`, or python -m benchmarks.precision. For the review policy, and for one of the shape of Qwen2 0.5B with 4 of
 its 24 layers and random weights; the two types take turns. And how near the float32 masters of bfloat16 weights move to where
-float32 weights do, in an update of the review policy. Writes the figures below build/, the table into docs/performance.md.
+float32 weights do, in an update of the review policy. Writes the results below build/, the table into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     peaks = {dtype: matmul_peak("cpu", dtype) for dtype in DTYPES}
     options.folder.mkdir(parents=True, exist_ok=True)
-    figures = {
+    report = {
         "machine": where,
         "peaks": peaks,
         "results": [asdict(result) for result in results],
         "moves": [asdict(one) for one in actual],
     }
-    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     text = table(results, actual, peaks, options.threads, where)
     print(text)
     page.write(page_of(parser, options), "precision", text)
@@ -188,8 +188,8 @@ def table(results: Sequence[Result], actual: Sequence[Moves], peaks: dict[str, f
     return "\n".join(lines)
 
 
-def _row(name: str, what: str, figures: dict[str, list[float]], ratios: list[float], digits: int) -> str:
-    cells = " | ".join(f"{statistics.median(figures[dtype]):.{digits}f}" for dtype in DTYPES)
+def _row(name: str, what: str, results: dict[str, list[float]], ratios: list[float], digits: int) -> str:
+    cells = " | ".join(f"{statistics.median(results[dtype]):.{digits}f}" for dtype in DTYPES)
     return (
         f"| {name} | {what} | {cells} | **{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f}) |"
     )

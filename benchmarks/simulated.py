@@ -106,7 +106,7 @@ class Core:
         )
 
     def close(self) -> None:
-        """Has nothing to end."""
+        """Do nothing."""
 
 
 class Trained(Core):
@@ -208,7 +208,7 @@ def hosted(role: Role, times: Times, url: str) -> HostedRole:
 
 @contextmanager
 def replicas(role: Role, count: int = 1, times: Times | None = None, url: str = "") -> Iterator[list[str]]:
-    """So many replicas in a process of their own; gives the address of each."""
+    """So many replicas in a separate process; gives the address of each."""
     command = [sys.executable, "-m", "benchmarks.simulated", role, "--replicas", str(count), "--url", url]
     for name, seconds in asdict(times or Times()).items():
         command += [f"--{name}", str(seconds)]

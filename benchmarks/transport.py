@@ -1,8 +1,8 @@
 """Codec and RPC: gigabytes a second of what travels between the processes, and calls a second.
 
 `make transport`, or python -m benchmarks.transport. The codec: arrays to the bytes of their message, and back to arrays that are
-checked. RPC: the reference's method over real gRPC on loopback, with a server in a process of its own that answers at once; what
-is counted goes both ways. Writes the figures below build/, the table into docs/performance.md. Exits 1 when the codec is slower
+checked. RPC: the reference's method over real gRPC on loopback, with a server in a separate process that answers at once; what
+is counted goes both ways. Writes the results below build/, the table into docs/performance.md. Exits 1 when the codec is slower
 than it should be.
 """
 
@@ -77,13 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rates += [experience_rate(tokens, options.rounds) for tokens in EXPERIENCES]
     calls, each_second = rpc(options.rounds)
     options.folder.mkdir(parents=True, exist_ok=True)
-    figures = {
+    report = {
         "machine": where,
         "codec": [asdict(rate) for rate in rates],
         "rpc": [asdict(call) for call in calls],
         "calls_per_second": each_second,
     }
-    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     text = table(rates, calls, each_second, where)
     print(text)
     page.write(page_of(parser, options), "transport", text)
@@ -106,7 +106,7 @@ def best(rounds: int, work: Callable[[], object]) -> float:
 
 
 def floats(count: int, seed: int = 0) -> FloatArray:
-    """So many numbers, always the same for a seed."""
+    """Return this many numbers, the same for a seed."""
     return np.random.default_rng(seed).random(count, np.float32)
 
 
@@ -159,7 +159,7 @@ def experience_rate(tokens: int, rounds: int) -> Rate:
     """A step's experience of so many response tokens."""
     experience = experience_of(tokens)
     encoded = codec.encode_experience(experience)
-    # As Redis hands them out: bytes of their own.
+    # As Redis hands them out: separate bytes.
     chunks = {name: bytes(chunk) for name, chunk in encoded.chunks.items()}
     size = len(encoded.manifest) + sum(map(len, chunks.values()))
     write = best(rounds, lambda: codec.encode_experience(experience))

@@ -23,7 +23,7 @@ from quartet.config import Config, load_config
 
 
 class Clock:
-    """Writes down when each step ended, and what it was about."""
+    """Record the end time and the metrics of each step."""
 
     def __init__(self, out: Path) -> None:
         self._out, self._since = out, time.perf_counter()

@@ -2,8 +2,8 @@
 
 `make update`, or python -m benchmarks.update. One process, one step's experience of random tokens whose lengths are spread as
 those of responses that end by themselves; packed and padded in turn. FLOPs are counted as in the literature, 6 for each weight
-that a real token meets on the way there and back; attention is left out. Writes the figures below build/, the table into
-docs/performance.md. Where the config has the actor on a GPU (configs/gpu) it is measured there, and the table is printed alone.
+that a real token meets on the way there and back; attention is left out. Writes the results below build/, the table into
+docs/performance.md. Where the config has the actor on a GPU (configs/gpu) it is measured there, and the table is only printed.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.folder.mkdir(parents=True, exist_ok=True)
-    figures = {"machine": where, "peak": peak, "results": [asdict(result) for result in results]}
-    (options.folder / "results.json").write_text(json.dumps(figures, indent=1) + "\n")
+    report = {"machine": where, "peak": peak, "results": [asdict(result) for result in results]}
+    (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     text = table(results, peak, config.actor.dtype, options.threads, where)
     print(text)
     if device == "cpu":
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def matmul_peak(device: str = "cpu", dtype: str = "float32") -> float:
-    """FLOP/s of large matrix products, the best of several sizes."""
+    """FLOP/s of large matmuls, the best of several sizes."""
     best = 0.0
     for size in (512, 1024, 2048) if device == "cpu" else (4096, 8192):
         a, b = (torch.randn(size, size, device=device).to(DTYPES[dtype]) for _ in range(2))
@@ -167,8 +167,8 @@ def of_policy(config: Config, device: str, full: bool) -> Work:
     def update() -> None:
         update_policy(model, optimizer, learned, settings, loss, config.actor.max_forward_tokens)
 
-    products = body * distinct_tokens(learned.batch, config) + head * len(learned.advantages)
-    return Work(optimizer, update, learned, 6.0 * settings.num_epochs * products)
+    multiplications = body * distinct_tokens(learned.batch, config) + head * len(learned.advantages)
+    return Work(optimizer, update, learned, 6.0 * settings.num_epochs * multiplications)
 
 
 def of_critic(config: Config, device: str, full: bool) -> Work:
@@ -181,8 +181,8 @@ def of_critic(config: Config, device: str, full: bool) -> Work:
     def update() -> None:
         update_value(model, optimizer, learned, settings, loss, config.critic.max_forward_tokens)
 
-    products = _weights(model.backbone) * distinct_tokens(learned.batch, config)
-    return Work(optimizer, update, learned, 6.0 * settings.num_epochs * products)
+    multiplications = _weights(model.backbone) * distinct_tokens(learned.batch, config)
+    return Work(optimizer, update, learned, 6.0 * settings.num_epochs * multiplications)
 
 
 def distinct_tokens(batch: TokenBatch, config: Config) -> int:

@@ -132,7 +132,7 @@ def test_a_page_has_only_what_is_measured_as_make_measures_it(capsys: pytest.Cap
     assert page_for("--rounds", "3", "--page", "mine.md") == Path("mine.md")
     assert capsys.readouterr().err == ""
     assert page_for("--rounds", "3") is None
-    assert "not written into docs/performance.md" in capsys.readouterr().err
+    assert "not written to docs/performance.md" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         page_for("--rounds", "0")
     assert "argument --rounds: 0: expected at least 1" in capsys.readouterr().err

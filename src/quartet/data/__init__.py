@@ -1,4 +1,4 @@
-"""Prompts: read from JSON Lines, tokenised once, dealt out to the steps in an order that the seed decides."""
+"""Prompts: read from JSON Lines, tokenized once, and assigned to the steps in an order that the seed determines."""
 
 from quartet.data.prompt_encoding import ENCODE_LINES, PromptEncoder, PromptSet, encode_prompts
 from quartet.data.prompt_lines import (

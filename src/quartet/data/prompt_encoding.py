@@ -1,4 +1,4 @@
-"""Prompts as token ids: tokenised once, checked, and what a user should know of how that went."""
+"""Tokenization of prompts, with checks and notes for the user."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from quartet.errors import DataError
 from quartet.types import Prompt
 
 ENCODE_LINES = 1024
-"""Lines that are tokenised at once: what a tokenizer makes of them is many times what is kept."""
+"""Lines per tokenizer call. The limit saves memory, because a tokenizer's output is much larger than the kept ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
-    """How prompts become token ids.
+    """Functions that turn prompts into token ids.
 
-    ``texts`` takes texts to the ids of each; ``chat`` takes one prompt's messages to ids, through the tokenizer's chat template,
-    and is None where there is none; ``chat_unopened`` does so without the generation prompt, which opens the response. ``bos_id``
-    is the token that the tokenizer may begin a text with. ``model`` says whose tokenizer it is.
+    ``texts`` tokenizes texts. ``chat`` tokenizes one prompt's messages with the tokenizer's chat template, None without a
+    template. ``chat_unopened`` does so without the generation prompt, which opens the response. ``bos_id`` is the token that the
+    tokenizer may add at the start of a text. ``model`` is the model of the tokenizer.
     """
 
     model: str
@@ -36,14 +36,14 @@ class PromptEncoder:
 
     @classmethod
     def of(cls, tokenizer: Any, model: str) -> PromptEncoder:
-        """By a transformers tokenizer: texts with the special tokens that it adds, messages with those of its template alone."""
+        """Create an encoder from a transformers tokenizer. Texts get its special tokens, messages only those of its template."""
 
         def texts(batch: list[str]) -> list[list[int]]:
             result: list[list[int]] = tokenizer(batch, return_attention_mask=False)["input_ids"] if batch else []
             return result
 
         def chat(messages: list[Message], opened: bool = True) -> list[int]:
-            # It tokenises without adding special tokens: the template has written out a BOS where the model wants one.
+            # Adds no special tokens: the template contains a BOS if the model needs one.
             result: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=opened, return_dict=False)
             return result
 
@@ -55,7 +55,7 @@ class PromptEncoder:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Tokenised prompts, and what a user should know of how they came about."""
+    """Tokenized prompts, and notes for the user about their encoding."""
 
     prompts: list[Prompt]
     notes: list[str]
@@ -63,7 +63,7 @@ class PromptSet:
 
 @dataclass(slots=True)
 class _Counts:
-    """What happened to the prompts on their way, in prompts."""
+    """Numbers of prompts, by kind and by what the encoding changed."""
 
     lines: int = 0
     texts: int = 0
@@ -77,7 +77,7 @@ class _Counts:
     unopened: bool = False
 
     def add_text(self, ids: list[int], stop_ids: frozenset[int], bos_id: int | None) -> list[int]:
-        """A text's ids without the ends that some tokenizers close every text with: a continuation could not follow them."""
+        """Count a text and return its ids without final stop tokens, which some tokenizers add: no response can follow them."""
         self.lines += 1
         self.texts += 1
         self.begun_twice += bos_id is not None and ids[:2] == [bos_id, bos_id]
@@ -88,7 +88,7 @@ class _Counts:
         return ids[:length]
 
     def add_given(self, line: PromptLine, ids: list[int], stop_ids: frozenset[int]) -> list[int]:
-        """The ids of messages, or those that a line gives itself, as they are: they end as the user chose."""
+        """Count messages or token ids, and return the ids unchanged, also if they end with a stop token."""
         self.lines += 1
         ended = bool(ids) and ids[-1] in stop_ids
         if line.messages is None:
@@ -100,7 +100,7 @@ class _Counts:
         return ids
 
     def notes(self, encoder: PromptEncoder, max_prompt_tokens: int) -> Iterator[str]:
-        """One line for each thing that a user should know of."""
+        """Yield one line per note for the user."""
         of_all = f"of {self.lines} prompts"
         if self.too_long:
             yield f"{self.too_long} {of_all} are over data.max_prompt_tokens {max_prompt_tokens} and dropped"
@@ -144,11 +144,10 @@ def encode_prompts(
     max_prompt_tokens: int,
     limit: int | None = None,
 ) -> PromptSet:
-    """Tokenises, checks, and drops what is too long, by count. ``index`` of a prompt is its line, from 0.
+    """Tokenize and check prompts, and drop those that are too long. ``index`` of a prompt is its line, from 0.
 
-    ``limit``: so many prompts are enough, and what follows them is not looked at.
-    Raises DataError when a prompt has no tokens or ids outside the vocabulary, when the chat template is missing or refuses
-    its messages, or when no prompt is left.
+    ``limit``: maximum number of prompts. Later lines are not read. Raises DataError if a prompt has no tokens or ids outside the
+    vocabulary, if the chat template is missing or refuses its messages, or if no prompt is left.
     """
     prompts: list[Prompt] = []
     counts = _Counts()
@@ -181,7 +180,7 @@ def encode_prompts(
 
 
 def _given_ids(line: PromptLine, encoder: PromptEncoder, where: str) -> list[int]:
-    """The ids that a line gives itself, or those that the chat template makes of its messages."""
+    """Return the ids of a line, or those of its messages by the chat template."""
     if line.messages is None:
         return list(line.token_ids or ())
     if encoder.chat is None:
@@ -191,7 +190,7 @@ def _given_ids(line: PromptLine, encoder: PromptEncoder, where: str) -> list[int
         )
     try:
         return encoder.chat([dict(message) for message in line.messages])
-    except Exception as error:  # A template raises whatever it likes.
+    except Exception as error:  # A template may raise anything.
         reason = next((text.strip() for text in str(error).splitlines() if text.strip()), "no reason given")
         raise DataError(
             f"{where}: the chat template of {encoder.model} refuses these messages: {reason[:200]} "
@@ -200,10 +199,10 @@ def _given_ids(line: PromptLine, encoder: PromptEncoder, where: str) -> list[int
 
 
 def _is_unopened(messages: Sequence[Message], ids: list[int], encoder: PromptEncoder) -> bool:
-    """Return whether the chat template makes of messages the same ``ids`` when no response is asked for."""
+    """Return whether the chat template gives the same ``ids`` without a generation prompt."""
     if encoder.chat_unopened is None:
         return False
     try:
         return encoder.chat_unopened([dict(message) for message in messages]) == ids
-    except Exception:  # It may refuse what does not end with the assistant: then it does look at what is asked.
+    except Exception:  # A template that refuses messages without a final assistant message does distinguish the two.
         return False

@@ -1,4 +1,4 @@
-"""Prompts as they are in a JSON Lines file: read a line at a time, each checked and with its number."""
+"""Reading of prompts from a JSON Lines file, line by line, with checks and line numbers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ EXPECTED = (
     'or "token_ids" (a list of integers)'
 )
 MAX_LINE_BYTES = 16 * 1024 * 1024
-"""Longest line that is read."""
+"""Maximum length of a line."""
 MAX_FIELDS_BYTES = 1024 * 1024
-"""Longest JSON object of a line's own fields, text and messages included: it goes with every request for its scores."""
+"""Maximum size of a line's fields as JSON, text and messages included. Every scoring request contains them."""
 MAX_MESSAGES = 1024
-"""Most messages of one prompt."""
+"""Maximum number of messages of a prompt."""
 
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One line of a prompts file: text or messages that are still to be tokenised, or token ids as they are.
+    """One line of a prompts file: text or messages to be tokenized, or token ids.
 
-    ``fields`` is what reward functions get of it: a JSON object of everything but ``token_ids``.
+    ``fields`` is the JSON object that reward functions get: all fields of the line except ``token_ids``.
     """
 
     line: int
@@ -40,26 +40,26 @@ class PromptLine:
 
 
 def read_prompt_lines(path: Path) -> list[PromptLine]:
-    """Every prompt of a JSON Lines file, blank lines left out. Raises DataError naming file and line."""
+    """Return every prompt of a JSON Lines file. Blank lines are skipped. Raises DataError with file and line."""
     return list(iterate_prompt_lines(path))
 
 
 def iterate_prompt_lines(path: Path) -> Iterator[PromptLine]:
-    """The same one by one, for files that need not be in memory as a whole."""
-    result = False
+    """Yield every prompt of a JSON Lines file, without reading the whole file. Raises DataError with file and line."""
+    has_prompts = False
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(_bounded_lines(file, path), 1):
                 if number == 1:
                     raw = raw.removeprefix(codecs.BOM_UTF8)  # some editors begin a file with it
                 if raw.strip():
-                    result = True
+                    has_prompts = True
                     yield _parse(raw, f"prompts {path}:{number}", number)
     except OSError as error:
         raise DataError(
             f"prompts {path}: cannot be read ({error.strerror}); give a JSON Lines file (data.prompts, --file)"
         ) from None
-    if not result:
+    if not has_prompts:
         raise DataError(
             f"prompts {path}: empty; expected at least one prompt, {EXPECTED.removeprefix('expected ')} a line"
         )
@@ -85,10 +85,10 @@ def _parse(raw: bytes, where: str, number: int) -> PromptLine:
         raise DataError(f"{where}: found {type(value).__name__}; {EXPECTED}")
     text, messages, token_ids = (value.pop(key, None) for key in ("text", "messages", "token_ids"))
     given = {"text": text, "messages": messages, "token_ids": token_ids}
-    results = [key for key, content in given.items() if content is not None]
-    if len(results) != 1:
-        raise DataError(f"{where}: found {' and '.join(results) or 'none'} of text, messages and token_ids; {EXPECTED}")
-    kind = results[0]
+    kinds = [key for key, content in given.items() if content is not None]
+    if len(kinds) != 1:
+        raise DataError(f"{where}: found {' and '.join(kinds) or 'none'} of text, messages and token_ids; {EXPECTED}")
+    kind = kinds[0]
     if kind != "token_ids":
         value[kind] = given[kind]
     fields = _fields(value, where)
@@ -98,8 +98,8 @@ def _parse(raw: bytes, where: str, number: int) -> PromptLine:
         return PromptLine(number, text, fields=fields)
     if kind == "messages":
         return PromptLine(number, messages=_messages(messages, where), fields=fields)
-    whole = isinstance(token_ids, list) and all(type(token) is int and 0 <= token < 2**31 for token in token_ids)
-    if not whole or not token_ids:
+    is_valid = isinstance(token_ids, list) and all(type(token) is int and 0 <= token < 2**31 for token in token_ids)
+    if not is_valid or not token_ids:
         raise DataError(f"{where}: token_ids is not a list of token ids; {EXPECTED}")
     return PromptLine(number, token_ids=tuple(token_ids), fields=fields)
 
@@ -109,12 +109,12 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _fields(value: dict[str, Any], where: str) -> str:
-    """The line's own fields as compact JSON, keys sorted: what a reward function gets. Raises DataError."""
+    """Return the fields for reward functions as compact JSON with sorted keys. Raises DataError."""
     try:
         fields = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
         size = len(fields.encode("utf-8"))
     except UnicodeEncodeError:
-        raise DataError(f"{where}: holds half of a character (a lone surrogate); {EXPECTED}") from None
+        raise DataError(f"{where}: contains half of a character (a lone surrogate); {EXPECTED}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: cannot be handed to a reward function ({error}); {EXPECTED}") from None
     if size > MAX_FIELDS_BYTES:

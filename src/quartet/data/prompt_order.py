@@ -12,9 +12,8 @@ from quartet.types import Prompt
 class PromptOrder:
     """Order of prompts: passes over the data set, each shuffled, as a pure function of seed and step.
 
-        The remainder of a pass that does not fill a step is left out of that pass; another pass leaves out others. A run that
-    The remainder of a pass that does not fill a step is left out of that pass. A resumed run
-        continues without any saved state: the prompts of a step do not depend on those before.
+    Prompts at the end of a pass that do not fill a step are left out of that pass. A resumed run needs no saved state, because
+    the prompts of a step do not depend on earlier steps.
     """
 
     def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int) -> None:
@@ -29,7 +28,7 @@ class PromptOrder:
 
     def of_step(self, step: int) -> list[Prompt]:
         """The prompts of a step, counted from 1."""
-        number, place = divmod(step - 1, self._steps_per_pass)
+        number, index_in_pass = divmod(step - 1, self._steps_per_pass)
         order = prompt_order(self._seed, number, len(self._prompts))
-        chosen = order[place * self._per_step : (place + 1) * self._per_step]
+        chosen = order[index_in_pass * self._per_step : (index_in_pass + 1) * self._per_step]
         return [self._prompts[index] for index in chosen]

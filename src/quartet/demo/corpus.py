@@ -1,11 +1,11 @@
-"""A synthetic corpus of restaurant reviews in which favour is additive: the ground that the demo trains on.
+"""Synthetic corpus of restaurant reviews for the demo. The reward of a review is additive over its clauses.
 
-A prompt sets the scene (``a late dinner with friends :``); a response has one clause per aspect of the visit, each
-favourable or not, independently of the rest (`` the soup was superb , our waiter was rude , ...``). A judge prefers the
-response with more favourable clauses, now and then wrongly. A reward that adds up over independent clauses leaves PPO
-far to go: the best response lies several standard deviations above the mean of the untrained policy's.
+A prompt describes a visit (``a late dinner with friends :``). A response has one clause per aspect of the visit, each
+favourable or not, independently of the others (`` the soup was superb , our waiter was rude , ...``). A judge prefers the
+response with more favourable clauses, with some errors. An additive reward leaves PPO room to improve: the best response is
+several standard deviations above the mean of the untrained policy.
 
-Every word is lower case and set off by single spaces, so that a small vocabulary holds all of them.
+All words are lower case and separated by single spaces, so a small vocabulary is sufficient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ASPECTS: tuple[tuple[str, ...], ...] = (
     ("the room", "the music", "the table"),
     ("the bill", "the price", "the visit"),
 )
-"""What the clauses of a response are about, in their order; each clause names one of its aspect's words."""
+"""Aspects of a visit, in the order of the clauses. Each clause uses one of the words of its aspect."""
 
 _FAVOURABLE = ("superb", "lovely", "great", "perfect")
 _OTHER = ("plain", "fair", "usual", "dull", "poor", "bad", "sad", "awful")
@@ -48,7 +48,7 @@ _CLAUSE = re.compile(r"(?:the|our) \w+ was (\w+)")
 
 @dataclass(frozen=True, slots=True)
 class Review:
-    """A prompt, its response (which begins with a space, to be put straight after it), and how favourable it is."""
+    """A prompt, its response (with a leading space, to be appended), and the number of favourable clauses."""
 
     prompt: str
     response: str
@@ -76,25 +76,25 @@ CLAUSES = len(_ASPECTS)
 
 
 def prompts() -> list[str]:
-    """Every prompt there is, in a fixed order: a few hundred."""
+    """Return all prompts, a few hundred, in a fixed order."""
     return [f"{occasion} {company}{day} :" for occasion in _OCCASIONS for company in _COMPANIES for day in _DAYS]
 
 
 def reviews(count: int, seed: int) -> list[Review]:
-    """``count`` reviews of scenes drawn at random."""
+    """Return ``count`` reviews of randomly drawn prompts."""
     draw = random.Random(f"{seed}/reviews")
     scenes = prompts()
     return [_review(draw.choice(scenes), FAVOURABLE_SHARE, draw) for _ in range(count)]
 
 
 def preferences(count: int, seed: int, *, sharpness: float = 1.0, unfinished_share: float = 0.15) -> list[Preference]:
-    """``count`` pairs of responses to one prompt each, by a judge who errs.
+    """Return ``count`` pairs of responses to one prompt each, ranked by a judge that makes errors.
 
-    The judge picks the first of two with probability ``sigmoid(sharpness * difference)``, the difference being that of
-    their favourable clauses. Half of the pairs are as favourable as the corpus, half of any favour at all, so that a
-    reward model has seen what PPO will make. In ``unfinished_share`` of the pairs the rejected response is the chosen
-    one broken off: in mid-clause without an end, or ended before every aspect was spoken of. A reward model learns to
-    expect complete responses, and PPO is not shown a way to score by saying less.
+    The judge prefers the first response with probability ``sigmoid(sharpness * difference)`` of their favourable clauses. Half of
+    the pairs are as favourable as the corpus, and half are uniformly distributed, so that the reward model covers the responses
+    that PPO will produce. In ``unfinished_share`` of the pairs the rejected response is the chosen one cut off: in a clause
+    without an end, or ended after some of the aspects. So the reward model learns to expect complete responses, and PPO cannot
+    score by omitting clauses.
     """
     draw = random.Random(f"{seed}/preferences")
     scenes = prompts()
@@ -102,7 +102,7 @@ def preferences(count: int, seed: int, *, sharpness: float = 1.0, unfinished_sha
 
 
 def favourable_clauses(response: str) -> int:
-    """The number of favourable clauses in any text that speaks in such clauses."""
+    """Return the number of favourable clauses in a text."""
     return sum(word in _FAVOURABLE for word in _CLAUSE.findall(response))
 
 
@@ -138,13 +138,13 @@ def _preference(prompt: str, draw: random.Random, sharpness: float, unfinished_s
 
 
 def _broken_off(response: str, draw: random.Random) -> str:
-    """``response`` up to some word before its full stop."""
+    """Return ``response`` up to a random word before its full stop."""
     words = response.split(" ")
     return " ".join(words[: draw.randint(2, len(words) - 1)])
 
 
 def _ended_early(response: str, draw: random.Random) -> str:
-    """The first clauses of ``response``, not all of them, and a full stop."""
+    """Return some of the first clauses of ``response``, but not all, and a full stop."""
     clauses = response.split(" , ")
     return " , ".join(clauses[: draw.randint(1, len(clauses) - 1)]) + " ."
 

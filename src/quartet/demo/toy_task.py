@@ -1,4 +1,4 @@
-"""The demo's toy task: a tiny policy, its reward model and prompts, made on first use in under a minute on one CPU core."""
+"""The demo's toy task: a tiny policy, its reward model and prompts, created on first use in under a minute on one CPU core."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quartet.models import pretraining
 from quartet.models.pretraining import ProgressCallback, Schedule, Shape
 
 _FORMAT = 1
-"""Raised whenever the recipe changes what a seed makes, so that toy tasks made before are made again."""
+"""Version of the recipe. Increase it if the same seed gives another toy task, so that old toy tasks are recreated."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToyTask:
-    """Where the pieces are: two Hugging Face checkpoints, each with the tokenizer, and a prompts file."""
+    """Paths of two Hugging Face checkpoints, each with the tokenizer, and of a prompts file."""
 
     policy: Path
     reward: Path
@@ -27,7 +27,7 @@ class ToyTask:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a toy task is made. The defaults are the demo's."""
+    """Settings for the creation of a toy task. The defaults are the demo's."""
 
     vocabulary: int = 512
     shape: Shape = field(default_factory=lambda: Shape(hidden=64, layers=2, heads=4, positions=128))
@@ -40,10 +40,10 @@ class Recipe:
 def make_toy_task(
     directory: Path, seed: int = 0, progress: ProgressCallback | None = None, recipe: Recipe | None = None
 ) -> ToyTask:
-    """The toy task at ``directory``, made there unless a complete one of the same seed and recipe stands there already.
+    """Return the toy task at ``directory``. Create it unless a complete one of the same seed and recipe exists there.
 
-    A toy task appears whole or not at all; whatever else stands at ``directory`` is replaced only if it is an older, another
-    or a damaged toy task, or empty. Raises ConfigError where it is something else.
+    The directory is replaced atomically, if it is empty or contains an older, different or damaged toy task. Raises ConfigError
+    if it contains anything else.
     """
     recipe = recipe or Recipe()
     toy_task = ToyTask(directory / "policy", directory / "reward", directory / "prompts.jsonl")
@@ -100,13 +100,13 @@ def _is_complete(directory: Path, toy_task: ToyTask, label: dict[str, object]) -
 
 
 def _check_replaceable(directory: Path) -> None:
-    """Raise ConfigError where ``directory`` is a file or holds what no toy task has."""
+    """Raise ConfigError if ``directory`` is a file or contains files that are not part of a toy task."""
     if not directory.exists():
         return
     if not directory.is_dir():
         raise ConfigError(f"{directory}: is a file, expected a directory to make the demo's toy task in")
-    strangers = sorted(
+    other_files = sorted(
         {entry.name for entry in directory.iterdir()} - {"policy", "reward", "prompts.jsonl", "toy_task.json"}
     )
-    if strangers:
-        raise ConfigError(f"{directory}: holds {strangers[0]!r}, no part of a demo's toy task; give another directory")
+    if other_files:
+        raise ConfigError(f"{directory}: contains {other_files[0]!r}, not part of a toy task; give another directory")

@@ -1,4 +1,4 @@
-"""The numerics of PPO as pure tensor functions. Torch only: no models, no services, no state but KL coefficient and moments.
+"""The numerics of PPO as pure tensor functions, with torch only. The only state is the KL coefficient and the score moments.
 
 Everything is ragged: one flat tensor [tokens] over all response tokens, sequence after sequence, and ``lengths``
 [sequences]. Padding exists only inside a function, never in a result. Log-probs and KL are in nats. Statistics and
@@ -15,7 +15,7 @@ One PPO step, from scores to gradients::
 
     for each mini-batch, over all micro-batches and ranks:
         weights = losses.loss_weights(mask, lengths, "token_mean")
-        trust = weights * losses.importance_weights(old_log_probs, log_probs, cap)             # or weights alone
+        trust = weights * losses.importance_weights(old_log_probs, log_probs, cap)             # or only weights
         for each micro-batch of whole responses:
             new = distributions.token_log_probs(logits, token_ids, temperature)
             losses.policy_loss(new, old_log_probs, advantages, trust, lengths, 0.2, 0.2, 0.0, "token").loss.backward()

@@ -41,7 +41,7 @@ class EstimatorInput:
 
 
 Estimator = Callable[[EstimatorInput], Tensor | Advantages]
-"""Returns advantages, as many as ``rewards``. An estimator with a critic returns ``Advantages``: those and the value targets."""
+"""Function that returns advantages, as many as ``rewards``. With a critic it returns ``Advantages``, which adds value targets."""
 
 
 def gae(inputs: EstimatorInput) -> Advantages:

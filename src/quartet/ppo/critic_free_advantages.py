@@ -89,8 +89,8 @@ def _grouped(sequence_rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, 
         raise InvalidRequest(f"groups {groups.dtype}: expected int64, the prompt of each sequence")
     names, index, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
     if bool((sizes < 2).any()):
-        alone = int(names[sizes < 2][0])
-        raise InvalidRequest(f"groups: prompt {alone} has one sample; a baseline of the others needs at least 2")
+        group = int(names[sizes < 2][0])
+        raise InvalidRequest(f"groups: prompt {group} has one sample; a baseline of the others needs at least 2")
     return sequence_rewards.double(), index, sizes
 
 

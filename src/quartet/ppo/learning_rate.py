@@ -1,4 +1,4 @@
-"""How the learning rate moves over a run."""
+"""Learning rate schedule of a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def scheduled_learning_rate(
 
     With w = ``warmup_steps``: peak * (step / w) up to step w, whose rate is ``peak`` exactly. After it, with
     x = (step - w - 1) / (total_steps - w): constant, peak; linear, peak + (final - peak) x; cosine,
-    final + (peak - final) (1 + cos(pi x)) / 2. So the first step after the warm-up is at the peak, and ``final`` is what the step
-    after the last would have: a fall to 0 wastes no step. Source: Loshchilov & Hutter 2017, equation 5 (cosine, without
-    restarts). Raises InvalidRequest.
+    final + (peak - final) (1 + cos(pi x)) / 2. So the first step after the warm-up is at the peak, and the step after the last
+    would be at ``final``: a decay to 0 wastes no step. Source: Loshchilov & Hutter 2017, equation 5 (cosine, without restarts).
+    Raises InvalidRequest.
     """
     _check(step, total_steps, peak, final, warmup_steps)
     if step <= warmup_steps:

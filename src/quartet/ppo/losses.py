@@ -179,9 +179,9 @@ def checked_policy_loss(function: PolicyLossFunction, name: str) -> PolicyLossFu
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float, denominator: float) -> ValueLoss:
     """The clipped value loss, summed over all tokens, over ``denominator``, the mini-batch's token count.
 
-    Per token 1/2 max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2); ``value_clip`` 0 leaves
-    the first alone. All tensors [tokens]. ``clipped_tokens`` counts where the clipped term was the larger: no
-    gradient there. Source: OpenAI baselines' ppo2; numerics item 12. Raises InvalidRequest.
+    Per token 1/2 max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2); with ``value_clip`` 0 only
+    the first term. All tensors [tokens]. ``clipped_tokens`` counts the tokens whose clipped term is larger; they have
+    no gradient. Source: OpenAI baselines' ppo2; numerics item 12. Raises InvalidRequest.
     """
     check_flat(values=values, old_values=old_values, returns=returns)
     _check_denominator(denominator)

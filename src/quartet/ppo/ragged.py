@@ -1,4 +1,4 @@
-"""Flat [tokens] tensors with lengths [sequences]: sums within each, and the way to a padded matrix and back."""
+"""Flat [tokens] tensors with lengths [sequences]: sums per sequence, and conversion to and from padded matrices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from quartet.errors import InvalidRequest
 
 FEW = 16
-"""Sequences that are walked one by one, once so few are left."""
+"""At or below this number of remaining sequences, each sequence is summed separately."""
 
 
 def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:

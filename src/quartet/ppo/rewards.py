@@ -1,4 +1,4 @@
-"""From one score per response to one reward per token: moments, bounds, prices on length, and responses that were cut off."""
+"""Token rewards from one score per response: normalization, clipping, length penalties, and truncated responses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RunningMoments:
             raise ComputationFailed(f"{bad} of {exact.numel()} scores are not finite: expected numbers")
         if not exact.numel():
             return
-        # Seen from the first score, equal scores have deviations of exactly 0; a rounded mean would leave a tiny spread.
+        # Relative to the first score, equal scores have deviations of exactly 0. A rounded mean would leave a tiny spread.
         from_first = exact - exact[0]
         mean = float(exact[0] + from_first.mean())
         squares = float((from_first - from_first.mean()).square().sum())

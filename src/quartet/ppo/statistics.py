@@ -1,4 +1,4 @@
-"""Moments over all response tokens of a batch, and the numbers that are watched during training."""
+"""Whitening over all response tokens of a batch, and training diagnostics."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def slope(values: Sequence[float]) -> float:
 
 
 def _ngrams(token_ids: Sequence[Sequence[int] | IntArray], n: int) -> tuple[Tensor, Tensor]:
-    """Every n neighbouring ids of a response as one number, equal where they are, and the response's place: int64 [n-grams]."""
+    """Return each n-gram of a response as one number, equal for equal n-grams, and the response's index: int64 [n-grams]."""
     lengths = torch.tensor([len(response) for response in token_ids], dtype=torch.int64)
     places = torch.arange(int(lengths.sum()))
     if len(places) < n:
@@ -118,9 +118,9 @@ def _ngrams(token_ids: Sequence[Sequence[int] | IntArray], n: int) -> tuple[Tens
 
 
 def _paired(first: Tensor, second: Tensor) -> tuple[Tensor, int]:
-    """Pairs of numbers of 0 or more as one number each, equal where both are, and what it is to be divided by for the first one.
+    """Encode pairs of non-negative numbers as one number each. Also return the divisor that gives the first number.
 
-    Where they are too large for that, the places of the second ones among all of them stand for them, then those of the first.
+    If the result would overflow, the second numbers are replaced by their ranks, then the first numbers by theirs.
     """
     if _too_large(first, second):
         second = torch.unique(second, return_inverse=True)[1]

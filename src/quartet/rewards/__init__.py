@@ -1,1 +1,1 @@
-"""Reward sources: what scores a response. Sequence classifiers, the user's own Python functions, and weighted sums of these."""
+"""Reward sources, which score responses: sequence classifiers, Python functions of the user, and weighted sums of both."""

@@ -23,7 +23,7 @@ class EnsemblePart:
 
     @property
     def is_model(self) -> bool:
-        """Return whether it computes here; functions compute in processes of their own."""
+        """Return whether the source is a model, which computes in this process. Functions run in separate processes."""
         return self.source.status().parameters > 0
 
 
@@ -36,7 +36,7 @@ class EnsembleReward:
         self._waiting = ThreadPoolExecutor(max_workers=max(1, functions), thread_name_prefix="reward-part")
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
-        """The sums, and under ``parts`` each source's unweighted scores. Functions and models work at the same time."""
+        """Return the weighted sums and, as ``parts``, each source's unweighted scores. Functions and models run concurrently."""
         functions = {
             part.name: self._waiting.submit(part.source.score, batch, fields, cancelled)
             for part in self._parts
@@ -66,13 +66,13 @@ class EnsembleReward:
         if not np.isfinite(narrow).all():
             index = int(np.flatnonzero(~np.isfinite(narrow))[0])
             raise ComputationFailed(
-                f"reward.parts: the weighted sum of sequence index {index} is {total[index]:g}, beyond float32; "
+                f"reward.parts: the weighted sum of sequence index {index} is {total[index]:g}, out of range for float32; "
                 "lower the weights"
             )
         return narrow
 
     def status(self) -> ServiceStatus:
-        """Of the parts together: what the narrowest takes. Only models limit vocabulary and length, where there are any."""
+        """Return the combined status with the strictest limits. If there are models, only they limit vocabulary and length."""
         statuses = [part.source.status() for part in self._parts]
         models = [status for status in statuses if status.parameters]
         limits = [status.max_sequence_tokens for status in models if status.max_sequence_tokens]

@@ -1,4 +1,4 @@
-"""The reward source that a config describes."""
+"""Creation of the reward source that a config describes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quartet.rewards.reward_source import RewardSource
 
 
 def build_reward(config: Config, device: str) -> RewardSource:
-    """Load models on ``device``, starts functions' processes; the caller closes what it gets.
+    """Load models on ``device`` and start the processes of functions. The caller must close the returned source.
 
-    Raises ModelError; ConfigError for a function that cannot be imported; MismatchError where the parts of an ensemble do not
-    read token ids alike. Nothing stays behind then.
+    Raises ModelError; ConfigError if a function cannot be imported; MismatchError if the parts of an ensemble have different
+    vocabularies. After an error nothing is left running.
     """
     if config.reward.source == "model":
         return ModelReward(config.reward, device)
@@ -48,6 +48,6 @@ def _check_tokenizers(config: Config, parts: list[EnsemblePart]) -> None:
         if status.tokenizer_fingerprint != expected:
             raise MismatchError(
                 f"reward.parts.{part.name}.model {status.model}: its vocabulary is not that of {config.reward_tokenizer} "
-                "(reward.tokenizer, or actor.model where that is null): a token id would mean two things; give models "
-                "trained with one tokenizer, and name it"
+                "(reward.tokenizer, or actor.model if that is null), so token ids would be misread; use models "
+                "trained with one tokenizer and set it as reward.tokenizer"
             )

@@ -19,11 +19,11 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class FunctionReward:
-    """Calls f(prompt, response, fields) -> number; or, batched, f(prompts, responses, fields) -> numbers, all of them lists.
+    """Calls f(prompt, response, fields) -> number; or, if batched, f(prompts, responses, fields) -> numbers, all of them lists.
 
-    ``prompt`` is the text of the tokens that the policy saw, special tokens included, so that the turns of a chat can be told
-    apart. ``response`` has none: what ended it is left out. Tokens that the tokenizer does not know have no text; a policy
-    whose embedding is padded can draw them. ``fields`` is the prompt line's own object, {} where it has none.
+    ``prompt`` is the text of the policy's prompt tokens with special tokens, so that the turns of a chat can be distinguished.
+    ``response`` has no special tokens. Tokens unknown to the tokenizer have no text; a policy with a padded embedding can
+    sample them. ``fields`` is the JSON object of the prompt line, {} if it has none.
     """
 
     def __init__(self, config: RewardSourceConfig, tokenizer: str, key: str = "reward") -> None:
@@ -47,7 +47,7 @@ class FunctionReward:
         self._worker = FunctionWorker(config.function, f"{key}.function", quotes=config.quote_texts)
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
-        """Return what the function says of each prompt+response. It has its ``timeout`` for each call: of a sequence, or a batch."""
+        """Return the function's score of each prompt+response. The timeout applies to each call, of a sequence or a batch."""
         objects = parse_fields(fields, len(batch))
         prompts, responses = self._texts(batch)
         if self._batched:
@@ -55,14 +55,14 @@ class FunctionReward:
         result = np.empty(len(batch), np.float32)
         for index, arguments in enumerate(zip(prompts, responses, objects, strict=True)):
             if cancelled():
-                raise Cancelled(f"{self._name}: the caller went away")
+                raise Cancelled(f"{self._name}: cancelled by its caller")
             about = f"sequence index {index}"
             value = self._worker.call(arguments, self._timeout, about)
             result[index] = _number(value, f"{self._name}, {about}: returned")
         return Scores(result)
 
     def status(self) -> ServiceStatus:
-        """The function, and the vocabulary that it reads."""
+        """Return the status: the function and the vocabulary of its tokenizer."""
         return self._status
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class FunctionReward:
     def _text(self, token_ids: IntArray, special: bool) -> str:
         inside = token_ids[token_ids < len(self._has_text)]
         known = inside[self._has_text[inside]].tolist()
-        # Nothing tidied up: a function that compares texts sees the spaces that are there.
+        # No clean-up of spaces: a function that compares texts needs the exact text.
         text = self._tokenizer.decode(known, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return str(text)
 
@@ -103,15 +103,15 @@ def _known_ids(tokenizer: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def _number(value: Any, where: str) -> float:
-    """A score that float32 can hold. Raises ComputationFailed saying what came back instead."""
-    # A bool is an int to Python; from a reward function it is more likely a verdict without a weight.
+    """Return a score as a float. Raises ComputationFailed if it is not a finite number in the range of float32."""
+    # A bool is an int in Python, but as a reward it is more likely a mistake.
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         raise ComputationFailed(f"{where} {_shown(value)}, expected a finite number")
     return float(value)
 
 
 def _shown(value: Any) -> str:
-    """Return what came back, without what may be text of a prompt or response."""
+    """Describe a returned value without quoting text, which may come from a prompt or response."""
     if isinstance(value, str):
         return f"a string of {len(value)} characters"
     if isinstance(value, list | dict):

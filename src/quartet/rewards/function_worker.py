@@ -1,8 +1,8 @@
-"""Calls of a user's Python function in a process of its own.
+"""Calls of a user's Python function in a separate process.
 
-There it may print, leak, hang and crash: a call that takes too long is ended with its process, and the next call finds a
-fresh one. Calls and answers are lines of JSON over pipes, numbered, so that nothing else is taken for an answer. The child is
-``quartet.rewards.function_worker_main``. No torch here.
+There it may print, leak memory, hang and crash. A call that takes too long is ended with its process, and the next call starts a
+new one. Calls and responses are numbered lines of JSON over pipes, so other output is not mistaken for a response. The child runs
+``quartet.rewards.function_worker_main``. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from quartet.child_processes import module_command, tied_to_parent
 from quartet.errors import Cancelled, ComputationFailed, ConfigError
 
 START_TIMEOUT = 120.0
-"""Seconds that the function's module may take to import."""
+"""Maximum seconds to import the function's module."""
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
-"""Longest answer that is read."""
+"""Maximum size of a response."""
 MAX_OUTPUT_BYTES = 64 * 1024
-"""What a function may print in a minute; the rest is left out of the log."""
+"""Maximum bytes of a function's output per minute that are logged. The rest is dropped."""
 _OUTPUT_PERIOD = 60.0
 _POLL = 0.1
-"""Seconds between looks at whether the process still runs and the call is still wanted."""
+"""Seconds between checks whether the process still runs and the call was not cancelled."""
 _SECRETS = ("QUARTET_BUFFER_URL",)
-"""Variables of the environment that may hold a password and are no business of the function."""
+"""Environment variables that may contain a password. The function's process does not get them."""
 
 
 class FunctionWorker:
     """One function in a process, which is replaced after a timeout or a crash. Calls run one at a time."""
 
     def __init__(self, function: str, key: str, start_timeout: float = START_TIMEOUT, quotes: bool = False) -> None:
-        """Start the process and imports ``function`` there, package.module:callable; the working directory is the last place
-        where it is looked for.
+        """Start the process and import ``function`` there, given as package.module:callable.
 
-        ``key`` is the config's key of it, for messages. Where it ``quotes``, they repeat what its exceptions tell of texts.
-        Raises ConfigError when it is not a function that can be imported.
+        The working directory is the last entry of the import path. ``key`` is the function's config key, for messages. With
+        ``quotes``, messages include the text of its exceptions, which may quote prompts and responses. Raises ConfigError if the
+        function cannot be imported.
         """
         self._function, self._name, self._start_timeout = function, f"{key} {function}", start_timeout
         self._quotes = quotes
         self._turn = threading.Lock()
         self._closed = threading.Event()
-        # Linux ends a child with the thread that started it, and the thread that calls may well end before its process.
+        # Linux ends a child with the thread that started it, so a thread of the worker starts it. The calling thread may end.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="function-starter")
         self._process: _Process | None = None
         try:
@@ -60,11 +60,11 @@ class FunctionWorker:
             raise
 
     def call(self, arguments: Sequence[Any], timeout: float, about: str = "") -> Any:
-        """Call the function with JSON values and gives its result, a JSON value (which may hold NaN and infinity).
+        """Call the function with JSON values and return its result, a JSON value (which may contain NaN and infinity).
 
-        ``timeout`` in seconds; ``about`` tells in messages which call it was. Raises ComputationFailed when the function
-        raises, takes longer, ends its process, or gives something else than JSON; ConfigError when a fresh process cannot
-        import it any more; Cancelled when the worker is closed.
+        ``timeout`` in seconds; ``about`` identifies the call in messages. Raises ComputationFailed if the function raises, takes
+        longer, ends its process, or returns a value that is not JSON; ConfigError if a new process cannot import the function;
+        Cancelled if the worker is closed.
         """
         where = f"{self._name}, {about}" if about else self._name
         with self._turn:
@@ -83,7 +83,7 @@ class FunctionWorker:
         return answer["result"]
 
     def close(self) -> None:
-        """End the process; a call under way fails. May be called again."""
+        """End the process. A running call fails. May be called again."""
         self._closed.set()
         with self._turn:
             if self._process is not None:
@@ -134,7 +134,7 @@ class _Process:
                 bufsize=0,
                 env={**{k: v for k, v in os.environ.items() if k not in _SECRETS}, "PYTHONUNBUFFERED": "1"},
                 pass_fds=(answers,),
-                # A group of its own, which is ended as a whole: the function may start processes. And Ctrl-C is not for it.
+                # A separate process group, to end the function's child processes, too, and to keep Ctrl-C from it.
                 start_new_session=True,
             )
         except BaseException:
@@ -153,15 +153,15 @@ class _Process:
         self._output.start()
 
     def is_running(self) -> bool:
-        """Return whether it is there to be called."""
+        """Return whether the process can be called."""
         return self._open and self._child.poll() is None
 
     def start(self, timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:
-        """Wait until the function is imported: the child's first answer. Raises as ``call`` does."""
+        """Wait for the child's first response, which reports the import. For errors see ``call``."""
         return self._answer(0, b"", timeout, unwanted)
 
     def call(self, arguments: Sequence[Any], timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:
-        """Send a call and gives the answer to it. Raises _Lost; what ends an exchange early ends the process."""
+        """Send a call and return its response. Raises _Lost. Any error during the exchange ends the process."""
         self._calls += 1
         line = json.dumps({"number": self._calls, "arguments": list(arguments)}).encode() + b"\n"
         return self._answer(self._calls, line, timeout, unwanted)
@@ -169,7 +169,7 @@ class _Process:
     def _answer(self, number: int, line: bytes, timeout: float, unwanted: Callable[[], bool]) -> dict[str, Any]:
         try:
             answer = json.loads(self._exchange(line, timeout, unwanted))
-            # What the function wrote into the pipe, in this call or in one before, is not a score.
+            # The function may have written to the pipe, in this call or before. That is not a score.
             if isinstance(answer, dict) and answer.get("number") == number:
                 return answer
             raise ValueError
@@ -177,14 +177,14 @@ class _Process:
             self.end()
             raise _Lost("wrote to its worker's pipe, and was ended; print instead") from None
         except BaseException:
-            # Ctrl-C, too: an answer that comes later would be taken for the next call's.
+            # Also after Ctrl-C: a late response would be mistaken for that of the next call.
             self.end()
             raise
 
     def _exchange(self, line: bytes, timeout: float, unwanted: Callable[[], bool]) -> bytearray:
         deadline = time.monotonic() + timeout
         unsent, received = memoryview(line), bytearray()
-        # Sends and receives by turns: neither side ever waits for the other to empty a full pipe.
+        # Sending and receiving alternate, so that neither side blocks on a full pipe.
         with selectors.DefaultSelector() as selector:
             selector.register(self._answers, selectors.EVENT_READ)
             if unsent:
@@ -194,7 +194,7 @@ class _Process:
                 if remaining <= 0:
                     raise _TooSlow(f"took longer than {timeout:g} s, and was ended")
                 if unwanted():
-                    raise _Lost("is not wanted any more")
+                    raise _Lost("was cancelled")
                 ready = selector.select(min(remaining, _POLL))
                 for key, _ in ready:
                     if key.fd == self._answers:
@@ -204,25 +204,25 @@ class _Process:
                         if not unsent:
                             selector.unregister(self._requests)
                 if not ready and self._child.poll() is not None:
-                    # Its own children may hold the pipe open.
+                    # Child processes of the function may keep the pipe open.
                     raise self._ended()
                 if len(received) > MAX_ANSWER_BYTES:
                     raise _Lost(f"answered with more than {MAX_ANSWER_BYTES} bytes, and was ended")
         return received
 
     def end(self) -> None:
-        """Kills it and every process of its group, and waits for it. May be called again."""
+        """Kill every process of its group and wait for the child. May be called again."""
         if not self._open:
             return
         self._open = False
-        # macOS refuses where only the dead are left.
+        # macOS raises PermissionError if the group has only zombies.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
         with contextlib.suppress(OSError):
             self._requests.close()
         os.close(self._answers)
-        # Its last words. A process of its own that it moved to another group may hold the pipe for longer.
+        # Read the remaining output. A process that the function moved to another group may keep the pipe open longer.
         self._output.join(timeout=1.0)
 
     def _send(self, unsent: memoryview) -> int:
@@ -247,7 +247,7 @@ class _Process:
 
 
 def _pass_on(output: int) -> None:
-    """Pass what the function prints on to standard error, so much a minute. Always reads on: the function never waits."""
+    """Copy the function's output to standard error, limited per minute. Reads all output, so the function never blocks."""
     begun, passed = time.monotonic(), 0
     with open(output, "rb", buffering=0) as pipe:
         while chunk := pipe.read(65536):
@@ -257,6 +257,6 @@ def _pass_on(output: int) -> None:
             passed += len(chunk)
             kept = chunk[: max(0, room)]
             if 0 <= room < len(chunk):
-                kept += f"\n[over {MAX_OUTPUT_BYTES} bytes printed in a minute: the rest is left out]\n".encode()
+                kept += f"\n[over {MAX_OUTPUT_BYTES} bytes printed in a minute: the rest is dropped]\n".encode()
             with contextlib.suppress(OSError):
                 os.write(2, kept)

@@ -2,9 +2,9 @@
 
 ``python -m quartet.rewards.function_worker_main package.module:callable DESCRIPTOR [quotes]``
 
-Calls come on standard input and answers go to DESCRIPTOR, one JSON object a line; an answer bears the number of its call, the
-first answer number 0. The standard library alone is imported here, so that the process starts fast; what the function imports
-is its own affair. The other end is ``quartet.rewards.function_worker``.
+Reads calls from standard input and writes responses to DESCRIPTOR, one JSON object per line. A response has the number of its
+call; the first response has number 0. This module imports only the standard library, so that the process starts fast. The parent
+process runs ``quartet.rewards.function_worker``.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def answer(function: Callable[..., Any], number: int, arguments: list[Any], quot
 
 
 class WrongArguments(Exception):
-    """A function cannot be called like this; the text says why, and nothing of the arguments."""
+    """The function does not accept these arguments. The text says why without quoting them."""
 
 
 def _check_call(function: Callable[..., Any], arguments: list[Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Of some that are written in C nothing is known.
+    except (TypeError, ValueError):  # Some functions written in C have no signature.
         return
     try:
         signature.bind(*arguments)
@@ -74,18 +74,18 @@ def _check_call(function: Callable[..., Any], arguments: list[Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's and torch's numbers and arrays as Python's own."""
+    """Convert numbers and arrays of NumPy and torch to Python values."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _take_pipes(descriptor: int) -> tuple[BinaryIO, BinaryIO]:
-    """Both pipes, hidden from the function, which may read standard input and start processes that inherit descriptors."""
+    """Return both pipes, hidden from the function, which may read standard input or start processes that inherit descriptors."""
     calls = os.dup(0)
     os.set_inheritable(descriptor, False)
     _redirect_to_null(0)
-    # A copy of this process that the function forks has the pipes open whatever is inheritable.
+    # A fork of this process has the pipes open even if they are not inheritable.
     os.register_at_fork(after_in_child=lambda: _redirect_to_null(calls, descriptor))
     return os.fdopen(calls, "rb"), os.fdopen(descriptor, "wb")
 

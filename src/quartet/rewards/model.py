@@ -1,4 +1,4 @@
-"""A reward model as a source: a frozen sequence classifier with one output."""
+"""Reward source with a reward model: a frozen sequence classifier with one output."""
 
 from __future__ import annotations
 

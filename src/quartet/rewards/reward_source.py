@@ -1,4 +1,4 @@
-"""What every reward source offers, and the prompts' own fields as functions see them."""
+"""The interface of reward sources, and the fields of prompt lines as reward functions get them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ class RewardSource(Protocol):
     """Source of scores for finished responses. Accepts one call at a time."""
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
-        """The batch's scores, in units of reward: finite float32 [sequences].
+        """Return the batch's scores, in units of reward: finite float32 [sequences].
 
-                ``fields``: of each sequence the prompt's own fields as a JSON object, or nothing at all. ``cancelled`` says when
         ``fields``: for each sequence a JSON object with the fields of its prompt line, or an empty list. ``cancelled`` returns
-                true when the caller no longer waits. Raises InvalidRequest, ComputationFailed, Cancelled.
+        true when the caller no longer waits. Raises InvalidRequest, ComputationFailed, Cancelled.
         """
 
     def status(self) -> ServiceStatus:
@@ -34,7 +33,7 @@ class RewardSource(Protocol):
 
 
 def parse_fields(fields: Sequence[str], sequences: int) -> list[dict[str, Any]]:
-    """Each sequence's fields as an object [sequences]; empty ones where none are given. Raises InvalidRequest."""
+    """Parse the fields of each sequence [sequences]. Empty objects if ``fields`` is empty. Raises InvalidRequest."""
     if not fields:
         return [{} for _ in range(sequences)]
     if len(fields) != sequences:
@@ -46,7 +45,7 @@ def _parse_object(text: str, name: str) -> dict[str, Any]:
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        # Of a JSON error only the place: its text is the prompt's.
+        # Only the message of a JSON error, because its text may quote the prompt.
         reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
         raise InvalidRequest(f"{name}: not JSON ({reason}), expected a JSON object") from None
     if not isinstance(value, dict):
@@ -55,5 +54,5 @@ def _parse_object(text: str, name: str) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    """Python reads NaN and Infinity, which are not JSON."""
+    """Raise JSONDecodeError for NaN and Infinity, which Python reads but JSON does not allow."""
     raise json.JSONDecodeError(f"{name} is no number", name, 0)

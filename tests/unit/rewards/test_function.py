@@ -188,7 +188,7 @@ def test_malformed_fields_are_refused_before_the_function_is_called(
 
 
 def test_nothing_more_is_called_when_nobody_waits(start: Start) -> None:
-    with pytest.raises(Cancelled, match="scorers:words: the caller went away"):
+    with pytest.raises(Cancelled, match="scorers:words: cancelled by its caller"):
         start("words").score(BATCH, cancelled=lambda: Path("calls").exists())
     assert len(calls()) == 1
 

@@ -82,7 +82,7 @@ def test_a_flood_of_output_neither_blocks_nor_fills_the_log(start: Start, capfd:
     worker.close()
     printed = capfd.readouterr().err
     assert function_worker.MAX_OUTPUT_BYTES <= len(printed) < function_worker.MAX_OUTPUT_BYTES + 200
-    assert printed.count("the rest is left out") == 1
+    assert printed.count("the rest is dropped") == 1
 
 
 def test_a_batch_far_larger_than_a_pipe_goes_there_and_back(start: Start) -> None:

@@ -1,8 +1,8 @@
-"""From ragged sequences to micro-batches: which sequences share a forward pass, and where their response tokens are.
+"""Micro-batches of ragged sequences: which sequences share a forward pass, and the positions of their response tokens.
 
-Sequences of a model that can be computed packed follow one another in one row, without pads, and a prompt of several of them
-stands there once. For others they are padded on the right: under causal attention a real token never sees the pads that follow
-it, so no attention mask is needed, position ids are 0, 1, 2... in every row, and attention keeps its fast causal path.
+If the model supports packing, sequences are concatenated in one row without pads, and a prompt that they share is stored once.
+Otherwise they are padded on the right. Under causal attention a token never attends to later pads. So no attention mask is
+needed, position ids are 0, 1, 2... in every row, and attention can use its fast causal path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quartet.models.forward.packing import Packing, TokenIndices, supports_packi
 from quartet.types import IntArray, TokenBatch
 
 MAX_ATTENTION_EXPANSION = 4
-"""Rows x longest of what attention sees, over the tokens that a packed micro-batch may have."""
+"""Maximum of rows x longest in attention, as a multiple of the tokens that a packed micro-batch may have."""
 
 
 def micro_batches(
@@ -31,9 +31,9 @@ def micro_batches(
 
     With ``packed`` there are no pads, so the limit is on the sum of the lengths. Attention still pads the rows, to at most
     ``MAX_ATTENTION_EXPANSION`` times as many tokens. Sequences of similar length share a micro-batch. The longest come first, so
-    that a lack of memory shows at once. Equal lengths keep their order. ``prompts`` gives a number for the prompt of each
-    sequence: those of one prompt stay together. A sequence longer than ``max_tokens`` is alone in its micro-batch. The result
-    depends on the arguments only. Raises InvalidRequest.
+    that a lack of memory shows early. Equal lengths keep their order. ``prompts`` is a number for the prompt of each sequence;
+    sequences of one prompt stay together. A sequence longer than ``max_tokens`` gets a separate micro-batch. The result depends
+    on the arguments only. Raises InvalidRequest.
     """
     if max_tokens < 1:
         raise InvalidRequest(f"max_tokens {max_tokens}: expected at least 1")
@@ -56,7 +56,7 @@ def micro_batches(
 
 
 def _in_order(sizes: NDArray[np.int64], prompts: Sequence[int] | None) -> list[int]:
-    """Indices by size, the largest first; with ``prompts`` by the largest of each prompt, and by size within it."""
+    """Return the indices by descending size; with ``prompts`` by the longest sequence of each prompt, then by size."""
     if prompts is None:
         order: list[int] = np.argsort(-sizes, kind="stable").tolist()
         return order
@@ -67,9 +67,9 @@ def _in_order(sizes: NDArray[np.int64], prompts: Sequence[int] | None) -> list[i
 
 
 def right_pad(sequences: Sequence[IntArray], device: torch.device | str) -> torch.Tensor:
-    """Token ids as int64 [rows, longest], padded on the right with 0.
+    """Return token ids int64 [rows, longest], padded on the right with 0.
 
-    The pad value is never compared with anything: lengths travel beside it, and id 0 is an ordinary token.
+    Id 0 is an ordinary token. The lengths tell where a sequence ends; the pad value is never compared.
     """
     padded = np.zeros((len(sequences), max(len(sequence) for sequence in sequences)), np.int64)
     for row, sequence in enumerate(sequences):
@@ -79,14 +79,13 @@ def right_pad(sequences: Sequence[IntArray], device: torch.device | str) -> torc
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequences laid out for one forward pass, and the places of their response tokens.
+    """Sequences in the format of one forward pass, and the positions of their n response tokens.
 
-    ``rows``: the sequences, by index in the batch. ``input_ids`` int64 [rows, longest], or [1, tokens] where there is a
-    ``packing``. ``predicts``: the positions [p-1, p+r-1) of each sequence, whose outputs are about its response tokens (the
-    logits at t-1 score token t); bool of the same shape, or int64 [n] in the packed row. Read in order they give n tokens, for
-    which ``targets`` int64 [n] are the token ids and ``token_indices`` int64 [n] the indices into flat [response tokens] arrays.
-    ``lengths`` int64 [rows]: how many of them are each sequence's. ``last`` int64 [rows]: where each ends, in the flat
-    ``input_ids``.
+    ``rows``: the sequences, by index in the batch. ``input_ids`` int64 [rows, longest], or [1, tokens] with a ``packing``.
+    ``predicts``: the positions [p-1, p+r-1) of each sequence, whose outputs predict its response tokens (the logits at t-1 score
+    token t): bool of the same shape, or int64 [n] in the packed row. ``targets`` int64 [n]: ids of the response tokens.
+    ``token_indices`` int64 [n]: their indices into flat [response tokens] arrays. ``lengths`` int64 [rows]: response tokens per
+    sequence. ``last`` int64 [rows]: index of each sequence's last token in the flat ``input_ids``.
     """
 
     rows: list[int]
@@ -110,9 +109,9 @@ def iter_micro_batches(
     rows: IntArray | NDArray[np.int64] | None = None,
     include_last_token: bool = False,
 ) -> Iterator[MicroBatch]:
-    """The sequences of ``batch``, or ``rows`` of them, in micro-batches of at most ``max_tokens``, as ``model`` takes them.
+    """Yield the sequences of ``batch``, or only ``rows``, in micro-batches of at most ``max_tokens``, packed if ``model`` can.
 
-    The last token of a sequence predicts none of it and is left out, unless they are to be ``include_last_token``.
+    The last token of a sequence predicts no token, so it is left out unless ``include_last_token``.
     """
     chosen = np.arange(len(batch)) if rows is None else rows
     packed = supports_packing(model)
@@ -128,7 +127,7 @@ def build_micro_batch(
     packed: bool = False,
     include_last_token: bool = False,
 ) -> MicroBatch:
-    """The sequences ``rows`` of ``batch`` as one micro-batch on ``device``, in the order given.
+    """Build one micro-batch on ``device`` from the sequences ``rows`` of ``batch``, in this order.
 
     ``include_last_token``: see ``iter_micro_batches``.
     """
@@ -165,7 +164,7 @@ def build_micro_batch(
 def _in_one_row(
     sequences: Sequence[IntArray], prompt_lengths: Sequence[int], device: torch.device | str
 ) -> tuple[torch.Tensor, list[TokenIndices]]:
-    """Token ids int64 [1, tokens], each prompt once, and where each sequence's tokens stand."""
+    """Return token ids int64 [1, tokens] with each prompt once, and the indices of each sequence's tokens."""
     prompts: dict[bytes, TokenIndices] = {}
     own, where, tokens = [], list[TokenIndices](), 0
     for sequence, length in zip(sequences, prompt_lengths, strict=True):
@@ -178,7 +177,7 @@ def _in_one_row(
 
 
 def _marked(positions: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-    """bool like ``input_ids``, True at the flat ``positions``."""
+    """Return a bool tensor of the shape of ``input_ids`` that is True at the flat ``positions``."""
     return (
         torch.zeros(input_ids.numel(), dtype=torch.bool, device=input_ids.device)
         .index_fill_(0, positions, True)
@@ -187,7 +186,7 @@ def _marked(positions: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _prompts(batch: TokenBatch, rows: IntArray | NDArray[np.int64]) -> list[int]:
-    """A number for the prompt of each of the sequences ``rows``, by first appearance."""
+    """Number the prompts of the sequences ``rows`` by first appearance."""
     starts, numbers = _starts(batch.lengths), dict[bytes, int]()
     return [
         numbers.setdefault(

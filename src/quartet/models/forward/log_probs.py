@@ -1,7 +1,7 @@
-"""Log-probs and entropies of response tokens, without keeping a vocabulary's worth of numbers for each.
+"""Log-probs and entropies of response tokens, computed in chunks to limit the memory for logits.
 
-For a vocabulary of 150,000 the logits of 10,000 tokens are 6 GB in float32, and training would keep several such. Where they are
-many they are made for some tokens at a time, and made again on the way back, from the hidden states that are kept.
+For a vocabulary of 150,000 the logits of 10,000 tokens are 6 GB in float32, and training would keep several copies. Larger
+batches are computed in chunks of tokens. The backward pass recomputes the logits from the saved hidden states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quartet.ppo.distributions import entropy, token_log_probs
 
 EntropyUse = Literal["none", "report", "train"]
 MAX_LOGITS = 2**26
-"""Logits at a time: 256 MiB in float32."""
+"""Number of logits in a chunk: 256 MiB in float32."""
 _head_checks: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 TokenOutputs = tuple[torch.Tensor, torch.Tensor | None]
@@ -31,14 +31,14 @@ def forward_log_probs(
     micro_batch: MicroBatch,
     temperature: float,
     entropy_use: EntropyUse = "none",
-    at_a_time: int | None = None,
+    chunk_tokens: int | None = None,
 ) -> TokenOutputs:
-    """Log-probs and, if asked for, entropies of one micro-batch's response tokens, in nats: float32 [n] each.
+    """Return log-probs and, if requested, entropies of one micro-batch's response tokens, in nats: float32 [n] each.
 
-    With gradients where the caller has them on; the entropy's only for "train" (its backward pass costs as much again).
-    ``at_a_time``: tokens whose logits are made at a time, None for ``logit_chunk_tokens``.
+    Gradients follow the caller's mode. The entropy has gradients only for "train", because they double the cost of the backward
+    pass. ``chunk_tokens``: tokens per chunk of logits. Defaults to ``logit_chunk_tokens``.
     """
-    rows = at_a_time or logit_chunk_tokens(model)
+    rows = chunk_tokens or logit_chunk_tokens(model)
     if len(micro_batch) <= rows or not _head_is_separate(model):
         logits = logits_at_positions(
             model, micro_batch.input_ids, micro_batch.predicts, micro_batch.packing, use_cache=False
@@ -63,7 +63,7 @@ def forward_log_probs(
 
 
 def logit_chunk_tokens(model: Any) -> int:
-    """Tokens whose logits are made at a time, where they are more."""
+    """Return the maximum number of tokens in a chunk of logits."""
     return max(1, MAX_LOGITS // vocabulary_size(model))
 
 
@@ -77,7 +77,7 @@ def _token_outputs(
 
 
 def _head_is_separate(model: Any) -> bool:
-    """Return whether the logits are what the head makes of the last hidden states, and nothing else: tried once, on a token."""
+    """Return whether the logits are exactly the head's output for the last hidden states. Each model is tried once."""
     if model not in _head_checks:
         _head_checks[model] = _compare_head(model)
     return _head_checks[model]

@@ -1,4 +1,4 @@
-"""What a transformers model can do, and the checks before a forward pass."""
+"""Capabilities of a transformers model, and checks before a forward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quartet.types import TokenBatch
 
 
 def attends_to_all(model: Any) -> bool:
-    """Return whether every layer of the model attends to all tokens before, without a window that slides."""
+    """Return whether every layer of the model attends to all previous tokens, without a sliding window."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     return set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
@@ -29,7 +29,7 @@ def accepts_argument(model: nn.Module, argument: str) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where the model's inputs belong."""
+    """Return the device of the model's inputs."""
     return next(model.parameters()).device
 
 
@@ -55,18 +55,18 @@ def vocabulary_size(model: Any) -> int:
 
 
 def max_positions(model: Any) -> int | None:
-    """Return how many tokens a sequence may have, or None where the config sets no limit."""
+    """Return how many tokens a sequence may have, or None if the config sets no limit."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
     if "roberta" in config.model_type or config.model_type == "camembert":
-        # These count positions from the pad id + 1, so that the first rows of their table are never used.
+        # These models count positions from the pad id + 1, so the first rows of their table are unused.
         limit -= (config.pad_token_id or 0) + 1
     return limit
 
 
 @functools.cache
 def _parameters(kind: Any) -> frozenset[str]:
-    """Looked up once per class: a signature takes as long as a few small matrix products, at every token."""
+    """Return the parameters of a model class's forward method. Cached: a lookup costs a few small matmuls."""
     return frozenset(inspect.signature(kind.forward).parameters)

@@ -24,14 +24,14 @@ MIN_MULTIPLICATIONS = 2**20
 
 
 def use_onednn_linear(model: nn.Module) -> None:
-    """Make the linear layers of ``model`` compute with oneDNN if the environment asks for it. The weights stay what they are.
+    """Make the linear layers of ``model`` compute with oneDNN if the environment enables it. The weights are unchanged.
 
-    The environment alone decides, so a run has the same bits on every machine of one kind.
+    Only the environment decides, so the results of a run are bit-identical on all machines of one kind.
     """
     if not is_enabled():
         return
     for module in model.modules():
-        # Exactly these classes: subclasses compute in their own way.
+        # Exactly these classes, because subclasses may compute differently.
         if type(module) is nn.Linear:
             module.__class__ = _Linear
         elif type(module) is Conv1D:
@@ -40,7 +40,7 @@ def use_onednn_linear(model: nn.Module) -> None:
 
 @functools.cache
 def is_enabled() -> bool:
-    """Return whether the environment asks for oneDNN and torch has its operator."""
+    """Return whether the environment enables oneDNN and torch has its operator."""
     return os.environ.get(VARIABLE) == "1" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

@@ -1,8 +1,8 @@
-"""Sequences of different lengths in one forward pass without pads: all tokens in one row, and attention within each sequence.
+"""Packing of sequences of different lengths: all tokens in one row without pads, and attention within each sequence.
 
-Everything but attention computes token by token, so the model is given one long row. Attention spreads it out into a row per
-sequence, computes them all causally, and puts them back in line; neighbours of much the same length are computed together. A
-prompt that several sequences begin with stands in the row once.
+Everything except attention computes token by token, so the model gets one long row. Attention unpacks it into one row per
+sequence, computes causal attention, and packs the outputs again. Neighbours of similar length are computed together as a block.
+A prompt that several sequences share is stored in the row once.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from quartet.models.forward.model_capabilities import accepts_argument, attends_to_all, device_of, vocabulary_size
 
 MIN_LENGTH_RATIO = 0.6
-"""Sequences are computed together while the shortest has at least this share of the longest one's tokens."""
+"""Sequences share a block if the shortest has at least this fraction of the longest one's tokens."""
 ATTENTION_NAME = "quartet_packed"
-"""Of the attention here, among transformers' own."""
+"""Name of this module's attention in transformers' registry."""
 TokenIndices = NDArray[np.int64]
-"""Where the tokens of a sequence stand in the row of all, int64 [tokens], rising."""
+"""Indices of a sequence's tokens in the packed row, int64 [tokens], ascending."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Largest difference of a hidden state, over the largest hidden state, between packed and padded."""
+"""Maximum difference between packed and padded hidden states, relative to the largest hidden state."""
 _packing_checks: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the sequences of a row of tokens stand, there and where attention has spread them out.
+    """Mapping between a packed row of tokens and the unpacked blocks that attention computes.
 
-    ``position_ids`` int64 [1, tokens]: from 0 in each sequence. ``blocks``: rows and longest of the sequences that are attended
-    to together; spread out, one block's rows x longest follow another's. ``sources`` int64 [all of these]: which token of the row
-    stands there, any where there is none. ``token_indices`` int64 [tokens]: where each token stands among them, in
-    the first of its sequences.
+    ``position_ids`` int64 [1, tokens]: from 0 in each sequence. ``blocks``: (rows, longest) of the sequences that attention
+    computes together. The unpacked blocks are concatenated, each with rows x longest tokens. ``sources`` int64 [unpacked tokens]:
+    index in the row of each unpacked token, arbitrary for pads. ``token_indices`` int64 [tokens]: index of each token of the row
+    among the unpacked tokens, in the first sequence that contains it.
     """
 
     position_ids: torch.Tensor
@@ -50,8 +50,10 @@ class Packing:
 
     @classmethod
     def of(cls, sequences: Sequence[TokenIndices], device: torch.device | str) -> Packing:
-        """The packing of sequences, each given by where its tokens stand in the row of all; the fewest blocks where the longest
-        come first. Tokens that no sequence before has stand behind those of all before.
+        """Create the packing of sequences, each given by the indices of its tokens in the row.
+
+        New tokens of a sequence must come after all tokens of the sequences before it. Sequences in descending order of length
+        give the fewest blocks.
         """
         positions = np.zeros((1, 1 + max(int(sequence[-1]) for sequence in sequences)), np.int64)
         blocks, sources, token_indices = list[tuple[int, int]](), list[TokenIndices](), list[TokenIndices]()
@@ -67,12 +69,12 @@ class Packing:
                 sources.append(np.pad(sequence, (0, longest - len(sequence))))
                 seen = max(seen, 1 + int(sequence[-1]))
         flat = (positions, np.concatenate(sources), np.concatenate(token_indices))
-        position_ids, at, taken = (torch.from_numpy(array).to(device) for array in flat)
-        return cls(position_ids, tuple(blocks), at, taken)
+        position_ids, source_indices, indices = (torch.from_numpy(array).to(device) for array in flat)
+        return cls(position_ids, tuple(blocks), source_indices, indices)
 
 
 def _group_by_length(sequences: Sequence[TokenIndices]) -> list[list[TokenIndices]]:
-    """The sequences, those together that are computed together."""
+    """Return the sequences grouped into blocks."""
     results: list[list[TokenIndices]] = []
     shortest = longest = 0
     for sequence in sequences:
@@ -86,9 +88,9 @@ def _group_by_length(sequences: Sequence[TokenIndices]) -> list[list[TokenIndice
 
 @contextmanager
 def packed_attention(model: Any, packing: Packing | None) -> Iterator[dict[str, Any]]:
-    """While it lasts the model attends within sequences; gives what its forward pass takes besides the tokens [1, tokens].
+    """Make the model attend within packed sequences inside the context. Yield further arguments of its forward pass.
 
-    Nothing for None, where there is a row for each sequence.
+    Without a packing, the context changes nothing and yields no arguments.
     """
     if packing is None:
         yield {}
@@ -104,27 +106,27 @@ def packed_attention(model: Any, packing: Packing | None) -> Iterator[dict[str, 
 def logits_at_positions(
     model: nn.Module, input_ids: torch.Tensor, keep: torch.Tensor, packing: Packing | None = None, **arguments: Any
 ) -> torch.Tensor:
-    """The logits at the positions ``keep``: [n, vocabulary].
+    """Return the logits at the positions ``keep``: [n, vocabulary].
 
-    These are positions int64 [n] in a row [1, tokens] with a ``packing``; or bool like ``input_ids`` int64 [rows, longest], read
-    row after row. ``arguments`` go to the model. The other positions never meet the vocabulary projection, which for small models
-    is the larger part of the work.
+    ``keep`` is int64 [n], positions in a row [1, tokens] with a ``packing``; or bool of the shape of ``input_ids``
+    [rows, longest], read row by row. ``arguments`` go to the model. The vocabulary projection is computed for these positions
+    only; for small models it is the larger part of the work.
     """
-    # As many positions as tokens: nothing would be spared, and the answer's shape would not tell which they are.
+    # If all positions are kept, nothing is saved, and the shape of the logits would not show whether the model applied ``keep``.
     some = packing is None or len(keep) != input_ids.shape[1]
     if some and accepts_argument(model, "logits_to_keep"):
         arguments["logits_to_keep"] = keep
     with packed_attention(model, packing) as more:
         logits: torch.Tensor = model(input_ids=input_ids, **arguments, **more).logits
     if packing is not None and some and logits.shape[1] == len(keep):
-        # Not [0], whose gradient is a copy among zeros.
+        # Not [0], because its gradient is a copy into a tensor of zeros.
         return logits.squeeze(0)
-    # A model that does not know the form of ``keep``, or has no such argument, answers for every position.
+    # A model without this argument, or with another form of it, returns logits for every position.
     return logits if logits.ndim == 2 else select_positions(logits, keep)
 
 
 def select_positions(states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """``states`` [rows, longest, size], or [1, tokens, size], at the positions ``keep``: [n, size].
+    """Return ``states`` [rows, longest, size], or [1, tokens, size], at the positions ``keep``: [n, size].
 
     ``keep``: see ``logits_at_positions``.
     """
@@ -132,7 +134,7 @@ def select_positions(states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 
 
 def hidden_states(backbone: Any, input_ids: torch.Tensor, packing: Packing | None = None) -> torch.Tensor:
-    """Those of the last layer, [rows, longest, hidden], or [1, tokens, hidden] with a ``packing``."""
+    """Return the last layer's hidden states, [rows, longest, hidden], or [1, tokens, hidden] with a ``packing``."""
     with packed_attention(backbone, packing) as more:
         hidden: torch.Tensor = backbone(input_ids=input_ids, use_cache=False, **more).last_hidden_state
     return hidden
@@ -156,7 +158,7 @@ def _is_candidate(base: Any) -> bool:
 def _matches_padded(base: Any) -> bool:
     device = device_of(base)
     ids = torch.arange(9, device=device) % vocabulary_size(base)
-    # The first two in one block, with two tokens in common, the last in another.
+    # The first two sequences share a block and two tokens; the last is in another block.
     rows = [[0, 1, 2, 3, 4], [0, 1, 5, 6], [7, 8]]
     packing = Packing.of([np.array(row) for row in rows], device)
     padded = torch.stack([ids[row + [0] * (5 - len(row))] for row in rows])
@@ -164,7 +166,7 @@ def _matches_padded(base: Any) -> bool:
     try:
         result = hidden_states(base, ids[None], packing)[0]
     except (KeyError, TypeError, ValueError):
-        # A model that does not hand on what its attention needs.
+        # The model does not pass the packing on to its attention.
         return False
     difference = (result - expected).abs().max() / expected.abs().max()
     return bool(difference <= TOLERANCE[expected.dtype])
@@ -178,19 +180,22 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Of transformers: query, key and value [1, heads, tokens, head size] -> [1, tokens, heads, head size]."""
+    """Attend within sequences: query, key and value [1, heads, tokens, head size] -> [1, tokens, heads, head size].
+
+    The signature is that of attention functions in transformers.
+    """
     packing: Packing = arguments.pop("packing")
-    # All blocks at once: each for itself would have a gradient of its own for the whole row on the way back.
-    spread = [_unpack(states.squeeze(0), packing) for states in (query, key, value)]
+    # All blocks are unpacked at once. Otherwise the backward pass would make a gradient of the whole row for each block.
+    unpacked = [_unpack(states.squeeze(0), packing) for states in (query, key, value)]
     outputs = []
-    for q, k, v in zip(*spread, strict=True):
+    for q, k, v in zip(*unpacked, strict=True):
         output, _ = sdpa_attention_forward(module, q, k, v, None, **arguments)
         outputs.append(output.flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.token_indices)[None], None
 
 
 def _unpack(states: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
-    """[heads, tokens, head size] -> for each block [rows, heads, longest, head size]."""
+    """Unpack [heads, tokens, head size] into one [rows, heads, longest, head size] per block."""
     result = states.transpose(0, 1).index_select(0, packing.sources)
     parts = torch.split(result, [rows * longest for rows, longest in packing.blocks])
     return [

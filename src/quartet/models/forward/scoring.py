@@ -1,4 +1,4 @@
-"""What the frozen models say of finished sequences: log-probs, values, scores. And the forward passes that training shares."""
+"""Log-probs, values and scores of finished sequences, without gradients, and the forward pass of values for training."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from quartet.types import FloatArray, TokenBatch
 
 
 def forward_values(value_model: ValueModel, micro_batch: MicroBatch) -> torch.Tensor:
-    """Values of one micro-batch's response tokens, each read at the position that predicts the token: float32 [n]."""
+    """Return the values of one micro-batch's response tokens, read at the positions that predict the tokens: float32 [n]."""
     values: torch.Tensor = value_model(micro_batch.input_ids, micro_batch.predicts, micro_batch.packing)
     return values
 
 
 def response_log_probs(model: Any, batch: TokenBatch, temperature: float, max_tokens: int) -> FloatArray:
-    """Log-probs in nats of every response token at ``temperature``: float32 [response tokens], flat in the batch's order.
+    """Return the log-probs in nats of every response token at ``temperature``: float32 [response tokens], in the batch's order.
 
-    ``max_tokens`` bounds a micro-batch, pads included. Raises InvalidRequest; ComputationFailed if one is not finite.
+    ``max_tokens`` limits a micro-batch, pads included. Raises InvalidRequest; ComputationFailed if one is not finite.
     """
     check_batch(model, batch)
     result = np.empty(int(batch.response_lengths.sum()), np.float32)
@@ -39,9 +39,9 @@ def response_log_probs(model: Any, batch: TokenBatch, temperature: float, max_to
 
 
 def response_values(value_model: ValueModel, batch: TokenBatch, max_tokens: int) -> FloatArray:
-    """Values before every response token: float32 [response tokens], flat in the batch's order.
+    """Return the value before every response token: float32 [response tokens], in the batch's order.
 
-    The value of response token t is read at the position that predicts it, as its log-prob is. Raises InvalidRequest;
+    The value of a response token is read at the position that predicts it, as its log-prob is. Raises InvalidRequest;
     ComputationFailed if one is not finite.
     """
     check_batch(value_model, batch)
@@ -53,23 +53,24 @@ def response_values(value_model: ValueModel, batch: TokenBatch, max_tokens: int)
 
 
 def sequence_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> FloatArray:
-    """The reward model's score of every prompt + response: float32 [sequences].
+    """Return the reward model's score of every prompt + response: float32 [sequences].
 
-    A decoder classifier is read at the last token, found by the length: comparing with a pad id would skip an EOS that shares
-    it. An encoder classifier reads the whole sequence under an attention mask. Raises InvalidRequest; ComputationFailed if a
-    score is not finite.
+    The score of a decoder classifier is read at the last token, which the length determines. A search for pad ids would skip an
+    EOS with the same id. An encoder classifier reads the whole sequence under an attention mask. Raises InvalidRequest;
+    ComputationFailed if a score is not finite.
     """
     check_batch(reward_model, batch)
     result = np.empty(len(batch), np.float32)
-    of_some = _decoder_scores if isinstance(getattr(reward_model, "score", None), nn.Module) else _encoder_scores
+    is_decoder = isinstance(getattr(reward_model, "score", None), nn.Module)
+    score_micro_batches = _decoder_scores if is_decoder else _encoder_scores
     with torch.inference_mode():
-        for rows, scores in of_some(reward_model, batch, max_tokens):
+        for rows, scores in score_micro_batches(reward_model, batch, max_tokens):
             result[rows] = scores.squeeze(-1).float().cpu().numpy()
     return _finite(result, "scores", reward_model)
 
 
 def _decoder_scores(reward_model: Any, batch: TokenBatch, max_tokens: int) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Sequences of the batch, and their scores [rows, 1]."""
+    """Yield indices of sequences in the batch, and their scores [rows, 1]."""
     for part in iter_micro_batches(reward_model, batch, max_tokens, include_last_token=True):
         hidden = hidden_states(reward_model.base_model, part.input_ids, part.packing)
         yield part.rows, reward_model.score(hidden.flatten(0, 1)[part.last])

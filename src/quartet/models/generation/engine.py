@@ -13,7 +13,7 @@ from quartet.models.weights.lora import Adapter
 from quartet.types import FloatArray, GenerationRequest, SamplingParameters, TokenBatch, Trajectory
 
 Cancelled = Callable[[], bool]
-"""Returns true when the caller no longer waits."""
+"""Function that returns true when the caller no longer waits."""
 
 
 class Engine(Protocol):
@@ -60,4 +60,4 @@ class Policy:
 
 
 EngineFactory = Callable[[Policy], Engine]
-"""Creates an engine for a loaded policy. Raises ConfigError or ModelError."""
+"""Function that creates an engine for a loaded policy. Raises ConfigError or ModelError."""
