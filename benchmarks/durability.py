@@ -160,7 +160,7 @@ def logged_seconds(log: str) -> list[dict[str, float]]:
     """Return what the orchestrator says of each step that it has committed, by name."""
     lines = [line for line in log.splitlines() if "event='step committed'" in line]
     return [
-        {name: float(value) for name, value in re.findall(r"\b(step|seconds\w*)=([-+.e\d]+)", line)} for line in lines
+        {name: float(value) for name, value in re.findall(r"\b(step|\w*seconds)=([-+.e\d]+)", line)} for line in lines
     ]
 
 

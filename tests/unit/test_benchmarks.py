@@ -85,7 +85,7 @@ def test_a_leak_and_files_that_stay_open_are_faults_with_the_name_of_the_process
 
 
 LINE = (
-    "timestamp='2026-01-01' level='info' role='orchestrator' event='committed' step={step} seconds={seconds} "
+    "timestamp='2026-01-01' level='info' role='orchestrator' event='step committed' step={step} seconds={seconds} "
     "seal_seconds=0.004 lease_seconds=0.001 commit_seconds=2e-3 acknowledge_seconds=0.001 checkpoint_seconds={wait}"
 )
 
