@@ -29,7 +29,7 @@ MODULES = {
 
 
 class TritonPythonModel:
-    """What the backend calls."""
+    """Interface that the backend calls."""
 
     def initialize(self, args: dict[str, str]) -> None:
         config = json.loads(args["model_config"])

@@ -81,7 +81,7 @@ class Future:
 
 
 class LLM:
-    """Loads a checkpoint, and adapters as they are asked for."""
+    """Load a checkpoint, and adapters on request."""
 
     def __init__(self, model: str, lora_config: Any = None, **_: Any) -> None:
         self._path = model

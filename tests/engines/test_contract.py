@@ -1,4 +1,4 @@
-"""What every engine must do alike."""
+"""Contract tests that every engine must pass."""
 
 from __future__ import annotations
 

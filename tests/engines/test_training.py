@@ -46,7 +46,7 @@ def test_a_run_with_adapters_trains_on_what_its_policy_sampled(
     )
     assert [step["step"] for step in run.metrics] == list(range(1, STEPS + 1))
     assert max(step["rollout_mismatch_kl"] for step in run.metrics) < 1e-6
-    # The adapters that were sent along moved away from the reference: the server did not go on with the first.
+    # The sent adapters moved away from the reference, so the server did not keep using the first one.
     assert run.metrics[0]["kl_mean"] == pytest.approx(0.0, abs=1e-3)
     assert abs(run.metrics[-1]["kl_mean"]) > 1e-3
     assert not (run.files.root / "engine").exists() or not list((run.files.root / "engine").iterdir())

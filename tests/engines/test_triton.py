@@ -119,10 +119,10 @@ def test_a_server_that_is_killed_is_unavailable_and_one_that_is_back_is_used_aga
 
 def test_a_server_that_is_not_there_is_named(subject: Policy, tmp_path: Path, checkpoint: Path) -> None:
     pytest.importorskip("tritonclient.grpc")
-    nobody = TritonServer(tmp_path, checkpoint, ())
-    nobody.port = free_port()
-    with pytest.raises(ServiceUnavailable, match=rf"model current of Triton at 127\.0\.0\.1:{nobody.port}: "):
-        run(engine_of(nobody, "current", subject, tmp_path), requests(1))
+    unreachable = TritonServer(tmp_path, checkpoint, ())
+    unreachable.port = free_port()
+    with pytest.raises(ServiceUnavailable, match=rf"model current of Triton at 127\.0\.0\.1:{unreachable.port}: "):
+        run(engine_of(unreachable, "current", subject, tmp_path), requests(1))
 
 
 @pytest.mark.parametrize(("model", "message"), [("absent", "unknown model"), ("seedless", "no random_seed")])

@@ -1,4 +1,4 @@
-"""A real tritonserver, from the wheel nvidia-pytriton, on ports of its own on loopback."""
+"""A real tritonserver, from the wheel nvidia-pytriton, on separate ports on loopback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 MODEL = Path(__file__).with_name("served_model.py")
 PYTHON = "QUARTET_TRITON_PYTHON"
-"""Names a Python that has the wheel, and what the model needs, with a NumPy below 2: the wheel's backend misreads others'."""
+"""Path of a Python with the wheel, the dependencies of the model, and NumPy below 2, which the wheel's backend needs."""
 START = 60.0
 """Seconds for the server and its model."""
 
@@ -55,7 +55,7 @@ TEXT_OUTPUTS = dict.fromkeys(("text_output", "finish_reason", "stop_reason"), ("
 
 @dataclass(frozen=True)
 class Model:
-    """How one served model speaks. ``names``: current, older or text."""
+    """Dialect of one served model. ``names``: current, older or text."""
 
     name: str
     names: str = "current"
@@ -71,7 +71,7 @@ def is_here() -> bool:
 
 @dataclass
 class TritonServer:
-    """Serves ``models`` with the ``checkpoint`` out of ``folder``. ``tls``: a folder with tls.crt, tls.key and ca.crt."""
+    """Serve ``models`` with the ``checkpoint`` out of ``folder``. ``tls``: a folder with tls.crt, tls.key and ca.crt."""
 
     folder: Path
     checkpoint: Path

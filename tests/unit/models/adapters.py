@@ -56,7 +56,7 @@ def optimizer_of(model: Any) -> torch.optim.AdamW:
 
 
 def learn(model: Any, steps: int = 1, optimizer: torch.optim.AdamW | None = None) -> torch.optim.AdamW:
-    """So many updates of a policy."""
+    """Take this many updates of a policy."""
     optimizer = optimizer or optimizer_of(model)
     for step in range(1, steps + 1):
         update_policy(model, optimizer, experience(step), SETTINGS, PolicyLossSettings(), 64)

@@ -18,7 +18,7 @@ def save_policy(model: Any, tokenizer: Any, directory: Path, adapter: Adapter | 
 
 
 def save_adapter(adapter: Adapter, tokenizer: Any, directory: Path) -> None:
-    """The adapter alone."""
+    """Only the adapter."""
     write_model(directory, adapter.snapshot(), *_of(tokenizer))
 
 

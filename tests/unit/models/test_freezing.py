@@ -1,4 +1,4 @@
-"""Frozen parameters: which ones a pattern means, that an update leaves them alone, and what is refused."""
+"""Frozen parameters: which ones a pattern means, that an update does not change them, and what is refused."""
 
 from __future__ import annotations
 

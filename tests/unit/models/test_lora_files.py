@@ -121,7 +121,7 @@ def test_an_adapter_on_an_adapter_is_merged_into_the_merged(tmp_path: Path) -> N
         save_adapter(adapter, None, tmp_path / name)
         below = tmp_path / name
     assert (load_causal_lm(below)(IDS).logits - model(IDS).logits).abs().max() < 1e-5
-    # Neither of them has a tokenizer of its own.
+    # Neither of them has a tokenizer.
     assert load_tokenizer(below)("w7").input_ids == [7]
 
 

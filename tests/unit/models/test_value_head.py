@@ -1,4 +1,4 @@
-"""Where a critic's head comes from, and that it survives a save."""
+"""Sources of a critic's head, and its save and load."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def responses() -> list[np.ndarray]:
 
 def test_functions_of_an_ensemble_work_at_the_same_time(build: Build) -> None:
     parts = [
-        {"name": name, "source": "function", "function": f"scorers:{name}", "batched": True, "timeout": 30}
+        {"name": name, "source": "function", "function": f"scorers:{name}", "batched": True, "timeout_seconds": 30}
         for name in ("first", "second")
     ]
     assert build(*parts).score(BATCH).total.tolist() == [2.0, 2.0, 2.0]

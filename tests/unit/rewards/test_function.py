@@ -1,4 +1,4 @@
-"""What a reward function is called with, and which of its answers are scores."""
+"""Arguments of a reward function, and which return values are scores."""
 
 from __future__ import annotations
 

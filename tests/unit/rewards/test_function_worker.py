@@ -1,4 +1,4 @@
-"""A user's function in a process of its own: what it does there stays there, and nothing of it stays behind."""
+"""A user's function in a separate process: isolation and clean-up."""
 
 from __future__ import annotations
 
@@ -372,7 +372,7 @@ def test_after_ctrl_c_no_answer_is_taken_for_that_of_another_call(start: Start, 
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    # Whoever runs the tests in the background has it ignored.
+    # SIGINT is ignored if the tests run in the background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         thread.start()

@@ -1,4 +1,4 @@
-"""What a function's exceptions may tell of the prompts and responses that it was called with."""
+"""Text of prompts and responses in messages about a function's exceptions."""
 
 from __future__ import annotations
 

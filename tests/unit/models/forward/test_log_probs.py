@@ -16,7 +16,9 @@ PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]
 AT_A_TIME = 4
 
 
-def figures(model: Any, entropy_use: EntropyUse) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+def outputs_and_gradients(
+    model: Any, entropy_use: EntropyUse
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """Log-probs, entropies, and the gradients of a sum of both."""
     micro_batch = build_micro_batch(tiny.batch(PROMPTS, RESPONSES), range(4), "cpu", packed=True)
     model.zero_grad()
@@ -36,11 +38,11 @@ def test_in_parts_they_are_what_they_are_at_once(
     entropy_use: EntropyUse, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.causal(kind)
-    expected = figures(model, entropy_use)
+    expected = outputs_and_gradients(model, entropy_use)
     made: list[int] = []
     model.get_output_embeddings().register_forward_hook(lambda _, states, __: made.append(states[0].shape[0]))
     monkeypatch.setattr(log_probs_module, "MAX_LOGITS", AT_A_TIME * tiny.VOCABULARY)
-    result = figures(model, entropy_use)
+    result = outputs_and_gradients(model, entropy_use)
     assert max(made[2:]) == AT_A_TIME, "the first two are the trial"
     assert sum(made[2:]) == 2 * sum(RESPONSES), "once on the way there and once on the way back"
     assert torch.allclose(result[0], expected[0], atol=1e-5)
@@ -62,6 +64,6 @@ def test_a_model_that_does_more_to_its_logits_than_its_head_is_asked_for_all(mon
         return output
 
     monkeypatch.setattr(type(model), "forward", scaled)
-    expected = figures(model, "none")
+    expected = outputs_and_gradients(model, "none")
     monkeypatch.setattr(log_probs_module, "MAX_LOGITS", AT_A_TIME * tiny.VOCABULARY)
-    assert torch.equal(figures(model, "none")[0], expected[0])
+    assert torch.equal(outputs_and_gradients(model, "none")[0], expected[0])

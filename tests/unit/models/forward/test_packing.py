@@ -1,4 +1,4 @@
-"""Packed sequences against each alone: the same outputs and gradients, and no pads."""
+"""Packed sequences compared with separate ones: the same outputs and gradients, and no pads."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ def test_packed_sequences_give_what_each_gives_alone(kind: str) -> None:
     assert model.config._attn_implementation == "sdpa", "as it was"
     [together] = iter_micro_batches(model, batch, 1000)
     assert tuple(together.input_ids.shape) == (1, sum(PROMPTS) + sum(RESPONSES) - 4)
-    expected = np.concatenate([response_log_probs(model, one, 0.7, 1000) for one in alone(PROMPTS, RESPONSES, batch)])
+    expected = np.concatenate(
+        [response_log_probs(model, one, 0.7, 1000) for one in separate_batches(PROMPTS, RESPONSES, batch)]
+    )
     result = torch.empty(sum(RESPONSES))
     with torch.no_grad():
         result[together.token_indices] = forward_log_probs(model, together, 0.7)[0]
     assert np.allclose(result.numpy(), expected, atol=1e-5)
 
 
-def alone(prompts: list[int], responses: list[int], batch: Any) -> list[Any]:
-    """Each sequence as a batch of its own."""
+def separate_batches(prompts: list[int], responses: list[int], batch: Any) -> list[Any]:
+    """Return each sequence as a separate batch."""
     ids = batch.sequences()
     return [
         type(batch)(sequence, np.array([prompt], np.int32), np.array([response], np.int32))
@@ -126,7 +128,7 @@ def samples_of(prompts: list[int], lengths: list[list[int]]) -> TokenBatch:
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @pytest.mark.parametrize(
     ("prompts", "responses"),
-    # The second predicts as many tokens as it has; the third has responses of the last token alone.
+    # The second predicts as many tokens as it has; the third has responses of only the last token.
     [([7, 4], [[3, 9, 1], [6, 2]]), ([3], [[2, 5, 4]]), ([5], [[1, 1]])],
 )
 def test_a_prompt_of_several_samples_is_computed_once_and_means_the_same(

@@ -1,4 +1,4 @@
-"""What engines are asked and what they answer, without a server: checks, adapters as tensors, dialects, missing packages."""
+"""Requests to engines and their responses, without a server: checks, adapters as tensors, dialects, missing packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Float32 masters of parameters in half precision: what steps are taken in, what the model sees of them, how they are kept."""
+"""Float32 master weights of half-precision parameters: steps, the rounded parameters, and checkpoints."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_a_step_is_that_of_float32_copies_clipped_there_and_then_rounded(dtype: 
         for parameter, wide in zip(model.parameters(), copies, strict=True):
             assert torch.equal(parameter, wide.to(dtype))
             assert parameter.grad is None
-    masters = {id(parameter): master for master, parameter in optimizer.parameter_of_master.items()}
+    master_weights = {id(parameter): master for master, parameter in optimizer.parameter_of_master.items()}
     for parameter, wide in zip(model.parameters(), copies, strict=True):
-        assert torch.equal(masters[id(parameter)], wide)
+        assert torch.equal(master_weights[id(parameter)], wide)
     assert [p.data_ptr() for p in model.parameters()] == addresses
     assert {value.dtype for entry in optimizer.state.values() for value in entry.values()} == {torch.float32}
 

@@ -1,4 +1,4 @@
-"""What an update needs of memory is counted, not guessed: held against counts of larger passes, and formulas."""
+"""Memory that an update needs, compared with measurements of larger passes and with formulas."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_storages_count_once_and_parameters_not_at_all() -> None:
         hidden = layer(data)
         return hidden * hidden.view(5, 8) + layer(data)
 
-    # The input, which both products keep, and the hidden states with their view.
+    # The input, which both matmuls save, and the hidden states with their view.
     assert saved_bytes(layer, forward) == data.nbytes + 5 * 8 * 4
 
 
@@ -148,7 +148,7 @@ def needs(longest: int) -> UpdateMemory:
         (4095, 100, 2048),
         (300, 100, 256),
         (128, 100, 128),
-        # The longest sequence fits, alone: no power of two between.
+        # The longest sequence fits by itself: no power of two between.
         (110, 100, 64),
         (99, 100, 0),
         (5000, 5000, 4096),

@@ -1,4 +1,4 @@
-"""What a NaN or an infinity does to an update: it stops it, or costs it a step, and never reaches a weight."""
+"""NaN and infinity in an update: they end it or skip a step, and never reach a weight."""
 
 from __future__ import annotations
 
