@@ -21,7 +21,7 @@ def raised(arguments: list[str], quotes: bool = False) -> str:
 
 
 def test_what_an_exception_says_is_left_out_and_its_place_is_told() -> None:
-    expected = r"ValueError \(test_quotes\.py:\d+; what it says is left out, it may quote a text\)"
+    expected = r"ValueError \(test_quotes\.py:\d+; the message is left out because it may quote a text\)"
     assert re.fullmatch(expected, raised([PROMPT, RESPONSE]))
 
 
