@@ -449,3 +449,9 @@ def test_an_unknown_save_kind_is_refused(kind: int) -> None:
 def test_an_unknown_role_is_refused(role: int) -> None:
     with pytest.raises(InvalidRequest, match=f"status.role {role}: unknown"):
         codec.status_from_proto(status_pb2.RoleStatus(role=role))  # type: ignore[arg-type]
+
+
+def test_a_generation_that_ends_without_an_event_is_a_failure_of_the_service() -> None:
+    for last in (None, codec.generation_started_to_proto()):
+        with pytest.raises(ServiceFailed, match="without the event `finished`"):
+            codec.trajectories_from_proto(last)

@@ -68,8 +68,8 @@ def generation_finished_to_proto(trajectories: int, response_tokens: int, second
     return actor_pb2.GenerateResponse(finished=finished)
 
 
-def trajectories_from_proto(last: actor_pb2.GenerateResponse) -> int:
-    """Return the number of trajectories from the last event of a generation. Raises ServiceFailed for another event."""
-    if last.WhichOneof("event") != "finished":
+def trajectories_from_proto(last: actor_pb2.GenerateResponse | None) -> int:
+    """Return the number of trajectories from the last event of a generation. Raises ServiceFailed for another event, or none."""
+    if last is None or last.WhichOneof("event") != "finished":
         raise ServiceFailed("Generate: the stream ended without the event `finished`")
     return last.finished.trajectories

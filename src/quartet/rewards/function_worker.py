@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.child_processes import module_command, tied_to_parent
-from quartet.errors import Cancelled, ComputationFailed, ConfigError
+from quartet.errors import Cancelled, ComputationFailed, ConfigError, FailedPrecondition
 
 START_TIMEOUT = 120.0
 """Maximum seconds to import the function's module."""
@@ -95,6 +95,7 @@ class FunctionWorker:
             raise Cancelled(f"{self._name}: closed")
         if self._process is not None and self._process.is_running():
             return self._process
+        is_restart = self._process is not None
         if self._process is not None:
             self._process.end()
         self._process = process = self._starter.submit(_Process, self._function, self._quotes).result()
@@ -102,6 +103,11 @@ class FunctionWorker:
             problem = process.start(self._start_timeout, self._closed.is_set).get("unusable")
         except _Lost as lost:
             problem = f"cannot be imported from {Path.cwd()}: {lost}"
+            if (
+                is_restart
+            ):  # It was imported before: the machine is at fault, not the config, and a later try may succeed.
+                process.end()
+                raise FailedPrecondition(f"{self._name}: {problem}") from lost
         if problem is not None:
             process.end()
             raise ConfigError(f"{self._name}: {problem}")

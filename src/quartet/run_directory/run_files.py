@@ -30,7 +30,8 @@ FIRST_CONFIG_LINE = "# The config of a run of Quartet, as resolved.\n"
 class RunFiles:
     """The files of one run, below ``root``.
 
-    A write that the disk refuses raises StorageFailed, unless the method says otherwise. See lifecycle.py for the directory as a
+    A write that the disk refuses raises StorageFailed, unless the method says otherwise.
+    See locking_and_removal.py for the directory as a
     whole, checkpoints.py for ``checkpoints/``.
     """
 

@@ -180,6 +180,16 @@ def test_a_full_disk_is_said_in_words_wherever_it_is_met(
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
 
+@pytest.mark.parametrize("bug", [TypeError("a bug"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_an_unforeseen_exception_in_a_writer_is_not_reported_as_a_full_disk(bug: Exception, tmp_path: Path) -> None:
+    def fail(_: Path) -> None:
+        raise bug
+
+    with pytest.raises(type(bug)):
+        write_model(tmp_path / "p", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_threads_that_are_quiet_leave_the_settings_as_they_were() -> None:
     logging: Any = transformers.utils.logging
     logging.enable_progress_bar()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from quartet.errors import Cancelled, ComputationFailed, ConfigError
+from quartet.errors import Cancelled, ComputationFailed, ConfigError, FailedPrecondition
 from quartet.rewards import function_worker
 from quartet.rewards.function_worker import FunctionWorker
 from tests.unit.rewards.processes import children, runs, wait_for
@@ -53,6 +53,18 @@ def test_a_function_in_a_file_called_as_a_library_is_told_so(functions: Path) ->
         match=rf"module json has no score; .*json/__init__\.py was imported instead of {functions}/json\.py",
     ):
         FunctionWorker("json:score", "reward.function")
+
+
+def test_a_restart_that_times_out_can_be_tried_again(start: Start) -> None:
+    worker = start("echo")
+    assert worker._process is not None
+    os.kill(worker._process._child.pid, signal.SIGKILL)
+    worker._process._child.wait()
+    worker._start_timeout, start_timeout = 0.0, worker._start_timeout
+    with pytest.raises(FailedPrecondition, match="cannot be imported"):
+        worker.call([1], 20)
+    worker._start_timeout = start_timeout
+    assert worker.call([1], 20) == 1
 
 
 def test_arguments_and_results_are_json_values(start: Start) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from quartet.durable_files import replace_directory
-from quartet.errors import QuartetError, StorageFailed
+from quartet.errors import StorageFailed
 from quartet.models.hf_logging import suppress_hf_logging
 
 Writer = Callable[[Path], None]
@@ -48,13 +49,18 @@ def write_model(directory: Path, *writers: Writer) -> None:
     try:
         with suppress_hf_logging():
             replace_directory(directory, fill)
-    except QuartetError:
-        raise
-    except Exception as error:  # OSError, or an exception of safetensors or tokenizers that wraps it
+    except Exception as error:
+        if not _is_storage_error(error):
+            raise
         raise StorageFailed(
             f"model directory {directory}: cannot be written: {_reason(error)}; the previous content is unchanged. "
             "Free space on that disk, or give a writable directory, and save again"
         ) from error
+
+
+def _is_storage_error(error: Exception) -> bool:
+    """Return whether the disk caused the error. safetensors and tokenizers wrap an OSError in an exception that is not one."""
+    return isinstance(error, OSError | SafetensorError) or (type(error) is Exception and "os error" in str(error))
 
 
 def _reason(error: Exception) -> str:
