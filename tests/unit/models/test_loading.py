@@ -212,7 +212,7 @@ def test_a_tokenizer_comes_back_with_the_same_fingerprint(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
 def test_a_checkpoint_without_a_tokenizer_is_an_error_that_names_its_files(kind: str, tmp_path: Path) -> None:
     tiny.saved(tiny.causal(kind), tmp_path / "m")
-    missing = f"model {tmp_path / 'm'}: its tokenizer files are missing; expected tokenizer.json, or a vocabulary"
+    missing = f"model {tmp_path / 'm'}: its tokenizer files are missing; expected tokenizer.json, or another vocabulary"
     with pytest.raises(ModelError, match=re.escape(missing)):
         load_tokenizer(tmp_path / "m")
     (tmp_path / "m" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')

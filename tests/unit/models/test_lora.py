@@ -57,7 +57,11 @@ def test_only_the_layers_that_are_named_get_one() -> None:
 @pytest.mark.parametrize(
     ("kind", "target", "words"),
     [
-        ("llama", "c_attn", "'c_attn': no layer has this name in LlamaForCausalLM; there are, .*q_proj"),
+        (
+            "llama",
+            "c_attn",
+            "'c_attn': no layer has this name in LlamaForCausalLM; linear layers are, for example, .*q_proj",
+        ),
         ("llama", "mlp", "'mlp': model.layers.0.mlp is not a linear layer"),
         ("gpt2", "wte", "'wte': transformer.wte is not a linear layer"),
         ("qwen2", "lm_head", r"lm_head: its weight is shared with another layer \(tied\)"),

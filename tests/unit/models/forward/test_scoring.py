@@ -138,10 +138,10 @@ def test_tokens_and_lengths_outside_the_model_are_refused() -> None:
     strange = TokenBatch(np.array([3, tiny.VOCABULARY], np.int32), np.array([1], np.int32), np.array([1], np.int32))
     for model in (tiny.causal("gpt2"), tiny.classifier("gpt2")):
         ask = sequence_scores if model.config.num_labels == 1 else lambda m, b, n: response_log_probs(m, b, 1.0, n)
-        with pytest.raises(InvalidRequest, match="vocabulary"):
+        with pytest.raises(InvalidRequest, match="expected ids in"):
             ask(model, strange, 100)
         with pytest.raises(InvalidRequest, match="65 tokens: the model has positions for 64"):
             ask(model, tiny.batch([60], [5]), 100)
         ask(model, tiny.batch([60], [4]), 100)
-    with pytest.raises(InvalidRequest, match="vocabulary"):
+    with pytest.raises(InvalidRequest, match="expected ids in"):
         response_values(ValueModel.of_causal_lm(tiny.causal("gpt2")), strange, 100)

@@ -278,7 +278,7 @@ def test_a_generation_whose_cache_a_later_one_has_taken_does_not_go_on() -> None
     first = engine.generate(tiny.requests(6), SamplingParameters(12), 0, 0)
     next(first)
     tiny.generated(engine, tiny.requests(6, step=1))
-    with pytest.raises(Cancelled, match="a later one"):
+    with pytest.raises(Cancelled, match="a later generation uses its cache"):
         list(first)
 
 

@@ -176,5 +176,7 @@ def test_a_trial_that_finds_no_room_says_what_to_do(monkeypatch: pytest.MonkeyPa
         raise torch.OutOfMemoryError("tried to allocate 2 MiB")
 
     monkeypatch.setattr(memory, "forward_values", full)
-    with pytest.raises(ModelError, match="no room on cpu: tried to allocate 2 MiB; leave this service more"):
+    with pytest.raises(
+        ModelError, match=r"out of memory in a trial .* on cpu: tried to allocate 2 MiB; free memory for this service"
+    ):
         measure_value(ValueModel.of_causal_lm(tiny.causal("llama")), 60)
