@@ -25,8 +25,8 @@ def test_a_report_opens_without_a_network_draws_its_curves_and_takes_no_text_for
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     drawn = page.locator(".plot:has(.main-svg)").count()
     title, text = page.title(), page.locator("main").inner_text()
-    charts = page.evaluate("places.map(place => place.data.map(trace => trace.name))")
-    shapes = page.evaluate("places.flatMap(place => place.layout.shapes.map(shape => shape.y0))")
+    charts = page.evaluate("plots.map(plot => plot.data.map(trace => trace.name))")
+    shapes = page.evaluate("plots.flatMap(plot => plot.layout.shapes.map(shape => shape.y0))")
     page.close()
     assert told == [files.report.as_uri()]
     assert title == "Run tiny"
@@ -36,5 +36,5 @@ def test_a_report_opens_without_a_network_draws_its_curves_and_takes_no_text_for
     assert shapes == [4.25], "the KL's target"
     for shown in ("best: score 4", "median: score 2", "worst: score 0", "response 4 of 1", "response 4 of 4", HOSTILE):
         assert shown in text
-    for shown in ("cut off at the token limit", "length 0.25", "kl_runaway", "2.75", "kl_coefficient: ", "25.0 %"):
+    for shown in ("truncated at the token limit", "length 0.25", "kl_runaway", "2.75", "kl_coefficient: ", "25.0 %"):
         assert shown in text

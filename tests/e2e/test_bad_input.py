@@ -175,7 +175,7 @@ def test_a_redis_that_cannot_be_reached(refuse: Refuse, unreachable_redis: str) 
 def test_an_address_where_another_service_answers(refuse: Refuse, frozen: Service) -> None:
     refuse(
         options=frozen.serving("actor", "critic", "reward", "reference"),
-        mentioned=("services.actor.address", frozen.address, "the reward, reference service answers there"),
+        mentioned=("services.actor.address", frozen.address, "expected the actor, got the reward, reference service"),
     )
 
 

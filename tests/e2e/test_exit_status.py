@@ -36,12 +36,12 @@ def test_a_command_that_a_signal_ended(start: Start, first_run: Run, number: sig
 
 def test_a_service_that_cannot_reach_what_it_needs(config: Path, tmp_path: Path) -> None:
     nowhere = settings("buffer.url=redis://127.0.0.1:1/0")
-    code, said = status("services", "critic", "--config", config, *nowhere, cwd=tmp_path)
+    code, said = status("quartet.services", "critic", "--config", config, *nowhere, cwd=tmp_path)
     assert code == 1
     assert said.startswith("error: rollout buffer at redis://127.0.0.1:1/0: unreachable")
 
 
-@pytest.mark.parametrize("module", ["services", "gateway"])
+@pytest.mark.parametrize("module", ["quartet.services", "quartet.gateway"])
 def test_a_process_whose_options_are_wrong(module: str, tmp_path: Path) -> None:
     code, said = status(module, "--confg", "x", cwd=tmp_path)
     assert code == 2
@@ -55,10 +55,10 @@ def test_a_process_whose_address_is_taken(config: Path, tmp_path: Path) -> None:
         assert other.stdout is not None
         taken = f"127.0.0.1:{other.stdout.readline().strip()}"
         metrics = settings(f"services.reference.metrics_listen={taken}")
-        code, said = status("services", "reference", "--config", config, *metrics, cwd=tmp_path)
+        code, said = status("quartet.services", "reference", "--config", config, *metrics, cwd=tmp_path)
         assert (code, said[:60]) == (2, f"error: services.reference.metrics_listen {taken}: cannot listen there"[:60])
-        code, said = status("gateway", "--runs", tmp_path, "--listen", taken, cwd=tmp_path)
-        assert (code, said.startswith(f"error: listen {taken}: the port is taken")) == (2, True)
+        code, said = status("quartet.gateway", "--runs", tmp_path, "--listen", taken, cwd=tmp_path)
+        assert (code, said.startswith(f"error: listen {taken}: the port is in use")) == (2, True)
         other.kill()
 
 
@@ -81,7 +81,7 @@ def test_a_gateway_that_breaks(
 
 @pytest.mark.parametrize("listen", ["127.0.0.1", "127.0.0.1:70000", "127.0.0.1:x"])
 def test_a_service_that_is_to_listen_at_what_is_no_address(listen: str, config: Path, tmp_path: Path) -> None:
-    code, said = status("services", "reward", "--config", config, "--listen", listen, cwd=tmp_path)
+    code, said = status("quartet.services", "reward", "--config", config, "--listen", listen, cwd=tmp_path)
     assert code == 2
     assert said.startswith("error: ")
     assert "services.reward.listen" in said
@@ -92,7 +92,7 @@ def test_a_service_that_has_the_certificate_of_another(config: Path, tmp_path: P
     folder = tmp_path / "certificates"
     Authority(timedelta(days=1)).issue(folder / "reward", ["critic.quartet"])
     secured = settings(f"security.certificates={folder}")
-    code, said = status("services", "reward", "--config", config, *secured, cwd=tmp_path)
+    code, said = status("quartet.services", "reward", "--config", config, *secured, cwd=tmp_path)
     assert code == 2
     assert "names critic.quartet; expected reward.quartet" in said
 
@@ -100,4 +100,4 @@ def test_a_service_that_has_the_certificate_of_another(config: Path, tmp_path: P
 @pytest.mark.parametrize("given", [[], ["nonsense"]])
 def test_a_health_check_of_no_address(given: list[str], tmp_path: Path) -> None:
     code, said = status("quartet.rpc.health", *given, cwd=tmp_path)
-    assert (code, said) == (2, "error: expected one address, HOST:PORT, to ask for its health")
+    assert (code, said) == (2, "error: expected one argument: the HOST:PORT of a health listener")

@@ -140,7 +140,7 @@ def test_an_out_that_is_not_ours_is_left_alone(
 ) -> None:
     positive, negative, _ = files()
     assert prepare.main([str(positive), str(negative), str(tmp_path)]) == 2
-    assert "which this program did not make" in capsys.readouterr().err
+    assert "which this program did not create" in capsys.readouterr().err
     assert prepare.main([str(positive), str(negative), str(positive)]) == 2
     assert "is a file" in capsys.readouterr().err
     assert prepare.main([str(positive), str(negative), str(positive / "under")]) == 2

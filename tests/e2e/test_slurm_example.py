@@ -41,7 +41,7 @@ STUBS = {
     "quartet": f"${{CERTIFICATES:-false}} || exec mkdir $2; exec {Path(sys.executable).with_name('quartet')} $*",
     "python": f"""
         [[ $1 == - ]] && exec {sys.executable} "$@"
-        [[ $2 == gateway ]] && {{ echo $$ >>"$TOLD/pids"; exec bash -c "${{GATEWAY:-exec sleep 60}}"; }}
+        [[ $2 == quartet.gateway ]] && {{ echo $$ >>"$TOLD/pids"; exec bash -c "${{GATEWAY:-exec sleep 60}}"; }}
         cp "${{@: -1}}" "$TOLD/partial" && mv "$TOLD/partial" "$TOLD/deployment.yaml"
         echo $$ >>"$TOLD/pids"
         exec bash -c "${{ORCHESTRATOR:-exit 0}}"
@@ -275,7 +275,7 @@ def test_two_jobs_do_not_work_on_one_run(job: Job) -> None:
     assert wait_until((job.told / "deployment.yaml").exists, 30)
     began = time.monotonic()
     status, said = job.ended(CONFIGS / "ppo.yaml", SLURM_JOB_ID="1235")
-    assert (status, "another job works on this run" in said) == (2, True), time.monotonic() - began
+    assert (status, "another job uses this run" in said) == (2, True), time.monotonic() - began
     assert [path.name for path in job.folder.glob("runs/*/slurm-*")] == ["slurm-1234"]
     first.terminate()
     first.communicate(timeout=30)

@@ -137,7 +137,7 @@ def test_up_keeps_the_services_after_the_run_until_interrupted_and_another_seed_
     first_run: Run, frozen: Service, start: Start, config: Path, tmp_path: Path
 ) -> None:
     command = start("up", config, *frozen.serving("reward", "reference"), *settings("run.seed=1"))
-    command.wait_for(lambda: "run ended; the model services stay up" in command.out)
+    command.wait_for(lambda: "the run has ended; the model services keep running" in command.out)
     addresses = dict(line.split() for line in command.out.splitlines() if line.startswith(("actor", "critic")))
     assert [health(address) for address in addresses.values()] == [health_pb2.HealthCheckResponse.SERVING] * 2
     command.process.send_signal(signal.SIGINT)
