@@ -154,7 +154,7 @@ def speed_of_quartet(log: str, metrics: Sequence[dict[str, float]], config: Conf
     """From when each step was committed, by the orchestrator's log, and what it was about."""
     ends = [
         datetime.fromisoformat(stamp).timestamp()
-        for stamp in re.findall(r"timestamp='([^']+)'.*event='committed'", log)
+        for stamp in re.findall(r"timestamp='([^']+)'.*event='step committed'", log)
     ]
     responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     warm = metrics[WARM_UP:]
