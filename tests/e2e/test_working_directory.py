@@ -33,7 +33,9 @@ def test_a_config_is_checked_and_trained_on(start: Start, config: Path, shadowed
     assert "taken for a library" not in logs + trained.out + trained.err
 
 
-@pytest.mark.parametrize("module", [("quartet.services", "reward"), ("quartet.services", "orchestrator"), ("quartet.gateway",)])
+@pytest.mark.parametrize(
+    "module", [("quartet.services", "reward"), ("quartet.services", "orchestrator"), ("quartet.gateway",)]
+)
 def test_a_process_that_is_started_by_hand_begins(module: tuple[str, ...], config: Path, shadowed: Path) -> None:
     command = [sys.executable, "-m", *module, "--config", str(config), "--config", "absent.yaml"]
     ended = subprocess.run(command, cwd=shadowed, capture_output=True, text=True, timeout=60, check=False)
