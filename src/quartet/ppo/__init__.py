@@ -1,8 +1,8 @@
-"""The numerics of PPO as pure tensor functions, with torch only. The only state is the KL coefficient and the score moments.
+"""The numerics of PPO as pure functions of tensors. The only state is the KL coefficient and the score moments.
 
-Everything is ragged: one flat tensor [tokens] over all response tokens, sequence after sequence, and ``lengths``
-[sequences]. Padding exists only inside a function, never in a result. Log-probs and KL are in nats. Statistics and
-recursions over a whole batch are computed in float64 and returned in the dtype they came in.
+Batches are ragged: one flat tensor [tokens] holds all response tokens, sequence after sequence, with ``lengths`` [sequences].
+Padding exists only inside functions. Log-probs and KL are in nats. Statistics and recursions over a whole batch are computed in
+float64 and returned in the dtype of the input.
 
 One PPO step, from scores to gradients::
 
@@ -23,6 +23,7 @@ One PPO step, from scores to gradients::
 
     controller.update(float(ragged.sequence_sum(k, lengths).mean()), responses=len(lengths))
 
-Without a critic, advantages come from ``estimators``: ``rloo_advantages(sequence_rewards(scores, k, lengths, beta), groups)``
-and its like. The actor's weights count the tokens that its mask keeps, the critic's denominator counts all.
+Without a critic, advantages come from ``critic_free_advantages``, for example ``rloo_advantages(sequence_rewards(scores, k,
+lengths, beta), groups)``. The weights of the policy loss count the tokens that the mask keeps. The denominator of the value loss
+counts all tokens.
 """

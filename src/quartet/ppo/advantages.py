@@ -1,8 +1,8 @@
-"""The contract between the orchestrator and an advantage estimator, and the built-in estimators in that form.
+"""The interface of advantage estimators, and the built-in estimators.
 
-A user's own estimator is any function ``f(inputs: EstimatorInput) -> Tensor``, or ``-> Advantages`` if it needs a critic. The run
-names it with ``algorithm.estimator: my_package.my_module:my_estimator`` and declares what it needs under
-``algorithm.custom_estimator``. The table of the built-in ones is ``quartet.config.estimators``.
+A custom estimator is a function ``f(inputs: EstimatorInput) -> Tensor``, or ``-> Advantages`` if it needs a critic. The config
+names it, ``algorithm.estimator: my_package.my_module:my_estimator``, and declares its needs in ``algorithm.custom_estimator``.
+``quartet.config.estimators`` lists the built-in estimators.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quartet.user_code import describe
 
 @dataclass(frozen=True, slots=True)
 class EstimatorInput:
-    """One step's batch, as an estimator gets it. All tensors are on the CPU, without gradients.
+    """Input of an estimator: one step's batch. All tensors are on the CPU and have no gradients.
 
     ``rewards``: float32 [tokens] if the estimator's granularity is "token" (-beta KL at each token, plus the score at the last
-    token of each response); float32 [sequences] if it is "sequence" (the score less beta times the response's KL).
-    ``values``: float32 [tokens], the critic's at generation, 0 without a critic. ``lengths``: int64 [sequences], response tokens.
+    token of each response); float32 [sequences] if it is "sequence" (the score minus beta times the response's KL). ``values``:
+    float32 [tokens], from the critic at generation time; 0 without a critic. ``lengths``: int64 [sequences], response tokens.
     ``groups``: int64 [sequences], the prompt of each response. ``gamma``, ``gae_lambda`` and ``divide_by_std`` are
     algorithm.gamma, algorithm.gae_lambda and algorithm.grpo_normalize_std.
     """
@@ -41,11 +41,13 @@ class EstimatorInput:
 
 
 Estimator = Callable[[EstimatorInput], Tensor | Advantages]
-"""Function that returns advantages, as many as ``rewards``. With a critic it returns ``Advantages``, which adds value targets."""
+"""Function that returns advantages in the shape of ``rewards``. With a critic it returns ``Advantages``, which adds value
+targets.
+"""
 
 
 def gae(inputs: EstimatorInput) -> Advantages:
-    """Generalized advantage estimation, see ``quartet.ppo.gae``."""
+    """Generalized advantage estimation (GAE), see ``quartet.ppo.gae``."""
     return generalized_advantages(inputs.rewards, inputs.values, inputs.lengths, inputs.gamma, inputs.gae_lambda)
 
 
@@ -65,7 +67,7 @@ def grpo(inputs: EstimatorInput) -> Tensor:
 
 
 def reinforce_plus_plus(inputs: EstimatorInput) -> Tensor:
-    """REINFORCE++: the discounted return to go at each token."""
+    """REINFORCE++: the discounted return from each token on."""
     return estimators.discounted_returns(inputs.rewards, inputs.lengths, inputs.gamma)
 
 
@@ -77,10 +79,10 @@ def estimate(
     granularity: Literal["token", "sequence"],
     name: str,
 ) -> Advantages:
-    """Advantages and value targets by ``estimator``, both float32 [tokens]. Value targets are 0 without a critic.
+    """Return advantages and value targets by ``estimator``, both float32 [tokens]. Value targets are 0 without a critic.
 
-    An advantage per response counts for each of its tokens. Raises ComputationFailed, which names the estimator by ``name``, if
-    the result has another type, shape or dtype than the contract says, or is not finite.
+    An advantage per response applies to each of its tokens. Raises ComputationFailed, with ``name`` in the message, if the result
+    has another type, shape or dtype than ``Estimator`` requires, or is not finite.
     """
     result = estimator(inputs)
     if not isinstance(result, Advantages if needs_critic else Tensor):
@@ -100,9 +102,9 @@ def estimate(
 def check_estimator(
     estimator: Estimator, needs_critic: bool, granularity: Literal["token", "sequence"], min_samples: int, name: str
 ) -> None:
-    """Try an estimator on a few responses, so that a wrong signature or result ends a run at its start.
+    """Try an estimator on a few responses, so that a wrong signature or result fails at the start of a run.
 
-    Raises ConfigError, which names the estimator by ``name``.
+    Raises ConfigError, with ``name`` in the message.
     """
     samples = max(2, min_samples)
     lengths = torch.arange(1, samples + 1)

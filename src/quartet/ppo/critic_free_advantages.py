@@ -1,4 +1,4 @@
-"""Advantages without a critic: one number per response, or the return to go at each of its tokens."""
+"""Advantages without a critic: one number per response, or the discounted return from each token on."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from quartet.errors import InvalidRequest
 from quartet.ppo.ragged import check_flat, check_lengths, discounted_sum, sequence_sum
 
-# Keeps a group of nearly equal rewards from being blown up.
+# Limits the advantages of a group whose rewards are nearly equal.
 _STD_FLOOR = 1e-4
 
 
 @torch.no_grad()
 def sequence_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, kl_coefficient: float) -> Tensor:
-    """The score of each response less kl_coefficient times its KL, summed over its tokens: [sequences].
+    """Return the score of each response minus kl_coefficient times its KL, summed over its tokens: [sequences].
 
     ``scores`` [sequences], ``kl`` [tokens] in nats, ``lengths`` [sequences]. Source: Ziegler et al. 2019, equation 2;
     numerics item 17. Raises InvalidRequest.
@@ -27,7 +27,7 @@ def sequence_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, kl_coefficient
 
 @torch.no_grad()
 def reinforce_advantages(sequence_rewards: Tensor) -> Tensor:
-    """Rewards less their mean over the batch: [sequences] -> [sequences].
+    """Return rewards minus their mean over the batch: [sequences] -> [sequences].
 
     Source: Williams 1992, with the mean as the baseline; numerics item 17. Raises InvalidRequest.
     """
@@ -38,10 +38,10 @@ def reinforce_advantages(sequence_rewards: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rloo_advantages(sequence_rewards: Tensor, groups: Tensor) -> Tensor:
-    """Rewards less the mean of the other samples of the same prompt: [sequences] -> [sequences].
+    """Return rewards minus the mean of the other samples of the same prompt: [sequences] -> [sequences].
 
-    ``groups`` int64 [sequences] names the prompt of each sequence, in any order; sizes may differ, each at least 2.
-    Source: Ahmadian et al. 2024 (RLOO); numerics item 17. Raises InvalidRequest.
+    ``groups`` int64 [sequences] identifies the prompt of each sequence. Groups have at least 2 sequences, in any order. Source:
+    Ahmadian et al. 2024 (RLOO); numerics item 17. Raises InvalidRequest.
     """
     exact, index, sizes = _grouped(sequence_rewards, groups)
     others = (_group_sum(exact, index, sizes)[index] - exact) / (sizes[index] - 1)
@@ -50,11 +50,11 @@ def rloo_advantages(sequence_rewards: Tensor, groups: Tensor) -> Tensor:
 
 @torch.no_grad()
 def grpo_advantages(sequence_rewards: Tensor, groups: Tensor, divide_by_std: bool) -> Tensor:
-    """(reward - mean) / (std + 1e-4) over the samples of the same prompt: [sequences] -> [sequences].
+    """Return (reward - mean) / (std + 1e-4) over the samples of the same prompt: [sequences] -> [sequences].
 
-    The standard deviation is the sample's (n - 1). Without ``divide_by_std`` it is Dr. GRPO's reward - mean.
-    ``groups`` as in ``rloo_advantages``. Sources: Shao et al. 2024, section 4.1.2; Liu et al. 2025; the 1e-4 is
-    TRL's; numerics item 17. Raises InvalidRequest.
+    The standard deviation divides by n - 1. Without ``divide_by_std`` the result is Dr. GRPO's reward - mean. ``groups`` as in
+    ``rloo_advantages``. Sources: Shao et al. 2024, section 4.1.2; Liu et al. 2025; the 1e-4 is TRL's; numerics item 17. Raises
+    InvalidRequest.
     """
     exact, index, sizes = _grouped(sequence_rewards, groups)
     centred = exact - (_group_sum(exact, index, sizes) / sizes)[index]
@@ -66,24 +66,24 @@ def grpo_advantages(sequence_rewards: Tensor, groups: Tensor, divide_by_std: boo
 
 @torch.no_grad()
 def discounted_returns(token_rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor:
-    """The return to go at each token, sum over l of gamma^l r(t + l) up to its response's last token: [tokens].
+    """Return the discounted return from each token on, the sum of gamma^l r(t + l) up to the response's last token: [tokens].
 
-    ``token_rewards`` [tokens], ``lengths`` [sequences]. A sequence's result has the same bits whatever else is in the
-    batch. Source: Hu 2025 (REINFORCE++), whose gamma is 1. Raises InvalidRequest.
+    ``token_rewards`` [tokens], ``lengths`` [sequences]. Other sequences in the batch do not change the bits of a sequence's
+    result. Source: Hu 2025 (REINFORCE++), whose gamma is 1. Raises InvalidRequest.
     """
     check_flat(token_rewards=token_rewards)
     return discounted_sum(token_rewards.double(), lengths, gamma).to(token_rewards.dtype)
 
 
 def broadcast_to_tokens(per_sequence: Tensor, lengths: Tensor) -> Tensor:
-    """Each response's number at each of its tokens: [sequences] -> [tokens]. Differentiable. Raises InvalidRequest."""
+    """Repeat each response's number for each of its tokens: [sequences] -> [tokens]. Differentiable. Raises InvalidRequest."""
     check_flat(per_sequence=per_sequence, lengths=lengths)
     check_lengths(int(lengths.sum()), lengths)
     return per_sequence.repeat_interleave(lengths.long())
 
 
 def _grouped(sequence_rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards in float64, of each the number of its group [sequences], and the sizes of the groups [groups]."""
+    """Return rewards in float64 and the index of their group, both [sequences], and the sizes of the groups [groups]."""
     check_flat(sequence_rewards=sequence_rewards, groups=groups)
     if groups.dtype != torch.int64:
         raise InvalidRequest(f"groups {groups.dtype}: expected int64, the prompt of each sequence")
@@ -95,5 +95,5 @@ def _grouped(sequence_rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _group_sum(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    """Sums of ``values`` float64 [sequences] over groups: [groups]."""
+    """Return the sums of ``values`` float64 [sequences] over groups: [groups]."""
     return values.new_zeros(sizes.shape[0]).index_add(0, index, values)

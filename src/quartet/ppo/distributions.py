@@ -10,16 +10,17 @@ from torch import Tensor
 from quartet.errors import InvalidRequest
 
 CACHED = 2**17
-"""Numbers that a core's cache still holds when they are passed over again."""
+"""Number of float values that stay in a core's cache between two passes."""
 MIN_LOG_PROB = -1e30
-"""Less than that of any token whose probability is above 0 in float64."""
+"""A log-prob below that of any token whose probability is above 0 in float64."""
 
 
 def token_log_probs(logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
-    """Log-probability in nats of each token: logits [n, vocabulary], ids [n] -> [n].
+    """Return the log-prob of each token, in nats: logits [n, vocabulary], ids [n] -> [n].
 
-    The caller aligns them: the logits at position t-1 score token t. The log-softmax of logits / temperature, the same
-    temperature for rollout, old, new and reference log-probs. Source: numerics items 1, 6 and 19.
+    The result is the log-softmax of logits / temperature at the token. The caller aligns logits and tokens: the logits at
+    position t-1 score token t. Rollout, old, new and reference log-probs use the same temperature. Source: numerics items 1, 6
+    and 19.
 
     Raises InvalidRequest.
     """
@@ -32,9 +33,9 @@ def token_log_probs(logits: Tensor, token_ids: Tensor, temperature: float) -> Te
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Log-softmax and the choice of one entry a row. Its backward pass writes the gradient of the logits at once.
+    """Log-softmax at one entry per row, with a backward pass that computes the gradient of the logits in place.
 
-    Left to themselves the two pass over [n, vocabulary] three more times: for zeros, for the entries among them, for their sum.
+    As two separate operations, autograd would make three more passes over [n, vocabulary].
     """
 
     @staticmethod
@@ -46,15 +47,14 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         log_probs, places = ctx.saved_tensors
-        # d log p_i / d logit_j is 1 if j is i, less p_j for every j. In place, because nothing else refers to the saved
-        # tensor, and new memory would take longer than the exponentials.
-        # A second backward pass over the same graph raises an error.
+        # d log p_i / d logit_j is 1 - p_j for j = i, and -p_j otherwise. In place, because nothing else uses the saved tensor,
+        # and an allocation would take longer than the exponentials. A second backward pass over the same graph raises an error.
         result = log_probs.exp_().mul_(-gradient[:, None])
         return result.scatter_add_(1, places, gradient[:, None]), None
 
 
 def entropy(logits: Tensor, temperature: float) -> Tensor:
-    """Entropy in nats of each row's full distribution: [n, vocabulary] -> [n]. Source: numerics item 13.
+    """Return the entropy of each row's full distribution, in nats: [n, vocabulary] -> [n]. Source: numerics item 13.
 
     Raises InvalidRequest.
     """
@@ -65,7 +65,7 @@ def entropy(logits: Tensor, temperature: float) -> Tensor:
 
 def _entropy(logits: Tensor) -> Tensor:
     log_probs = torch.log_softmax(logits, dim=1)
-    # A token that cannot occur (logit -inf) adds 0, as p log p does in the limit; 0 * -inf would be NaN.
+    # A token with logit -inf adds 0, the limit of p log p; 0 * -inf would be NaN.
     return -(log_probs.exp() * log_probs.clamp(min=MIN_LOG_PROB)).sum(1)
 
 
@@ -75,5 +75,5 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     if not temperature > 0:
         raise InvalidRequest(f"temperature {temperature}: expected more than 0 (greedy decoding has no log-probs)")
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # At 1 the division would cost a pass over the logits and change nothing.
+    # Skipped at temperature 1, because the division would cost a pass over the logits.
     return precise if temperature == 1 else precise / temperature

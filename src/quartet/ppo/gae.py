@@ -1,4 +1,4 @@
-"""Generalized advantage estimation over ragged episodes."""
+"""Generalized advantage estimation over ragged sequences."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Advantages:
 def generalized_advantages(
     rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, gae_lambda: float
 ) -> Advantages:
-    """Advantages and returns of every response token.
+    """Return the advantage and the value target of every response token, both [tokens].
 
     A(t) = delta(t) + gamma lambda A(t+1) with delta(t) = r(t) + gamma V(t+1) - V(t), where V and A after a response's
     last token are 0: the episode is finished. Source: Schulman et al. 2016, equations 11-12 and 16; numerics item 3.
 
-    ``rewards`` and ``values`` [tokens], ``values`` as they were at rollout time; ``lengths`` [sequences]. A sequence's
-    result has the same bits whatever else is in the batch. No gradient flows. Raises InvalidRequest.
+    ``rewards`` [tokens]; ``values`` [tokens], from rollout time; ``lengths`` [sequences]. Other sequences in the batch do not
+    change the bits of a sequence's result. The result has no gradient. Raises InvalidRequest.
     """
     check_flat(rewards=rewards, values=values)
     exact = values.double()

@@ -1,4 +1,4 @@
-"""The KL divergence from the reference policy: estimators per token, and who sets the coefficient of its penalty."""
+"""KL divergence from the reference policy: estimators per token, and controllers of the penalty's coefficient."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from quartet.ppo.ragged import check_flat
 KLKind = Literal["k1", "absolute", "k2", "k3"]
 KLControllerKind = Literal["fixed", "adaptive", "simple"]
 
-# exp(20) is far beyond any ratio worth a gradient and far below infinity in fp32.
+# exp(20) is far above every useful ratio and far below the largest number in fp32.
 LOG_RATIO_LIMIT = 20.0
 _ERROR_LIMIT = 0.2
 
 
 def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, kind: KLKind) -> Tensor:
-    """KL(policy || reference) in nats at each token drawn from the policy: [tokens], [tokens] -> [tokens].
+    """Return an estimate of KL(policy || reference) in nats at each token that the policy sampled: [tokens], [tokens] ->
+    [tokens].
 
-    With d = log_probs - reference_log_probs: k1 = d, absolute = |d|, k2 = d^2/2, k3 = exp(-d) - 1 + d with d clamped to
-    +-20. Source: Schulman 2020, "Approximating KL divergence"; numerics item 8: k1 or absolute in a reward, k2 or k3 in
-    a loss. Raises InvalidRequest.
+    With d = log_probs - reference_log_probs: k1 = d, absolute = |d|, k2 = d^2/2, k3 = exp(-d) - 1 + d with d clamped to +-20.
+    Source: Schulman 2020, "Approximating KL divergence"; numerics item 8. Use k1 or absolute in a reward, k2 or k3 in a loss.
+    Raises InvalidRequest.
     """
     check_flat(log_probs=log_probs, reference_log_probs=reference_log_probs)
     difference = log_probs - reference_log_probs
@@ -36,7 +37,7 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, kind: KLKind) ->
         case "k2":
             return difference.square() / 2
         case "k3":
-            # Both terms are clamped: were only exp, the gradient of the other below -20 would widen the gap.
+            # Both terms are clamped. With only exp clamped, the gradient of the other term below -20 would widen the gap.
             clamped = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             return torch.expm1(-clamped) + clamped
         case _:
@@ -44,20 +45,20 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, kind: KLKind) ->
 
 
 class KLController(Protocol):
-    """Holder of the KL coefficient, part of every checkpoint."""
+    """Controller of the KL coefficient. Its state is part of every checkpoint."""
 
     @property
     def value(self) -> float:
-        """The coefficient to use now."""
+        """Current coefficient."""
 
     def update(self, kl: float, responses: int) -> None:
-        """Update the coefficient with a step's ``kl`` in nats, summed over each response and averaged over ``responses``."""
+        """Update the coefficient with the step's ``kl`` per response, in nats: the mean over ``responses`` responses."""
 
     def state(self) -> dict[str, float]:
-        """State for a checkpoint. JSON keeps it unchanged."""
+        """Return the state for a checkpoint, as JSON values that restore it exactly."""
 
     def load(self, state: dict[str, float]) -> None:
-        """Continue from ``state``. Raises InvalidRequest."""
+        """Restore ``state``. Raises InvalidRequest if it is malformed."""
 
 
 class FixedKLController:
@@ -68,14 +69,14 @@ class FixedKLController:
         self.value = coefficient
 
     def update(self, kl: float, responses: int) -> None:
-        """Check the observation only: a KL that is not finite ends the run, as with the other controllers."""
+        """Check the arguments, as the other controllers do. Raises ComputationFailed if ``kl`` is not finite."""
         _check_observation(kl, responses)
 
     def state(self) -> dict[str, float]:
         return {"value": self.value}
 
     def load(self, state: dict[str, float]) -> None:
-        """Raise InvalidRequest."""
+        """Restore ``state``. Raises InvalidRequest if it is malformed."""
         value = state.get("value")
         if value is None or not math.isfinite(value) or value < 0:
             raise InvalidRequest(f"KL controller state {state}: expected a 'value' of 0 or more")
@@ -83,7 +84,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """Steers the KL of a response towards ``target`` nats, at most 20 % per ``horizon`` responses.
+    """Proportional controller that moves the KL per response towards ``target`` nats, by at most 20 % per ``horizon`` responses.
 
     beta <- beta (1 + clip(KL/target - 1, -0.2, 0.2) responses/horizon). Source: Ziegler et al. 2019, section 2.2;
     numerics item 9.
@@ -95,7 +96,9 @@ class AdaptiveKLController(FixedKLController):
         self.target, self.horizon = target, horizon
 
     def update(self, kl: float, responses: int) -> None:
-        """Raise ConfigError when the horizon is so short that a low KL could turn the penalty into a reward."""
+        """Update the coefficient. Raises ConfigError if the horizon is so short that a low KL could make the coefficient
+        negative.
+        """
         _check_observation(kl, responses)
         if _ERROR_LIMIT * responses >= self.horizon:
             raise ConfigError(
@@ -107,9 +110,9 @@ class AdaptiveKLController(FixedKLController):
 
 
 class SimpleKLController(FixedKLController):
-    """The unclipped form, in which ``horizon`` counts updates: beta <- beta (1 + (KL - target)/target/horizon).
+    """Proportional controller without a clip. ``horizon`` counts updates: beta <- beta (1 + (KL - target)/target/horizon).
 
-    Source: numerics item 9. A true KL is not negative, so a negative estimate counts as 0 and beta stays positive.
+    Source: numerics item 9. A KL is never negative, so a negative estimate counts as 0. This keeps beta positive.
     """
 
     def __init__(self, coefficient: float, target: float, horizon: float) -> None:
@@ -124,7 +127,7 @@ class SimpleKLController(FixedKLController):
 
 
 def make_kl_controller(kind: KLControllerKind, coefficient: float, target: float, horizon: float) -> KLController:
-    """The controller of that name; "fixed" ignores ``target`` (nats per response) and ``horizon``.
+    """Return the controller of this kind. "fixed" ignores ``target`` (nats per response) and ``horizon``.
 
     Raises ConfigError.
     """

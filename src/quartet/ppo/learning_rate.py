@@ -13,17 +13,17 @@ ScheduleKind = Literal["constant", "linear", "cosine"]
 def scheduled_learning_rate(
     step: int, total_steps: int, peak: float, final: float, warmup_steps: int, kind: ScheduleKind
 ) -> float:
-    """The learning rate of training step ``step`` = 1, 2, ... of a run of ``total_steps``.
+    """Return the learning rate of training step ``step`` = 1, 2, ... of a run of ``total_steps``.
 
-    With w = ``warmup_steps``: peak * (step / w) up to step w, whose rate is ``peak`` exactly. After it, with
-    x = (step - w - 1) / (total_steps - w): constant, peak; linear, peak + (final - peak) x; cosine,
-    final + (peak - final) (1 + cos(pi x)) / 2. So the first step after the warm-up is at the peak, and the step after the last
-    would be at ``final``: a decay to 0 wastes no step. Source: Loshchilov & Hutter 2017, equation 5 (cosine, without restarts).
-    Raises InvalidRequest.
+    With w = ``warmup_steps``: peak * (step / w) up to step w, whose rate is exactly ``peak``. After it, with x = (step - w - 1) /
+    (total_steps - w): constant, peak; linear, peak + (final - peak) x; cosine, final + (peak - final) (1 + cos(pi x)) / 2. The
+    first step after the warm-up has the rate ``peak``. The step after the last one would have ``final``, so with a decay to 0
+    every step still has a positive rate. Source: Loshchilov & Hutter 2017, equation 5 (cosine, without restarts). Raises
+    InvalidRequest.
     """
     _check(step, total_steps, peak, final, warmup_steps)
     if step <= warmup_steps:
-        # The quotient first: it is exactly 1 at the warm-up's end.
+        # Divided first, so that the factor is exactly 1 at the end of the warm-up.
         return peak * (step / warmup_steps)
     if kind == "constant":
         return peak

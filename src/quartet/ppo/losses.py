@@ -1,8 +1,8 @@
-"""The losses of one micro-batch, each a weighted sum over its tokens.
+"""Losses of one micro-batch, each a weighted sum over its tokens.
 
-``loss_weights`` sets the weights over a whole mini-batch, whose token count (or sequences) they are divided by. So the
-micro-batches' losses, and their gradients, add up to the mini-batch's, however its responses are split (numerics item
-11). A token of weight 0 has no part in a loss: not even a NaN there reaches a gradient.
+``loss_weights`` computes the weights over a whole mini-batch. So the losses and gradients of its micro-batches add up to those of
+the mini-batch, regardless of the split (numerics item 11). A token of weight 0 is ignored: even a NaN there does not reach a
+gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RatioLevel = Literal["token", "sequence"]
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """``loss`` [] carries the gradient. ``clipped_tokens`` [] and ``approx_kl_sum`` [] (nats) are sums, without one."""
+    """``loss`` [] has a gradient. ``clipped_tokens`` [] and ``approx_kl_sum`` [] (nats) are sums without a gradient."""
 
     loss: Tensor
     clipped_tokens: Tensor
@@ -34,12 +34,14 @@ class PolicyLoss:
 
 
 PolicyLossFunction = Callable[..., PolicyLoss]
-"""A policy loss with the parameters of ``policy_loss``, which are given by position up to ``lengths`` and by name after it."""
+"""Function with the parameters of ``policy_loss``. It is called with positional arguments up to ``lengths``, and keywords after
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """``loss`` [] carries the gradient. ``clipped_tokens`` [] is a sum, without one."""
+    """``loss`` [] has a gradient. ``clipped_tokens`` [] is a sum without a gradient."""
 
     loss: Tensor
     clipped_tokens: Tensor
@@ -47,11 +49,11 @@ class ValueLoss:
 
 @torch.no_grad()
 def loss_weights(mask: Tensor, lengths: Tensor, aggregation: Aggregation) -> Tensor:
-    """The weight of each token in the loss of a whole mini-batch: [tokens], [sequences] -> [tokens], in mask's dtype.
+    """Return the weight of each token in the loss of a mini-batch: [tokens], [sequences] -> [tokens], in the dtype of ``mask``.
 
-    A token counts where ``mask`` is not 0. token_mean: one over the number of tokens that count. sequence_mean: one over
-    the tokens of its sequence that count, times the sequences that have any. They add up to 1, or to 0 where none
-    counts. Sources: Yu et al. 2025 (DAPO), section 3.3; numerics item 11. Raises InvalidRequest.
+    A token counts if its ``mask`` is not 0; all other tokens get weight 0. token_mean: 1 / (number of counted tokens).
+    sequence_mean: 1 / (counted tokens of the sequence * sequences with a counted token). The weights add up to 1, or to 0 if no
+    token counts. Sources: Yu et al. 2025 (DAPO), section 3.3; numerics item 11. Raises InvalidRequest.
     """
     check_flat(mask=mask)
     keep = (mask != 0).double()
@@ -68,9 +70,9 @@ def loss_weights(mask: Tensor, lengths: Tensor, aggregation: Aggregation) -> Ten
 
 @torch.no_grad()
 def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float) -> Tensor:
-    """Trainer over engine, min(exp(old_log_probs - rollout_log_probs), cap): [tokens], [tokens] -> [tokens].
+    """Return the ratio of trainer to engine, min(exp(old_log_probs - rollout_log_probs), cap): [tokens], [tokens] -> [tokens].
 
-    The exponent is clamped to +-20. No gradient flows. Source: Ionides 2008 (truncated importance sampling); numerics
+    The exponent is clamped to +-20. The result has no gradient. Source: Ionides 2008 (truncated importance sampling); numerics
     item 18. Raises InvalidRequest.
     """
     check_flat(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
@@ -81,7 +83,7 @@ def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: fl
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Sum of values times weights over the tokens whose weight is not 0: [tokens], [tokens] -> [].
+    """Return the sum of values times weights over the tokens whose weight is not 0: [tokens], [tokens] -> [].
 
     Raises InvalidRequest.
     """
@@ -100,19 +102,19 @@ def policy_loss(
     dual_clip: float,
     ratio_level: RatioLevel,
 ) -> PolicyLoss:
-    """The clipped surrogate loss, summed over tokens by their ``weights``.
+    """Return the clipped surrogate loss, the sum over tokens times their ``weights``.
 
-    Per token -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A); where A < 0 and ``dual_clip`` c is not 0, at most
-    -c A. At level "token" ratio = exp(log_probs - old_log_probs); at level "sequence" all tokens of a response have one
-    ratio, the exponential of the sum of those differences over its tokens of weight not 0. Either exponent is clamped to
-    +-20. So at level "sequence" a response whose tokens share one advantage has one term, which weighs as its tokens do
-    together: the same for every response under sequence_mean, by its tokens under token_mean. Sources: Schulman et al.
-    2017, equation 7; Ye et al. 2020, equation 5 (dual clip); Ahmadian et al. 2024 (whole responses); numerics items 7,
-    11, 12 and 17.
+    Loss of a token: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A). If A < 0 and ``dual_clip`` c is not 0, it is at
+    most -c A. At level "token", ratio = exp(log_probs - old_log_probs). At level "sequence", all tokens of a response have the
+    same ratio, the exponential of the sum of these differences over its tokens of nonzero weight. Both exponents are clamped to
+    +-20. If the tokens of a response share one advantage, level "sequence" has one term per response. Under sequence_mean every
+    term has the same weight; under token_mean its weight grows with the response's tokens. Sources: Schulman et al. 2017,
+    equation 7; Ye et al. 2020, equation 5 (dual clip); Ahmadian et al. 2024 (whole responses); numerics items 7, 11, 12 and 17.
 
-    All tensors [tokens] but ``lengths`` [sequences], which only level "sequence" looks at. Truncated importance sampling
-    is the caller's: its weights times ``weights``. ``clipped_tokens`` counts the tokens whose gradient either clip
-    stopped; ``approx_kl_sum`` is the k3 estimate of KL(old || new), unweighted; both over tokens of weight not 0.
+    All tensors are [tokens], except ``lengths`` [sequences], which only level "sequence" reads. For truncated importance
+    sampling, the caller multiplies ``weights`` by ``importance_weights``. ``clipped_tokens`` counts the tokens whose gradient is
+    0 because of a clip. ``approx_kl_sum`` is the unweighted k3 estimate of KL(old || new), in nats. Both cover the tokens of
+    nonzero weight.
 
     Raises InvalidRequest.
     """
@@ -120,7 +122,7 @@ def policy_loss(
     if dual_clip != 0 and not dual_clip > 1:
         raise InvalidRequest(f"dual_clip {dual_clip}: expected 0 (off) or more than 1")
     keep = weights != 0
-    # What the weights leave out is replaced before anything is computed, so that not even a NaN there reaches a gradient.
+    # Values of tokens with weight 0 are replaced first, so that even a NaN there does not reach a gradient.
     log_ratio = torch.where(keep, log_probs - old_log_probs, 0.0)
     advantages = torch.where(keep, advantages, 0.0)
 
@@ -143,10 +145,11 @@ def policy_loss(
 
 
 def checked_policy_loss(function: PolicyLossFunction, name: str) -> PolicyLossFunction:
-    """A user's policy loss, each result of which is checked.
+    """Return a custom policy loss with a check of each result.
 
-    Tries it on a few tokens first and raises ConfigError, which names it by ``name``, if that fails. Later calls raise
-    ComputationFailed if the function raises or returns anything but a ``PolicyLoss`` of scalars whose ``loss`` has a gradient.
+    The function is first called with a few tokens. If this trial fails, raises ConfigError with ``name`` in the message. Later
+    calls raise ComputationFailed if the function raises, or returns anything but a ``PolicyLoss`` of scalars whose ``loss`` has a
+    gradient.
     """
 
     def checked(*tensors: Tensor, **settings: object) -> PolicyLoss:
@@ -177,11 +180,11 @@ def checked_policy_loss(function: PolicyLossFunction, name: str) -> PolicyLossFu
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float, denominator: float) -> ValueLoss:
-    """The clipped value loss, summed over all tokens, over ``denominator``, the mini-batch's token count.
+    """Return the clipped value loss: the sum over all tokens, divided by ``denominator``, the token count of the mini-batch.
 
-    Per token 1/2 max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2); with ``value_clip`` 0 only
-    the first term. All tensors [tokens]. ``clipped_tokens`` counts the tokens whose clipped term is larger; they have
-    no gradient. Source: OpenAI baselines' ppo2; numerics item 12. Raises InvalidRequest.
+    Loss of a token: 1/2 max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2); with ``value_clip`` 0 only the
+    first term. All tensors are [tokens]. ``clipped_tokens`` counts the tokens whose clipped term is larger; they have no
+    gradient. Source: OpenAI baselines' ppo2; numerics item 12. Raises InvalidRequest.
     """
     check_flat(values=values, old_values=old_values, returns=returns)
     _check_denominator(denominator)
@@ -197,9 +200,10 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: 
 
 
 def kl_loss(log_probs: Tensor, reference_log_probs: Tensor, weights: Tensor, kind: Literal["k2", "k3"]) -> Tensor:
-    """KL from the reference in nats, summed over tokens by their ``weights``: [].
+    """Return the KL from the reference in nats, the sum over tokens times their ``weights``: [].
 
-    All tensors [tokens]. Not k1: its gradient has mean zero. Source: numerics item 8. Raises InvalidRequest.
+    All tensors are [tokens]. ``kind`` cannot be k1, because the mean of its gradient is 0. Source: numerics item 8. Raises
+    InvalidRequest.
     """
     check_flat(log_probs=log_probs, reference_log_probs=reference_log_probs, weights=weights)
     difference = torch.where(weights != 0, log_probs - reference_log_probs, 0.0)

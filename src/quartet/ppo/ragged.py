@@ -16,9 +16,9 @@ FEW = 16
 
 
 def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sum of each sequence's tokens: [tokens] -> [sequences], in the dtype of ``values``.
+    """Return the sum of each sequence's values: [tokens] -> [sequences], in the dtype of ``values``.
 
-    Adds one token after the other in float64, so that a sequence's sum has the same bits whatever its neighbours are.
+    The tokens are added one after the other in float64, so that other sequences do not change the bits of a sequence's sum.
     Differentiable. Raises InvalidRequest.
     """
     check_lengths(values.shape[0], lengths)
@@ -28,15 +28,16 @@ def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
 
 @torch.no_grad()
 def discounted_sum(values: Tensor, lengths: Tensor, discount: float) -> Tensor:
-    """S(t) = values(t) + discount S(t+1) within each sequence, 0 after its last token: float64 [tokens] -> [tokens].
+    """Return S(t) = values(t) + discount S(t+1) within each sequence, with S = 0 after its last token: float64 [tokens] ->
+    [tokens].
 
-    A sequence's result has the same bits whatever else is in the batch. No gradient flows. Raises InvalidRequest.
+    Other sequences do not change the bits of a sequence's result. The result has no gradient. Raises InvalidRequest.
     """
     check_lengths(values.shape[0], lengths)
     sizes = lengths.long().cpu()
     last = sizes.cumsum(0) - 1
-    # Rows lie one after the other: first the last token of every sequence, the longest sequence first, then the one before it
-    # of those that have one, and so on. So a row's successors are the first of the row above, without any padding.
+    # Row 0 has the last token of every sequence, row 1 the second-to-last tokens, and so on; the longest sequence comes first in
+    # every row. So the successors of a row's tokens are the first tokens of the row before it, without padding.
     order = sizes.argsort(descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     rows = len(sizes) - sizes.bincount().cumsum(0)[:-1]
@@ -53,8 +54,8 @@ def discounted_sum(values: Tensor, lengths: Tensor, discount: float) -> Tensor:
 
 
 def _walk(sums: Any, starts: Sequence[int], rows: Sequence[int], discount: float) -> None:
-    """Add to each row the discounted first part of the row before it, in a NumPy array: its small sums take the least time."""
-    # Product and sum are two operations, each rounded as IEEE says: how a fused one rounds depends on the CPU's instructions.
+    """Add to each row the discounted first part of the row before it. ``sums`` is a NumPy array, which is fast for small sums."""
+    # Two operations, each rounded by IEEE 754. The rounding of a fused operation depends on the CPU.
     after = sums[: rows[0]]
     for start, count in zip(starts[1:], rows[1:], strict=True):
         now = sums[start : start + count]
@@ -63,20 +64,20 @@ def _walk(sums: Any, starts: Sequence[int], rows: Sequence[int], discount: float
 
 
 def _walk_alone(sums: Tensor, places: Tensor, discount: float) -> None:
-    """The same along one sequence's ``places``: where rows are short, plain numbers take less time."""
+    """Do the same for one sequence, at its indices ``places``. For short rows, Python floats are faster."""
     walked = accumulate(sums[places].tolist(), lambda after, now: now + discount * after)
     sums[places] = torch.tensor(list(walked), dtype=torch.float64)
 
 
 def to_padded(values: Tensor, lengths: Tensor, fill: float = 0.0) -> Tensor:
-    """[tokens] -> [sequences, longest], rows left-aligned, the rest ``fill``. Differentiable. Raises InvalidRequest."""
+    """Pad on the right with ``fill``: [tokens] -> [sequences, longest]. Differentiable. Raises InvalidRequest."""
     check_lengths(values.shape[0], lengths)
     mask = _filled(lengths, int(lengths.max()))
     return torch.full(mask.shape, fill, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
 def from_padded(padded: Tensor, lengths: Tensor) -> Tensor:
-    """[sequences, at least longest] -> [tokens]: inverse of ``to_padded``. Differentiable. Raises InvalidRequest."""
+    """Remove the padding of ``to_padded``: [sequences, at least longest] -> [tokens]. Differentiable. Raises InvalidRequest."""
     check_lengths(int(lengths.sum()), lengths)
     if padded.ndim != 2 or padded.shape[0] != lengths.shape[0] or padded.shape[1] < int(lengths.max()):
         raise InvalidRequest(
@@ -86,7 +87,7 @@ def from_padded(padded: Tensor, lengths: Tensor) -> Tensor:
 
 
 def last_token_index(lengths: Tensor) -> Tensor:
-    """Return where each sequence's last token lies in the flat tensor: int64 [sequences]. Raises InvalidRequest."""
+    """Return the index of each sequence's last token in the flat tensor: int64 [sequences]. Raises InvalidRequest."""
     check_lengths(int(lengths.sum()), lengths)
     return lengths.cumsum(0) - 1
 
@@ -111,5 +112,5 @@ def check_flat(**tensors: Tensor) -> None:
 
 
 def _filled(lengths: Tensor, width: int) -> Tensor:
-    """True where a padded row holds a token: bool [sequences, width]."""
+    """Return a mask that is True for tokens and False for padding: bool [sequences, width]."""
     return torch.arange(width, device=lengths.device)[None, :] < lengths[:, None]

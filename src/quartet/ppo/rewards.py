@@ -12,7 +12,7 @@ from quartet.ppo.ragged import check_flat, check_lengths, last_token_index
 
 
 def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, kl_coefficient: float) -> Tensor:
-    """-kl_coefficient * kl at every token, plus the score at the last response token, EOS included: [tokens].
+    """Return -kl_coefficient * kl at every token, plus the score at the last response token (which may be EOS): [tokens].
 
     ``scores`` [sequences], ``kl`` [tokens] in nats, ``lengths`` [sequences]. Source: Ziegler et al. 2019, equation 2;
     numerics items 2 and 8. Raises InvalidRequest.
@@ -24,7 +24,7 @@ def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, kl_coefficient: f
 
 
 def normalize_scores(scores: Tensor, mean: float, std: float) -> Tensor:
-    """(scores - mean) / std, with the moments of the reward model on reference samples: [sequences] -> [sequences].
+    """Return (scores - mean) / std, with the moments of scores of reference samples: [sequences] -> [sequences].
 
     Source: Ziegler et al. 2019, section 2.1; numerics item 16. Raises InvalidRequest.
     """
@@ -34,7 +34,7 @@ def normalize_scores(scores: Tensor, mean: float, std: float) -> Tensor:
 
 
 class RunningMoments:
-    """Mean and population standard deviation of all scores seen so far; part of every checkpoint.
+    """Mean and population standard deviation of all scores so far. They are part of every checkpoint.
 
     Batches are merged in float64 by their counts, means and sums of squared deviations. Source: Chan, Golub & LeVeque
     1979; numerics item 16.
@@ -55,7 +55,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """1 as long as all scores are equal: such scores are then only shifted."""
+        """1 while all scores are equal, so that such scores are only shifted."""
         return math.sqrt(self._squares / self._count) if self._squares else 1.0
 
     def update(self, scores: Tensor) -> None:
@@ -67,7 +67,7 @@ class RunningMoments:
             raise ComputationFailed(f"{bad} of {exact.numel()} scores are not finite: expected numbers")
         if not exact.numel():
             return
-        # Relative to the first score, equal scores have deviations of exactly 0. A rounded mean would leave a tiny spread.
+        # Relative to the first score, equal scores have deviations of exactly 0. A rounded mean would give tiny deviations.
         from_first = exact - exact[0]
         mean = float(exact[0] + from_first.mean())
         squares = float((from_first - from_first.mean()).square().sum())
@@ -78,11 +78,11 @@ class RunningMoments:
         self._count = count
 
     def state(self) -> dict[str, float]:
-        """State for a checkpoint. JSON keeps it unchanged."""
+        """Return the state for a checkpoint, as JSON values that restore it exactly."""
         return {"count": self._count, "mean": self._mean, "squares": self._squares}
 
     def load(self, state: dict[str, float]) -> None:
-        """Continue from ``state``. Raises InvalidRequest."""
+        """Restore ``state``. Raises InvalidRequest if it is malformed."""
         try:
             count, mean, squares = (float(state[name]) for name in ("count", "mean", "squares"))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -95,14 +95,14 @@ class RunningMoments:
 
 
 def clip_scores(scores: Tensor, limit: float) -> Tensor:
-    """Score cut to [-limit, limit]: [sequences] -> [sequences]. Raises InvalidRequest."""
+    """Clip scores to [-limit, limit]: [sequences] -> [sequences]. Raises InvalidRequest."""
     if not limit > 0:
         raise InvalidRequest(f"score limit {limit}: expected more than 0")
     return scores.clamp(-limit, limit)
 
 
 def penalize_length(scores: Tensor, lengths: Tensor, per_token: float, free_tokens: int) -> Tensor:
-    """Score less ``per_token`` for each response token beyond ``free_tokens``: [sequences], [sequences] -> [sequences].
+    """Subtract ``per_token`` for each response token beyond ``free_tokens``: [sequences], [sequences] -> [sequences].
 
     Raises InvalidRequest.
     """
@@ -115,9 +115,9 @@ def penalize_length(scores: Tensor, lengths: Tensor, per_token: float, free_toke
 
 
 def penalize_overlong(scores: Tensor, lengths: Tensor, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
-    """Score less a price on the last ``buffer_tokens`` below ``max_tokens``: [sequences], [sequences] -> [sequences].
+    """Subtract a penalty for the last ``buffer_tokens`` below ``max_tokens``: [sequences], [sequences] -> [sequences].
 
-    It is 0 up to max - buffer tokens, rises linearly to ``penalty`` at max, and stays there; a buffer of 0 is off.
+    The penalty is 0 up to max - buffer tokens, rises linearly to ``penalty`` at max, and stays there. A buffer of 0 disables it.
     Source: Yu et al. 2025 (DAPO), equation 13. Raises InvalidRequest.
     """
     check_flat(scores=scores, lengths=lengths)
@@ -132,7 +132,7 @@ def penalize_overlong(scores: Tensor, lengths: Tensor, max_tokens: int, buffer_t
 
 
 def penalize_truncated(scores: Tensor, truncated: Tensor, penalty: float) -> Tensor:
-    """Score with ``penalty`` taken off truncated responses: [sequences], bool [sequences] -> [sequences].
+    """Subtract ``penalty`` from the scores of truncated responses: [sequences], bool [sequences] -> [sequences].
 
     Source: TRL's missing_eos_penalty; numerics item 14. Raises InvalidRequest.
     """
@@ -143,9 +143,9 @@ def penalize_truncated(scores: Tensor, truncated: Tensor, penalty: float) -> Ten
 
 
 def scale_truncated(scores: Tensor, truncated: Tensor, factor: float) -> Tensor:
-    """Score of truncated responses times ``factor``: [sequences], bool [sequences] -> [sequences].
+    """Multiply the scores of truncated responses by ``factor``: [sequences], bool [sequences] -> [sequences].
 
-    A factor below 1 lifts a negative score: meant for scores of 0 or more. Source: numerics item 14.
+    Use it for scores of 0 or more: a factor below 1 raises a negative score. Source: numerics item 14.
 
     Raises InvalidRequest.
     """
@@ -154,7 +154,7 @@ def scale_truncated(scores: Tensor, truncated: Tensor, factor: float) -> Tensor:
 
 
 def mask_truncated(truncated: Tensor, lengths: Tensor) -> Tensor:
-    """0 for every token of a truncated response, else 1: bool [sequences], lengths [sequences] -> float32 [tokens].
+    """Return 0 for every token of a truncated response, else 1: bool [sequences], lengths [sequences] -> float32 [tokens].
 
     Source: numerics item 14. Raises InvalidRequest.
     """

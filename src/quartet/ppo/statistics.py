@@ -12,17 +12,17 @@ from quartet.errors import InvalidRequest
 from quartet.ppo.ragged import check_flat
 from quartet.types import IntArray
 
-# Keeps a constant input finite (it becomes 0, not NaN).
+# Makes a constant input 0 instead of NaN.
 _VARIANCE_FLOOR = 1e-8
 
 
 def whiten(values: Tensor, shift_mean: bool, mask: Tensor | None = None) -> Tensor:
-    """(values - mean) / sqrt(variance + 1e-8), the mean added back unless ``shift_mean``: [tokens] -> [tokens].
+    """Return (values - mean) / sqrt(variance + 1e-8), plus the mean unless ``shift_mean``: [tokens] -> [tokens].
 
-    Mean and population variance (divided by the count) are taken over the tokens where ``mask`` [tokens] is not 0, all
-    by default; tokens outside are transformed by the same moments. When no token defines them, values come back as they
-    are. Give it the whole batch: whitening parts differs. Source: Ziegler et al. 2019 (lm-human-preferences,
-    core.whiten); numerics item 10. Raises InvalidRequest.
+    Mean and population variance (divided by the count) cover the tokens whose ``mask`` [tokens] is not 0. Defaults to all tokens.
+    The other tokens are transformed by the same moments. If the mask has no token, the values are returned unchanged. Pass the
+    whole batch, because its parts have other moments. Source: Ziegler et al. 2019 (lm-human-preferences, core.whiten); numerics
+    item 10. Raises InvalidRequest.
     """
     exact = values.double()
     if mask is None:
@@ -39,22 +39,22 @@ def whiten(values: Tensor, shift_mean: bool, mask: Tensor | None = None) -> Tens
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over [tokens]; 1 is a perfect critic. 0 when all returns are equal.
+    """Return 1 - Var(returns - values) / Var(returns) over [tokens]: 1 for a perfect critic, 0 if all returns are equal.
 
     Raises InvalidRequest.
     """
     check_flat(values=values, returns=returns)
     exact = returns.double()
-    # Equal numbers, and not a variance of 0: the rounded mean of equal numbers can differ from them.
+    # Compare the numbers, because the rounded mean of equal numbers may differ from them and give a variance above 0.
     if exact.numel() == 0 or bool((exact == exact[0]).all()):
         return 0.0
     return 1.0 - float((exact - values.double()).var(correction=0) / exact.var(correction=0))
 
 
 def repetition(token_ids: Sequence[Sequence[int] | IntArray], n: int = 3) -> float:
-    """Share of a response's n-grams that repeat an earlier one of it, averaged over responses: 0..1.
+    """Return the fraction of n-grams that repeat an earlier n-gram of their response, averaged over responses: 0..1.
 
-    ``token_ids``: per response its ids [response tokens]. A response of fewer than n+1 tokens counts 0. Raises
+    ``token_ids``: the ids [response tokens] of each response. A response of fewer than n+1 tokens counts as 0. Raises
     InvalidRequest.
     """
     _check_size(n)
@@ -69,10 +69,11 @@ def repetition(token_ids: Sequence[Sequence[int] | IntArray], n: int = 3) -> flo
 
 
 def distinct(token_ids: Sequence[Sequence[int] | IntArray], n: int) -> float:
-    """Share of different n-grams among all n-grams of all responses together: 0..1, and 0 when there are none.
+    """Return the number of distinct n-grams divided by the number of all n-grams, over all responses: 0..1, and 0 without
+    n-grams.
 
-    ``token_ids``: per response its ids [response tokens]; no n-gram reaches over two responses. Low when responses
-    resemble each other. Source: Li et al. 2016 (distinct-n). Raises InvalidRequest.
+    ``token_ids``: the ids [response tokens] of each response. An n-gram is within one response. The result is low if responses
+    are similar. Source: Li et al. 2016 (distinct-n). Raises InvalidRequest.
     """
     _check_size(n)
     grams, _ = _ngrams(token_ids, n)
@@ -80,13 +81,13 @@ def distinct(token_ids: Sequence[Sequence[int] | IntArray], n: int) -> float:
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """Pearson's correlation of ``a`` and ``b`` [n]: -1..1. 0 for fewer than two, or when either has no spread.
+    """Return Pearson's correlation of ``a`` and ``b`` [n]: -1..1, and 0 if n < 2 or all values of one are equal.
 
     Raises InvalidRequest.
     """
     check_flat(a=a, b=b)
     x, y = a.double(), b.double()
-    # Equal numbers, and not a variance of 0: the rounded mean of equal numbers can differ from them.
+    # Compare the numbers, because the rounded mean of equal numbers may differ from them and give a variance above 0.
     if x.numel() < 2 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
         return 0.0
     x, y = x - x.mean(), y - y.mean()
@@ -94,9 +95,9 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 
 def slope(values: Sequence[float]) -> float:
-    """Slope of the least-squares line through (0, values[0]), (1, values[1]), ...; 0 for fewer than two."""
+    """Return the slope of the least-squares line through (0, values[0]), (1, values[1]), ...; 0 for fewer than two values."""
     middle = (len(values) - 1) / 2
-    # The x are whole numbers around their middle, so the mean of the values drops out.
+    # The x values are centred, so the mean of the values has no effect.
     spread = sum((index - middle) ** 2 for index in range(len(values)))
     # Summed exactly, so that equal values have a slope of exactly 0.
     return math.fsum((index - middle) * value for index, value in enumerate(values)) / spread if spread else 0.0
@@ -135,9 +136,9 @@ def _too_large(first: Tensor, second: Tensor) -> bool:
 
 
 def _set(numbers: Tensor) -> Tensor:
-    """The distinct numbers. int64 [numbers] -> [different numbers]."""
+    """Return the distinct numbers, sorted: int64 [numbers] -> [distinct numbers]."""
     ordered = numbers.clone()
-    ordered.numpy().sort()  # NumPy's takes a tenth of the time.
+    ordered.numpy().sort()  # Sorting with NumPy takes a tenth of the time.
     return ordered[torch.cat([ordered.new_ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]])]
 
 
