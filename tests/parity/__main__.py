@@ -1,6 +1,6 @@
-"""Compares one update with TRL's trainers, and writes docs/parity.md: `make parity`, or python -m tests.parity.
+"""Compare one update with TRL's trainers, and write docs/parity.md: `make parity`, or python -m tests.parity.
 
-Exits 1 when a figure differs by more than its tolerance, 2 when TRL is not installed.
+The exit status is 1 if a metric differs by more than its tolerance, and 2 if TRL is not installed.
 """
 
 from __future__ import annotations
@@ -22,66 +22,71 @@ PACKAGES = ("trl", "transformers", "accelerate", "torch")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="where parity.md goes")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of parity.md")
     options = parser.parse_args()
     if importlib.util.find_spec("trl") is None:
-        print("error: TRL is not installed in this environment; make parity makes one that has it", file=sys.stderr)
+        print(
+            "error: TRL is not installed in this environment; make parity creates an environment with TRL",
+            file=sys.stderr,
+        )
         return 2
-    # Before the first import of a library that looks at it: every checkpoint is local.
+    # Set before the first import of a library that reads them. Every checkpoint is local.
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     os.environ |= {"CUDA_VISIBLE_DEVICES": ""}
     warnings.simplefilter("ignore")
 
     from tests.parity import page, scenarios
-    from tests.parity.figures import TOLERANCE
+    from tests.parity.comparison import TOLERANCE
 
-    comparisons = []
+    results = []
     with tempfile.TemporaryDirectory() as folder:
         for scenario in (*scenarios.PPO, *scenarios.RLOO):
             started = time.perf_counter()
-            comparisons.append(_compared(scenario, Path(folder)))
-            print(f"{scenario.name}: {len(comparisons[-1].figures)} figures, {time.perf_counter() - started:.0f} s")
+            results.append(_compare(scenario, Path(folder)))
+            print(f"{scenario.name}: {len(results[-1].metrics)} metrics, {time.perf_counter() - started:.0f} s")
     versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES)
     path = options.docs / "parity.md"
-    path.write_text(page.write(comparisons, versions, TOLERANCE, WEIGHTS_TOLERANCE), encoding="utf-8")
+    path.write_text(page.write(results, versions, TOLERANCE, WEIGHTS_TOLERANCE), encoding="utf-8")
     print(f"wrote {path}")
-    failures = [failure for comparison in comparisons for failure in comparison.failures]
+    failures = [failure for result in results for failure in result.failures]
     for failure in failures:
         print(f"error: {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 
-def _compared(scenario: Any, folder: Path) -> Any:
-    """TRL's update and Quartet's on its rollouts, figure by figure."""
+def _compare(scenario: Any, folder: Path) -> Any:
+    """Run TRL's update and Quartet's update on the same rollouts, and compare their metrics."""
     import transformers
 
     from tests.parity import page, quartet_update, scenarios, trl_ppo, trl_rloo
-    from tests.parity.figures import Figure, compare, compare_change
+    from tests.parity.comparison import MetricComparison, compare, compare_change
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     models = scenario.models(folder)
     config = scenario.config(models)
     is_ppo = scenario in scenarios.PPO
-    theirs = (trl_ppo if is_ppo else trl_rloo).run(models, config, scenario.micro_batches)
-    ours = quartet_update.run(models, theirs.rollouts, config, same_order=not is_ppo)
+    trl = (trl_ppo if is_ppo else trl_rloo).run(models, config, scenario.micro_batches)
+    quartet = quartet_update.run(models, trl.rollouts, config, same_order=not is_ppo)
 
-    figures: list[Figure] = [
-        compare(name, ours.figures[name], theirs.figures[name])
+    metrics: list[MetricComparison] = [
+        compare(name, quartet.metrics[name], trl.metrics[name])
         for name in page.LABELS
-        if name in theirs.figures and (name != "entropy" or scenario.compares_entropy)
+        if name in trl.metrics and (name != "entropy" or scenario.compares_entropy)
     ]
-    figures.append(compare_change("policy_weights", ours.policy_before, ours.policy, theirs.policy, WEIGHTS_TOLERANCE))
-    if theirs.critic:
-        figures.append(
-            compare_change("critic_weights", ours.critic_before, ours.critic, theirs.critic, WEIGHTS_TOLERANCE)
+    metrics.append(
+        compare_change("policy_weights", quartet.policy_before, quartet.policy, trl.policy, WEIGHTS_TOLERANCE)
+    )
+    if trl.critic:
+        metrics.append(
+            compare_change("critic_weights", quartet.critic_before, quartet.critic, trl.critic, WEIGHTS_TOLERANCE)
         )
-    shipped = trl_ppo.run(models, config, scenario.micro_batches, as_shipped=True).figures if is_ppo else {}
-    return page.Comparison(
+    as_shipped = trl_ppo.run(models, config, scenario.micro_batches, as_shipped=True).metrics if is_ppo else {}
+    return page.ScenarioResult(
         scenario.name,
         scenario.about,
-        figures,
-        {name: value for name, value in shipped.items() if isinstance(value, float)},
+        metrics,
+        {name: value for name, value in as_shipped.items() if isinstance(value, float)},
     )
 
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints and prompts for both sides: a seeded Llama as policy, another as reference, a reward and a value model."""
+"""Tiny checkpoints and prompts for both sides: seeded Llamas as policy, reference, reward and value model."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class ScenarioModels:
     prompts: list[list[int]]
 
     def texts(self) -> list[str]:
-        """The prompts as text, from which the tokenizer makes the same ids again."""
+        """Return the prompts as text. The tokenizer encodes each to the same ids again."""
         return [" ".join(f"t{token}" for token in prompt) for prompt in self.prompts]
 
 
 def make_scenario_models(directory: Path, prompts: int, eos_logit: float, seed: int) -> ScenarioModels:
-    """Write the checkpoints. ``eos_logit`` is about what EOS's logit has more than the others': it sets the responses' lengths.
+    """Write the checkpoints. ``eos_logit`` is added to the logit of EOS, and so controls the lengths of the responses.
 
-    The pad token is made all but impossible, since the two sides tell pads apart in different ways.
+    The probability of the pad token is close to 0, because Quartet and TRL recognise padding in different ways.
     """
     tokenizer = make_tokenizer()
     policy = _causal_lm(seed, eos_logit)
-    reference = _disturbed(policy, seed + 1, 0.06)
+    reference = _with_noise(policy, seed + 1, 0.06)
     reward, critic = (_classifier(seed + offset) for offset in (2, 3))
     models = ScenarioModels(
         *(directory / name for name in ("policy", "reference", "reward", "critic")), _prompts(prompts, seed)
@@ -56,7 +56,7 @@ def make_scenario_models(directory: Path, prompts: int, eos_logit: float, seed: 
 
 
 def make_tokenizer() -> Any:
-    """Words t2, t3... for the ids 2, 3...; pads on the left, as generation wants it."""
+    """Return a tokenizer of the words t2, t3... with the ids 2, 3..., which pads on the left."""
     words = {"<pad>": PAD, "<eos>": EOS} | {f"t{token}": token for token in range(2, VOCABULARY)}
     backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token=None))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -90,7 +90,7 @@ def _config(**changes: Any) -> Any:
 
 
 def _causal_lm(seed: int, eos_logit: float) -> Any:
-    """Channel 0 of the hidden states is kept constant, so that the head's column 0 is a bias for each token."""
+    """Return a Llama whose hidden states are constant in channel 0, so that column 0 of the head is a bias per token."""
     torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM(_config())
     with torch.no_grad():
@@ -109,8 +109,8 @@ def _classifier(seed: int) -> Any:
     return transformers.LlamaForSequenceClassification(_config(num_labels=1))
 
 
-def _disturbed(model: Any, seed: int, scale: float) -> Any:
-    """A copy whose weights are all a little different, so that the KL to it is not 0."""
+def _with_noise(model: Any, seed: int, scale: float) -> Any:
+    """Return a copy with noise on every weight, so that the KL to it is not 0."""
     generator = torch.Generator().manual_seed(seed)
     other = transformers.LlamaForCausalLM(model.config)
     with torch.no_grad():

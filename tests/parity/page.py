@@ -1,4 +1,4 @@
-"""docs/parity.md: written from the figures, and read back by a test."""
+"""Writer of docs/parity.md, and a reader of its tables for a test."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.parity import differences
+from tests.parity.comparison import MetricComparison
 from tests.parity.differences import Difference
-from tests.parity.figures import Figure
 
 LABELS = {
     "log_probs": "log-probs of the rollouts",
@@ -34,49 +34,56 @@ _DIFFERENCES = "## Differences\n"
 INTRODUCTION = """\
 # Parity with TRL
 
-`make parity` runs TRL's own trainers for one update on tiny checkpoints, a seeded Llama of 256 tokens each as policy, reference,
-reward and value model, and captures from inside what they generated and computed. Quartet's functions (scoring, experience,
-losses, optimizer steps) then learn from the same rollouts with the same settings. This page is what it wrote.
+Does Quartet compute the same update as TRL? Yes, within rounding errors, apart from the differences listed [below](#differences).
+`make parity` measures this and writes this page:
 
-Numbers are compared by their relative difference, arrays by their largest difference over their largest magnitude (root mean
-squares are shown), weights by the Euclidean norm of the difference over that of their change. Figures hold within {tolerance:g};
-weights within {weights_tolerance:g}, since Adam divides each gradient by its own size, rounding errors included. What differs on
-purpose is switched off, and listed [below](#differences). *As shipped* is what TRL logs with the same settings, the same order of
-sequences, and nothing else switched off.
+- It runs one update of TRL's own trainers on tiny checkpoints, and captures the rollouts and all intermediate results. Policy,
+  reference, reward and value model are seeded Llamas with a vocabulary of 256 tokens.
+- Quartet's functions (scoring, experience, losses, optimizer steps) then process the same rollouts with the same settings.
+- The column "here" says how each listed difference is switched off, or why it stays on.
+- *TRL as shipped* is what TRL logs with the same settings and the same order of sequences, and all other differences.
+
+| compared | by | tolerance |
+|---|---|---|
+| numbers | relative difference | {tolerance:g} |
+| arrays; the tables show root mean squares | largest difference over largest magnitude | {tolerance:g} |
+| changes of weights; the tables show Euclidean norms | norm of the difference over norm of TRL's change | {weights_tolerance:g} |
+
+Weights have a larger tolerance because Adam divides each gradient by its own magnitude, and so amplifies rounding errors.
 
 {versions}; float32 on CPU.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """A scenario's figures, and those of TRL ``as_shipped`` by name where they are something else."""
+class ScenarioResult:
+    """The compared metrics of a scenario, and those that TRL logs ``as_shipped``, by name."""
 
     name: str
     about: str
-    figures: Sequence[Figure]
+    metrics: Sequence[MetricComparison]
     as_shipped: dict[str, float] = field(default_factory=dict)
 
     @property
     def failures(self) -> list[str]:
-        """Return what does not hold; a clip fraction of 0 neither, since then the clipping was not compared."""
+        """Return a message for each metric out of tolerance, and one if nothing was clipped."""
         failed = [
-            f"{self.name}: {LABELS[figure.name]}: Quartet {figure.quartet:.8g}, TRL {figure.trl:.8g}, "
-            f"difference {figure.difference:.1e}, expected at most {figure.tolerance:g}"
-            for figure in self.figures
-            if not figure.holds
+            f"{self.name}: {LABELS[metric.name]}: Quartet {metric.quartet:.8g}, TRL {metric.trl:.8g}, "
+            f"difference {metric.difference:.1e}, expected at most {metric.tolerance:g}"
+            for metric in self.metrics
+            if not metric.holds
         ]
-        if not all(figure.trl > 0 for figure in self.figures if figure.name == "clip_fraction"):
+        if not all(metric.trl > 0 for metric in self.metrics if metric.name == "clip_fraction"):
             failed.append(
                 f"{self.name}: nothing was clipped, so the clipping was not compared; raise the learning rate"
             )
         return failed
 
 
-def write(comparisons: Sequence[Comparison], versions: str, tolerance: float, weights_tolerance: float) -> str:
-    """The page, in Markdown."""
+def write(results: Sequence[ScenarioResult], versions: str, tolerance: float, weights_tolerance: float) -> str:
+    """Return the page in Markdown."""
     parts = [INTRODUCTION.format(versions=versions, tolerance=tolerance, weights_tolerance=weights_tolerance)]
-    parts += [_section(comparison) for comparison in comparisons]
+    parts += [_section(result) for result in results]
     parts.append(_DIFFERENCES)
     parts.append(_differences("PPO", differences.PPO))
     parts.append(_differences("RLOO", differences.RLOO))
@@ -85,7 +92,7 @@ def write(comparisons: Sequence[Comparison], versions: str, tolerance: float, we
 
 
 def rows(page: str) -> dict[str, dict[str, tuple[float, bool]]]:
-    """By scenario and figure's name, the difference that ``page`` shows and whether it says that it holds."""
+    """Return the difference of each metric on ``page`` and whether it is within the tolerance, by scenario and name."""
     names = {label: name for name, label in LABELS.items()}
     results: dict[str, dict[str, tuple[float, bool]]] = {}
     scenario = ""
@@ -98,20 +105,27 @@ def rows(page: str) -> dict[str, dict[str, tuple[float, bool]]]:
     return results
 
 
-def _section(comparison: Comparison) -> str:
-    with_shipped = bool(comparison.as_shipped)
-    titles = ["figure", "Quartet", "TRL", "difference", *(["TRL as shipped"] if with_shipped else []), "holds"]
+def _section(result: ScenarioResult) -> str:
+    with_shipped = bool(result.as_shipped)
+    titles = [
+        "metric",
+        "Quartet",
+        "TRL",
+        "difference",
+        *(["TRL as shipped"] if with_shipped else []),
+        "within tolerance",
+    ]
     lines = [
-        f"## {comparison.name}\n",
-        textwrap.fill(comparison.about, 130) + "\n",
+        f"## {result.name}\n",
+        textwrap.fill(result.about, 130) + "\n",
         "| " + " | ".join(titles) + " |",
         "|" + "---|" * len(titles),
     ]
-    for figure in comparison.figures:
-        shipped = comparison.as_shipped.get(figure.name)
-        cells = [LABELS[figure.name], f"{figure.quartet:.6g}", f"{figure.trl:.6g}", f"{figure.difference:.1e}"]
+    for metric in result.metrics:
+        shipped = result.as_shipped.get(metric.name)
+        cells = [LABELS[metric.name], f"{metric.quartet:.6g}", f"{metric.trl:.6g}", f"{metric.difference:.1e}"]
         cells += ["" if shipped is None else f"{shipped:.6g}"] if with_shipped else []
-        lines.append("| " + " | ".join([*cells, "yes" if figure.holds else "**no**"]) + " |")
+        lines.append("| " + " | ".join([*cells, "yes" if metric.holds else "**no**"]) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The same update by Quartet's own functions, on TRL's rollouts: scoring, experience, losses, optimizer steps."""
+"""The same update by Quartet's own functions on TRL's rollouts: scoring, experience, losses, optimizer steps."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from quartet.services.orchestrator.algorithm.update_request import optimization_
 from quartet.services.orchestrator.rollout.scoring import ScoredTrajectory
 from quartet.types import Experience, FinishReason, TokenBatch, Trajectory, TrajectoryId
 from tests.parity.checkpoints import ScenarioModels
-from tests.parity.figures import Number, Weights
+from tests.parity.comparison import Number, Weights
 from tests.parity.rollouts import Rollouts
 from tests.parity.scenarios import STEP
 
 
 @dataclass(frozen=True, slots=True)
 class QuartetUpdate:
-    """``figures`` by Quartet's names; weights before and after, by TRL's parameter names."""
+    """``metrics`` under Quartet's names; weights before and after the update, under TRL's parameter names."""
 
-    figures: dict[str, Number]
+    metrics: dict[str, Number]
     policy_before: Weights
     policy: Weights
     critic_before: Weights = field(default_factory=dict)
@@ -42,9 +42,9 @@ class QuartetUpdate:
 
 
 def run(models: ScenarioModels, rollouts: Rollouts, config: Config, same_order: bool = False) -> QuartetUpdate:
-    """Score the rollouts, prepares the step and takes both updates, with the settings that ``config`` makes of an update.
+    """Score the rollouts, prepare the step, and apply both updates with the settings in ``config``.
 
-    ``same_order``: every epoch walks in the first one's order.
+    ``same_order``: every epoch has the order of the first one.
     """
     with_critic = config.algorithm.has_critic
     batch = TokenBatch.of(_trajectories(rollouts))
@@ -72,7 +72,7 @@ def run(models: ScenarioModels, rollouts: Rollouts, config: Config, same_order: 
         config.rollout.max_response_tokens,
     )
     experience = prepared.experience
-    figures: dict[str, Number] = {
+    metrics: dict[str, Number] = {
         "log_probs": response_log_probs(policy, batch, temperature, max_tokens),
         "reference_log_probs": reference,
         "scores": experience.scores,
@@ -80,16 +80,16 @@ def run(models: ScenarioModels, rollouts: Rollouts, config: Config, same_order: 
         "kl_mean": prepared.metrics["kl_mean"],
     }
     policy_before = _weights(policy)
-    metrics, update_kl = _update_policy(policy, experience, config, same_order)
-    figures |= {name: metrics[name] for name in ("policy_loss", "clip_fraction", "entropy", "grad_norm")}
-    figures["approx_kl"] = update_kl
+    reported, k2 = _update_policy(policy, experience, config, same_order)
+    metrics |= {name: reported[name] for name in ("policy_loss", "clip_fraction", "entropy", "grad_norm")}
+    metrics["approx_kl"] = k2
     if critic is None:
-        return QuartetUpdate(figures, policy_before, _weights(policy))
+        return QuartetUpdate(metrics, policy_before, _weights(policy))
 
     critic_before = _weights(critic)
-    figures |= {"values": values, "returns": experience.returns}
-    figures |= _update_value(critic, experience, config)
-    return QuartetUpdate(figures, policy_before, _weights(policy), critic_before, _weights(critic))
+    metrics |= {"values": values, "returns": experience.returns}
+    metrics |= _update_value(critic, experience, config)
+    return QuartetUpdate(metrics, policy_before, _weights(policy), critic_before, _weights(critic))
 
 
 def _trajectories(rollouts: Rollouts) -> list[Trajectory]:
@@ -110,7 +110,10 @@ def _trajectories(rollouts: Rollouts) -> list[Trajectory]:
 def _update_policy(
     policy: Any, experience: Experience, config: Config, same_order: bool
 ) -> tuple[dict[str, float], float]:
-    """Metrics, and the k2 estimate of KL(old || new) in nats per token, which is TRL's where Quartet reports k3."""
+    """Update the policy. Return the metrics, and the k2 estimate of KL(old || new) in nats per token.
+
+    TRL logs k2 as the approximate KL; Quartet reports k3.
+    """
     sums = {"kl": 0.0, "tokens": 0}
 
     def recorded(log_probs: torch.Tensor, old_log_probs: torch.Tensor, *rest: Any, **named: Any) -> Any:
@@ -160,7 +163,7 @@ def _optimizer(model: Any, trained: Any) -> torch.optim.Optimizer:
 
 
 def _weights(model: Any) -> Weights:
-    """Copie of the parameters; a value model's under the names of the classifier that it came from."""
+    """Return copies of the parameters; for a value model, under the names of the classifier that it was loaded from."""
     names = {"backbone.": "model.", "head.": "score."} if hasattr(model, "backbone") else {}
     results = {}
     for name, value in model.named_parameters():

@@ -1,4 +1,4 @@
-"""A function with some of its expressions replaced: how a difference inside a long method is switched off."""
+"""Replacement of expressions inside a function, to switch off a difference that is in the middle of a long method."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def rewritten(function: Callable[..., Any], replacements: dict[str, str]) -> Callable[..., Any]:
-    """``function`` compiled anew, each key of ``replacements`` (an expression) replaced by its value wherever it stands.
+    """Return ``function``, compiled again after each key of ``replacements`` (an expression) is replaced by its value.
 
-    Raises LookupError where one does not stand there: another version of the function, in which the difference may be gone.
+    Raises LookupError if an expression is missing, because another version of the function may not have the difference.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     replacer = _Replacer(replacements)

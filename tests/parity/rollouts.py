@@ -1,4 +1,4 @@
-"""What a TRL trainer did in one update, captured for comparison: its rollouts, its figures and the weights it ended with."""
+"""The result of one update of a TRL trainer: its rollouts, its metrics, and the weights after the update."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.parity.figures import Number, Weights
+from tests.parity.comparison import Number, Weights
 
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Ragged rollouts. Per sequence: ids, ``truncated``, ``prompt_index``; arrays flat float32 [response tokens]."""
+    """Ragged rollouts: lists with an item per sequence, and ``log_probs`` flat, float32 [response tokens]."""
 
     prompts: list[NDArray[np.int32]]
     responses: list[NDArray[np.int32]]
@@ -22,15 +22,15 @@ class Rollouts:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Response tokens, int64 [sequences]."""
+        """Return the number of response tokens of each sequence, int64 [sequences]."""
         return np.array([len(response) for response in self.responses], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class TrlUpdate:
-    """One update as TRL took it: rollouts, ``figures`` by Quartet's names (a number or a flat array), the weights after it."""
+    """One update by TRL: rollouts, ``metrics`` under Quartet's names (numbers or flat arrays), and the weights after it."""
 
     rollouts: Rollouts
-    figures: dict[str, Number]
+    metrics: dict[str, Number]
     policy: Weights
     critic: Weights = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What is compared: a few updates, each with the settings that bring out something else. One Config drives both sides."""
+"""The compared updates, each with other settings. One Config drives both sides."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SEED = 11
 STEP = 1
 TRL_BETAS = (0.9, 0.999)
 ENDLESS, RAGGED = -30.0, 6.0
-"""What EOS's logit has more than the others': no response ends by it, or most do before the limit."""
+"""Values added to the logit of EOS: no response ends with EOS, or most do before the token limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One update. ``micro_batches`` is how many TRL makes of a mini-batch; Quartet's are bounded by ``micro_batch_tokens``."""
+    """One update. TRL splits a mini-batch into ``micro_batches``; Quartet splits it by ``micro_batch_tokens``."""
 
     name: str
     about: str
@@ -36,15 +36,21 @@ class Scenario:
 
     @property
     def compares_entropy(self) -> bool:
-        """Return whether TRL's first epoch is at the weights that generated: no optimizer step comes before its end."""
+        """Return whether TRL computes the whole first epoch with the weights that generated.
+
+        It does if no optimizer step comes before the end of the epoch.
+        """
         return self.algorithm.get("num_mini_batches", 1) == 1
 
     def models(self, directory: Path) -> ScenarioModels:
-        """The checkpoints, and prompts for two steps: on the last batch of a data set accelerate accumulates no gradients."""
+        """Write the checkpoints, and prompts for two steps.
+
+        One step is not enough: accelerate accumulates no gradients on the last batch of a data set.
+        """
         return make_scenario_models(directory / self.name, 2 * self.rollout["prompts_per_step"], self.eos_logit, SEED)
 
     def config(self, models: ScenarioModels) -> Config:
-        """The settings, as a run's config would have them."""
+        """Return the settings as the config of a run."""
         trained = {
             "learning_rate": self.learning_rate,
             "micro_batch_tokens": self.micro_batch_tokens,
@@ -65,12 +71,12 @@ class Scenario:
 
 
 def responses(config: Config) -> int:
-    """Responses of the step."""
+    """Return the number of responses of the step."""
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
 
 def order(config: Config, epoch: int) -> NDArray[np.int64]:
-    """The order in which Quartet walks through the step's responses, int64 [responses]."""
+    """Return the order in which Quartet reads the step's responses, int64 [responses]."""
     n = responses(config)
     return permutation(config.run.seed, STEP, epoch, n) if config.algorithm.num_mini_batches > 1 else np.arange(n)
 
@@ -78,8 +84,7 @@ def order(config: Config, epoch: int) -> NDArray[np.int64]:
 PPO = (
     Scenario(
         "ppo-full",
-        "Every response runs to the token limit: no pads in responses, so nothing of TRL's handling of them is touched. "
-        "One mini-batch in two micro-batches.",
+        "Every response has the maximum length, so TRL pads none of them. One mini-batch in two micro-batches.",
         {"num_epochs": 4},
         {"prompts_per_step": 16},
         learning_rate=5e-4,
@@ -89,15 +94,15 @@ PPO = (
     ),
     Scenario(
         "ppo-ragged",
-        "Responses end at EOS, or lack it and pay a penalty. Two mini-batches, shuffled in every epoch.",
+        "Responses end with EOS, or lack it and get a penalty. Two mini-batches, shuffled in every epoch.",
         {"num_epochs": 3, "num_mini_batches": 2, "truncation": {"treatment": "penalty", "penalty": 1.0}},
         {"prompts_per_step": 24},
         learning_rate=3e-4,
     ),
     Scenario(
         "ppo-settings",
-        "Away from their defaults: `whiten_rewards`, `gamma`, `gae_lambda`, `kl_coefficient`, `clip_ratio`, `value_clip`, "
-        "`epochs` and `temperature`.",
+        "These settings differ from their defaults: `whiten_rewards`, `gamma`, `gae_lambda`, `kl_coefficient`, `clip_ratio`, "
+        "`value_clip`, `num_epochs` and `temperature`.",
         {
             "num_epochs": 2,
             "whiten_rewards": True,
@@ -117,7 +122,7 @@ _RLOO = {"estimator": "rloo", "ratio_level": "sequence", "loss_aggregation": "se
 RLOO = (
     Scenario(
         "rloo",
-        "Four responses to each of six prompts, one mini-batch in two micro-batches, gradients clipped to norm 1.",
+        "Four responses per prompt, six prompts, one mini-batch in two micro-batches, gradients clipped to norm 1.",
         {**_RLOO, "num_epochs": 4},
         {"prompts_per_step": 6, "samples_per_prompt": 4},
         learning_rate=5e-5,
@@ -127,7 +132,7 @@ RLOO = (
     ),
     Scenario(
         "rloo-mini-batches",
-        "Two mini-batches in the same shuffled order, another temperature, clip and KL coefficient.",
+        "Two mini-batches in the same shuffled order, with another temperature, clip ratio and KL coefficient.",
         {**_RLOO, "num_epochs": 3, "num_mini_batches": 2, "clip_ratio": 0.1, "kl_coefficient": 0.2},
         {"prompts_per_step": 6, "samples_per_prompt": 4, "temperature": 0.8},
         learning_rate=5e-5,

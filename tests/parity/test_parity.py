@@ -1,4 +1,4 @@
-"""The comparison itself, without TRL: what counts as equal, how an expression is replaced, and what docs/parity.md says."""
+"""Tests of the comparison without TRL: tolerances, replaced expressions, and the content of docs/parity.md."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.parity import page, scenarios
-from tests.parity.figures import Figure, compare, compare_change
-from tests.parity.page import Comparison
+from tests.parity.comparison import MetricComparison, compare, compare_change
+from tests.parity.page import ScenarioResult
 from tests.parity.rewriting import rewritten
 
 DOCS = Path(__file__).parents[2] / "docs" / "parity.md"
@@ -50,13 +50,11 @@ OF_RLOO = COMMON | {"grad_norm", "policy_weights"}
         (math.nan, math.nan, False),
     ],
 )
-def test_numbers_hold_within_a_relative_difference_of_one_in_ten_thousand(
-    quartet: float, trl: float, holds: bool
-) -> None:
+def test_numbers_may_differ_by_one_in_ten_thousand(quartet: float, trl: float, holds: bool) -> None:
     assert compare("policy_loss", quartet, trl).holds is holds
 
 
-def test_one_wrong_element_of_an_array_fails_whatever_its_mean() -> None:
+def test_one_wrong_element_of_an_array_fails_even_if_the_mean_is_right() -> None:
     trl = np.array([3.0, -4.0, 1.0, 0.0], np.float32)
     nudged = trl + np.array([0, 0, 3e-4, -3e-4], np.float32)
     far = trl + np.array([0, 0, 5e-4, -5e-4], np.float32)
@@ -66,8 +64,8 @@ def test_one_wrong_element_of_an_array_fails_whatever_its_mean() -> None:
     assert compare("advantages", trl, trl).trl == pytest.approx(math.sqrt(26 / 4))
 
 
-def test_arrays_of_other_rollouts_are_refused() -> None:
-    with pytest.raises(ValueError, match="not the same rollouts"):
+def test_arrays_of_different_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="different rollouts"):
         compare("values", np.zeros(3, np.float32), np.zeros(4, np.float32))
 
 
@@ -75,9 +73,9 @@ def test_weights_are_compared_by_their_change() -> None:
     before = {"a": torch.full((2, 2), 100.0), "b": torch.zeros(3)}
     trl = {"a": before["a"] + 1, "b": before["b"]}
     ours = {"a": before["a"] + 1, "b": torch.tensor([0.0, 0.002, 0.0])}
-    figure = compare_change("policy_weights", before, ours, trl, tolerance=1e-3)
-    assert (figure.quartet, figure.trl) == (pytest.approx(2.0), 2.0)
-    assert figure.difference == pytest.approx(0.001)
+    metric = compare_change("policy_weights", before, ours, trl, tolerance=1e-3)
+    assert (metric.quartet, metric.trl) == (pytest.approx(2.0), 2.0)
+    assert metric.difference == pytest.approx(0.001)
     assert not compare_change("policy_weights", before, before, trl, tolerance=1e-3).holds
     with pytest.raises(ValueError, match="different names"):
         compare_change("policy_weights", before, {"a": ours["a"]}, trl, tolerance=1e-3)
@@ -87,47 +85,48 @@ OFFSET = 10
 
 
 def doubled(number: int) -> int:
-    """Something with an expression in it, to be replaced."""
+    """Return a number computed with an expression that the tests replace."""
     result = 0
     for addend in (number, number + 1):
         result += 2 * (addend + 1)
     return result
 
 
-def test_an_expression_is_replaced_and_names_are_still_those_of_the_module() -> None:
+def test_a_replaced_expression_still_uses_the_names_of_its_module() -> None:
     changed = rewritten(doubled, {"addend + 1": "addend - OFFSET"})
     assert doubled(3) == 2 * 4 + 2 * 5
     assert changed(3) == 2 * -7 + 2 * -6
 
 
-def test_an_expression_that_is_not_there_is_an_error() -> None:
+def test_a_missing_expression_is_an_error() -> None:
     with pytest.raises(LookupError, match=r"addend \+ 2"):
         rewritten(doubled, {"addend + 1": "0", "addend + 2": "0"})
 
 
-def test_a_figure_that_does_not_hold_fails_and_is_marked() -> None:
-    wrong = Comparison("ppo", "about", [Figure("policy_loss", 1.0, 2.0, 0.5), Figure("clip_fraction", 0.1, 0.1, 0.0)])
+def test_a_metric_out_of_tolerance_fails_and_is_marked() -> None:
+    metrics = [MetricComparison("policy_loss", 1.0, 2.0, 0.5), MetricComparison("clip_fraction", 0.1, 0.1, 0.0)]
+    wrong = ScenarioResult("ppo", "about", metrics)
     assert [failure.split(": Quartet")[0] for failure in wrong.failures] == ["ppo: policy loss"]
     written = page.write([wrong], "trl 0", 1e-4, 1e-3)
     assert page.rows(written) == {"ppo": {"policy_loss": (0.5, False), "clip_fraction": (0.0, True)}}
 
 
-def test_a_comparison_in_which_nothing_was_clipped_fails() -> None:
-    idle = Comparison("ppo", "about", [Figure("clip_fraction", 0.0, 0.0, 0.0)])
+def test_a_comparison_without_clipped_tokens_fails() -> None:
+    idle = ScenarioResult("ppo", "about", [MetricComparison("clip_fraction", 0.0, 0.0, 0.0)])
     assert len(idle.failures) == 1
     assert "nothing was clipped" in idle.failures[0]
 
 
-def test_the_page_shows_every_figure_of_every_scenario_and_all_hold() -> None:
+def test_the_page_shows_every_metric_of_every_scenario_within_tolerance() -> None:
     rows = page.rows(DOCS.read_text(encoding="utf-8"))
     expected = {
         scenario.name: names if scenario.compares_entropy else names - {"entropy"}
         for listed, names in ((scenarios.PPO, OF_PPO), (scenarios.RLOO, OF_RLOO))
         for scenario in listed
     }
-    assert {name: set(figures) for name, figures in rows.items()} == expected
-    for figures in rows.values():
-        for name, (difference, holds) in figures.items():
+    assert {name: set(metrics) for name, metrics in rows.items()} == expected
+    for metrics in rows.values():
+        for name, (difference, holds) in metrics.items():
             assert holds
             assert difference <= (1e-3 if name.endswith("_weights") else 1e-4)
 

@@ -1,4 +1,4 @@
-"""One update of TRL's PPOTrainer, run for real on the checkpoints, with what it computed captured from inside."""
+"""One update of TRL's PPOTrainer on the checkpoints, with its intermediate results captured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 from benchmarks.trl_settings import ppo_settings
 from quartet.config import Config
 from tests.parity.checkpoints import EOS, PAD, ScenarioModels, make_tokenizer
-from tests.parity.figures import Number, Weights
+from tests.parity.comparison import Number, Weights
 from tests.parity.rewriting import rewritten
 from tests.parity.rollouts import Rollouts, TrlUpdate
 from tests.parity.scenarios import order, responses
@@ -33,7 +33,7 @@ REWRITTEN = {
     "entropy.mean()": "masked_mean(entropy, ~padding_mask[micro_batch_inds])",
     "(logprobs_diff ** 2).mean()": "masked_mean(logprobs_diff ** 2, ~padding_mask[micro_batch_inds])",
 }
-"""Score and value one past EOS; entropy and approximate KL over pads too."""
+"""Expressions that put score and value one position past EOS, or average over padding, and their replacements."""
 
 LOGGED = {
     "policy_loss": "loss/policy_avg",
@@ -43,24 +43,24 @@ LOGGED = {
     "approx_kl": "policy/approxkl_avg",
     "entropy": "policy/entropy_avg",
 }
-"""Quartet's names of what TRL logs."""
+"""Names of TRL's logged metrics, by the name of the metric in Quartet."""
 
 
 class _Captured(PPOTrainer):
-    """Keeps train()'s local variables as they are when it logs, at the end of its one update."""
+    """Trainer that records the local variables of train() when it logs, at the end of its only update."""
 
-    found: dict[str, Any]
+    variables: dict[str, Any]
     logged: dict[str, float]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         frame = inspect.currentframe()
         assert frame is not None
         assert frame.f_back is not None
-        self.found, self.logged = dict(frame.f_back.f_locals), dict(logs)
+        self.variables, self.logged = dict(frame.f_back.f_locals), dict(logs)
 
 
 def run(models: ScenarioModels, config: Config, micro_batches: int, as_shipped: bool = False) -> TrlUpdate:
-    """Take the update. ``as_shipped`` leaves on all that differs from Quartet on purpose, but for the settings."""
+    """Run the update. ``as_shipped``: switch off no difference from Quartet except settings and order of sequences."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -68,7 +68,7 @@ def run(models: ScenarioModels, config: Config, micro_batches: int, as_shipped: 
         stack.enter_context(mock.patch.object(np.random, "permutation", _orders(config)))
         train = trainer.train
         if not as_shipped:
-            # Optimizer steps once a mini-batch, not once every gradient_accumulation_steps micro-batches.
+            # One optimizer step per mini-batch, not one per gradient_accumulation_steps micro-batches.
             trainer.accelerator.gradient_accumulation_steps = micro_batches
             stack.enter_context(_population_variance())
             train = functools.partial(rewritten(PPOTrainer.train, REWRITTEN), trainer)
@@ -78,7 +78,7 @@ def run(models: ScenarioModels, config: Config, micro_batches: int, as_shipped: 
 
 
 def _orders(config: Config) -> Callable[[int], NDArray[np.int64]]:
-    """Stands in for numpy.random.permutation: Quartet's order of each epoch in turn."""
+    """Return a replacement for numpy.random.permutation that gives Quartet's order of each epoch in turn."""
     epochs = itertools.count()
     return lambda _: order(config, next(epochs))
 
@@ -114,18 +114,18 @@ def _trainer(models: ScenarioModels, config: Config, micro_batches: int, folder:
 
 
 def _update(trainer: _Captured, config: Config, micro_batches: int, as_shipped: bool) -> TrlUpdate:
-    result, logged = trainer.found, trainer.logged
+    result, logged = trainer.variables, trainer.logged
     keep = ~result["padding_mask"]
-    shares = _token_shares(keep, config, micro_batches)
+    counts = _token_counts(keep, config, micro_batches)
 
     def filled(name: str) -> torch.Tensor:
-        """A statistic of every micro-batch, without the slots that several mini-batches leave empty."""
+        """Return a statistic of every micro-batch, without the slots that TRL leaves empty."""
         return result[name][:, :, :micro_batches].double()
 
     def over_tokens(name: str, epochs: slice = slice(None)) -> float:
-        return float((filled(name) * shares)[epochs].sum() / shares[epochs].sum())
+        return float((filled(name) * counts)[epochs].sum() / counts[epochs].sum())
 
-    figures: dict[str, Number] = {
+    metrics: dict[str, Number] = {
         "log_probs": result["logprobs"][keep].numpy(),
         "reference_log_probs": result["ref_logprobs"][keep].numpy(),
         "values": result["values"][keep].numpy(),
@@ -135,9 +135,9 @@ def _update(trainer: _Captured, config: Config, micro_batches: int, as_shipped: 
         "kl_mean": logged["objective/kl"],
     }
     if as_shipped:
-        figures |= {name: logged[theirs] for name, theirs in LOGGED.items()}
+        metrics |= {name: logged[theirs] for name, theirs in LOGGED.items()}
     else:
-        figures |= {
+        metrics |= {
             "policy_loss": float(filled("pg_loss_stats").mean()),
             "value_loss": float(filled("vf_loss_stats").mean()),
             "clip_fraction": over_tokens("pg_clipfrac_stats"),
@@ -145,7 +145,7 @@ def _update(trainer: _Captured, config: Config, micro_batches: int, as_shipped: 
             "approx_kl": over_tokens("approxkl_stats"),
             "entropy": over_tokens("entropy_stats", slice(1)),
         }
-    return TrlUpdate(_rollouts(result, keep), figures, _weights(trainer.policy_model), _weights(trainer.value_model))
+    return TrlUpdate(_rollouts(result, keep), metrics, _weights(trainer.policy_model), _weights(trainer.value_model))
 
 
 def _rollouts(result: dict[str, Any], keep: torch.Tensor) -> Rollouts:
@@ -154,7 +154,7 @@ def _rollouts(result: dict[str, Any], keep: torch.Tensor) -> Rollouts:
     responses = [row[kept].numpy().astype(np.int32) for row, kept in zip(result["responses"], keep, strict=True)]
     if any(PAD in response for response in responses):
         raise RuntimeError(
-            "a response has the pad token in it, which the two sides treat differently: take another seed"
+            "a response contains the pad token, which the two sides treat differently; choose another seed"
         )
     return Rollouts(
         prompts=[row[row != PAD].numpy().astype(np.int32) for row in queries],
@@ -165,8 +165,8 @@ def _rollouts(result: dict[str, Any], keep: torch.Tensor) -> Rollouts:
     )
 
 
-def _token_shares(keep: torch.Tensor, config: Config, micro_batches: int) -> torch.Tensor:
-    """Response tokens of each micro-batch, float64 [epochs, mini-batches, micro-batches]."""
+def _token_counts(keep: torch.Tensor, config: Config, micro_batches: int) -> torch.Tensor:
+    """Return the response tokens of each micro-batch, float64 [epochs, mini-batches, micro-batches]."""
     counts, shape = keep.sum(1).double(), (config.algorithm.num_mini_batches, micro_batches, -1)
     orders = [torch.from_numpy(order(config, epoch)) for epoch in range(config.algorithm.num_epochs)]
     return torch.stack([counts[rows].view(shape).sum(-1) for rows in orders])

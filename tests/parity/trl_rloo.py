@@ -1,4 +1,4 @@
-"""One generation of TRL's RLOOTrainer and the updates on it, run for real, with what it computed captured from inside."""
+"""One generation of TRL's RLOOTrainer and the updates on it, with the intermediate results captured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trl.trainer import rloo_trainer
 from benchmarks.trl_settings import rloo_settings
 from quartet.config import Config
 from tests.parity.checkpoints import EOS, ScenarioModels, make_tokenizer
-from tests.parity.figures import Number
+from tests.parity.comparison import Number
 from tests.parity.rewriting import rewritten
 from tests.parity.rollouts import Rollouts, TrlUpdate
 from tests.parity.scenarios import order, responses
@@ -28,11 +28,11 @@ from tests.parity.scenarios import order, responses
 BY_TOKENS = {
     "is_region_clipped.float().mean()": "(is_region_clipped * completion_mask.sum(1)).sum() / completion_mask.sum()",
 }
-"""The share of clipped responses, each weighed by its tokens."""
+"""Expression for the clip fraction, replaced by one that weights each response by its tokens."""
 
 
 class _Captured(RLOOTrainer):
-    """Keeps what the update was made from and what it logged."""
+    """Trainer that records the inputs of the update and its logged metrics."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -71,12 +71,12 @@ class _Captured(RLOOTrainer):
 
 
 def run(models: ScenarioModels, config: Config, micro_batches: int) -> TrlUpdate:
-    """Generate once and takes the optimizer steps on it: epochs times mini-batches."""
+    """Generate once, and take the optimizer steps on the result: epochs times mini-batches."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         trainer = _trainer(models, config, micro_batches, folder)
-        # The initial policy would be the reference: the KL to it is 0.
+        # By default the reference is the initial policy, and the KL to it is 0.
         trainer.ref_model = transformers.AutoModelForCausalLM.from_pretrained(models.reference, dtype=torch.float32)
         rows = torch.from_numpy(order(config, 0))
         stack.enter_context(mock.patch.object(rloo_trainer, "shuffle_sequence_dict", functools.partial(_take, rows)))
@@ -111,7 +111,7 @@ def _trainer(models: ScenarioModels, config: Config, micro_batches: int, folder:
 
 
 def _score_ids(models: ScenarioModels) -> Callable[..., list[float]]:
-    """The reward model on the very token ids; TRL's own way would decode them, drop EOS, and tokenise again."""
+    """Return a reward function that scores the token ids. TRL itself decodes them, drops EOS and tokenises again."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(models.reward, dtype=torch.float32).eval()
     tokenizer = make_tokenizer()
 
@@ -134,11 +134,11 @@ def _update(trainer: _Captured, config: Config, micro_batches: int) -> TrlUpdate
     shares = counts[torch.from_numpy(order(config, 0))].view(micro, -1).sum(1) / counts.sum()
 
     def over_tokens(name: str, epochs: slice = slice(None)) -> float:
-        """A statistic of every micro-batch, weighed by its tokens."""
+        """Return a statistic averaged over micro-batches, weighted by their tokens."""
         result = torch.tensor(statistics[name], dtype=torch.float64).view(config.algorithm.num_epochs, micro)
         return float((result * shares).sum(1)[epochs].mean())
 
-    figures: dict[str, Number] = {
+    metrics: dict[str, Number] = {
         "log_probs": log_probs[keep].numpy(),
         "reference_log_probs": reference[keep].numpy(),
         "scores": trainer.rewards[:, 0].numpy(),
@@ -150,7 +150,7 @@ def _update(trainer: _Captured, config: Config, micro_batches: int) -> TrlUpdate
         "grad_norm": float(np.mean(trainer.grad_norms)),
     }
     weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
-    return TrlUpdate(_rollouts(generated, keep, log_probs, config), figures, weights)
+    return TrlUpdate(_rollouts(generated, keep, log_probs, config), metrics, weights)
 
 
 def _rollouts(generated: dict[str, Any], keep: torch.Tensor, log_probs: torch.Tensor, config: Config) -> Rollouts:
