@@ -28,7 +28,7 @@ from quartet.config import Config, load_config
 from quartet.errors import QuartetError
 from quartet.models.forward import batching
 from quartet.models.forward.model_capabilities import vocabulary_size
-from quartet.models.forward.onednn_linear import linear
+from quartet.models.forward.onednn_linear import enable_onednn_linear, linear
 from quartet.models.forward.scoring import response_log_probs
 from quartet.models.training.optimizer import MasterWeightAdamW, create_optimizer
 from quartet.models.training.updates import update_policy, update_value
@@ -60,11 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("update", __doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/reviews/ppo.yaml"))
     parser.add_argument("--full", action="store_true", help="every prompt and response as long as the config allows")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, for example run.onednn_linear=true"
+    )
     add_shared(parser, "build/update", rounds=5, threads=True)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
     try:
-        config = load_config(options.config, [])
+        config = load_config(options.config, options.set)
+        torch.set_num_threads(options.threads)
+        if config.run.onednn_linear:
+            enable_onednn_linear()
         device = machine.device_of(config, options.config)
         where = machine.describe(device)
         peak = matmul_peak(device, config.actor.dtype)

@@ -24,7 +24,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from transformers.utils import logging
 
 from quartet.errors import InvalidRequest
-from quartet.models.forward.onednn_linear import use_onednn_linear
 from quartet.models.torch_threads import torch_threads
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -326,7 +325,6 @@ def _train(
     stage: str,
 ) -> None:
     """Train ``model`` for ``schedule.steps`` steps of AdamW on ``loss``, then set eval mode. Only matrices get weight decay."""
-    use_onednn_linear(model)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(

@@ -1,6 +1,4 @@
-"""Linear layers that compute with oneDNN on a CPU. Opt-in.
-
-Set QUARTET_ONEDNN_LINEAR=1 in the environment of every process of a run.
+"""Linear layers that compute with oneDNN on a CPU. Opt-in: the setting `run.onednn_linear`.
 
 torch gives a float32 matmul to MKL, which does not use AVX-512 on AMD processors. oneDNN does, and takes about half of the time
 there. See docs/adr/0025-onednn-linear-layers.md.
@@ -8,8 +6,6 @@ there. See docs/adr/0025-onednn-linear-layers.md.
 
 from __future__ import annotations
 
-import functools
-import os
 from typing import Any
 
 import torch
@@ -17,18 +13,29 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-VARIABLE = "QUARTET_ONEDNN_LINEAR"
-"""The environment variable; 1 turns these layers on."""
+from quartet.errors import ConfigError
+
 MIN_MULTIPLICATIONS = 2**20
 """A matmul with fewer multiplications goes to torch: the call of oneDNN would take longer than the matmul."""
 
 
-def use_onednn_linear(model: nn.Module) -> None:
-    """Make the linear layers of ``model`` compute with oneDNN if the environment enables it. The weights are unchanged.
+_enabled = False
 
-    Only the environment decides, so the results of a run are bit-identical on all machines of one kind.
+
+def enable_onednn_linear() -> None:
+    """Make this process compute the linear layers of models that it loads from now on with oneDNN.
+
+    Raises ConfigError if torch lacks oneDNN's operator.
     """
-    if not is_enabled():
+    global _enabled
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        raise ConfigError("run.onednn_linear: this build of torch has no oneDNN linear operator; set it to false")
+    _enabled = True
+
+
+def use_onednn_linear(model: nn.Module) -> None:
+    """Make the linear layers of ``model`` compute with oneDNN if this process enables it. The weights are unchanged."""
+    if not _enabled:
         return
     for module in model.modules():
         # Exactly these classes, because subclasses may compute differently.
@@ -38,12 +45,6 @@ def use_onednn_linear(model: nn.Module) -> None:
             module.__class__ = _Conv1D
 
 
-@functools.cache
-def is_enabled() -> bool:
-    """Return whether the environment enables oneDNN and torch has its operator."""
-    return os.environ.get(VARIABLE) == "1" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``inputs`` [..., in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [..., out]. Differentiable.
 
@@ -51,7 +52,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """
     rows = inputs.numel() // inputs.shape[-1] if inputs.shape[-1] else 0
     is_float32_on_cpu = inputs.device.type == "cpu" and inputs.dtype == torch.float32
-    if not is_float32_on_cpu or rows * weight.numel() < MIN_MULTIPLICATIONS or not is_enabled():
+    if not is_float32_on_cpu or rows * weight.numel() < MIN_MULTIPLICATIONS or not _enabled:
         return functional.linear(inputs, weight, bias)
     flat = inputs.reshape(rows, inputs.shape[-1]).contiguous()
     if torch.is_grad_enabled():

@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from quartet.errors import ConfigError
 from quartet.models.forward import onednn_linear
-from quartet.models.forward.onednn_linear import VARIABLE, is_enabled, linear, use_onednn_linear
+from quartet.models.forward.onednn_linear import enable_onednn_linear, linear, use_onednn_linear
 from quartet.models.weights.loading import load_causal_lm
 from quartet.models.weights.lora import add_adapter
 from tests.unit.models import tiny
@@ -37,7 +38,7 @@ def matmuls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return product(left, right, bias)
 
     monkeypatch.setattr(onednn_linear, "MIN_MULTIPLICATIONS", 0)
-    monkeypatch.setattr(onednn_linear, "is_enabled", lambda: True)
+    monkeypatch.setattr(onednn_linear, "_enabled", True)
     monkeypatch.setattr(onednn_linear, "_onednn", noted)
     return called
 
@@ -70,7 +71,7 @@ def test_outputs_and_gradients_are_those_of_a_linear_layer(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onednn_linear, "MIN_MULTIPLICATIONS", 0)
-        patch.setattr(onednn_linear, "is_enabled", lambda: True)
+        patch.setattr(onednn_linear, "_enabled", True)
         result = all_of(linear, torch.float32)
     expected = all_of(functional.linear, torch.float64)
     assert len(result) == len(expected) == 1 + len(of)
@@ -175,7 +176,7 @@ def test_loaded_checkpoints_have_converted_layers_if_enabled(
     matmuls.clear()
     model(input_ids=torch.zeros(1, 3, dtype=torch.int64))
     assert len(matmuls) == 2 * 7 + 1
-    monkeypatch.setattr(onednn_linear, "is_enabled", lambda: False)
+    monkeypatch.setattr(onednn_linear, "_enabled", False)
     plain: Any = load_causal_lm(tmp_path / "model")
     matmuls.clear()
     plain(input_ids=torch.zeros(1, 3, dtype=torch.int64))
@@ -195,11 +196,18 @@ def test_memory_for_generated_code_is_bounded(matmuls: list[tuple[int, ...]]) ->
     assert kilobytes_after(range(1001, 1600, 3)) - before < 60_000
 
 
-@pytest.mark.parametrize(("value", "enabled"), [("1", True), ("0", False), (None, False)])
-def test_the_layers_are_off_unless_the_environment_asks_for_them(
-    value: str | None, enabled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    if value is not None:
-        monkeypatch.setenv(VARIABLE, value)
-    assert is_enabled.__wrapped__() is enabled
+def test_the_layers_are_off_unless_the_process_enables_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn_linear, "_enabled", False)
+    model = nn.Sequential(nn.Linear(2, 2))
+    use_onednn_linear(model)
+    assert type(model[0]) is nn.Linear
+    enable_onednn_linear()
+    use_onednn_linear(model)
+    assert type(model[0]) is onednn_linear._Linear
+
+
+def test_a_torch_without_the_operator_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn_linear, "_enabled", False)
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    with pytest.raises(ConfigError, match=r"run\.onednn_linear: this build of torch has no oneDNN linear operator"):
+        enable_onednn_linear()
