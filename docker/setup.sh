@@ -27,7 +27,7 @@ done
 digest=$(tr -d '\n' < redis/redis_password | sha256sum | cut -d ' ' -f 1)
 write_atomically redis/users.acl "user default off resetpass resetkeys resetchannels -@all
 user quartet on #$digest resetkeys resetchannels ~quartet:* -@all +ping +info +multi +exec +scan +exists +del +get +set +incrby \
-+pttl +watch +unwatch +hset +hmget +xgroup|create +xadd +xreadgroup +xack +xdel +xlen"
++pttl +watch +unwatch +hset +hmget +hkeys +hdel +xgroup|create +xadd +xreadgroup +xack +xdel +xlen"
 
 [ "${QUARTET_TLS:-0}" = 1 ] || exit 0
 cd /setup/certificates

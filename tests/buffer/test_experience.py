@@ -114,12 +114,16 @@ def test_a_step_without_a_manifest_is_not_sealed_and_keep_only_removes_its_chunk
     assert keys(redis_client, run) == {store.key(1), store.chunks_key(1)}
 
 
-def test_sealing_a_step_again_replaces_it(store: ExperienceStore, run: str) -> None:
+def test_sealing_a_step_again_replaces_it_and_leaves_no_other_chunk(
+    store: ExperienceStore, run: str, redis_client: Redis
+) -> None:
     store.seal(experience(run, 1))
     changed = replace(experience(run, 1), scores=np.array([2.0, 3.0], np.float32))
     for again in (changed, changed, experience(run, 1)):
         store.seal(again)
         assert same(store.load(1), again)
+        names = {name.decode() for name in redis_client.hkeys(store.chunks_key(1))}
+        assert names == set(codec.encode_experience(again).chunks)
 
 
 def test_a_seal_broken_off_between_chunks_and_manifest_leaves_the_former_seal_whole(

@@ -90,6 +90,13 @@ def test_gpu_memory_exhaustion_is_permanent_and_keeps_torchs_text_inside() -> No
     assert "micro_batch_tokens" in str(raised)
 
 
+@pytest.mark.parametrize(
+    "text", ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `x`"]
+)
+def test_a_failed_allocation_of_a_cuda_library_is_permanent(text: str) -> None:
+    assert type(across_the_wire(RuntimeError(text))) is errors.OutOfMemory
+
+
 def test_an_unforeseen_error_keeps_its_text_inside_and_has_no_class() -> None:
     for error in (RuntimeError("/secret/path"), KeyError("x"), ValueError("y")):
         status = status_of(error)
@@ -112,6 +119,12 @@ def test_details_of_another_status_are_ignored() -> None:
     status = status_of(errors.ConfigError("text"))
     raised = error_of(FailedCall(grpc.StatusCode.UNAVAILABLE, "replaced by a proxy", status), WHERE, 3.0)
     assert type(raised) is errors.ServiceUnavailable
+
+
+def test_damaged_details_are_ignored() -> None:
+    failed = FailedCall(grpc.StatusCode.ABORTED, "text")
+    failed._metadata = (("grpc-status-details-bin", b"\xff\xff"),)
+    assert type(error_of(failed, WHERE, 3.0)) is errors.BufferFailed
 
 
 def test_every_status_code_without_details_becomes_a_domain_error() -> None:

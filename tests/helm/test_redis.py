@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -161,6 +161,8 @@ def use_as_a_run_does(place: Started, run: str = RUN) -> None:
     store = ExperienceStore(client, place.url, run)
     for step in (1, 2, 3):
         store.seal(experience(run, step))
+    changed = experience(run, 2)
+    store.seal(replace(changed, scores=changed.scores + 1))
     assert store.load(2).step == 2
     assert store.holds([1, 2, 3])
     store.discard([1])

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from structlog.testing import capture_logs
 
 from quartet.config import Config
 from quartet.errors import Cancelled, ConfigError, FailedPrecondition, ServiceFailed
+from quartet.rpc.call_interceptors import code_of_failure
 from quartet.rpc.clients import ReferenceClient
 from quartet.rpc.server import Server
 from quartet.services.observability import Observability
@@ -183,3 +185,18 @@ def test_a_process_announces_its_figures_and_serves_them(
         start = time.monotonic()
         assert process.wait(20) == 0, process.stderr.read() if process.stderr else ""
         assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("set_code", "active", "counted"),
+    [
+        (None, False, "CANCELLED"),
+        (None, True, "UNKNOWN"),
+        (grpc.StatusCode.ABORTED, False, "ABORTED"),
+    ],
+)
+def test_a_failed_call_counts_as_cancelled_if_its_caller_left(
+    set_code: grpc.StatusCode | None, active: bool, counted: str
+) -> None:
+    context: Any = SimpleNamespace(code=lambda: set_code, is_active=lambda: active)
+    assert code_of_failure(context) == counted

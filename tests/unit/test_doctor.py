@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from quartet.cli.doctor import TRAINED_BYTES, _memory
+from quartet.cli.doctor import TRAINED_BYTES, _memory, doctor
 from quartet.config import Config
 from quartet.models.training.optimizer import create_optimizer
 from quartet.models.training.updates import update_policy
@@ -48,3 +49,14 @@ def test_weights_that_cannot_be_read_are_not_counted(tmp_path: Path) -> None:
     chosen = config(tmp_path, torch.bfloat16)
     (tmp_path / "m" / "model.safetensors").write_bytes(b"\x10")
     assert not _memory(chosen, Role.ACTOR)
+
+
+def test_a_machine_without_torch_fails_one_check_and_passes_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert not doctor(None, [], [])
+    lines = capsys.readouterr().out.splitlines()
+    [failed] = [line for line in lines if "failed" in line]
+    assert "torch" in failed
+    assert "pip install" in " ".join(" ".join(lines).split())

@@ -42,7 +42,7 @@
 {{- define "quartet.redisUsers" -}}
 user default off resetpass resetkeys resetchannels -@all
 {{- /* What src/quartet/buffer sends, and no more: tests/helm runs the real buffer against it. */}}
-user quartet on #PASSWORD resetkeys resetchannels ~quartet:{{ dig "run" "name" "run" .Values.config }}:* -@all +ping +info +multi +exec +scan +exists +del +get +set +incrby +pttl +watch +unwatch +hset +hmget +xgroup|create +xadd +xreadgroup +xack +xdel +xlen
+user quartet on #PASSWORD resetkeys resetchannels ~quartet:{{ dig "run" "name" "run" .Values.config }}:* -@all +ping +info +multi +exec +scan +exists +del +get +set +incrby +pttl +watch +unwatch +hset +hmget +hkeys +hdel +xgroup|create +xadd +xreadgroup +xack +xdel +xlen
 {{- end -}}
 
 

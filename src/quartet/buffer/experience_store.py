@@ -53,13 +53,15 @@ class ExperienceStore:
                 f"{len(encoded.manifest):,} bytes, expected at most {self._chunk_bytes:,}; lower rollout.prompts_per_step or "
                 "rollout.samples_per_prompt"
             )
+        key, chunks_key = self.key(experience.step), self.chunks_key(experience.step)
+        digest = hashlib.sha256(encoded.manifest).hexdigest()
         with translate_errors(self._url):
             for name, chunk in encoded.chunks.items():
-                self._client.hset(self.chunks_key(experience.step), name, chunk)
-            self._client.hset(
-                self.key(experience.step),
-                mapping={"manifest": encoded.manifest, "sha256": hashlib.sha256(encoded.manifest).hexdigest()},
-            )
+                self._client.hset(chunks_key, name, chunk)
+            self._client.hset(key, mapping={"manifest": encoded.manifest, "sha256": digest})
+            replaced = [name for name in self._client.hkeys(chunks_key) if name.decode() not in encoded.chunks]
+            if replaced:
+                self._client.hdel(chunks_key, *replaced)
 
     def load(self, step: int) -> Experience:
         """Return a step's experience. Raises FailedPrecondition if it is not sealed, BufferFailed if it is damaged."""
@@ -85,7 +87,7 @@ class ExperienceStore:
         return chunk
 
     def holds(self, steps: Iterable[int]) -> bool:
-        """Return whether every one of these steps is sealed."""
+        """Return whether every one of these steps is sealed. A manifest is written after its chunks, so it stands for them."""
         keys = [self.key(step) for step in steps]
         with translate_errors(self._url):
             return not keys or int(self._client.exists(*keys)) == len(keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import platform
@@ -58,8 +59,12 @@ def doctor(config_path: Path | None, overrides: list[str], overlays: list[Path])
     if config_path is None and (overrides or overlays):
         raise ConfigError("--set and --overlay: need CONFIG; give it, or remove them")
     config = None if config_path is None else load_config(config_path, overrides, overlays)
-    findings = list(_machine())
-    if config is not None:
+    try:
+        torch = importlib.import_module("torch")
+    except ModuleNotFoundError:
+        torch = None
+    findings = list(_machine(torch))
+    if config is not None and torch is not None:
         findings += _requirements(config)
     table = Table(show_header=False, box=None, padding=(0, 2))
     for finding in findings:
@@ -69,17 +74,22 @@ def doctor(config_path: Path | None, overrides: list[str], overlays: list[Path])
     return all(finding.ok for finding in findings)
 
 
-def _machine() -> Iterator[Finding]:
-    import torch
-
-    yield Finding("quartet", True, f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}")
+def _machine(torch: Any) -> Iterator[Finding]:
+    """Check this machine. ``torch`` is the module, or None if it is not installed."""
+    yield Finding("quartet", True, f"{__version__}, Python {platform.python_version()}")
+    yield (
+        Finding("torch", True, torch.__version__)
+        if torch is not None
+        else Finding("torch", False, "not installed; model services need it: pip install 'quartet-rlhf[train]'")
+    )
     yield Finding("cores", True, f"{available_cores()} usable")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("memory", True, f"{total / 2**30:.1f} GiB")
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    seen = ", ".join(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices)
-    yield Finding("GPUs", True, seen or "none; every service uses the CPU")
-    yield Finding("bf16", True, _bf16(torch))
+    if torch is not None:
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        seen = ", ".join(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices)
+        yield Finding("GPUs", True, seen or "none; every service uses the CPU")
+        yield Finding("bf16", True, _bf16(torch))
     yield _redis_server()
 
 

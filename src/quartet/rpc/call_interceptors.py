@@ -183,6 +183,8 @@ def code_of_success(context: grpc.ServicerContext) -> str:
 
 
 def code_of_failure(context: grpc.ServicerContext) -> str:
-    """Return the status code of a call whose handler raised, as ``ErrorInterceptor`` has set it."""
+    """Return the status code of a call whose handler raised, as ``ErrorInterceptor`` has set it; CANCELLED if the caller left."""
     code = context.code()  # type: ignore[attr-defined]
-    return code.name if isinstance(code, grpc.StatusCode) else grpc.StatusCode.UNKNOWN.name
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    return (grpc.StatusCode.UNKNOWN if context.is_active() else grpc.StatusCode.CANCELLED).name

@@ -10,6 +10,7 @@ from typing import cast
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
@@ -49,6 +50,12 @@ OUT_OF_MEMORY_TEXT = (
     "out of GPU memory; lower the role's micro_batch_tokens, rollout.max_concurrent_sequences or rollout.max_response_tokens; "
     "the service's log has the cause"
 )
+_OUT_OF_MEMORY_SIGNS = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+)
 
 _BY_NAME = {
     name: kind
@@ -65,6 +72,9 @@ def domain_error(error: BaseException) -> errors.QuartetError | None:
     # Not imported here: a process without a model has no torch, and this module must not load it.
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return errors.OutOfMemory(OUT_OF_MEMORY_TEXT)
+    # CUDA and its libraries report their own failed allocations as a plain RuntimeError.
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS):
         return errors.OutOfMemory(OUT_OF_MEMORY_TEXT)
     return None
 
@@ -104,12 +114,13 @@ def _class_on_wire(call: grpc.RpcError) -> type[errors.QuartetError] | None:
     """The domain class in the details of a failed call; None if there is none that this version knows."""
     try:
         status = rpc_status.from_call(cast("grpc.Call", call))
-    except ValueError:  # The trailer does not belong to this status: a proxy replaced one of them.
+        for packed in status.details if status is not None else ():
+            info = ErrorInfo()
+            if packed.Unpack(info) and info.domain == DOMAIN:
+                return _BY_NAME.get(info.reason)
+    except (ValueError, DecodeError):
+        # A proxy replaced the status or the trailer, or the trailer is damaged. The status code remains.
         return None
-    for packed in status.details if status is not None else ():
-        info = ErrorInfo()
-        if packed.Unpack(info) and info.domain == DOMAIN:
-            return _BY_NAME.get(info.reason)
     return None
 
 
