@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all: built beside their place, then renamed into it."""
+"""Atomic creation of directories: they are built beside their target, and renamed to it when they are complete."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 @contextmanager
 def staged_directory(target: Path) -> Iterator[Path]:
-    """An empty sibling of ``target`` to build in. Takes ``target``'s place on a normal exit, and is removed on any other.
+    """Yield an empty directory beside ``target``. Rename it to ``target`` on a normal exit, and remove it after an error.
 
-    A directory that stands at ``target`` is replaced. Raises OSError where the place cannot be written.
+    An existing directory at ``target`` is replaced. Raises OSError if ``target`` cannot be written.
     """
     target = target.absolute()
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from quartet.errors import InvalidRequest, MismatchError, StorageFailed
 from quartet.types import SavedFile
 
 MAX_NAME, MAX_PATH = 200, 1000
-"""Most bytes of a name and of a path in a request: below the limits of file systems, because suffixes are added."""
+"""Maximum bytes of a name and of a path in a request. File systems allow more, because suffixes are added."""
 
 
 def describe_os_error(error: OSError) -> str:

@@ -10,7 +10,9 @@ from typing import Any
 
 
 class QuartetError(Exception):
-    """Base class of all errors that Quartet raises on purpose. The message says what, where, what was expected and what to do."""
+    """Base class of all errors that Quartet raises on purpose. The message says what is wrong, where, what was expected and what
+    to do.
+    """
 
 
 class ConfigError(QuartetError):
@@ -18,7 +20,7 @@ class ConfigError(QuartetError):
 
 
 class DataError(ConfigError):
-    """A prompts file is missing, empty or malformed."""
+    """A prompts file that is missing, empty or malformed."""
 
 
 class ModelError(ConfigError):
@@ -26,7 +28,7 @@ class ModelError(ConfigError):
 
 
 class MismatchError(ConfigError):
-    """Two parts that must agree do not: role and address, vocabularies, tokenizers, policy versions."""
+    """Two parts do not match although they must: role and address, vocabularies, tokenizers, policy versions."""
 
 
 class AccessRefused(ConfigError):

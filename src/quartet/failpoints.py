@@ -31,7 +31,7 @@ log = structlog.get_logger()
 VARIABLE = "QUARTET_FAILPOINTS"
 FOLDER_VARIABLE = "QUARTET_FAILPOINTS_FOLDER"
 POLL_SECONDS = 0.01
-"""Seconds between checks for the file that ends a ``hold``."""
+"""Seconds between checks for the file that ends a ``hold`` action."""
 
 FAILPOINTS = {
     "actor.generating": "the first trajectory of a Generate is finished, nothing of it is in the stream",

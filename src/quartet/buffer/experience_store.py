@@ -105,7 +105,7 @@ class ExperienceStore:
                 self._client.delete(*keys)
 
     def keep_only(self, steps: Iterable[int]) -> None:
-        """Remove the experience of every other step, and what broken-off seals left behind."""
+        """Remove the experience of every other step, and the chunks of interrupted seals."""
         kept = {key for step in steps if self.holds([step]) for key in (self.key(step), self.chunks_key(step))}
         for key in self._keys():
             if key not in kept:

@@ -39,8 +39,8 @@ class RolloutStream:
     def reset(self, leader_epoch: int = 0) -> None:
         """Remove all entries and create the consumer group.
 
-        From now on ``read`` and ``delivered`` drop trajectories that were requested under an earlier leader epoch: a generation
-        that was broken off may still write some.
+        From now on ``read`` and ``delivered`` drop trajectories that were requested under an earlier leader epoch, because an
+        interrupted generation may still write some.
         """
         self._leader_epoch = leader_epoch
         with translate_errors(self._url):

@@ -71,7 +71,7 @@ class Pace:
 
 
 class Messages:
-    """Selects notes, alerts and pauses of a run that have not been printed yet. ``run`` is its directory or URL."""
+    """Selection of the notes, alerts and pauses of a run that have not been printed yet. ``run`` is its directory or URL."""
 
     def __init__(self, run: Path | str) -> None:
         self._run = run

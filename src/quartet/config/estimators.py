@@ -1,4 +1,4 @@
-"""The table of advantage estimators: what each one needs and where its function is. Does not import torch."""
+"""The table of advantage estimators: the needs of each, and the import path of its function. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ Granularity = Literal["token", "sequence"]
 class EstimatorSpec:
     """Properties of an advantage estimator that other modules depend on.
 
-    ``function`` is the import path of the function, see ``quartet.ppo.advantages`` for its signature.
-    ``needs_critic``: it reads values, so the run has a critic. ``granularity``: it gets one reward per token or one per response,
-    and returns as many advantages. ``uses_groups``: it compares the samples of one prompt. ``normalizes_advantages``: the default
-    of algorithm.normalize_advantages. ``min_samples``: the fewest responses that it can work with, per prompt if it uses groups,
-    else per step.
+    ``function`` is the import path of the function, see ``quartet.ppo.advantages`` for its signature. ``needs_critic``: it reads
+    values, so the run has a critic. ``granularity``: it gets one reward per token or one per response, and returns the same
+    number of advantages. ``uses_groups``: it compares the samples of one prompt. ``normalizes_advantages``: the default of
+    algorithm.normalize_advantages. ``min_samples``: minimum number of responses, per prompt if it uses groups, else per step.
     """
 
     name: str

@@ -23,9 +23,9 @@ ENCODE_LINES = 1024
 class PromptEncoder:
     """Functions that turn prompts into token ids.
 
-    ``texts`` tokenizes texts. ``chat`` tokenizes one prompt's messages with the tokenizer's chat template, None without a
-    template. ``chat_unopened`` does so without the generation prompt, which opens the response. ``bos_id`` is the token that the
-    tokenizer may add at the start of a text. ``model`` is the model of the tokenizer.
+    ``texts`` tokenizes texts. ``chat`` tokenizes the messages of one prompt with the tokenizer's chat template; it is None
+    without a template. ``chat_unopened`` does the same without the generation prompt, which opens the response. ``bos_id`` is the
+    token that the tokenizer may add at the start of a text. ``model`` is the model of the tokenizer.
     """
 
     model: str
@@ -36,14 +36,14 @@ class PromptEncoder:
 
     @classmethod
     def of(cls, tokenizer: Any, model: str) -> PromptEncoder:
-        """Create an encoder from a transformers tokenizer. Texts get its special tokens, messages only those of its template."""
+        """Create an encoder from a transformers tokenizer. It adds special tokens to texts, but not to messages."""
 
         def texts(batch: list[str]) -> list[list[int]]:
             result: list[list[int]] = tokenizer(batch, return_attention_mask=False)["input_ids"] if batch else []
             return result
 
         def chat(messages: list[Message], opened: bool = True) -> list[int]:
-            # Adds no special tokens: the template contains a BOS if the model needs one.
+            # No special tokens are added: the template contains a BOS if the model needs one.
             result: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=opened, return_dict=False)
             return result
 
@@ -63,7 +63,7 @@ class PromptSet:
 
 @dataclass(slots=True)
 class _Counts:
-    """Numbers of prompts, by kind and by what the encoding changed."""
+    """Numbers of prompts, by kind and by the change that the encoding made."""
 
     lines: int = 0
     texts: int = 0
@@ -77,7 +77,7 @@ class _Counts:
     unopened: bool = False
 
     def add_text(self, ids: list[int], stop_ids: frozenset[int], bos_id: int | None) -> list[int]:
-        """Count a text and return its ids without final stop tokens, which some tokenizers add: no response can follow them."""
+        """Count a text and return its ids without final stop tokens: some tokenizers add them, but a response must follow."""
         self.lines += 1
         self.texts += 1
         self.begun_twice += bos_id is not None and ids[:2] == [bos_id, bos_id]
@@ -88,7 +88,7 @@ class _Counts:
         return ids[:length]
 
     def add_given(self, line: PromptLine, ids: list[int], stop_ids: frozenset[int]) -> list[int]:
-        """Count messages or token ids, and return the ids unchanged, also if they end with a stop token."""
+        """Count messages or token ids, and return the ids unchanged, even if they end with a stop token."""
         self.lines += 1
         ended = bool(ids) and ids[-1] in stop_ids
         if line.messages is None:

@@ -1,4 +1,4 @@
-"""Reading of prompts from a JSON Lines file, line by line, with checks and line numbers."""
+"""Read prompts from a JSON Lines file line by line. Errors name the line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPECTED = (
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """Maximum length of a line."""
 MAX_FIELDS_BYTES = 1024 * 1024
-"""Maximum size of a line's fields as JSON, text and messages included. Every scoring request contains them."""
+"""Maximum size of a line's fields as JSON, including text and messages. Every scoring request contains them."""
 MAX_MESSAGES = 1024
 """Maximum number of messages of a prompt."""
 

@@ -17,7 +17,7 @@ class PromptOrder:
     """
 
     def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int) -> None:
-        """Raise ConfigError when the data set cannot fill one step."""
+        """Raise ConfigError if the data set cannot fill one step."""
         if len(prompts) < prompts_per_step:
             raise ConfigError(
                 f"rollout.prompts_per_step {prompts_per_step}: data.prompts has only {len(prompts)} usable prompts; "
@@ -27,7 +27,7 @@ class PromptOrder:
         self._steps_per_pass = len(prompts) // prompts_per_step
 
     def of_step(self, step: int) -> list[Prompt]:
-        """The prompts of a step, counted from 1."""
+        """Return the prompts of a step. Steps count from 1."""
         number, index_in_pass = divmod(step - 1, self._steps_per_pass)
         order = prompt_order(self._seed, number, len(self._prompts))
         chosen = order[index_in_pass * self._per_step : (index_in_pass + 1) * self._per_step]

@@ -68,7 +68,7 @@ class Preference:
     chosen: str
     rejected: str
     unfinished: bool = False
-    """True if ``rejected`` breaks off: no EOS follows it."""
+    """True if ``rejected`` is cut off. No EOS follows it."""
 
 
 CLAUSES = len(_ASPECTS)

@@ -61,7 +61,7 @@ class Launcher:
             check_certificates(self._config.security.certificates, local_processes(self._config))
         self._start_buffer()
         if self._config.gateway.enabled:
-            # The gateway loads while the models load, and is waited for last.
+            # The gateway loads in parallel with the models. Waiting for it comes last.
             self._services.append(
                 GatewayProcess.for_run(self._config, self._config_path, self._children_url, self._logs / "gateway.log")
             )

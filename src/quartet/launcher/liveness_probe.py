@@ -1,4 +1,4 @@
-"""Liveness of a child process: whether it responds, and what its process is doing if it does not."""
+"""Liveness of a child process: whether it responds, and the state of the process if it does not."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 MAX_INTERVAL = 5.0
-"""Most seconds between two probes."""
+"""Maximum seconds between two probes."""
 RETRY_INTERVAL = 0.2
 """Seconds from a failed probe to the next one."""
 
 
 class LivenessProbe:
-    """Probes a process repeatedly from a separate thread, so that reading the result never waits."""
+    """Repeated probe of a process by a separate thread, so that reading the result never waits."""
 
     def __init__(self, name: str, responds: Callable[[float], bool], hang_timeout: float) -> None:
         """``responds`` takes a timeout in seconds. The probe's intervals derive from ``hang_timeout``, in seconds."""
@@ -26,7 +26,7 @@ class LivenessProbe:
         threading.Thread(target=self._probe_until_stopped, name=f"watchdog {name}", daemon=True).start()
 
     def reset(self) -> None:
-        """Restart the count and probe immediately. For a process that was restarted."""
+        """Reset the count and probe immediately. Call this after a restart of the process."""
         self.silent_seconds = 0.0
         self._wake.set()
 

@@ -81,7 +81,7 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError:
-        return True  # This user may not look. Reading the file gives a clear error.
+        return True  # This user may not read the directory. Reading the file gives a clear error.
 
 
 def _not_here(key: str, path: Path) -> str:

@@ -16,7 +16,7 @@ from quartet.rpc.security.credentials import LOCAL, Credentials
 from quartet.rpc.service_channel import ServiceChannel
 
 LOG_TAIL_LINES = 20
-"""Log lines of a dead process that an error message shows."""
+"""Number of log lines of a dead process in an error message."""
 
 
 class ServiceProcess:

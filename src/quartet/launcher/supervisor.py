@@ -43,7 +43,7 @@ class RestartCounter:
     def next_pause(self, now: float, uptime: float) -> float | None:
         """Count a restart and return the seconds to wait before it, or None if no restart is left.
 
-        ``uptime`` is how long the process ran, in seconds. A long one resets the count.
+        ``uptime`` is the time that the process ran, in seconds. A long uptime resets the count.
         """
         if self.consecutive == 0 or uptime >= self._recovery.restart_reset_seconds:
             self.consecutive, self.since = 0, now
@@ -58,13 +58,13 @@ class RestartCounter:
         return f"{self.consecutive} of {self._recovery.max_restarts} in a row"
 
     def gave_up(self, now: float) -> str:
-        """Return after how many restarts and how long the process was given up; "" if no restart was allowed."""
+        """Return the number of restarts and the time before the process was given up; "" if no restart was allowed."""
         tried = "1 restart" if self.consecutive == 1 else f"{self.consecutive} restarts"
         return f"given up after {tried} in {now - self.since:.0f} s" if self.consecutive else ""
 
 
 class ProcessSupervisor:
-    """Supervisor that keeps one process running. ``poll`` does what is due and never waits."""
+    """Supervisor that keeps one process running. ``poll`` takes the actions that are due and never waits."""
 
     def __init__(self, process: SupervisedProcess, recovery: RecoveryConfig, load_timeout: float, log: Any) -> None:
         """``process`` is ready. ``load_timeout`` is the time that a restart may take, in seconds; events go to ``log``."""

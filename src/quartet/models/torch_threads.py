@@ -27,7 +27,7 @@ def set_up_torch(threads: int, onednn_linear: bool = False) -> None:
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Compute with ``count`` threads inside the context. None leaves the number as it is."""
+    """Compute with ``count`` threads inside the context. None leaves the number unchanged."""
     if count is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The critic's model: a decoder backbone and a linear head that gives one value per position."""
+"""The critic's model: a decoder backbone and a linear head that returns one value per position."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class ValueModel(nn.Module):
         return lambda directory: safetensors.torch.save_file(tensors, directory / HEAD_FILE)
 
     def _name_backbone(self, directory: Path) -> None:
-        # The config of a base model names the class that it was taken from. The checkpoint needs the class of the base model.
+        # The config names the class of the original model. The checkpoint needs the class of its base model.
         config = directory / "config.json"
         content = {**json.loads(config.read_text()), "architectures": [type(self.backbone).__name__]}
         config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

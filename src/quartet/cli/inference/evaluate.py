@@ -121,7 +121,7 @@ def compare_with_initial(checkpoint: str, config: Config, device: str) -> tuple[
 
 
 class _LocalEvaluator:
-    """Generates responses with a policy, and scores them with reward and reference, as the services do."""
+    """Evaluator that generates responses with a policy and scores them with reward and reference, as the services do."""
 
     def __init__(
         self, config: Config, tokenizer: Any, prompts: Sequence[Prompt], reward: RewardSource, device: str

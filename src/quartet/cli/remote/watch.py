@@ -92,7 +92,7 @@ def _latest_steps(api: Api) -> list[dict[str, Any]]:
 
 
 class RunDisplay:
-    """Converts the events of a run to updates of a view."""
+    """Converter from the events of a run to updates of a view."""
 
     def __init__(self, run: str, view: View) -> None:
         self._view = view

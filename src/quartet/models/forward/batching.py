@@ -21,7 +21,7 @@ from quartet.models.forward.packing import Packing, TokenIndices, supports_packi
 from quartet.types import IntArray, TokenBatch
 
 MAX_ATTENTION_EXPANSION = 4
-"""Maximum of rows x longest in attention, as a multiple of the tokens that a packed micro-batch may have."""
+"""Maximum of rows x longest in attention, as a multiple of ``max_tokens`` of a packed micro-batch."""
 
 
 def micro_batches(
@@ -82,10 +82,10 @@ class MicroBatch:
     """Sequences in the format of one forward pass, and the positions of their n response tokens.
 
     ``rows``: the sequences, by index in the batch. ``input_ids`` int64 [rows, longest], or [1, tokens] with a ``packing``.
-    ``predicts``: the positions [p-1, p+r-1) of each sequence, whose outputs predict its response tokens (the logits at t-1 score
-    token t): bool of the same shape, or int64 [n] in the packed row. ``targets`` int64 [n]: ids of the response tokens.
-    ``token_indices`` int64 [n]: their indices into flat [response tokens] arrays. ``lengths`` int64 [rows]: response tokens per
-    sequence. ``last`` int64 [rows]: index of each sequence's last token in the flat ``input_ids``.
+    ``predicts``: the positions [p-1, p+r-1) of a sequence with p prompt and r response tokens, whose outputs predict the response
+    tokens (the logits at t-1 score token t): bool of the same shape, or int64 [n] in the packed row. ``targets`` int64 [n]: ids
+    of the response tokens. ``token_indices`` int64 [n]: their indices into flat [response tokens] arrays. ``lengths`` int64
+    [rows]: response tokens per sequence. ``last`` int64 [rows]: index of each sequence's last token in the flat ``input_ids``.
     """
 
     rows: list[int]

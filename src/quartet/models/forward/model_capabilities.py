@@ -34,13 +34,13 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def check_batch(model: Any, batch: TokenBatch) -> None:
-    """Raise InvalidRequest when a token id is outside the model's vocabulary or a sequence longer than its positions."""
+    """Raise InvalidRequest if a token id is outside the model's vocabulary, or if a sequence is longer than the model allows."""
     batch.check_vocabulary(vocabulary_size(model))
     check_lengths(model, batch.lengths)
 
 
 def check_lengths(model: Any, lengths: NDArray[np.signedinteger[Any]]) -> None:
-    """Raise InvalidRequest when a sequence of that many tokens does not fit the model."""
+    """Raise InvalidRequest if a sequence of one of these lengths does not fit the model."""
     limit, longest = max_positions(model), int(np.max(lengths))
     if limit is not None and longest > limit:
         raise InvalidRequest(
@@ -50,12 +50,12 @@ def check_lengths(model: Any, lengths: NDArray[np.signedinteger[Any]]) -> None:
 
 
 def vocabulary_size(model: Any) -> int:
-    """Return how many token ids the model has an embedding for."""
+    """Return the number of token ids that have an embedding."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def max_positions(model: Any) -> int | None:
-    """Return how many tokens a sequence may have, or None if the config sets no limit."""
+    """Return the maximum number of tokens of a sequence, or None if the config sets no limit."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from quartet.errors import ConfigError
 
 MIN_MULTIPLICATIONS = 2**20
-"""A matmul with fewer multiplications goes to torch: the call of oneDNN would take longer than the matmul."""
+"""Minimum number of multiplications for oneDNN. For smaller matmuls the call would take longer than the computation."""
 
 
 _enabled = False
@@ -46,9 +46,9 @@ def use_onednn_linear(model: nn.Module) -> None:
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``inputs`` [..., in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [..., out]. Differentiable.
+    """Return ``inputs`` [..., in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [..., out]. Differentiable.
 
-    Computes with oneDNN if it is enabled, the tensors are float32 on a CPU and the matmul is large enough. Else with torch.
+    Uses oneDNN if it is enabled, the tensors are float32 on a CPU and the matmul is large enough, and torch otherwise.
     """
     rows = inputs.numel() // inputs.shape[-1] if inputs.shape[-1] else 0
     is_float32_on_cpu = inputs.device.type == "cpu" and inputs.dtype == torch.float32
@@ -63,10 +63,10 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _matmul(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``left`` [n, k] times ``right`` [m, k] transposed: [n, m].
+    """Return ``left`` [n, k] times ``right`` [m, k] transposed: [n, m].
 
-    oneDNN keeps the code that it generates for each number of rows, so it gets round numbers of rows only. The remaining rows are
-    either filled up with zeros or computed by torch, whichever copies less.
+    oneDNN generates and caches code for each number of rows, so it only gets round numbers of rows. The remaining rows are either
+    padded with zeros or computed by torch, whichever copies less.
     """
     rows, remainder = len(left), len(left) % _row_step(len(left))
     if remainder == 0:
@@ -80,12 +80,12 @@ def _matmul(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _row_step(rows: int) -> int:
-    """The step between round numbers of rows: there are sixteen of them from each power of 2 to the next."""
+    """Return the step between round numbers of rows. There are sixteen round numbers from each power of 2 to the next."""
     return 1 << max(0, rows.bit_length() - 5)
 
 
 def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``left`` [n, k] times ``right`` [m, k] transposed by oneDNN: [n, m]. Copies ``left`` unless its rows are contiguous."""
+    """Return ``left`` [n, k] times ``right`` [m, k] transposed: [n, m]. Copies ``left`` unless its rows are contiguous."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
     return product
 
@@ -112,7 +112,7 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def _weight_gradient(gradient: Tensor, inputs: Tensor) -> Tensor:
-    """``gradient`` [n, out] transposed times ``inputs`` [n, in]: [out, in]. Copies the narrower of the two."""
+    """Return ``gradient`` [n, out] transposed times ``inputs`` [n, in]: [out, in]. Copies the narrower of the two."""
     rows = len(gradient)
     round_rows = rows - rows % _row_step(rows)
     if gradient.shape[1] <= inputs.shape[1]:

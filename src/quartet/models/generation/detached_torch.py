@@ -11,7 +11,7 @@ from quartet.models.generation.torch_engine import TorchEngine
 
 
 class DetachedTorchEngine(TorchEngine):
-    """Decodes with a copy of the policy, taken at the last ``weights_changed``."""
+    """Engine that decodes with a copy of the policy, made at the last ``weights_changed``."""
 
     def __init__(self, learner: Any, stop_ids: frozenset[int], max_concurrent_sequences: int, device: str) -> None:
         """Copy ``learner`` to ``device``. For the other parameters see ``TorchEngine``."""

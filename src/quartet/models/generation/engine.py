@@ -13,7 +13,7 @@ from quartet.models.weights.lora import Adapter
 from quartet.types import FloatArray, GenerationRequest, SamplingParameters, TokenBatch, Trajectory
 
 Cancelled = Callable[[], bool]
-"""Function that returns true when the caller no longer waits."""
+"""Function that returns True once the caller no longer waits."""
 
 
 class Engine(Protocol):
@@ -30,8 +30,8 @@ class Engine(Protocol):
         """Yield each trajectory as soon as it is finished.
 
         The seed of a trajectory is derived from ``seed``, step, prompt and sample. ``log_probs`` come from the engine if it
-        reports them, else from the trainer. Raises InvalidRequest at the call. While iterating, raises Cancelled or the error of
-        the engine. A failed generation is an error, never an empty response.
+        reports them, otherwise from the trainer. Raises InvalidRequest at the call. While iterating, raises Cancelled or the
+        error of the engine. A failed generation is an error, never an empty response.
         """
 
     def release(self) -> None:

@@ -80,12 +80,12 @@ class DecodeCache:
 
     @property
     def start(self) -> int:
-        """The first column in use."""
+        """First column in use."""
         return self._window.start
 
     @property
     def end(self) -> int:
-        """The column after the last in use."""
+        """Index after the last column in use."""
         return self._window.end
 
     @property
@@ -153,7 +153,7 @@ class DecodeCache:
         window.rows, window.start = rows, start
 
     def move_left(self) -> int:
-        """Move the columns in use to the left, as far as the longest prompt permits. Return by how many columns."""
+        """Move the columns in use to the left, as far as the longest prompt permits. Return the number of columns."""
         window = self._window
         columns = min(window.start, window.end - self._min_end)
         for layer in self.layers.layers:

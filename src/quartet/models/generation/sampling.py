@@ -1,4 +1,4 @@
-"""Sampling of the next token: inverts the cumulative distribution at a given uniform number."""
+"""Sampling of the next token: invert the cumulative distribution at a given uniform number."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def draw(
         kept = _truncate(weights, sampling)
         cumulative = kept.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    # Only NaN can put an index past the end. Clamped, it reaches the caller's check instead of a device assertion.
+    # Only NaN can give an index past the end. It is clamped, so that the caller's check reports it instead of a device assertion.
     tokens = tokens.clamp_(max=logits.shape[1] - 1)
     log_probs = shifted.gather(1, tokens) - total.log()
     return tokens.squeeze(1), log_probs.squeeze(1).float()
 
 
 def _truncate(weights: torch.Tensor, sampling: SamplingParameters) -> torch.Tensor:
-    """``weights`` [n, vocabulary] with 0 outside the ``top_k`` likeliest tokens and outside the nucleus of ``top_p``.
+    """Return ``weights`` [n, vocabulary] with 0 outside the ``top_k`` likeliest tokens and outside the nucleus of ``top_p``.
 
     The nucleus is the smallest set of likeliest tokens whose probability reaches top_p (Holtzman et al. 2020). Ties go to the
     lower token id.

@@ -19,7 +19,7 @@ from quartet.models.forward.packing import TOLERANCE
 from quartet.models.generation.kv_cache import BufferLayer, prefill_cache
 
 COLUMNS = 64
-"""A step reads a multiple of this number of cache columns. So short sequences read less, and few graphs are needed."""
+"""A step reads a multiple of this number of cache columns. Short sequences read less, and few graphs are needed."""
 TRIAL = ((5, 3), 3)
 """Prompt lengths of the trial, and the number of tokens that it decodes."""
 
@@ -50,7 +50,7 @@ class _Layer(BufferLayer):
 
 
 class StaticDecoder:
-    """Decodes in buffers that are reused by later generations, on a GPU with CUDA graphs captured over them.
+    """Decoder with buffers that later generations reuse, and on a GPU with CUDA graphs over these buffers.
 
     The buffers fit the largest generation so far: slots x (longest prompt + longest response), rounded up to COLUMNS.
     ``capture``: replay CUDA graphs. Otherwise the same step is computed op by op.
@@ -219,7 +219,7 @@ def unsupported_reason(model: Any, capture: bool) -> str | None:
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     tolerance = TOLERANCE[model.get_input_embeddings().weight.dtype]
-    # A difference of NaN is refused, too.
+    # This also refuses a difference of NaN.
     return (
         None if difference <= tolerance else f"logits differ by {difference:.2g} of the largest, {tolerance:g} allowed"
     )

@@ -43,7 +43,7 @@ class TensorRTLLM:
 
 
 class TensorRTLLMEngine:
-    """Generates with tensorrt_llm.LLM. Raises ConfigError if the package cannot be imported."""
+    """Engine that generates with tensorrt_llm.LLM. Raises ConfigError if the package cannot be imported."""
 
     def __init__(self, settings: TensorRTLLM, policy: Policy) -> None:
         try:

@@ -37,7 +37,7 @@ DROP_FRACTION = 1 / 8
 
 
 class TorchEngine:
-    """Generates with a transformers causal LM in this process.
+    """Engine that generates with a transformers causal LM in this process.
 
     ``stop_ids`` end a response. ``max_concurrent_sequences`` limits the rows decoded at once, and so the memory of the cache.
     ``static``: decode in buffers that are allocated once, if the model supports it. Defaults to true on a GPU, with CUDA graphs.
@@ -55,7 +55,7 @@ class TorchEngine:
         self._model = model
         self._stop_ids = stop_ids
         self._max_concurrent = max_concurrent_sequences
-        # Static decoding reads more columns than are in use. Graphs outweigh that on a GPU, but a CPU has none.
+        # Static decoding reads unused columns, too. On a GPU, CUDA graphs save more time than that costs.
         self._capture = device_of(model).type == "cuda"
         self._static_untried = self._capture if static is None else static
         self._static: StaticDecoder | None = None
@@ -276,7 +276,7 @@ class _Slots:
 
 
 class _WindowDecoder:
-    """Decodes only the rows and columns in use.
+    """Decoder that reads only the rows and columns in use.
 
     All rows end in the same column of the cache. A new prompt is aligned to that column, and the columns before it are masked.
     """
@@ -332,7 +332,7 @@ class _WindowDecoder:
 
 
 class _Padding:
-    """Masks the columns before each row's prompt, in the cheapest form that the model supports."""
+    """Mask of the columns before each row's prompt, in the cheapest form that the model supports."""
 
     def __init__(self, model: Any, slots: int, capacity: int, device: torch.device) -> None:
         self._begins = np.zeros(slots, np.int64)

@@ -63,7 +63,9 @@ class TritonServer:
 
 
 class TritonEngine:
-    """Generates on a server. Raises ConfigError without the package, ModelError for an adapter that servers do not support."""
+    """Engine that generates on a server. Raises ConfigError without the package, ModelError for an adapter that servers do not
+    support.
+    """
 
     def __init__(self, server: TritonServer, policy: Policy) -> None:
         try:
@@ -298,7 +300,7 @@ class _ResponseStream:
         stream = self._client._stream
         self._client.stop_stream(cancel_requests=True)
         if stream is not None:
-            # tritonclient does not end the thread that waits for further requests.
+            # tritonclient leaves the thread running that waits for further requests.
             stream._request_queue.put(None)
 
     def _read(self, result: Any, error: Any) -> _Response:
@@ -313,7 +315,7 @@ class _ResponseStream:
 
 
 def failure(error: Any, server: TritonServer) -> QuartetError:
-    """Return an error of tritonclient as an error of Quartet. An error of the model has no status, one of the connection has."""
+    """Convert an error of tritonclient. An error of the connection has a status, an error of the model has none."""
     code, text = error.status() or "", error.message()
     where = f"{server}: {text}"
     if not code:

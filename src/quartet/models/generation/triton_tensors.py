@@ -1,7 +1,7 @@
 """Tensors of requests and responses for models on the TensorRT-LLM backend, with token ids or with text.
 
-The metadata of the model tells which of the two it uses: a model with ``input_ids`` takes token ids (and ``seed``, or
-``random_seed`` in older versions), a model with ``text_input`` takes text.
+The metadata of the model decides which of the two it uses: a model with ``input_ids`` gets token ids (and ``seed``, or
+``random_seed`` in older versions), a model with ``text_input`` gets text.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def count_checkpointed_layers(model: Any) -> int:
-    """Return how many layers of a model or value model can be recomputed: 0 if the architecture does not support it."""
+    """Return the number of layers of a model or value model that can be recomputed: 0 if the architecture does not support it."""
     return len(_layers(model)) if model.base_model.supports_gradient_checkpointing else 0
 
 

@@ -127,7 +127,7 @@ def apply_gradients(
 
 
 def snapshot_optimizer(optimizer: MasterWeightAdamW) -> Writer:
-    """Copy master weights, moments, step counts and hyperparameters. The returned writer writes them to a safetensors file."""
+    """Copy master weights, moments, step counts and hyperparameters. Return a writer of the copy as a safetensors file."""
     state = optimizer.state_dict()
     tensors = {
         f"{index}.{name}": host_copy(value) for index, entry in state["state"].items() for name, value in entry.items()

@@ -1,4 +1,4 @@
-"""Memory that an update needs, measured in trial forward passes, and the largest micro-batch that fits into free memory.
+"""Memory of an update, measured in trial forward passes, and the largest micro-batch that fits into free memory.
 
 The bytes saved for the backward pass grow with the tokens. If attention saves a score per pair of tokens, they also grow with the
 longest sequence. Three small passes separate these parts. The trials do not change weights or draw random numbers.
@@ -112,7 +112,7 @@ class Activations:
         temporary = LOGIT_COPIES * self.logits * min(tokens, self.rows)
         if tokens <= self.rows:
             return self.whole.bytes(tokens, longest) + temporary
-        # The backward pass recomputes one chunk at a time and keeps its activations.
+        # The backward pass recomputes one chunk at a time and holds only its activations.
         recomputed = self.rows * max(0.0, self.whole.slope(longest) - self.parts.slope(longest))
         return self.parts.bytes(tokens, longest) + recomputed + temporary
 
@@ -141,7 +141,7 @@ class UpdateMemory:
         return round(result.bytes(self.longest, self.longest) / self.longest)
 
     def most_tokens(self, at_most: int, free: float, recomputes: bool) -> int:
-        """Return how many tokens fit into ``free`` bytes: ``at_most``, or a half, a quarter, ... of it. 0 if none fit."""
+        """Return the number of tokens that fit into ``free`` bytes: ``at_most``, half of it, a quarter, ...; 0 if none fit."""
         tokens = at_most
         while tokens and self.bytes(tokens, recomputes) > MEMORY_FRACTION * free:
             # A smaller limit than the longest sequence saves nothing, because that sequence gets a micro-batch anyway.

@@ -171,7 +171,7 @@ class _PolicyExperience:
         self.old = torch.full_like(self._mask, torch.nan)
 
     def masked_tokens(self, mini_batch: MiniBatch) -> int:
-        """Return how many tokens of the mini-batch count in the policy loss."""
+        """Return the number of tokens of the mini-batch in the policy loss."""
         return int(sum(np.count_nonzero(self._actor_mask[part.token_indices.cpu().numpy()]) for part in mini_batch))
 
     def recompute(self, mini_batches: list[MiniBatch], skip_non_finite: bool) -> None:

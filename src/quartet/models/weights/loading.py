@@ -39,8 +39,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Never run code from a checkpoint.
 _SAFE = {"trust_remote_code": False}
-# transformers replaces functions of its classes while it loads. Two concurrent loads may restore each other's functions, and
-# weights then stay untied in this process.
+# transformers replaces functions of its classes while it loads. Two concurrent loads may restore each other's functions. Weights
+# then stay untied in this process.
 _loading = threading.Lock()
 
 
@@ -105,7 +105,7 @@ def load_critic(model: str | Path, dtype: str = "float32", device: str = "cpu") 
     every value starts at 0). Raises ModelError.
     """
     _check_location(model)
-    adapter_chain(model)  # Raises for a cycle of adapters, which the code below would follow forever.
+    adapter_chain(model)  # Raises ModelError for a cycle of adapters; the code below would not end.
     critic = _frozen_dropout(_critic(model, dtype, device))
     with _explained(model, "forward pass of the backbone"), torch.inference_mode():
         input_ids = _two_tokens(critic)
@@ -255,7 +255,7 @@ def _frozen_dropout(model: _Module) -> _Module:
 
 
 def _check_location(model: str | Path) -> None:
-    """Raise ModelError if the model is a local path without a checkpoint, so that the hub is not asked for it."""
+    """Raise ModelError if the model is a local path without a checkpoint. Otherwise transformers would look for it on the hub."""
     text = str(model)
     looks_local = (
         isinstance(model, Path)

@@ -14,7 +14,7 @@ from quartet.errors import StorageFailed
 from quartet.models.hf_logging import suppress_hf_logging
 
 Writer = Callable[[Path], None]
-"""Function that writes part of a model into an existing directory, on any thread. It must be called at most once."""
+"""Function that writes part of a model into an existing directory, on any thread. Call it at most once."""
 
 
 def host_state(model: nn.Module) -> dict[str, torch.Tensor]:
