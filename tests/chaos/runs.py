@@ -31,7 +31,7 @@ from tests.chaos.cases import (
     STOPPED_SECONDS,
     Case,
 )
-from tests.e2e.commands import QUARTET, Command, Ended, wait_until
+from tests.e2e.commands import QUARTET, Command, CommandResult, wait_until
 from tests.e2e.conftest import MINIATURE
 
 RUN = "chaos"
@@ -100,10 +100,10 @@ class ChaosSetup:
             folder.mkdir(exist_ok=True)
             command = Command(QUARTET, *train(self.config, seed), "--overwrite", cwd=folder)
             try:
-                ended = command.ended(PATIENCE)
+                result = command.wait(PATIENCE)
             finally:
                 command.clean_up()
-            assert (ended.code, ended.left) == (0, []), ended
+            assert (result.code, result.leftovers) == (0, []), result
             done.touch()
         return directory
 
@@ -153,8 +153,8 @@ class _Disturbed:
         failpoint = self._case.moment.failpoint_of(self._case.process)
         command.wait_for((self._points / f"{failpoint}.reached").exists)
         command = self._hit(command, self._points / f"{failpoint}.go")
-        ended = command.ended(PATIENCE)
-        self._judge(ended)
+        result = command.wait(PATIENCE)
+        self._judge(result)
 
     def clean_up(self) -> None:
         """End what is left."""
@@ -190,14 +190,14 @@ class _Disturbed:
         self.seconds = time.monotonic() - at
         return command
 
-    def _judge(self, ended: Ended) -> None:
-        if (ended.code, ended.err, ended.left) != (0, "", []):
-            self.problems.append(f"ended with {ended.code}, left {ended.left}, said {ended.err.strip()!r}")
-        restarts = len(re.findall(r"restarted \(\d+ of", ended.out))
+    def _judge(self, result: CommandResult) -> None:
+        if (result.code, result.err, result.leftovers) != (0, "", []):
+            self.problems.append(f"ended with {result.code}, left {result.leftovers}, said {result.err.strip()!r}")
+        restarts = len(re.findall(r"restarted \(\d+ of", result.out))
         log = (self.directory / "logs" / "orchestrator.log").read_text(errors="replace")
         self.recoveries = restarts + log.count("event='recovering'") + len(self._commands) - 1
         if restarts != (self._case.fault == KILL and self._case.process != EVERYTHING):
-            self.problems.append(f"{restarts} processes were restarted: {ended.out}")
+            self.problems.append(f"{restarts} processes were restarted: {result.out}")
 
 
 def last_step(run: Path) -> int:

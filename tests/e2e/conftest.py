@@ -1,4 +1,4 @@
-"""A toy task of the smallest size, a config that trains on it in seconds, and the runs that several tests look at."""
+"""A miniature toy task, a config that trains on it in seconds, and runs that several tests share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 from quartet.buffer.embedded_redis import EmbeddedRedis
 from quartet.demo.toy_task import Recipe, ToyTask, make_toy_task
 from quartet.models.pretraining import Schedule, Shape
-from tests.e2e.commands import QUARTET, Command, Ended, settings
+from tests.e2e.commands import QUARTET, Command, CommandResult, settings
 
 Start = Callable[..., Command]
 
@@ -33,9 +33,9 @@ MAX_PROMPT = 24
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended, and where it left its files."""
+    """A finished run: the result of its command, and its directory."""
 
-    ended: Ended
+    result: CommandResult
     directory: Path
 
     @property
@@ -50,7 +50,7 @@ def toy_task(tmp_path_factory: pytest.TempPathFactory) -> ToyTask:
 
 @pytest.fixture(scope="session")
 def config(toy_task: ToyTask) -> Path:
-    """The config file that every run starts from. Runs go below the working directory of the command."""
+    """The config file of every run. Run directories are below the working directory of the command."""
     tree = {
         "run": {"name": "tiny", "steps": STEPS},
         "data": {"prompts": str(toy_task.prompts), "max_prompt_tokens": MAX_PROMPT},
@@ -60,7 +60,7 @@ def config(toy_task: ToyTask) -> Path:
         "critic": {"learning_rate": 1e-3},
         "reward": {"model": str(toy_task.reward)},
         "checkpoint": {"every_steps": 1, "keep_last": 2},
-        # The same arithmetic wherever the other services are.
+        # One thread each, so that the results do not depend on how the services are started.
         "services": {role: {"num_threads": 1} for role in ("actor", "critic", "reward", "reference")},
     }
     path = toy_task.policy.parent.parent / "tiny.yaml"
@@ -70,42 +70,42 @@ def config(toy_task: ToyTask) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start ``quartet ARGUMENTS`` in the test's own folder; what the test leaves running is ended after it."""
+    """Start ``quartet ARGUMENTS`` in the folder of the test, and clean up after the test."""
     commands: list[Command] = []
 
-    def begin(*arguments: str | Path, terminal: bool = False, cwd: Path = tmp_path) -> Command:
+    def start_command(*arguments: str | Path, terminal: bool = False, cwd: Path = tmp_path) -> Command:
         commands.append(Command(QUARTET, *arguments, cwd=cwd, terminal=terminal))
         return commands[-1]
 
-    yield begin
+    yield start_command
     for command in commands:
         command.clean_up()
 
 
 @pytest.fixture(scope="session")
 def first_run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """``quartet train`` with everything started by it."""
+    """A run of ``quartet train`` that starts all its processes itself."""
     folder = tmp_path_factory.mktemp("first")
     command = Command(QUARTET, "train", config, cwd=folder)
     try:
-        return Run(command.ended(), folder / "runs" / "tiny")
+        return Run(command.wait(), folder / "runs" / "tiny")
     finally:
         command.clean_up()
 
 
 LONGER = settings("run.steps=8", "checkpoint.every_steps=3")
-"""Settings of a run that is long enough for a fault between two checkpoints."""
+"""Settings of a run with steps between two checkpoints, so that a fault can happen there."""
 
 
 @pytest.fixture(scope="session")
-def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def uninterrupted_run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A ``LONGER`` run without a fault."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     command = Command(QUARTET, "train", config, *LONGER, cwd=folder)
     try:
-        ended = command.ended()
-        assert ended.code == 0, ended
-        return Run(ended, folder / "runs" / "tiny")
+        result = command.wait()
+        assert result.code == 0, result
+        return Run(result, folder / "runs" / "tiny")
     finally:
         command.clean_up()
 
@@ -116,27 +116,27 @@ def deterministic_metrics(run: Run) -> list[dict[str, float]]:
 
 
 def weights(run: Path) -> bytes:
-    """The trained policy."""
+    """Return the weights of the trained policy."""
     return (run / "policy" / "model.safetensors").read_bytes()
 
 
 @dataclass(frozen=True)
 class Service:
-    """A service process that the tests started, not the launcher."""
+    """A service process that the tests start instead of the launcher."""
 
     command: Command
     address: str
     redis: str
 
     def serving(self, *roles: str) -> list[str]:
-        """Return the options of a run that uses it for these roles. Actor and critic also need its Redis."""
+        """Return the options of a run that uses this process for these roles. Actor and critic also use its Redis."""
         shared = [f"buffer.url={self.redis}"] if {"actor", "critic"} & set(roles) else []
         return settings(*shared, *(f"services.{role}.address={self.address}" for role in roles))
 
 
 @pytest.fixture(scope="session")
 def frozen(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Reward and reference in one process, started by hand. They hold no state: any number of runs may use them."""
+    """The reward and reference models in one process. They have no state, so several runs can share them."""
     command = Command(
         *(
             sys.executable,

@@ -1,4 +1,4 @@
-"""Invalid input: exit code 2, one line that says what and where, and no process left running."""
+"""Invalid input: exit status 2, one line that says what and where, and no process left running."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from pathlib import Path
 import pytest
 
 from quartet.demo.toy_task import ToyTask, make_toy_task
-from tests.e2e.commands import Ended, settings
+from tests.e2e.commands import CommandResult, settings
 from tests.e2e.conftest import MINIATURE, STEPS, Run, Service, Start
 
 Refuse = Callable[..., None]
 
 
-def assert_refused(ended: Ended, *mentioned: str | Path) -> None:
-    assert ended.code == 2, ended
-    assert ended.err.startswith("error: ")
-    assert ended.err.count("\n") == 1, ended.err
-    for words in mentioned:
-        assert str(words) in ended.err
-    assert "Traceback" not in ended.out
-    assert ended.left == []
+def assert_refused(result: CommandResult, *mentioned: str | Path) -> None:
+    assert result.code == 2, result
+    assert result.err.startswith("error: ")
+    assert result.err.count("\n") == 1, result.err
+    for text in mentioned:
+        assert str(text) in result.err
+    assert "Traceback" not in result.out
+    assert result.leftovers == []
 
 
 @pytest.fixture
 def refuse(start: Start, config: Path, tmp_path: Path) -> Refuse:
-    """Train with these settings changed and expects a refusal that mentions all of ``mentioned``."""
+    """Train with changed settings, and check that the command fails with an error that contains all of ``mentioned``."""
 
     def train(*assignments: str, options: list[str] | None = None, mentioned: tuple[str | Path, ...]) -> None:
-        ended = start("train", config, *(options or []), *settings(*assignments)).ended()
-        assert_refused(ended, *mentioned)
+        result = start("train", config, *(options or []), *settings(*assignments)).wait()
+        assert_refused(result, *mentioned)
         assert not list(tmp_path.glob("runs/*/policy"))
         assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
@@ -43,7 +43,7 @@ def refuse(start: Start, config: Path, tmp_path: Path) -> Refuse:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Callable[[Path], Path]:
-    """A checkpoint's copy, to be damaged."""
+    """Copy a checkpoint, so that a test can damage the copy."""
 
     def duplicate(model: Path) -> Path:
         return Path(shutil.copytree(model, tmp_path / "damaged"))
@@ -61,21 +61,21 @@ def copy(tmp_path: Path) -> Callable[[Path], Path]:
     ],
     ids=["unknown key", "out of range", "missing key", "not YAML"],
 )
-def test_a_wrong_config(text: str, mentioned: tuple[str, ...], start: Start, tmp_path: Path) -> None:
+def test_an_invalid_config_is_refused(text: str, mentioned: tuple[str, ...], start: Start, tmp_path: Path) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(text)
-    assert_refused(start("train", file).ended(), *(words.format(file=file) for words in mentioned))
+    assert_refused(start("train", file).wait(), *(words.format(file=file) for words in mentioned))
 
 
-def test_a_config_that_is_not_there(start: Start, tmp_path: Path) -> None:
-    assert_refused(start("train", tmp_path / "absent.yaml").ended(), tmp_path / "absent.yaml", "No such file")
+def test_a_missing_config_is_refused(start: Start, tmp_path: Path) -> None:
+    assert_refused(start("train", tmp_path / "absent.yaml").wait(), tmp_path / "absent.yaml", "No such file")
 
 
 def test_a_mistyped_option_is_explained_without_a_traceback(start: Start, config: Path) -> None:
-    ended = start("train", config, "--steps", "3").ended()
-    assert ended.code == 2
-    assert "--steps" in ended.err
-    assert "Traceback" not in ended.err
+    result = start("train", config, "--steps", "3").wait()
+    assert result.code == 2
+    assert "--steps" in result.err
+    assert "Traceback" not in result.err
 
 
 @pytest.mark.parametrize(
@@ -89,24 +89,28 @@ def test_a_mistyped_option_is_explained_without_a_traceback(start: Start, config
     ],
     ids=["missing", "not JSON", "no text", "empty text", "empty file"],
 )
-def test_a_wrong_prompts_file(content: str | None, mentioned: tuple[str, ...], refuse: Refuse, tmp_path: Path) -> None:
+def test_an_invalid_prompts_file_is_refused(
+    content: str | None, mentioned: tuple[str, ...], refuse: Refuse, tmp_path: Path
+) -> None:
     prompts = tmp_path / "wrong.jsonl"
     if content is not None:
         prompts.write_text(content)
     refuse(f"data.prompts={prompts}", mentioned=(prompts, *mentioned))
 
 
-def test_a_model_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
+def test_a_missing_model_is_refused(refuse: Refuse, tmp_path: Path) -> None:
     refuse(f"actor.model={tmp_path}/absent", mentioned=("actor.model", tmp_path / "absent", "no such directory"))
 
 
-def test_a_model_whose_config_is_broken(refuse: Refuse, toy_task: ToyTask, copy: Callable[[Path], Path]) -> None:
+def test_a_model_with_a_damaged_config_is_refused(
+    refuse: Refuse, toy_task: ToyTask, copy: Callable[[Path], Path]
+) -> None:
     model = copy(toy_task.reward)
     (model / "config.json").write_text("{")
     refuse(f"reward.model={model}", mentioned=("reward.model", model / "config.json", "not JSON"))
 
 
-def test_a_model_without_its_tokenizer_leaves_no_folder(
+def test_a_model_without_tokenizer_is_refused_and_leaves_no_folder(
     refuse: Refuse, toy_task: ToyTask, copy: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     model = copy(toy_task.policy)
@@ -116,24 +120,24 @@ def test_a_model_without_its_tokenizer_leaves_no_folder(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_model_whose_weights_are_truncated(
+def test_a_model_with_truncated_weights_is_refused(
     refuse: Refuse, toy_task: ToyTask, frozen: Service, copy: Callable[[Path], Path]
 ) -> None:
     model = copy(toy_task.policy)
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    # Only the actor is started here: it must refuse before the others are looked at.
+    # The command starts only the actor, which must refuse before the other services are contacted.
     options = frozen.serving("critic", "reward", "reference")
     refuse(f"actor.model={model}", options=options, mentioned=("actor: ", model, "weights cannot be used"))
 
 
-def test_a_language_model_given_as_reward_model(refuse: Refuse, toy_task: ToyTask, frozen: Service) -> None:
+def test_a_language_model_as_reward_model_is_refused(refuse: Refuse, toy_task: ToyTask, frozen: Service) -> None:
     options = frozen.serving("actor", "critic", "reference")
     wrong = ("reward.model", toy_task.policy, "LlamaForCausalLM", "expected a sequence classifier")
     refuse(f"reward.model={toy_task.policy}", options=options, mentioned=wrong)
 
 
-def test_a_classifier_with_two_outputs_given_as_reward_model(
+def test_a_classifier_with_two_outputs_as_reward_model_is_refused(
     refuse: Refuse, toy_task: ToyTask, frozen: Service, copy: Callable[[Path], Path]
 ) -> None:
     model = copy(toy_task.reward)
@@ -144,7 +148,7 @@ def test_a_classifier_with_two_outputs_given_as_reward_model(
     refuse(f"reward.model={model}", options=options, mentioned=("reward: ", model, "2 outputs", "exactly one"))
 
 
-def test_a_reward_model_with_another_vocabulary(refuse: Refuse, frozen: Service, tmp_path: Path) -> None:
+def test_a_reward_model_with_another_vocabulary_is_refused(refuse: Refuse, frozen: Service, tmp_path: Path) -> None:
     other = make_toy_task(tmp_path / "other", recipe=replace(MINIATURE, vocabulary=280))
     refuse(
         f"reward.model={other.reward}",
@@ -153,26 +157,26 @@ def test_a_reward_model_with_another_vocabulary(refuse: Refuse, frozen: Service,
     )
 
 
-def test_a_taken_port(refuse: Refuse) -> None:
+def test_a_port_in_use_is_refused(refuse: Refuse) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = f"127.0.0.1:{other.getsockname()[1]}"
-        wanted = ("services.reward.listen", taken, "in use", "choose another port")
-        refuse(f"services.reward.listen={taken}", mentioned=wanted)
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        mentioned = ("services.reward.listen", address, "in use", "choose another port")
+        refuse(f"services.reward.listen={address}", mentioned=mentioned)
 
 
 @pytest.fixture
 def unreachable_redis() -> Iterator[str]:
     """Yield the URL of a Redis that does not exist."""
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # Bound but not listening: no other process can take the port meanwhile.
+        closed.bind(("127.0.0.1", 0))  # Bound but not listening, so that no other process can use the port.
         yield f"redis://127.0.0.1:{closed.getsockname()[1]}/0"
 
 
-def test_a_redis_that_cannot_be_reached(refuse: Refuse, unreachable_redis: str) -> None:
+def test_an_unreachable_redis_is_refused(refuse: Refuse, unreachable_redis: str) -> None:
     refuse(f"buffer.url={unreachable_redis}", mentioned=(unreachable_redis, "unreachable", "correct buffer.url"))
 
 
-def test_an_address_where_another_service_answers(refuse: Refuse, frozen: Service) -> None:
+def test_an_address_of_another_service_is_refused(refuse: Refuse, frozen: Service) -> None:
     refuse(
         options=frozen.serving("actor", "critic", "reward", "reference"),
         mentioned=("services.actor.address", frozen.address, "expected the actor, got the reward, reference service"),
@@ -183,29 +187,29 @@ def test_a_run_directory_with_an_earlier_run_is_kept_unless_overwrite_is_given(
     first_run: Run, start: Start, config: Path
 ) -> None:
     before = (first_run.directory / "metrics.jsonl").read_bytes()
-    ended = start("train", config, *settings(f"run.directory={first_run.directory.parent}")).ended()
-    assert_refused(ended, first_run.directory, "holds an earlier run", "--overwrite")
+    result = start("train", config, *settings(f"run.directory={first_run.directory.parent}")).wait()
+    assert_refused(result, first_run.directory, "holds an earlier run", "--overwrite")
     assert (first_run.directory / "metrics.jsonl").read_bytes() == before
     assert len(first_run.metrics) == STEPS
 
 
-def test_overwrite_refuses_what_is_not_of_a_run(start: Start, config: Path, tmp_path: Path) -> None:
+def test_overwrite_refuses_files_that_belong_to_no_run(start: Start, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
     (run / "policy").mkdir(parents=True)
     (run / "config.yaml").write_text("precious")
-    assert_refused(start("train", config, "--overwrite").ended(), "does not belong to a run of Quartet")
+    assert_refused(start("train", config, "--overwrite").wait(), "does not belong to a run of Quartet")
     assert (run / "config.yaml").read_text() == "precious"
     assert (run / "policy").is_dir()
 
 
-def test_an_overwritten_run_comes_back_when_the_new_one_never_trains(
+def test_an_overwritten_run_is_restored_if_the_new_run_never_trains(
     first_run: Run, start: Start, config: Path, tmp_path: Path, unreachable_redis: str
 ) -> None:
     run = tmp_path / "runs" / "tiny"
     shutil.copytree(first_run.directory, run)
     before = (run / "metrics.jsonl").read_bytes()
     assert_refused(
-        start("train", config, "--overwrite", *settings(f"buffer.url={unreachable_redis}")).ended(), "unreachable"
+        start("train", config, "--overwrite", *settings(f"buffer.url={unreachable_redis}")).wait(), "unreachable"
     )
     assert (run / "metrics.jsonl").read_bytes() == before
     assert (run / "policy" / "model.safetensors").is_file()
@@ -215,5 +219,5 @@ def test_a_run_directory_with_an_active_run_is_refused(start: Start, config: Pat
     options = frozen.serving("reward", "reference")
     first = start("train", config, *options)
     first.wait_for(first.processes)
-    assert_refused(start("train", config, "--overwrite", *options).ended(), "runs/tiny", "a run is active there")
+    assert_refused(start("train", config, "--overwrite", *options).wait(), "runs/tiny", "a run is active there")
     assert first.process.poll() is None, "the refused command must not end the active run"

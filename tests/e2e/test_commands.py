@@ -1,4 +1,4 @@
-"""The other commands: generate, config, doctor, demo."""
+"""The commands generate, config, doctor, demo, pause, resume and stop."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.e2e.conftest import Run, Service, Start
 PROMPTS = ("a quick lunch with friends :", "a late dinner for two :")
 
 
-def test_generate_completes_prompts_the_same_from_arguments_and_from_a_file(
+def test_generate_gives_the_same_completions_for_prompts_from_arguments_and_from_a_file(
     first_run: Run, start: Start, tmp_path: Path
 ) -> None:
     policy = first_run.directory / "policy"
     options = ("--max-tokens", "8", "--samples", "2", "--seed", "5")
-    as_json = start("generate", policy, *PROMPTS, *options, "--json").ended()
+    as_json = start("generate", policy, *PROMPTS, *options, "--json").wait()
     assert (as_json.code, as_json.err) == (0, "")
     records = [json.loads(line) for line in as_json.out.splitlines()]
     assert [record["prompt"] for record in records] == [prompt for prompt in PROMPTS for _ in range(2)]
@@ -33,79 +33,77 @@ def test_generate_completes_prompts_the_same_from_arguments_and_from_a_file(
 
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"text": prompt}) + "\n" for prompt in PROMPTS))
-    as_text = start("generate", policy, "--file", file, *options).ended()
+    as_text = start("generate", policy, "--file", file, *options).wait()
     assert (as_text.code, as_text.err) == (0, "")
     assert as_text.out == "".join(f"{record['prompt']}{record['completion']}\n" for record in records)
 
 
-def test_generate_refuses_a_model_that_is_not_there(start: Start, tmp_path: Path) -> None:
-    ended = start("generate", tmp_path / "absent", "a prompt").ended()
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err.startswith(f"error: model {tmp_path}/absent: no such directory")
-    assert ended.err.count("\n") == 1
+def test_generate_refuses_a_missing_model(start: Start, tmp_path: Path) -> None:
+    result = start("generate", tmp_path / "absent", "a prompt").wait()
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"error: model {tmp_path}/absent: no such directory")
+    assert result.err.count("\n") == 1
 
 
-def test_config_check_says_what_it_found(start: Start, config: Path, toy_task: ToyTask) -> None:
-    ended = start("config", "check", config).ended()
-    assert (ended.code, ended.err) == (0, "")
-    assert f"data.prompts {toy_task.prompts}: 288 prompts" in ended.out
-    assert f"reward.model {toy_task.reward}: LlamaForSequenceClassification" in ended.out
-    assert ended.out.endswith("valid\n")
+def test_config_check_reports_the_prompts_and_models(start: Start, config: Path, toy_task: ToyTask) -> None:
+    result = start("config", "check", config).wait()
+    assert (result.code, result.err) == (0, "")
+    assert f"data.prompts {toy_task.prompts}: 288 prompts" in result.out
+    assert f"reward.model {toy_task.reward}: LlamaForSequenceClassification" in result.out
+    assert result.out.endswith("valid\n")
 
 
-def test_config_check_refuses_what_train_would_refuse(start: Start, config: Path, tmp_path: Path) -> None:
-    ended = start("config", "check", config, *settings(f"data.prompts={tmp_path}/absent.jsonl")).ended()
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err.startswith(f"error: prompts {tmp_path}/absent.jsonl")
+def test_config_check_refuses_a_missing_prompts_file(start: Start, config: Path, tmp_path: Path) -> None:
+    result = start("config", "check", config, *settings(f"data.prompts={tmp_path}/absent.jsonl")).wait()
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"error: prompts {tmp_path}/absent.jsonl")
 
 
 def test_config_show_prints_defaults_and_overrides_but_no_password(start: Start, config: Path) -> None:
-    ended = start(
+    result = start(
         "config",
         "show",
         config,
         *settings("run.steps=7", "actor.learning_rate=1e-5"),
         *settings("buffer.url=redis://me:secret@r/0"),  # pragma: allowlist secret - an example
-    ).ended()
-    assert ended.code == 0
-    shown = yaml.safe_load(ended.out)
+    ).wait()
+    assert result.code == 0
+    shown = yaml.safe_load(result.out)
     assert (shown["run"]["steps"], shown["actor"]["learning_rate"]) == (7, 1e-5)
     assert shown["algorithm"]["clip_ratio"] == 0.2
-    assert "secret" not in ended.out
+    assert "secret" not in result.out
 
 
-def test_overlays_are_laid_over_a_config_that_is_shown_checked_or_diagnosed(
-    start: Start, config: Path, tmp_path: Path
-) -> None:
+def test_overlays_apply_to_config_show_config_check_and_doctor(start: Start, config: Path, tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("run: {steps: 5}\nsecurity: {token_file: /nowhere/token}\n")
     (tmp_path / "two.yaml").write_text("run: {steps: 6}\n")
     layers = ("--overlay", tmp_path / "one.yaml", "--overlay", tmp_path / "two.yaml")
-    shown = start("config", "show", config, *layers).ended()
+    shown = start("config", "show", config, *layers).wait()
     assert yaml.safe_load(shown.out)["run"]["steps"] == 6
-    checked = start("config", "check", config, *layers).ended()
+    checked = start("config", "check", config, *layers).wait()
     refused = "security.token_file /nowhere/token: cannot be read (No such file or directory)"
     assert (checked.code, checked.err.startswith(f"error: {refused}")) == (2, True)
-    told = start("doctor", config, *layers).ended()
-    assert told.code == 1
-    assert re.search(r"failed +access +security\.token_file /nowhere/token", told.out)
-    without_config = start("doctor", *layers).ended()
+    diagnosed = start("doctor", config, *layers).wait()
+    assert diagnosed.code == 1
+    assert re.search(r"failed +access +security\.token_file /nowhere/token", diagnosed.out)
+    without_config = start("doctor", *layers).wait()
     assert (without_config.code, "need CONFIG" in without_config.err) == (2, True)
 
 
 def test_doctor_describes_the_machine_and_what_a_config_needs(start: Start, config: Path) -> None:
-    ended = start("doctor", config).ended()
-    assert (ended.code, ended.err) == (0, "")
-    seen = {words[1] for line in ended.out.splitlines() if len(words := line.split()) > 2 and words[0] == "ok"}
-    assert {"quartet", "cores", "memory", "GPUs", "bf16", "input", "actor", "critic", "reward", "reference"} <= seen
-    assert re.search(r"ok +embedded Redis +\S+", ended.out)
+    result = start("doctor", config).wait()
+    assert (result.code, result.err) == (0, "")
+    checks = {words[1] for line in result.out.splitlines() if len(words := line.split()) > 2 and words[0] == "ok"}
+    assert {"quartet", "cores", "memory", "GPUs", "bf16", "input", "actor", "critic", "reward", "reference"} <= checks
+    assert re.search(r"ok +embedded Redis +\S+", result.out)
 
 
-def test_doctor_names_failed_checks_and_fails(start: Start, config: Path, tmp_path: Path) -> None:
+def test_doctor_reports_failed_checks_and_exits_with_1(start: Start, config: Path, tmp_path: Path) -> None:
     wrong = settings(f"reward.model={tmp_path}/absent", "buffer.url=redis://127.0.0.1:1/0")
-    ended = start("doctor", config, *wrong).ended()
-    assert (ended.code, ended.err) == (1, "")
-    assert re.search(r"failed +input +reward.model", ended.out)
-    assert re.search(r"failed +buffer ", ended.out)
+    result = start("doctor", config, *wrong).wait()
+    assert (result.code, result.err) == (1, "")
+    assert re.search(r"failed +input +reward.model", result.out)
+    assert re.search(r"failed +buffer ", result.out)
 
 
 def test_demo_trains_and_shows_completions_before_and_after(
@@ -121,16 +119,16 @@ def test_demo_trains_and_shows_completions_before_and_after(
         "run.steps=4", "rollout.prompts_per_step=8", "rollout.max_response_tokens=12", "algorithm.num_epochs=1"
     )
     options = (*small, *frozen.serving("reward", "reference"))
-    ended = start("demo", "--directory", "shown", *options).ended()
-    assert (ended.code, ended.err, ended.left) == (0, "", [])
+    result = start("demo", "--directory", "shown", *options).wait()
+    assert (result.code, result.err, result.leftovers) == (0, "", [])
     assert committed_steps(tmp_path / "shown" / "demo") == 4
     assert (tmp_path / "shown" / "demo" / "policy" / "model.safetensors").is_file()
     for shown in ("before", "after", "mean of 64", "standard deviations between responses"):
-        assert shown in ended.out
+        assert shown in result.out
 
 
 def test_a_guard_pauses_a_run_and_commands_resume_and_stop_it(start: Start, config: Path, tmp_path: Path) -> None:
-    # The tiny policy seldom ends a response within twelve tokens.
+    # The miniature policy seldom ends a response within twelve tokens, so the guard applies.
     guard = settings("run.steps=100000", "guards.window_steps=2", "guards.missing_eos={below: 1.0, action: pause}")
     command = start("train", config, *guard)
     command.wait_for(lambda: "quartet resume runs/tiny continues" in command.out)
@@ -139,14 +137,14 @@ def test_a_guard_pauses_a_run_and_commands_resume_and_stop_it(start: Start, conf
     )
     assert all(part in line for part in ("eos_rate", "below 1", "algorithm.truncation.treatment"))
     paused_at = committed_steps(tmp_path / "runs" / "tiny")
-    resumed = start("resume", "runs/tiny").ended()
+    resumed = start("resume", "runs/tiny").wait()
     assert (resumed.code, resumed.out) == (0, "runs/tiny: continues\n")
     command.wait_for(lambda: committed_steps(tmp_path / "runs" / "tiny") > paused_at)
-    assert start("pause", "runs/tiny").ended().code == 0
-    assert start("stop", "runs/tiny").ended().code == 0
-    ended = command.ended()
-    assert (ended.code, ended.err, ended.left) == (0, "", [])
+    assert start("pause", "runs/tiny").wait().code == 0
+    assert start("stop", "runs/tiny").wait().code == 0
+    result = command.wait()
+    assert (result.code, result.err, result.leftovers) == (0, "", [])
     assert (tmp_path / "runs" / "tiny" / "policy" / "model.safetensors").is_file()
-    late = start("stop", "runs/tiny").ended()
+    late = start("stop", "runs/tiny").wait()
     assert late.code == 2
     assert late.err == "error: run runs/tiny: not active; give the directory of an active run, such as runs/NAME\n"

@@ -1,4 +1,4 @@
-"""Evaluation of a run, and `quartet evaluate` on what the run has saved."""
+"""Evaluation during a run, and ``quartet evaluate`` of a saved policy or checkpoint."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from quartet.demo.toy_task import ToyTask
 from tests.e2e.commands import QUARTET, Command, settings
 from tests.e2e.conftest import STEPS, Run, Start
 
-EVALUATED = 6
+NUM_PROMPTS = 6
 
 
 @pytest.fixture(scope="module")
 def evaluated_run(config: Path, toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run that evaluates after its second step, and before the first and after the last as always."""
+    """A run that evaluates before the first step, after the second and after the last."""
     folder = tmp_path_factory.mktemp("evaluated")
     options = settings(
-        f"data.validation={toy_task.prompts}", "evaluation.every_steps=2", f"evaluation.max_prompts={EVALUATED}"
+        f"data.validation={toy_task.prompts}", "evaluation.every_steps=2", f"evaluation.max_prompts={NUM_PROMPTS}"
     )
     command = Command(QUARTET, "train", config, *options, cwd=folder)
     try:
-        return Run(command.ended(), folder / "runs" / "tiny")
+        return Run(command.wait(), folder / "runs" / "tiny")
     finally:
         command.clean_up()
 
@@ -32,26 +32,26 @@ def lines(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_evaluates_before_the_first_step_every_so_often_and_after_the_last(evaluated_run: Run) -> None:
-    assert (evaluated_run.ended.code, evaluated_run.ended.left) == (0, [])
-    result = lines(evaluated_run.directory / "evaluations.jsonl")
-    assert [evaluation["step"] for evaluation in result] == [0, 2, STEPS]
-    assert (result[0]["eval_win_rate_greedy"], result[0]["eval_win_rate_sampled"]) == (0.5, 0.5)
-    assert abs(result[0]["eval_kl"]) < 1e-4
-    assert len({evaluation["eval_kl"] for evaluation in result}) == 3, "the policy has moved"
+def test_a_run_evaluates_before_the_first_step_every_second_step_and_after_the_last(evaluated_run: Run) -> None:
+    assert (evaluated_run.result.code, evaluated_run.result.leftovers) == (0, [])
+    evaluations = lines(evaluated_run.directory / "evaluations.jsonl")
+    assert [evaluation["step"] for evaluation in evaluations] == [0, 2, STEPS]
+    assert (evaluations[0]["eval_win_rate_greedy"], evaluations[0]["eval_win_rate_sampled"]) == (0.5, 0.5)
+    assert abs(evaluations[0]["eval_kl"]) < 1e-4
+    assert len({evaluation["eval_kl"] for evaluation in evaluations}) == 3, "the policy has not changed"
     for step in (0, 2, STEPS):
-        assert len(lines(evaluated_run.directory / f"evaluations/step-{step:06d}.jsonl")) == EVALUATED
+        assert len(lines(evaluated_run.directory / f"evaluations/step-{step:06d}.jsonl")) == NUM_PROMPTS
 
 
-def test_quartet_evaluate_gives_the_figures_of_the_runs_own_last_evaluation(
+def test_quartet_evaluate_reproduces_the_metrics_of_the_last_evaluation(
     evaluated_run: Run, start: Start, tmp_path: Path
 ) -> None:
     last = lines(evaluated_run.directory / "evaluations.jsonl")[-1]
-    ended = start("evaluate", evaluated_run.directory / "policy", "--json", "--output", tmp_path / "rows.jsonl").ended()
-    assert (ended.code, ended.left) == (0, [])
-    assert ended.err.endswith("prompts are over data.max_prompt_tokens 24 and dropped\n")
-    # The command has the machine's threads, each service had one: sums may round otherwise.
-    assert {"step": STEPS, **json.loads(ended.out)} == pytest.approx(last, abs=1e-4)
+    result = start("evaluate", evaluated_run.directory / "policy", "--json", "--output", tmp_path / "rows.jsonl").wait()
+    assert (result.code, result.leftovers) == (0, [])
+    assert result.err.endswith("prompts are over data.max_prompt_tokens 24 and dropped\n")
+    # The command uses all threads and each service used one, so rounding may differ.
+    assert {"step": STEPS, **json.loads(result.out)} == pytest.approx(last, abs=1e-4)
     rows, expected = (
         lines(tmp_path / "rows.jsonl"),
         lines(evaluated_run.directory / f"evaluations/step-{STEPS:06d}.jsonl"),
@@ -59,17 +59,17 @@ def test_quartet_evaluate_gives_the_figures_of_the_runs_own_last_evaluation(
     assert [item["sampled"] for item in rows] == [item["sampled"] for item in expected]
 
 
-def test_quartet_evaluate_shows_tables_of_a_checkpoints_policy(evaluated_run: Run, start: Start) -> None:
-    # The actor in it is meant; so is the policy of a run's directory.
+def test_quartet_evaluate_shows_tables_for_the_policy_of_a_checkpoint(evaluated_run: Run, start: Start) -> None:
+    # Of a checkpoint, the command evaluates the actor.
     checkpoint = evaluated_run.directory / "checkpoints" / f"step-{STEPS:06d}"
-    ended = start("evaluate", checkpoint).ended()
-    assert (ended.code, ended.err) == (0, "")
-    assert "are over data.max_prompt_tokens" in ended.out
-    for shown in (f"{EVALUATED} validation prompts", "eval_win_rate_sampled", "initial policy", "sampled responses"):
-        assert shown in ended.out
+    result = start("evaluate", checkpoint).wait()
+    assert (result.code, result.err) == (0, "")
+    assert "are over data.max_prompt_tokens" in result.out
+    for shown in (f"{NUM_PROMPTS} validation prompts", "eval_win_rate_sampled", "initial policy", "sampled responses"):
+        assert shown in result.out
 
 
-def test_quartet_evaluate_refuses_what_is_not_there(start: Start, tmp_path: Path) -> None:
-    ended = start("evaluate", tmp_path / "absent").ended()
-    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
-    assert ended.err.startswith(f"error: evaluate {tmp_path}/absent: no such directory")
+def test_quartet_evaluate_refuses_a_missing_directory(start: Start, tmp_path: Path) -> None:
+    result = start("evaluate", tmp_path / "absent").wait()
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert result.err.startswith(f"error: evaluate {tmp_path}/absent: no such directory")

@@ -1,5 +1,4 @@
-"""Exit statuses of docs/reference/exit-status.md that no other test sees: the commands, the services and the gateway, as
-processes."""
+"""Exit statuses of docs/reference/exit-status.md that no other test checks, of commands, services and the gateway."""
 
 from __future__ import annotations
 
@@ -18,51 +17,51 @@ from tests.e2e.commands import settings
 from tests.e2e.conftest import Run, Start
 
 
-def status(*arguments: str | Path, cwd: Path) -> tuple[int, str]:
-    """Of ``python -m ARGUMENTS``, and its last line on standard error."""
+def run_module(*arguments: str | Path, cwd: Path) -> tuple[int, str]:
+    """Run ``python -m ARGUMENTS``; return its exit status and the last line of standard error."""
     command = [sys.executable, "-m", *map(str, arguments)]
-    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
-    return ended.returncode, ended.stderr.splitlines()[-1]
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return result.returncode, result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_command_that_a_signal_ended(start: Start, first_run: Run, number: signal.Signals) -> None:
+def test_a_command_ended_by_a_signal_exits_with_130(start: Start, first_run: Run, number: signal.Signals) -> None:
     command = start("view", first_run.directory)
     command.wait_for(lambda: "dashboard:" in command.out)
     command.process.send_signal(number)
-    ended = command.ended()
-    assert (ended.code, ended.err, ended.left) == (130, "stopped\n", [])
+    result = command.wait()
+    assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
 
 
-def test_a_service_that_cannot_reach_what_it_needs(config: Path, tmp_path: Path) -> None:
-    nowhere = settings("buffer.url=redis://127.0.0.1:1/0")
-    code, said = status("quartet.services", "critic", "--config", config, *nowhere, cwd=tmp_path)
+def test_a_service_without_its_redis_exits_with_1(config: Path, tmp_path: Path) -> None:
+    unreachable = settings("buffer.url=redis://127.0.0.1:1/0")
+    code, stderr = run_module("quartet.services", "critic", "--config", config, *unreachable, cwd=tmp_path)
     assert code == 1
-    assert said.startswith("error: rollout buffer at redis://127.0.0.1:1/0: unreachable")
+    assert stderr.startswith("error: rollout buffer at redis://127.0.0.1:1/0: unreachable")
 
 
 @pytest.mark.parametrize("module", ["quartet.services", "quartet.gateway"])
-def test_a_process_whose_options_are_wrong(module: str, tmp_path: Path) -> None:
-    code, said = status(module, "--confg", "x", cwd=tmp_path)
+def test_an_unknown_option_exits_with_2(module: str, tmp_path: Path) -> None:
+    code, stderr = run_module(module, "--confg", "x", cwd=tmp_path)
     assert code == 2
-    assert "error: " in said
+    assert "error: " in stderr
 
 
-def test_a_process_whose_address_is_taken(config: Path, tmp_path: Path) -> None:
+def test_an_address_in_use_exits_with_2(config: Path, tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", LISTENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", LISTENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None
         taken = f"127.0.0.1:{other.stdout.readline().strip()}"
         metrics = settings(f"services.reference.metrics_listen={taken}")
-        code, said = status("quartet.services", "reference", "--config", config, *metrics, cwd=tmp_path)
-        assert (code, said[:60]) == (2, f"error: services.reference.metrics_listen {taken}: cannot listen there"[:60])
-        code, said = status("quartet.gateway", "--runs", tmp_path, "--listen", taken, cwd=tmp_path)
-        assert (code, said.startswith(f"error: listen {taken}: the port is in use")) == (2, True)
+        code, stderr = run_module("quartet.services", "reference", "--config", config, *metrics, cwd=tmp_path)
+        assert (code, stderr[:60]) == (2, f"error: services.reference.metrics_listen {taken}: cannot listen there"[:60])
+        code, stderr = run_module("quartet.gateway", "--runs", tmp_path, "--listen", taken, cwd=tmp_path)
+        assert (code, stderr.startswith(f"error: listen {taken}: the port is in use")) == (2, True)
         other.kill()
 
 
-LISTENS = """
+LISTENER = """
 import socket, sys
 with socket.create_server(("127.0.0.1", 0)) as server:
     print(server.getsockname()[1], flush=True)
@@ -70,7 +69,7 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 """
 
 
-def test_a_gateway_that_breaks(
+def test_a_gateway_that_fails_exits_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gateway, "_run", lambda *_: 1 / 0)
@@ -80,24 +79,24 @@ def test_a_gateway_that_breaks(
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1", "127.0.0.1:70000", "127.0.0.1:x"])
-def test_a_service_that_is_to_listen_at_what_is_no_address(listen: str, config: Path, tmp_path: Path) -> None:
-    code, said = status("quartet.services", "reward", "--config", config, "--listen", listen, cwd=tmp_path)
+def test_an_invalid_listen_address_exits_with_2(listen: str, config: Path, tmp_path: Path) -> None:
+    code, stderr = run_module("quartet.services", "reward", "--config", config, "--listen", listen, cwd=tmp_path)
     assert code == 2
-    assert said.startswith("error: ")
-    assert "services.reward.listen" in said
-    assert "expected HOST:PORT" in said
+    assert stderr.startswith("error: ")
+    assert "services.reward.listen" in stderr
+    assert "expected HOST:PORT" in stderr
 
 
-def test_a_service_that_has_the_certificate_of_another(config: Path, tmp_path: Path) -> None:
+def test_a_certificate_of_another_process_exits_with_2(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "certificates"
     Authority(timedelta(days=1)).issue(folder / "reward", ["critic.quartet"])
     secured = settings(f"security.certificates={folder}")
-    code, said = status("quartet.services", "reward", "--config", config, *secured, cwd=tmp_path)
+    code, stderr = run_module("quartet.services", "reward", "--config", config, *secured, cwd=tmp_path)
     assert code == 2
-    assert "names critic.quartet; expected reward.quartet" in said
+    assert "names critic.quartet; expected reward.quartet" in stderr
 
 
-@pytest.mark.parametrize("given", [[], ["nonsense"]])
-def test_a_health_check_of_no_address(given: list[str], tmp_path: Path) -> None:
-    code, said = status("quartet.rpc.health", *given, cwd=tmp_path)
-    assert (code, said) == (2, "error: expected one argument: the HOST:PORT of a health listener")
+@pytest.mark.parametrize("arguments", [[], ["nonsense"]])
+def test_a_health_check_without_a_valid_address_exits_with_2(arguments: list[str], tmp_path: Path) -> None:
+    code, stderr = run_module("quartet.rpc.health", *arguments, cwd=tmp_path)
+    assert (code, stderr) == (2, "error: expected one argument: the HOST:PORT of a health listener")

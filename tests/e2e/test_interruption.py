@@ -1,4 +1,4 @@
-"""Processes that die, and people who press Ctrl-C: the run ends soon, says why, and leaves nothing running."""
+"""Dead processes, signals and Ctrl-C: the run ends soon, says why, and leaves no process running."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.e2e.commands import START, Command, committed_steps, settings, wait_until
+from tests.e2e.commands import START_TIMEOUT, Command, committed_steps, settings, wait_until
 from tests.e2e.conftest import Service, Start
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
-WITHIN = 10.0
-"""Seconds from a death, or from Ctrl-C, to the end of the command."""
+SHUTDOWN_TIMEOUT = 10.0
+"""Seconds from the death of a process, or from Ctrl-C, to the end of the command."""
 
 
 def wait_for_steps(command: Command, folder: Path, steps: int = 1) -> None:
@@ -29,7 +29,7 @@ def wait_for_steps(command: Command, folder: Path, steps: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "said"),
+    ("victim", "message"),
     [
         ("actor", "actor: killed by SIGKILL; the last lines of"),
         ("critic", "critic: killed by SIGKILL; the last lines of"),
@@ -38,26 +38,26 @@ def wait_for_steps(command: Command, folder: Path, steps: int = 1) -> None:
     ],
 )
 @pytest.mark.sampled(2)
-def test_without_restarts_a_process_that_dies_ends_the_run_with_its_name_and_last_words(
-    victim: str, said: str, start: Start, config: Path, frozen: Service, tmp_path: Path
+def test_without_restarts_a_dead_process_ends_the_run_and_its_log_is_shown(
+    victim: str, message: str, start: Start, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
-    none = settings("recovery.max_restarts=0")
-    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, *none)
+    no_restarts = settings("recovery.max_restarts=0")
+    command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, *no_restarts)
     wait_for_steps(command, tmp_path)
     os.kill(command.child(victim), signal.SIGKILL)
-    died = time.monotonic()
-    ended = command.ended(30)
-    assert time.monotonic() - died < WITHIN
-    assert ended.code == 1, ended
-    assert ended.err.startswith(f"error: {said}")
+    death_time = time.monotonic()
+    result = command.wait(30)
+    assert time.monotonic() - death_time < SHUTDOWN_TIMEOUT
+    assert result.code == 1, result
+    assert result.err.startswith(f"error: {message}")
     log = (tmp_path / "runs" / "tiny" / "logs" / f"{victim}.log").read_text().splitlines()
-    assert any(line in ended.err for line in log), "no line of its log is shown"
-    assert "Traceback" not in ended.err
-    assert ended.left == []
+    assert any(line in result.err for line in log), "no line of its log is shown"
+    assert "Traceback" not in result.err
+    assert result.leftovers == []
     assert not (tmp_path / "runs" / "tiny" / "policy").exists()
 
 
-def test_a_terminal_shows_reward_kl_pace_and_time_left_and_ctrl_c_stops_everything(
+def test_a_terminal_shows_reward_kl_throughput_and_time_left_and_ctrl_c_stops_everything(
     start: Start, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
     command = start("train", config, *frozen.serving("reward", "reference"), *ENDLESS, terminal=True)
@@ -71,21 +71,21 @@ def test_a_terminal_shows_reward_kl_pace_and_time_left_and_ctrl_c_stops_everythi
     ):
         command.wait_for(lambda shown=shown: re.search(shown, command.out), 10)
     command.type("\x03")
-    pressed = time.monotonic()
-    ended = command.ended(30)
-    assert time.monotonic() - pressed < WITHIN
-    assert ended.code == 130
-    assert ended.out.rstrip().endswith("stopped")
-    assert "Traceback" not in ended.out
-    assert ended.left == []
+    interrupt_time = time.monotonic()
+    result = command.wait(30)
+    assert time.monotonic() - interrupt_time < SHUTDOWN_TIMEOUT
+    assert result.code == 130
+    assert result.out.rstrip().endswith("stopped")
+    assert "Traceback" not in result.out
+    assert result.leftovers == []
     for role in ("actor", "critic"):
         log = (tmp_path / "runs" / "tiny" / "logs" / f"{role}.log").read_text()
         assert "event='stopped'" in log, f"the {role} was killed rather than drained"
     assert not (tmp_path / "runs" / "tiny" / "policy").exists()
 
 
-def starting(command: Command) -> bool:
-    """Return whether Redis and the services that are to be started here have been, and are still loading."""
+def is_loading(command: Command) -> bool:
+    """Return whether the command has started Redis and its services, which then load their models."""
     lines = list(command.processes().values())
     return any("redis.sock" in line[0] for line in lines) and all(
         ["-P", "-m", "quartet.services", role] in [line[1:5] for line in lines] for role in ("actor", "critic")
@@ -94,25 +94,25 @@ def starting(command: Command) -> bool:
 
 def test_sigterm_while_the_services_start_stops_everything(start: Start, config: Path, frozen: Service) -> None:
     command = start("train", config, *frozen.serving("reward", "reference"))
-    command.wait_for(lambda: starting(command))
+    command.wait_for(lambda: is_loading(command))
     command.process.terminate()
-    asked = time.monotonic()
-    ended = command.ended(30)
-    assert time.monotonic() - asked < WITHIN
-    assert (ended.code, ended.err, ended.left) == (130, "stopped\n", [])
+    signal_time = time.monotonic()
+    result = command.wait(30)
+    assert time.monotonic() - signal_time < SHUTDOWN_TIMEOUT
+    assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
 
 
-def test_sigkill_of_the_command_takes_every_child_with_it(start: Start, config: Path, frozen: Service) -> None:
+def test_sigkill_of_the_command_ends_all_its_children(start: Start, config: Path, frozen: Service) -> None:
     command = start("train", config, *frozen.serving("reward", "reference"))
-    command.wait_for(lambda: starting(command))
+    command.wait_for(lambda: is_loading(command))
     command.process.kill()
     assert wait_until(lambda: not command.processes(), 5), command.processes()
 
 
-def test_a_service_told_to_stop_in_the_middle_of_a_log_line_drains_and_ends(config: Path) -> None:
+def test_a_service_with_a_blocked_log_pipe_drains_and_ends_on_sigterm(config: Path) -> None:
     port = free_port()
     log, end = os.pipe()
-    os.write(end, b" " * fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, 4096))  # Full: the next line has to wait.
+    os.write(end, b" " * fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, 4096))  # The pipe is full, so the next log line blocks.
     command = [
         sys.executable,
         "-m",
@@ -126,7 +126,7 @@ def test_a_service_told_to_stop_in_the_middle_of_a_log_line_drains_and_ends(conf
     with subprocess.Popen(command, stderr=end) as service:
         try:
             os.close(end)
-            assert wait_until(lambda: serves(port), START)
+            assert wait_until(lambda: is_serving(port), START_TIMEOUT)
             wait_until(lambda: "pipe" in Path(f"/proc/{service.pid}/wchan").read_text(), 2)
             service.terminate()
             with os.fdopen(log, encoding="utf-8") as lines:
@@ -142,7 +142,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def serves(port: int) -> bool:
+def is_serving(port: int) -> bool:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         try:
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1)

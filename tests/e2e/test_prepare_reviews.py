@@ -1,4 +1,4 @@
-"""``examples/reviews/prepare.py`` as its user runs it."""
+"""``examples/reviews/prepare.py`` as a user runs it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sentences(words: str, seed: int) -> list[str]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
-    """Write the two files, of good sentences where nothing else is given; (POSITIVE, NEGATIVE, OUT)."""
+    """Write both input files, by default with valid sentences. Return the paths of POSITIVE, NEGATIVE and OUT."""
 
     def write(positive: bytes | None = None, negative: bytes | None = None) -> tuple[Path, Path, Path]:
         good, bad = "\n".join(sentences("fine warm", 0)), "\n".join(sentences("dull cold", 1))
@@ -76,7 +76,7 @@ def test_two_files_become_checkpoints_and_prompts(files: Files) -> None:
     assert len(prompts) == len(set(prompts))
 
 
-def test_an_earlier_result_is_replaced_by_the_same_bytes(
+def test_a_second_run_replaces_the_result_with_identical_bytes(
     prepare: ModuleType, files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [*map(str, files()), *FAST]
@@ -104,7 +104,7 @@ LINES = "\n".join(f"a film of some note no {i}" for i in range(100)).encode()
     ],
     ids=["empty", "blank", "too few", "not utf-8", "nul", "too short", "partly too long"],
 )
-def test_bad_input_is_one_line_and_exit_2_and_nothing_made(
+def test_bad_input_prints_one_line_exits_with_2_and_writes_nothing(
     prepare: ModuleType,
     files: Files,
     capsys: pytest.CaptureFixture[str],
@@ -115,7 +115,7 @@ def test_bad_input_is_one_line_and_exit_2_and_nothing_made(
     arguments = [*map(str, files(positive, negative)), *FAST]
     code = prepare.main(arguments)
     error = capsys.readouterr().err
-    if not message:  # Long sentences are skipped while enough are left.
+    if not message:  # Long sentences are skipped if enough others remain.
         assert code == 0
         return
     assert code == 2
@@ -124,7 +124,7 @@ def test_bad_input_is_one_line_and_exit_2_and_nothing_made(
     assert not Path(arguments[2]).exists()
 
 
-def test_missing_and_unreadable_files_are_named(
+def test_missing_and_unreadable_files_are_reported(
     prepare: ModuleType, files: Files, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     positive, negative, out = files()
@@ -135,7 +135,7 @@ def test_missing_and_unreadable_files_are_named(
     assert not out.parent.exists()
 
 
-def test_an_out_that_is_not_ours_is_left_alone(
+def test_a_foreign_output_directory_is_refused_and_unchanged(
     prepare: ModuleType, files: Files, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     positive, negative, _ = files()

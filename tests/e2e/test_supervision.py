@@ -1,4 +1,4 @@
-"""Processes that die or stall in the middle of a run: restarted, to the undisturbed run's bits; or given up."""
+"""Processes that die or hang during a run are restarted, with bit-identical results, up to the restart limit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.e2e.commands import Command, committed_steps, settings
 from tests.e2e.conftest import LONGER, Run, Service, Start, deterministic_metrics, weights
 
 ENDLESS = settings("run.steps=1000000", "checkpoint.every_steps=0")
-WITHIN = 10.0
-"""Seconds from Ctrl-C, or from the last of the restarts, to the end of the command."""
+SHUTDOWN_TIMEOUT = 10.0
+"""Seconds from Ctrl-C, or from the death of a process without restarts left, to the end of the command."""
 
 
 def wait_for_steps(command: Command, folder: Path, steps: int = 1) -> None:
     command.wait_for(lambda: committed_steps(folder / "runs" / "tiny") >= steps)
 
 
-@pytest.mark.slow  # tests/chaos kills each process, at every moment of a step.
-def test_a_run_whose_processes_are_killed_one_after_the_other_ends_with_the_same_bits(
-    start: Start, config: Path, undisturbed: Run, tmp_path: Path
+@pytest.mark.slow  # tests/chaos kills each process at every moment of a step.
+def test_a_run_with_each_process_killed_once_ends_bit_identically(
+    start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
 ) -> None:
     command = start("train", config, *LONGER)
     before = {}
@@ -34,90 +34,92 @@ def test_a_run_whose_processes_are_killed_one_after_the_other_ends_with_the_same
         gently = victim == "critic"
         os.kill(before[victim], signal.SIGTERM if gently else signal.SIGKILL)
         end = "ended with status 0" if gently else "killed by SIGKILL"
-        said = rf"{victim}: {end}; restarted \(1 of 5 in a row\)\n(.*\n)*{victim}: back after [\d.]+ s"
-        command.wait_for(lambda said=said: re.search(said, command.out))
+        expected = rf"{victim}: {end}; restarted \(1 of 5 in a row\)\n(.*\n)*{victim}: back after [\d.]+ s"
+        command.wait_for(lambda expected=expected: re.search(expected, command.out))
         assert command.child(victim) != before[victim]
-    ended = command.ended()
-    assert (ended.code, ended.err, ended.left) == (0, "", [])
-    assert deterministic_metrics(Run(ended, tmp_path / "runs" / "tiny")) == deterministic_metrics(undisturbed)
-    assert weights(tmp_path / "runs" / "tiny") == weights(undisturbed.directory)
-    steps = re.findall(r"^step (\d+)/8 ", ended.out, re.MULTILINE)
+    result = command.wait()
+    assert (result.code, result.err, result.leftovers) == (0, "", [])
+    assert deterministic_metrics(Run(result, tmp_path / "runs" / "tiny")) == deterministic_metrics(uninterrupted_run)
+    assert weights(tmp_path / "runs" / "tiny") == weights(uninterrupted_run.directory)
+    steps = re.findall(r"^step (\d+)/8 ", result.out, re.MULTILINE)
     assert steps == [str(step) for step in range(1, 9)], "a step is missing from what is shown, or shown twice"
     log = (tmp_path / "runs" / "tiny" / "logs" / "launcher.log").read_text()
     assert re.findall(r"event='process restarted' .*process='(\w+)'", log) == list(before)
     assert re.findall(r"event='process recovered' .*process='(\w+)'", log) == list(before)
 
 
-def begun(command: Command, name: str) -> int:
-    """The process id of a service that has just begun."""
+def wait_for_start(command: Command, name: str) -> int:
+    """Wait until a service process has started; return its process id."""
     command.wait_for(lambda: any(line[3:5] == ["quartet.services", name] for line in command.processes().values()))
     return command.child(name)
 
 
-def test_a_run_whose_processes_are_killed_while_they_start_begins_all_the_same(
-    start: Start, config: Path, undisturbed: Run, tmp_path: Path
+def test_a_run_starts_although_processes_are_killed_while_they_load(
+    start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
 ) -> None:
     command = start("train", config, *LONGER)
     for victim in ("critic", "critic", "orchestrator"):
-        process = begun(command, victim)
+        process = wait_for_start(command, victim)
         os.kill(process, signal.SIGKILL)
         command.wait_for(lambda process=process: process not in command.processes())
-    ended = command.ended()
-    assert (ended.code, ended.err, ended.left) == (0, "", [])
-    assert re.findall(r"^(\w+): killed by SIGKILL; restarted \((\d) of 5 in a row\)$", ended.out, re.MULTILINE) == [
+    result = command.wait()
+    assert (result.code, result.err, result.leftovers) == (0, "", [])
+    assert re.findall(r"^(\w+): killed by SIGKILL; restarted \((\d) of 5 in a row\)$", result.out, re.MULTILINE) == [
         ("critic", "1"),
         ("critic", "2"),
         ("orchestrator", "1"),
     ]
-    assert deterministic_metrics(Run(ended, tmp_path / "runs" / "tiny")) == deterministic_metrics(undisturbed)
-    assert weights(tmp_path / "runs" / "tiny") == weights(undisturbed.directory)
+    assert deterministic_metrics(Run(result, tmp_path / "runs" / "tiny")) == deterministic_metrics(uninterrupted_run)
+    assert weights(tmp_path / "runs" / "tiny") == weights(uninterrupted_run.directory)
 
 
-def test_one_that_is_killed_at_every_start_is_given_up(start: Start, config: Path, frozen: Service) -> None:
+def test_a_process_killed_at_every_start_ends_the_run_at_the_restart_limit(
+    start: Start, config: Path, frozen: Service
+) -> None:
     options = [*frozen.serving("reward", "reference"), *settings("recovery.max_restarts=1")]
     command = start("train", config, *options)
-    os.kill(first := begun(command, "critic"), signal.SIGKILL)
+    os.kill(first := wait_for_start(command, "critic"), signal.SIGKILL)
     command.wait_for(lambda: first not in command.processes())
-    os.kill(begun(command, "critic"), signal.SIGKILL)
-    ended = command.ended(30)
-    assert (ended.code, ended.left) == (1, [])
-    assert re.match(r"error: critic: given up after 1 restart in \d+ s; killed by SIGKILL; ", ended.err), ended.err
+    os.kill(wait_for_start(command, "critic"), signal.SIGKILL)
+    result = command.wait(30)
+    assert (result.code, result.leftovers) == (1, [])
+    assert re.match(r"error: critic: given up after 1 restart in \d+ s; killed by SIGKILL; ", result.err), result.err
 
 
-def test_a_process_that_stalls_is_named_and_restarted_and_one_that_pauses_is_left_alone(
-    start: Start, config: Path, frozen: Service, undisturbed: Run, tmp_path: Path
+def test_a_hung_process_is_restarted_and_a_short_pause_is_tolerated(
+    start: Start, config: Path, frozen: Service, uninterrupted_run: Run, tmp_path: Path
 ) -> None:
-    stall = 4.0
+    timeout = 4.0
     command = start(
         "train",
         config,
         *frozen.serving("reward", "reference"),
         *LONGER,
-        *settings(f"recovery.hang_timeout_seconds={stall}"),
+        *settings(f"recovery.hang_timeout_seconds={timeout}"),
     )
     wait_for_steps(command, tmp_path)
     actor = command.child("actor")
     os.kill(actor, signal.SIGSTOP)
-    time.sleep(stall / 4)  # A pause has to last for a while to be one.
+    time.sleep(timeout / 4)  # A pause below the timeout.
     os.kill(actor, signal.SIGCONT)
     wait_for_steps(command, tmp_path, 3)
     critic = command.child("critic")
     os.kill(critic, signal.SIGSTOP)
     command.wait_for(lambda: "critic: back after" in command.out)
     assert (command.child("actor"), command.child("critic") != critic) == (actor, True)
-    ended = command.ended()
-    assert (ended.code, ended.err, ended.left) == (0, "", [])
-    told = [line for line in ended.out.splitlines() if re.match("watchdog|actor|critic|redis|orchestrator", line)]
-    assert told[:2] == [
+    result = command.wait()
+    assert (result.code, result.err, result.leftovers) == (0, "", [])
+    lines = [line for line in result.out.splitlines() if re.match("watchdog|actor|critic|redis|orchestrator", line)]
+    assert lines[:2] == [
         "watchdog: critic has not responded for 4 s (its process is stopped); killed",
         "critic: killed by SIGKILL; restarted (1 of 5 in a row)",
     ]
-    assert len(told) == 3
-    assert weights(tmp_path / "runs" / "tiny") == weights(undisturbed.directory)
+    assert len(lines) == 3
+    assert weights(tmp_path / "runs" / "tiny") == weights(uninterrupted_run.directory)
 
 
-@pytest.mark.slow  # The test above has the same for a process that is killed at every start.
-def test_a_process_that_dies_again_and_again_is_given_up_with_its_last_words(
+@pytest.mark.slow  # A faster test above kills a process at every start.
+def test_a_process_that_dies_too_often_ends_the_run_and_its_log_is_shown(
     start: Start, config: Path, frozen: Service, tmp_path: Path
 ) -> None:
     command = start(
@@ -131,15 +133,15 @@ def test_a_process_that_dies_again_and_again_is_given_up_with_its_last_words(
     os.kill(command.child("critic"), signal.SIGKILL)
     command.wait_for(lambda: "critic: back after" in command.out)
     os.kill(command.child("critic"), signal.SIGKILL)
-    died = time.monotonic()
-    ended = command.ended(30)
-    assert time.monotonic() - died < WITHIN
-    assert (ended.code, ended.left) == (1, [])
-    said = r"error: critic: given up after 1 restart in \d+ s; killed by SIGKILL; the last lines of (\S+):\n"
-    match = re.match(said, ended.err)
-    assert match, ended.err
+    death_time = time.monotonic()
+    result = command.wait(30)
+    assert time.monotonic() - death_time < SHUTDOWN_TIMEOUT
+    assert (result.code, result.leftovers) == (1, [])
+    expected = r"error: critic: given up after 1 restart in \d+ s; killed by SIGKILL; the last lines of (\S+):\n"
+    match = re.match(expected, result.err)
+    assert match, result.err
     assert Path(match[1]) == Path("runs/tiny/logs/critic.log")
-    assert "event='ready'" in ended.err
+    assert "event='ready'" in result.err
 
 
 def test_ctrl_c_during_a_backoff_stops_everything_at_once(
@@ -152,14 +154,14 @@ def test_ctrl_c_during_a_backoff_stops_everything_at_once(
     os.kill(command.child("actor"), signal.SIGKILL)
     command.wait_for(lambda: "actor: killed by SIGKILL; restarted (1 of 5 in a row)" in command.out)
     command.process.send_signal(signal.SIGINT)
-    asked = time.monotonic()
-    ended = command.ended(30)
-    assert time.monotonic() - asked < WITHIN
-    assert (ended.code, ended.err, ended.left) == (130, "stopped\n", [])
+    interrupt_time = time.monotonic()
+    result = command.wait(30)
+    assert time.monotonic() - interrupt_time < SHUTDOWN_TIMEOUT
+    assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
 
 
-def test_a_damaged_buffer_is_set_aside_on_resume_and_the_bits_are_the_same(
-    start: Start, config: Path, frozen: Service, undisturbed: Run, tmp_path: Path
+def test_a_damaged_buffer_is_moved_away_on_resume_and_the_run_is_bit_identical(
+    start: Start, config: Path, frozen: Service, uninterrupted_run: Run, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "tiny"
     command = start("train", config, *frozen.serving("reward", "reference"), *LONGER)
@@ -168,10 +170,10 @@ def test_a_damaged_buffer_is_set_aside_on_resume_and_the_bits_are_the_same(
     file = next(iter((run / "redis" / "appendonlydir").glob("*.incr.aof")))
     data = file.read_bytes()
     file.write_bytes(data[: len(data) // 2] + bytes(1000) + data[len(data) // 2 + 1000 :])
-    ended = start("train", config, *frozen.serving("reward", "reference"), *LONGER, "--resume").ended()
-    assert (ended.code, ended.err, ended.left) == (0, "", [])
-    assert "redis: its data is damaged, see runs/tiny/logs/redis.log; moved to runs/tiny/redis.damaged" in ended.out
-    assert "note: resumed after step 3" in ended.out
+    result = start("train", config, *frozen.serving("reward", "reference"), *LONGER, "--resume").wait()
+    assert (result.code, result.err, result.leftovers) == (0, "", [])
+    assert "redis: its data is damaged, see runs/tiny/logs/redis.log; moved to runs/tiny/redis.damaged" in result.out
+    assert "note: resumed after step 3" in result.out
     assert bytes(1000) in (run / "redis.damaged" / "appendonlydir" / file.name).read_bytes()
-    assert deterministic_metrics(Run(ended, run)) == deterministic_metrics(undisturbed)
-    assert weights(run) == weights(undisturbed.directory)
+    assert deterministic_metrics(Run(result, run)) == deterministic_metrics(uninterrupted_run)
+    assert weights(run) == weights(uninterrupted_run.directory)

@@ -1,4 +1,4 @@
-"""Output files of a run, and that only seed and config determine them."""
+"""Output files of a run, which only the seed and the config determine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ step reward_mean reward_std kl_mean kl_coefficient entropy policy_loss value_los
 explained_variance advantage_std grad_norm_actor grad_norm_critic learning_rate_actor response_tokens_mean eos_rate
 repetition prompt_tokens response_tokens seconds generate_seconds score_seconds update_seconds
 """
-"""The names of docs/design, which the dashboards rely on."""
+"""Metrics that the dashboards use."""
 
 
 def weights(run: Path) -> bytes:
@@ -34,21 +34,21 @@ def without_seconds(run: Run) -> list[dict[str, float]]:
     return [{name: step[name] for name in step if not name.endswith("seconds")} for step in run.metrics]
 
 
-def test_a_run_ends_well_and_leaves_no_process(first_run: Run) -> None:
-    assert first_run.ended.code == 0, first_run.ended
-    assert first_run.ended.err == ""
-    assert first_run.ended.left == []
+def test_a_run_succeeds_and_leaves_no_process(first_run: Run) -> None:
+    assert first_run.result.code == 0, first_run.result
+    assert first_run.result.err == ""
+    assert first_run.result.leftovers == []
 
 
-def test_every_step_is_printed_with_reward_kl_pace_and_time_left(first_run: Run) -> None:
-    lines = [line for line in first_run.ended.out.splitlines() if line.startswith("step ")]
+def test_every_step_is_printed_with_reward_kl_throughput_and_time_left(first_run: Run) -> None:
+    lines = [line for line in first_run.result.out.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == [f"{step}/{STEPS}" for step in range(1, STEPS + 1)]
     for line in lines:
         assert all(word in line for word in (" reward ", " kl ", " tokens/s ", " left ")), line
-    assert "policy: runs/tiny/policy" in first_run.ended.out
+    assert "policy: runs/tiny/policy" in first_run.result.out
 
 
-def test_metrics_have_every_name_and_one_line_a_step(first_run: Run) -> None:
+def test_metrics_have_one_line_per_step_with_every_name(first_run: Run) -> None:
     assert [step["step"] for step in first_run.metrics] == list(range(1, STEPS + 1))
     for step in first_run.metrics:
         assert set(METRICS.split()) <= set(step)
@@ -56,7 +56,7 @@ def test_metrics_have_every_name_and_one_line_a_step(first_run: Run) -> None:
         assert step["seconds"] >= step["update_seconds"] > 0
 
 
-def test_trajectories_are_those_that_the_metrics_sum_up(first_run: Run) -> None:
+def test_trajectories_average_to_the_step_metrics(first_run: Run) -> None:
     for step in first_run.metrics:
         path = first_run.directory / "trajectories" / f"step-{step['step']:06d}.jsonl"
         trajectories = [json.loads(line) for line in path.read_text().splitlines()]
@@ -66,13 +66,13 @@ def test_trajectories_are_those_that_the_metrics_sum_up(first_run: Run) -> None:
         assert sum(item["response_tokens"] for item in trajectories) == step["response_tokens"]
 
 
-def test_the_config_is_kept_as_resolved(first_run: Run) -> None:
-    kept = yaml.safe_load((first_run.directory / "config.yaml").read_text())
-    assert (kept["run"]["name"], kept["run"]["seed"], kept["rollout"]["prompts_per_step"]) == ("tiny", 0, 8)
-    assert kept["algorithm"]["gae_lambda"] == 0.95, "defaults are written out"
+def test_the_resolved_config_is_saved(first_run: Run) -> None:
+    saved = yaml.safe_load((first_run.directory / "config.yaml").read_text())
+    assert (saved["run"]["name"], saved["run"]["seed"], saved["rollout"]["prompts_per_step"]) == ("tiny", 0, 8)
+    assert saved["algorithm"]["gae_lambda"] == 0.95, "defaults are written out"
 
 
-def test_the_newest_checkpoints_are_kept_whole_with_their_checksums(first_run: Run) -> None:
+def test_the_newest_checkpoints_are_complete_and_match_their_checksums(first_run: Run) -> None:
     checkpoints = first_run.directory / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000002", "step-000003"]
     for directory in checkpoints.iterdir():
@@ -81,17 +81,17 @@ def test_the_newest_checkpoints_are_kept_whole_with_their_checksums(first_run: R
         files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
         assert set(files) == {*manifest["files"], "manifest.json"}
         assert {"actor/model.safetensors", "actor/optimizer.safetensors", "critic/model.safetensors"} <= set(files)
-        for name, stated in manifest["files"].items():
+        for name, entry in manifest["files"].items():
             content = files[name].read_bytes()
-            assert stated == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}, name
+            assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}, name
 
 
-def test_the_last_checkpoint_holds_the_saved_policy(first_run: Run) -> None:
+def test_the_last_checkpoint_contains_the_final_policy(first_run: Run) -> None:
     last = first_run.directory / "checkpoints" / "step-000003" / "actor" / "model.safetensors"
     assert last.read_bytes() == weights(first_run.directory)
 
 
-def test_every_process_keeps_a_log(first_run: Run) -> None:
+def test_every_process_writes_a_log(first_run: Run) -> None:
     for name in ("actor", "critic", "reward", "reference", "orchestrator"):
         log = (first_run.directory / "logs" / f"{name}.log").read_text()
         assert f"role='{name}' event='ready'" in log
@@ -99,7 +99,7 @@ def test_every_process_keeps_a_log(first_run: Run) -> None:
     assert (first_run.directory / "logs" / "redis.log").stat().st_size
 
 
-def test_the_policy_loads_with_transformers_generates_and_has_learnt(first_run: Run, toy_task: ToyTask) -> None:
+def test_the_policy_loads_with_transformers_generates_and_has_changed(first_run: Run, toy_task: ToyTask) -> None:
     policy = AutoModelForCausalLM.from_pretrained(first_run.directory / "policy")
     tokenizer = AutoTokenizer.from_pretrained(first_run.directory / "policy")
     prompt = tokenizer("a quick lunch with friends :", return_tensors="pt")
@@ -115,25 +115,27 @@ def test_prompts_over_the_limit_are_dropped_and_counted(first_run: Run, toy_task
     too_long = {text for text in texts if len(tokenizer(text).input_ids) > MAX_PROMPT}
     assert 0 < len(too_long) < len(texts)
     note = f"note: {len(too_long)} of {len(texts)} prompts are over data.max_prompt_tokens {MAX_PROMPT} and dropped"
-    assert note in first_run.ended.out.splitlines()
+    assert note in first_run.result.out.splitlines()
     for path in (first_run.directory / "trajectories").iterdir():
         assert not too_long & {json.loads(line)["prompt"] for line in path.read_text().splitlines()}
 
 
-def test_the_same_seed_gives_the_same_bytes_also_with_services_reached_by_address(
+def test_the_same_seed_gives_identical_weights_also_with_external_services(
     first_run: Run, frozen: Service, start: Start, config: Path, tmp_path: Path
 ) -> None:
-    ended = start("train", config, *frozen.serving("reward", "reference")).ended()
-    assert ended.code == 0, ended
-    assert ended.left == []
-    second = Run(ended, tmp_path / "runs" / "tiny")
+    result = start("train", config, *frozen.serving("reward", "reference")).wait()
+    assert result.code == 0, result
+    assert result.leftovers == []
+    second = Run(result, tmp_path / "runs" / "tiny")
     assert weights(second.directory) == weights(first_run.directory)
     assert without_seconds(second) == without_seconds(first_run)
-    assert not (second.directory / "logs" / "reward.log").exists(), "it was not to be started here"
-    assert health(frozen.address) == health_pb2.HealthCheckResponse.SERVING, "it was not this run's to stop"
+    assert not (second.directory / "logs" / "reward.log").exists(), "the command started a service that has an address"
+    assert health(frozen.address) == health_pb2.HealthCheckResponse.SERVING, (
+        "the run stopped a service that it did not start"
+    )
 
 
-def test_up_keeps_the_services_after_the_run_until_interrupted_and_another_seed_learns_otherwise(
+def test_up_keeps_the_services_until_interrupted_and_another_seed_gives_other_weights(
     first_run: Run, frozen: Service, start: Start, config: Path, tmp_path: Path
 ) -> None:
     command = start("up", config, *frozen.serving("reward", "reference"), *settings("run.seed=1"))
@@ -141,12 +143,12 @@ def test_up_keeps_the_services_after_the_run_until_interrupted_and_another_seed_
     addresses = dict(line.split() for line in command.out.splitlines() if line.startswith(("actor", "critic")))
     assert [health(address) for address in addresses.values()] == [health_pb2.HealthCheckResponse.SERVING] * 2
     command.process.send_signal(signal.SIGINT)
-    ended = command.ended(20)
-    assert (ended.code, ended.err, ended.left) == (130, "stopped\n", [])
+    result = command.wait(20)
+    assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
     other = tmp_path / "runs" / "tiny"
     assert committed_steps(other) == STEPS
     assert weights(other) != weights(first_run.directory)
-    assert Run(ended, other).metrics[0]["prompt_tokens"] > 0
+    assert Run(result, other).metrics[0]["prompt_tokens"] > 0
 
 
 def health(address: str) -> int:

@@ -1,4 +1,4 @@
-"""Files in the working directory that are called as libraries are: no process takes them for those."""
+"""Files in the working directory with the names of libraries are never imported instead of these libraries."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ LIBRARIES = ("redis", "numpy", "grpc", "yaml", "queue", "typing", "uvicorn", "to
 
 @pytest.fixture
 def shadowed(tmp_path: Path) -> Path:
-    """A working directory with such files, and a reward function."""
+    """A working directory with files named like libraries, and with a reward function."""
     for name in LIBRARIES:
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('taken for a library')\n")
     (tmp_path / "mine.py").write_text("def length(prompt, response, fields): return float(len(response))\n")
     return tmp_path
 
 
-def test_a_config_is_checked_and_trained_on(start: Start, config: Path, shadowed: Path, frozen: Service) -> None:
+def test_config_check_and_train_import_the_real_libraries(
+    start: Start, config: Path, shadowed: Path, frozen: Service
+) -> None:
     function = settings("reward.source=function", "reward.model=null", "reward.function=mine:length", "run.steps=1")
-    checked = start("config", "check", config, *function).ended()
+    checked = start("config", "check", config, *function).wait()
     assert checked.code == 0, checked
-    trained = start("train", config, *function, *frozen.serving("reference")).ended()
+    trained = start("train", config, *function, *frozen.serving("reference")).wait()
     assert trained.code == 0, trained
     logs = "".join(path.read_text() for path in (shadowed / "runs/tiny/logs").glob("*.log"))
     assert "taken for a library" not in logs + trained.out + trained.err
@@ -36,8 +38,10 @@ def test_a_config_is_checked_and_trained_on(start: Start, config: Path, shadowed
 @pytest.mark.parametrize(
     "module", [("quartet.services", "reward"), ("quartet.services", "orchestrator"), ("quartet.gateway",)]
 )
-def test_a_process_that_is_started_by_hand_begins(module: tuple[str, ...], config: Path, shadowed: Path) -> None:
+def test_a_process_started_directly_imports_the_real_libraries(
+    module: tuple[str, ...], config: Path, shadowed: Path
+) -> None:
     command = [sys.executable, "-m", *module, "--config", str(config), "--config", "absent.yaml"]
-    ended = subprocess.run(command, cwd=shadowed, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2, ended
-    assert "config absent.yaml: cannot be read" in ended.stderr
+    result = subprocess.run(command, cwd=shadowed, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2, result
+    assert "config absent.yaml: cannot be read" in result.stderr

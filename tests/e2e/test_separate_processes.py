@@ -1,4 +1,4 @@
-"""Every process started by itself, as in containers: one config, a second one laid over it, mutual TLS, a token, a password."""
+"""Processes started separately, as in containers: a config, an overlay, mutual TLS, a token and a Redis password."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ PASSWORD = "a p@ss/word:with?signs"  # pragma: allowlist secret - the test's own
 
 
 def free_ports(count: int) -> list[int]:
-    results = [socket.socket() for _ in range(count)]
-    for one in results:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
         one.bind(("127.0.0.1", 0))
-    ports = [int(one.getsockname()[1]) for one in results]
-    for one in results:
+    ports = [int(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
         one.close()
     return ports
 
 
 @pytest.fixture
 def redis_port(tmp_path: Path) -> Iterator[int]:
-    """A Redis over TCP, where only the user ``quartet`` with the password is let in."""
+    """The port of a Redis over TCP that accepts only the user ``quartet`` with the password."""
     (port,) = free_ports(1)
     rules = tmp_path / "users.acl"
     rules.write_text(
@@ -58,10 +58,10 @@ def redis_port(tmp_path: Path) -> Iterator[int]:
 
 @pytest.fixture
 def deployment(tmp_path: Path, redis_port: int) -> Path:
-    """The config that a deployment lays over the run's own."""
+    """The overlay of the deployment: addresses and credentials."""
     certificates = tmp_path / "certificates"
-    made = subprocess.run([QUARTET, "certificates", certificates], capture_output=True, text=True, check=True)
-    assert "good for 365 days" in made.stdout
+    issued = subprocess.run([QUARTET, "certificates", certificates], capture_output=True, text=True, check=True)
+    assert "good for 365 days" in issued.stdout
     (tmp_path / "redis-password").write_text(f"{PASSWORD}\n")
     (tmp_path / "token").write_text(secrets.token_urlsafe(32))
     (tmp_path / "gateway-token").write_text("the-token-of-the-operators")
@@ -75,8 +75,8 @@ def deployment(tmp_path: Path, redis_port: int) -> Path:
         }
         for name in names
     }
-    for place in services.values():
-        place["listen"] = place["address"].replace("127.0.0.1", "0.0.0.0")
+    for service in services.values():
+        service["listen"] = service["address"].replace("127.0.0.1", "0.0.0.0")
     tls = certificates / "gateway"
     tree = {
         "services": services,
@@ -98,7 +98,7 @@ def deployment(tmp_path: Path, redis_port: int) -> Path:
 
 
 @pytest.fixture
-def begin(config: Path, deployment: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
+def start_process(config: Path, deployment: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
     """Start ``python -m MODULE...`` with both configs."""
     commands: list[Command] = []
 
@@ -112,40 +112,40 @@ def begin(config: Path, deployment: Path, tmp_path: Path) -> Iterator[Callable[.
         command.clean_up()
 
 
-@pytest.mark.slow  # test_training.py has the same with some of the services.
-def test_processes_that_were_started_one_by_one_train_as_one_machine_does(
-    begin: Callable[..., Command], deployment: Path, tmp_path: Path, first_run: Run
+@pytest.mark.slow  # test_training.py tests the same with two services.
+def test_separately_started_processes_give_the_same_result_as_quartet_train(
+    start_process: Callable[..., Command], deployment: Path, tmp_path: Path, first_run: Run
 ) -> None:
     tree = yaml.safe_load(deployment.read_text())
-    services = {role: begin("services", role) for role in ROLES}
-    gateway = begin("gateway")
+    services = {role: start_process("quartet.services", role) for role in ROLES}
+    gateway = start_process("quartet.gateway")
     run = tmp_path / "runs" / "tiny"
-    orchestrator = begin("services", "orchestrator")
+    orchestrator = start_process("quartet.services", "orchestrator")
     for role, command in services.items():
         command.wait_for(lambda command=command: "event='ready'" in command.err)
-        assert is_serving(tree["services"][role]["health"])
+        assert is_serving(tree["services"][role]["health_listen"])
     url = gateway.wait_for(lambda: re.search(r"https://127\.0\.0\.1:(\d+)", gateway.out))
     api = Api(int(url[1]), tmp_path)
-    orchestrator.wait_for(lambda: api.ask("POST", "/pause")[0] == 202)
-    gateway.wait_for(lambda: {"serving"} == {one["health"] for one in api.ask("GET", "/services")[1]})
-    assert {one["role"] for one in api.ask("GET", "/services")[1]} == {*ROLES, "orchestrator", "redis"}
+    orchestrator.wait_for(lambda: api.request("POST", "/pause")[0] == 202)
+    gateway.wait_for(lambda: {"serving"} == {one["health"] for one in api.request("GET", "/services")[1]})
+    assert {one["role"] for one in api.request("GET", "/services")[1]} == {*ROLES, "orchestrator", "redis"}
 
     # A restarted orchestrator container resumes the run and stays paused.
     orchestrator.process.kill()
     orchestrator.process.wait()
-    stopped = begin("services", "orchestrator")
+    stopped = start_process("quartet.services", "orchestrator")
     stopped.wait_for(lambda: "event='ready'" in stopped.err)
     stopped.process.terminate()
     assert stopped.process.wait(20) == 143  # The run has not ended, so its supervisor must start it again.
-    said = "run resumed" if (run / "metrics.jsonl").exists() else "run started"
-    again = begin("services", "orchestrator")
-    again.wait_for(lambda: "event='ready'" in again.err)
-    again.wait_for(lambda: api.ask("POST", "/resume")[0] == 202)
+    event = "run resumed" if (run / "metrics.jsonl").exists() else "run started"
+    restarted = start_process("quartet.services", "orchestrator")
+    restarted.wait_for(lambda: "event='ready'" in restarted.err)
+    restarted.wait_for(lambda: api.request("POST", "/resume")[0] == 202)
 
-    ended = again.ended()
-    assert ended.code == 0, ended
-    assert said in ended.err
-    trained = Run(ended, run)
+    result = restarted.wait()
+    assert result.code == 0, result
+    assert event in result.err
+    trained = Run(result, run)
     assert deterministic_metrics(trained) == deterministic_metrics(first_run)
     assert weights(run) == weights(first_run.directory)
 
@@ -156,17 +156,17 @@ def test_processes_that_were_started_one_by_one_train_as_one_machine_does(
     with pytest.raises((ssl.SSLError, ConnectionError)):
         _read_metrics(tree["services"]["actor"]["metrics_listen"], tmp_path, None)
 
-    kept = (run / "config.yaml").read_text()
-    said = "".join(command.out + command.err for command in (*services.values(), gateway, again))
+    config = (run / "config.yaml").read_text()
+    output = "".join(command.out + command.err for command in (*services.values(), gateway, restarted))
     for secret in ("p@ss", "p%40ss", (tmp_path / "token").read_text(), "the-token-of-the-operators"):
-        assert secret not in kept + said
+        assert secret not in config + output
     for command in (*services.values(), gateway):
         command.process.send_signal(signal.SIGTERM)
     assert {command.process.wait(20) for command in (*services.values(), gateway)} == {0}
     assert not (run / "gateway.json").exists()
 
 
-def _trusting(folder: Path, process: str | None) -> ssl.SSLContext:
+def _tls_context(folder: Path, process: str | None) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=folder / "certificates" / "operator" / "ca.crt")
     context.check_hostname = False
     if process is not None:
@@ -181,9 +181,9 @@ class Api:
     def __init__(self, port: int, folder: Path) -> None:
         self._port, self._folder = port, folder
 
-    def ask(self, method: str, path: str) -> tuple[int, Any]:
+    def request(self, method: str, path: str) -> tuple[int, Any]:
         connection = http.client.HTTPSConnection(
-            "127.0.0.1", self._port, context=_trusting(self._folder, None), timeout=20
+            "127.0.0.1", self._port, context=_tls_context(self._folder, None), timeout=20
         )
         try:
             headers = {"Authorization": "Bearer the-token-of-the-operators"}
@@ -195,8 +195,8 @@ class Api:
 
 
 def _read_metrics(address: str, folder: Path, process: str | None) -> str:
-    place = address.replace("0.0.0.0", "127.0.0.1")
-    connection = http.client.HTTPSConnection(place, context=_trusting(folder, process), timeout=10)
+    address = address.replace("0.0.0.0", "127.0.0.1")
+    connection = http.client.HTTPSConnection(address, context=_tls_context(folder, process), timeout=10)
     try:
         connection.request("GET", "/metrics")
         return connection.getresponse().read().decode()
