@@ -11,7 +11,7 @@ from quartet.errors import ConfigError
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 """File names in a process's folder of certificates, the same as in a Kubernetes TLS secret."""
 MIN_TOKEN_LENGTH = 16
-"""Fewest characters of a token."""
+"""Minimum number of characters of a token."""
 _MAX_SECRET_LENGTH = 4096
 
 
@@ -45,7 +45,7 @@ def check_token(token: str, where: str) -> None:
 
 
 def check_certificate(certificate: Path, key: Path) -> None:
-    """Raise ConfigError unless ``gateway.certificate_file`` and ``gateway.key_file`` belong together and are good today."""
+    """Raise ConfigError unless ``gateway.certificate_file`` and ``gateway.key_file`` belong together and are valid today."""
     from cryptography import x509
 
     where = f"gateway.certificate_file {certificate}, gateway.key_file {key}"

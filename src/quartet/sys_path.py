@@ -1,6 +1,6 @@
 """Move the working directory from the start of ``sys.path``, where ``python -m`` puts it, to the end. Import this first.
 
-Otherwise a user's redis.py or queue.py would be imported instead of the library.
+Otherwise a file of the user, such as redis.py or queue.py, would be imported instead of the library.
 """
 
 import os

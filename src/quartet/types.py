@@ -303,7 +303,8 @@ class UpdateResult:
 class Alert:
     """Finding of a guard after ``step``.
 
-    ``action`` is warn, pause or stop; ``evidence`` names the metrics that the guard compared; ``remedy`` is what usually helps.
+    ``action`` is warn, pause or stop; ``evidence`` names the metrics that the guard compared; ``remedy`` is advice that usually
+    helps.
     """
 
     step: int

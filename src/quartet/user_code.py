@@ -13,17 +13,17 @@ from types import ModuleType
 from typing import Any
 
 MAX_REASON = 300
-"""Characters of an exception's text that a message repeats."""
+"""Maximum number of characters of an exception's text in a message."""
 
 
 class NotImportable(Exception):
-    """The callable cannot be imported; the text says why."""
+    """The callable cannot be imported. The text says why."""
 
 
 def import_callable(name: str) -> Callable[..., Any]:
-    """Import package.module:callable. The working directory is the last place to look in. Raises NotImportable."""
+    """Import package.module:callable. The working directory is searched last. Raises NotImportable."""
     here = os.getcwd()
-    # Last, so that a user's file never takes the place of a library with the same name.
+    # Last, so that a user's file never hides a library of the same name.
     if here not in sys.path:
         sys.path.append(here)
     module_name, _, attribute = name.partition(":")
@@ -61,7 +61,7 @@ def describe(error: BaseException, with_text: bool = True) -> str:
 
 
 def _location(error: BaseException) -> str:
-    """The last file and line outside this module, the worker's and Python's import system, or nothing."""
+    """Return the last file and line outside this module, the worker and Python's import system, or an empty string."""
     own = (__file__, importlib.__file__, str(Path(__file__).parent / "rewards/function_worker_main.py"))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in own]
     frames = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
@@ -69,7 +69,7 @@ def _location(error: BaseException) -> str:
 
 
 def _shadowed_by(module: ModuleType) -> str:
-    """Which installed module was imported in place of a file of the same name in the working directory."""
+    """Return a note if an installed module was imported instead of a file of the same name in the working directory."""
     top, file = module.__name__.partition(".")[0], getattr(module, "__file__", None) or _folder(module)
     alike = [path for path in (Path.cwd() / top, Path.cwd() / f"{top}.py") if path.exists()]
     if not alike or Path(file).is_relative_to(Path.cwd()):

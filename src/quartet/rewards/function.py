@@ -19,10 +19,11 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class FunctionReward:
-    """Calls f(prompt, response, fields) -> number; or, if batched, f(prompts, responses, fields) -> numbers, all of them lists.
+    """Scores by f(prompt, response, fields) -> number; or, if batched, by f(prompts, responses, fields) -> numbers, all of them
+    lists.
 
     ``prompt`` is the text of the policy's prompt tokens with special tokens, so that the turns of a chat can be distinguished.
-    ``response`` has no special tokens. Tokens unknown to the tokenizer have no text; a policy with a padded embedding can
+    ``response`` has no special tokens. Tokens that the tokenizer does not know have no text. A policy with a padded embedding can
     sample them. ``fields`` is the JSON object of the prompt line, {} if it has none.
     """
 

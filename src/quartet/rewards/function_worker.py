@@ -1,8 +1,8 @@
 """Calls of a user's Python function in a separate process.
 
-There it may print, leak memory, hang and crash. A call that takes too long is ended with its process, and the next call starts a
-new one. Calls and responses are numbered lines of JSON over pipes, so other output is not mistaken for a response. The child runs
-``quartet.rewards.function_worker_main``. This module does not import torch.
+The function may print, leak memory, hang or crash there. A call that takes too long is ended together with its process, and the
+next call starts a new process. Calls and responses are numbered lines of JSON over pipes, so other output is not mistaken for a
+response. The child runs ``quartet.rewards.function_worker_main``. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SECRETS = ("QUARTET_BUFFER_URL",)
 
 
 class FunctionWorker:
-    """One function in a process, which is replaced after a timeout or a crash. Calls run one at a time."""
+    """One function in a process. The process is replaced after a timeout or a crash. Calls run one at a time."""
 
     def __init__(self, function: str, key: str, start_timeout: float = START_TIMEOUT, quotes: bool = False) -> None:
         """Start the process and import ``function`` there, given as package.module:callable.
@@ -103,9 +103,8 @@ class FunctionWorker:
             problem = process.start(self._start_timeout, self._closed.is_set).get("unusable")
         except _Lost as lost:
             problem = f"cannot be imported from {Path.cwd()}: {lost}"
-            if (
-                is_restart
-            ):  # It was imported before: the machine is at fault, not the config, and a later try may succeed.
+            # It was imported before: the machine is at fault, not the config, and a later try may succeed.
+            if is_restart:
                 process.end()
                 raise FailedPrecondition(f"{self._name}: {problem}") from lost
         if problem is not None:
@@ -115,7 +114,7 @@ class FunctionWorker:
 
 
 class _Lost(Exception):
-    """The process cannot be used any more; the text says why."""
+    """The process cannot be used any more. The text says why."""
 
 
 class _TooSlow(_Lost):
@@ -140,7 +139,7 @@ class _Process:
                 bufsize=0,
                 env={**{k: v for k, v in os.environ.items() if k not in _SECRETS}, "PYTHONUNBUFFERED": "1"},
                 pass_fds=(answers,),
-                # A separate process group, to end the function's child processes, too, and to keep Ctrl-C from it.
+                # A separate process group: the function's child processes can be ended with it, and Ctrl-C does not reach it.
                 start_new_session=True,
             )
         except BaseException:
@@ -217,7 +216,7 @@ class _Process:
         return received
 
     def end(self) -> None:
-        """Kill every process of its group and wait for the child. May be called again."""
+        """Kill every process of the child's group and wait for the child. May be called again."""
         if not self._open:
             return
         self._open = False

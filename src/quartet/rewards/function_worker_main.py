@@ -40,7 +40,8 @@ def main(function_name: str, descriptor: str, quotes: str = "") -> None:
 def answer(function: Callable[..., Any], number: int, arguments: list[Any], quotes: bool = False) -> str:
     """Call the function and return the outcome as a JSON object.
 
-    It has the ``number`` of the call, and the function's ``result``; or what it ``raised``; or the type of what is ``not_json``.
+    It has the ``number`` of the call, and one of: the function's ``result``; ``raised``, the exception; ``not_json``, the type of
+    the result.
     """
     try:
         _check_call(function, arguments)

@@ -34,12 +34,12 @@ class ModelReward:
         )
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = (), cancelled: Callable[[], bool] = never) -> Scores:
-        """Score of each prompt+response. ``fields`` are checked and not used."""
+        """Return the score of each prompt+response. ``fields`` are checked but not used."""
         parse_fields(fields, len(batch))
         return Scores(sequence_scores(self._model, batch, self._micro_batch_tokens))
 
     def status(self) -> ServiceStatus:
-        """Status of the model."""
+        """Return the status of the model."""
         return self._status
 
     def close(self) -> None:

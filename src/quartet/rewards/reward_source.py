@@ -11,7 +11,7 @@ from quartet.types import Scores, ServiceStatus, TokenBatch
 
 
 def never() -> bool:
-    """Never cancelled."""
+    """Return False: default for ``cancelled``."""
     return False
 
 
@@ -22,18 +22,18 @@ class RewardSource(Protocol):
         """Return the batch's scores, in units of reward: finite float32 [sequences].
 
         ``fields``: for each sequence a JSON object with the fields of its prompt line, or an empty list. ``cancelled`` returns
-        true when the caller no longer waits. Raises InvalidRequest, ComputationFailed, Cancelled.
+        True once the caller no longer waits. Raises InvalidRequest, ComputationFailed, Cancelled.
         """
 
     def status(self) -> ServiceStatus:
-        """Status of the source for the reward service, without waiting. ``parameters`` is 0 if only functions score."""
+        """Return the status for the reward service, without waiting. ``parameters`` is 0 if only functions score."""
 
     def close(self) -> None:
-        """End the processes that it started. May be called again. A call in progress then fails."""
+        """End the processes that the source started. A call in progress fails. May be called again."""
 
 
 def parse_fields(fields: Sequence[str], sequences: int) -> list[dict[str, Any]]:
-    """Parse the fields of each sequence [sequences]. Empty objects if ``fields`` is empty. Raises InvalidRequest."""
+    """Parse the fields of each sequence, [sequences]. Return empty objects if ``fields`` is empty. Raises InvalidRequest."""
     if not fields:
         return [{} for _ in range(sequences)]
     if len(fields) != sequences:

@@ -1,4 +1,4 @@
-"""Base classes of the model servicers: a core that computes, and the compute thread that it runs on."""
+"""Base classes of the model servicers. Each has a core, which computes on a compute thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TrainableCore(Core, Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Updates that the model has taken."""
+        """Number of updates that the model has taken."""
 
     def update(self, run: str, step: int, leader_epoch: int, settings: OptimizationSettings, loss: Any) -> UpdateResult:
         """Apply the update of one step. Idempotent by (run, step)."""

@@ -34,7 +34,7 @@ class OutgoingSpan(Protocol):
 
 
 class CallTracer(Protocol):
-    """Records calls as trace spans. Its methods neither raise nor block."""
+    """Recorder of calls as trace spans. Its methods neither raise nor block."""
 
     def outgoing(self, service: str, method: str) -> OutgoingSpan | None:
         """Start the span of a call that this process makes; None if there is no current trace."""
@@ -49,7 +49,7 @@ class CallInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
     """Base class of interceptors that put a context manager around each call."""
 
     def context_of(self, service: str, method: str, metadata: Metadata) -> CallContext | None:
-        """Return what creates the context manager of a call; None for no context manager."""
+        """Return a function that creates the context manager of a call; None for no context manager."""
         raise NotImplementedError
 
     def intercept_service(
@@ -131,7 +131,7 @@ class CallMetrics(CallInterceptor):
         )
 
     def context_of(self, service: str, method: str, metadata: Metadata) -> CallContext:
-        """Return what counts and measures a call."""
+        """Return a function that creates a context manager, which counts and measures a call."""
 
         @contextmanager
         def measured(context: grpc.ServicerContext) -> Iterator[None]:
@@ -159,7 +159,7 @@ class CallTraces(CallInterceptor):
         self._tracer = tracer
 
     def context_of(self, service: str, method: str, metadata: Metadata) -> CallContext | None:
-        """Return what creates a span, if the caller sent a trace context."""
+        """Return a function that creates a span, or None if the caller sent no trace context."""
         if not any(key == "traceparent" for key, _ in metadata):
             return None
 

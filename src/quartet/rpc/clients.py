@@ -286,7 +286,7 @@ class OrchestratorClient:
         )
 
     def change_settings(self, values: Mapping[str, float], user: str) -> list[SettingChange]:
-        """Change settings from the next step on: all of them, or none if one is refused. ``user`` requests it."""
+        """Change settings from the next step on: all of them, or none if one is refused. ``user`` is the requester's name."""
         request = codec.change_settings_request(values, user)
         return codec.setting_changes_from_proto(self._call(self._stub.ChangeSettings, request, "ChangeSettings"))
 

@@ -1,4 +1,4 @@
-"""The compute thread: model work runs one piece at a time, apart from the threads that respond to health and status checks."""
+"""The compute thread runs model work, one call at a time. Other threads respond to health and status checks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Caller(Protocol):
 
 
 class CallerState:
-    """True if a caller still waits for its response."""
+    """State of the caller of one call: whether it still waits for the response."""
 
     def __init__(self, remaining: float) -> None:
         """``remaining``: seconds until the caller's deadline."""
@@ -53,7 +53,7 @@ class CallerState:
 
 
 class ComputeThread:
-    """Runs work in order on one thread, so that a model never computes two things at once."""
+    """Thread that runs work in order, so that a model never computes two calls at once."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")

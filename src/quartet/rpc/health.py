@@ -20,7 +20,7 @@ _WORKERS = 16
 _OPTIONS = {
     **dict(SERVER_OPTIONS),
     "grpc.max_receive_message_length": 4096,
-    # An unfinished request holds a worker until the connection reaches its maximum age.
+    # An unfinished request occupies a worker until the connection reaches its maximum age.
     "grpc.max_connection_age_ms": 15_000,
     "grpc.max_connection_age_grace_ms": 2_000,
 }

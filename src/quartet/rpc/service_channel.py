@@ -49,7 +49,7 @@ class ServiceChannel:
         self._status = status_pb2_grpc.StatusServiceStub(self.grpc_channel)
         self._health = health_pb2_grpc.HealthStub(self.grpc_channel)
         self.tracer: CallTracer | None = None
-        """Traces the calls made with ``start`` and ``start_stream``."""
+        """Tracer of the calls made with ``start`` and ``start_stream``."""
 
     def call(self, method: Callable[..., Response], request: Any, timeout: float, title: str) -> Response:
         """Call a method of a stub and wait for its response.

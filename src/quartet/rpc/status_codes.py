@@ -66,10 +66,10 @@ _BY_NAME = {
 
 
 def domain_error(error: BaseException) -> errors.QuartetError | None:
-    """The domain exception that ``error`` is or stands for; None for an unforeseen one."""
+    """Return ``error`` as a domain exception, or None for an unforeseen one."""
     if isinstance(error, errors.QuartetError):
         return error
-    # Not imported here: a process without a model has no torch, and this module must not load it.
+    # Not imported, because a process without a model must not load torch.
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return errors.OutOfMemory(OUT_OF_MEMORY_TEXT)
@@ -80,7 +80,7 @@ def domain_error(error: BaseException) -> errors.QuartetError | None:
 
 
 def status_of(error: BaseException) -> Status:
-    """The status that a call ends with: code, text and class of the error. The text of an unforeseen error stays inside."""
+    """Return the status of a failed call: code, text and class of the error. The text of an unforeseen error is not sent."""
     known = domain_error(error)
     if known is None:
         return Status(code=_number(grpc.StatusCode.INTERNAL), message=INTERNAL_TEXT)
@@ -91,16 +91,16 @@ def status_of(error: BaseException) -> Status:
 
 
 def shorten(text: str) -> str:
-    """``text`` as one printable line of at most MAX_TEXT characters; a longer one ends with its length."""
+    """Return ``text`` as one printable line of at most MAX_TEXT characters. A longer text is cut, and its length is added."""
     shown = text[:MAX_TEXT]
     shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in shown)[:MAX_TEXT]
     return shown if len(text) <= MAX_TEXT else f"{shown}... ({len(text)} characters)"
 
 
 def error_of(call: grpc.RpcError, where: str, timeout: float) -> errors.QuartetError:
-    """The exception that the caller of a failed call raises: the class that the service raised, else by the status code.
+    """Return the exception for the caller of a failed call: of the class that the service raised, otherwise by the status code.
 
-    ``where`` names service, address and method; ``timeout`` is the call's, in seconds.
+    ``where`` names service, address and method. ``timeout`` is the timeout of the call in seconds.
     """
     code, text = call.code(), call.details() or "no details"
     kind = _class_on_wire(call)
@@ -111,7 +111,7 @@ def error_of(call: grpc.RpcError, where: str, timeout: float) -> errors.QuartetE
 
 
 def _class_on_wire(call: grpc.RpcError) -> type[errors.QuartetError] | None:
-    """The domain class in the details of a failed call; None if there is none that this version knows."""
+    """Return the domain class in the details of a failed call; None without a class that this version knows."""
     try:
         status = rpc_status.from_call(cast("grpc.Call", call))
         for packed in status.details if status is not None else ():
@@ -125,7 +125,7 @@ def _class_on_wire(call: grpc.RpcError) -> type[errors.QuartetError] | None:
 
 
 def _wire_name(kind: type[errors.QuartetError]) -> str:
-    """Name of the nearest class that ``quartet.errors`` defines: a caller cannot know a class of another module."""
+    """Return the name of the nearest class in ``quartet.errors``: a caller does not know classes of other modules."""
     return next((base.__name__ for base in kind.__mro__ if _BY_NAME.get(base.__name__) is base), "")
 
 
@@ -156,7 +156,7 @@ def _error_by_code(code: grpc.StatusCode, text: str, where: str, timeout: float)
     if code is grpc.StatusCode.DATA_LOSS:
         return errors.ComputationFailed(f"{where}: {text}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in text:
-        # From gRPC itself, on either side: the same message would be too large the next time.
+        # gRPC itself refused the message, on either side. The same message would be too large again.
         return errors.InvalidRequest(f"{where}: {text}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.ServiceBusy(f"{where}: {text}")

@@ -60,7 +60,7 @@ class Checkpoint:
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint cannot be used. The message says why."""
+    """A checkpoint that cannot be used. The message says why."""
 
 
 def checkpoint_folders(files: RunFiles) -> list[Path]:
@@ -75,7 +75,7 @@ def checkpoint_step(folder: Path) -> int:
 
 
 def tagged_checkpoints(files: RunFiles) -> dict[str, str]:
-    """The names that were given to checkpoints, and the folders that they stand for: ``best -> step-000020``, links."""
+    """Return the folder of each tag. A tag is a link, such as ``best -> step-000020``."""
     if not files.checkpoints.is_dir():
         return {}
     links = [path for path in sorted(files.checkpoints.iterdir()) if path.is_symlink() and path.name[0] != "."]
@@ -83,7 +83,7 @@ def tagged_checkpoints(files: RunFiles) -> dict[str, str]:
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint, unless it is tagged meanwhile. It never exists partially, and no tag exists without its checkpoint."""
+    """Delete a checkpoint unless it has been tagged. At no time is it partially deleted, or is there a tag without a checkpoint."""
     files = RunFiles(folder.parents[1])
     # If this process ends before the deletion does, the start of the next checkpoint removes folders with such names.
     dropped = folder.with_name(f".{folder.name}.dropped.partial")

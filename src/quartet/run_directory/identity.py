@@ -48,8 +48,8 @@ class Identity:
     """The id, settings and data of a run.
 
     ``id`` distinguishes the run from any other with its name. ``settings`` (by key) and ``prompts_sha256`` must not change when
-    the run resumes. ``micro_batch_tokens`` holds by role what the services determined at the first start, because the split of a
-    mini-batch decides the last bits of an update.
+    the run resumes. ``micro_batch_tokens`` holds the micro-batch size that each role's service determined at the first start,
+    because the split of a mini-batch affects the last bits of an update.
     """
 
     id: str
@@ -91,7 +91,7 @@ class Identity:
             raise ConfigError(f"run {path}: cannot be read; put the file back, or start a new run") from None
 
     def micro_batch_tokens_of(self, role: Role) -> int:
-        """Return the most tokens of a micro-batch in updates of ``role``; 0 if the service decides."""
+        """Return the maximum number of tokens of a micro-batch in updates of ``role``; 0 if the service decides."""
         return self.micro_batch_tokens.get(role, 0)
 
     def with_micro_batch_tokens(self, micro_batch_tokens: Mapping[Role, int]) -> Identity:

@@ -63,7 +63,7 @@ def move_earlier_run_aside(files: RunFiles) -> None:
 
 
 def restore_earlier_run(files: RunFiles) -> None:
-    """Put back the run that ``move_earlier_run_aside`` moved, in place of what was written since. Does nothing without one."""
+    """Restore the run that ``move_earlier_run_aside`` moved, and remove the files written since then. Does nothing without one."""
     if not files.earlier.exists():
         return
     for path in files.all_paths():
@@ -79,7 +79,7 @@ def delete_earlier_run(files: RunFiles) -> None:
 
 
 def remove_run(files: RunFiles) -> None:
-    """Remove the files of a run, and no others. For a run that took no step, so that a new one finds nothing of it."""
+    """Remove the files of a run, and no others. For a run that took no step, before a new one uses the directory."""
     if files.is_run():
         for path in files.all_paths():
             _remove(path)

@@ -160,8 +160,8 @@ class RunFiles:
     def write_failed_trajectories(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
         """Write the trajectories of ``step`` that could not be scored to ``failed_trajectories.jsonl``.
 
-        Each row is an object with a ``step``. Replaces lines of this step and later ones, which an attempt left that broke off
-        before its commit.
+        Each row is an object with a ``step``. Replaces lines of this step and later ones, which an attempt left that was
+        interrupted before its commit.
         """
         earlier = read_step_lines(self.failed_trajectories)
         lines = [*(line for line in earlier if line["step"] < step), *rows]
@@ -227,7 +227,7 @@ class RunFiles:
     def write_evaluation(self, step: int, summary: Mapping[str, float], rows: Iterable[dict[str, Any]]) -> None:
         """Write ``evaluations/step-000000.jsonl``, one object for each prompt, and the step's line of ``evaluations.jsonl``.
 
-        Replaces lines of this step and later ones, which an attempt left that came further before it broke off.
+        Replaces lines of this step and later ones, which an interrupted attempt may have left.
         """
         self._write_lines(self._evaluation_of(step), rows)
         earlier = [line for line in read_step_lines(self.evaluation_summaries) if line["step"] < step]

@@ -14,7 +14,7 @@ from quartet.errors import ConfigError
 from quartet.types import FloatArray
 
 _OF_RESPONSES = ("log_probs", "reference_log_probs", "kl", "advantages", "returns")
-"""float32 [response tokens], flat, in the order of the trajectories; With a critic also ``values``."""
+"""float32 [response tokens], flat, in the order of the trajectories. With a critic also ``values``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ GATEWAY = "gateway"
 OPERATOR = "operator"
 """The `quartet` command."""
 PROMETHEUS = "prometheus"
-"""Prometheus, which scrapes metrics; it calls no method."""
+"""Prometheus. It scrapes metrics and calls no method."""
 REDIS = "redis"
 """The rollout buffer; it calls no method."""
 

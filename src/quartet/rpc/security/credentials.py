@@ -103,7 +103,7 @@ class AccessControl(CallInterceptor):
         self._credentials = credentials
 
     def context_of(self, service: str, method: str, metadata: Metadata) -> CallContext:
-        """Return what ends a call that its caller may not make."""
+        """Return a function that ends the call if the caller may not make it, or None."""
         name = f"{service}/{method}"
 
         @contextmanager

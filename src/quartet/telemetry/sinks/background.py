@@ -16,7 +16,7 @@ from quartet.types import Alert
 log = structlog.get_logger()
 
 MAX_QUEUED = 1024
-"""Most messages that wait for slow sinks. Further ones are dropped."""
+"""Maximum number of messages that wait for slow sinks. Further ones are dropped."""
 CLOSE_TIMEOUT = 10.0
 """Seconds that the end of a run waits for the sinks."""
 

@@ -14,9 +14,9 @@ from quartet.types import Alert
 TAG = "quartet.run"
 """Tag of an MLflow run that contains the id of the Quartet run."""
 _MAX_PARAMETERS = 100
-"""Most parameters in one request."""
+"""Maximum number of parameters in one request."""
 _MAX_VALUE_LENGTH = 500
-"""Most characters of a parameter's value that every server accepts."""
+"""Maximum length of a parameter's value that every server accepts."""
 
 
 class MLflow:

@@ -9,7 +9,9 @@ from quartet.types import Alert
 
 
 class Sink(Protocol):
-    """Receives the metrics of a run. Only one thread calls it. An exception drops this sink and affects nothing else."""
+    """Receiver of the metrics of a run. Only one thread calls it. After an exception the sink is dropped; nothing else is
+    affected.
+    """
 
     def continues_from(self, step: int) -> None:
         """Continue after ``step``, 0 at the start of a run. Metrics of later steps are obsolete."""

@@ -17,7 +17,7 @@ class WeightsAndBiases:
     def __init__(
         self, settings: WandbConfig, name: str, identity: str, config: Mapping[str, Any], folder: Path
     ) -> None:
-        """``folder`` is for the files of the library."""
+        """``folder`` holds the files of the library."""
         import wandb
 
         self._run = wandb.init(
@@ -28,7 +28,7 @@ class WeightsAndBiases:
             resume="allow",
             config=dict(config),
             dir=folder,
-            # Capturing the console and the code would upload what the user did not ask to send.
+            # Capturing the console and the code would upload data that the user did not choose to send.
             settings=wandb.Settings(console="off", silent=True, disable_code=True, disable_git=True),
         )
         self._run.define_metric("step")
