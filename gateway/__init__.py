@@ -1,1 +1,1 @@
-"""The gateway: what a run is and does as a REST API, and the dashboard that is a client of it."""
+"""The gateway: a REST API for runs, and the dashboard, which is a client of this API."""

@@ -1,7 +1,7 @@
 """The gateway process: ``python -m quartet.gateway --runs DIR``, or ``--config CONFIG`` for one run.
 
-It validates tokens and the listen address before it imports the app, and serves until SIGTERM or SIGINT. It has no state of its
-own, so it exits without further cleanup.
+It validates tokens and the listen address before it imports the app, and serves until SIGTERM or SIGINT. It has no state, so it
+exits without further cleanup.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from quartet.rpc.security.credentials import LOCAL, Credentials
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """Which runs a gateway serves, where it listens, and who has access. Its ``repr`` contains no secrets."""
+    """Settings of a gateway: runs, listen address and access. Its ``repr`` contains no secrets."""
 
     runs: Path
     """Folder that contains the runs."""

@@ -45,13 +45,13 @@ CHECK_INTERVAL = 1.0
 
 
 class ReadyNotifier:
-    """Reports to the parent process, through a pipe, that this process is ready, or why it ended."""
+    """Sender of messages to the parent process through a pipe: this process is ready, or why it ended."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._pipe = None if descriptor is None else os.fdopen(descriptor, "w", buffering=1)
 
     def notify(self, **message: Any) -> None:
-        """Write one line of JSON. A parent that has closed the pipe is not an error."""
+        """Write one line of JSON. Ignores a pipe that the parent has closed."""
         if self._pipe is not None:
             try:
                 self._pipe.write(json.dumps(message) + "\n")
@@ -110,7 +110,7 @@ def _serve(roles: list[Role], options: argparse.Namespace, notifier: ReadyNotifi
     service = getattr(config.services, roles[0])
     listen = listen_address(service)
     threads = num_threads(config, roles[0])
-    # Set before torch is imported: it sizes its thread pools once.
+    # Set before the import of torch, which sizes its thread pools once.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
 
     # The first entry ends the process. A SimpleQueue is reentrant: a signal handler may use it at any time.

@@ -1,4 +1,4 @@
-"""Micro-batch size of updates that fits the free memory. Measured once, when the service starts."""
+"""Micro-batch size of updates that fits into the free memory, measured once at the start of the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base class of actor and critic: a model that takes updates, is saved without a pause, and is restored from checkpoints."""
+"""Base class of actor and critic: a model that takes updates, is saved while it works, and is restored from checkpoints."""
 
 from __future__ import annotations
 

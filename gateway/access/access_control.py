@@ -1,4 +1,4 @@
-"""Access control as one middleware in front of the whole app, so that no route can lack it."""
+"""Access control as one middleware in front of the whole app, so that it covers every route."""
 
 from __future__ import annotations
 

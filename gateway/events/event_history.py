@@ -23,14 +23,14 @@ from quartet.run_directory.run_files import RunFiles
 log = structlog.get_logger()
 
 MAX_BATCH = 500
-"""Events that are read at a time."""
+"""Maximum number of events in one read."""
 _MAX_CACHED_BATCHES = 16
 """Batches that are kept for other readers with the same cursor."""
 
 
 @dataclass(slots=True)
 class EventReader:
-    """The position of one reader, and the number of the run's rollbacks that it has been told about."""
+    """Position of one reader, and the number of the run's rollbacks that it has been sent."""
 
     cursor: EventCursor
     rollbacks: int

@@ -1,8 +1,8 @@
 """Live updates of runs as server-sent events.
 
-The history of a run is read from its files at each listener's own pace, so a slow listener misses nothing except checkpoints
-that were deleted before it got to them. The current progress and the health of the processes are not stored anywhere; a
-listener gets the newest values when it is ready for them.
+Each listener reads the history of a run from its files at a separate pace. So a slow listener misses nothing except checkpoints
+that were deleted before it read them. The current progress and the health of the processes are not stored; a listener gets the
+newest values when it is ready for them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class EventStream:
         self._newest_states: dict[str, bytes] = {}
         """The newest ``progress`` and ``services`` events."""
         self._published_states: dict[str, bytes] = {}
-        """The states that listeners may get: the files have been read since these were polled."""
+        """The states that are sent to listeners. The files have been read since these were polled."""
         self._health: list[tuple[str, str, str, str]] = []
         self.listeners = 0
 

@@ -26,7 +26,7 @@ class BufferMonitor:
         self._lock = threading.Lock()
 
     def url(self, name: str) -> str | None:
-        """Return the address of a run's Redis. None if the run started its own Redis and this gateway belongs to another run."""
+        """Return the address of a run's Redis. None for the embedded Redis of a run other than this gateway's."""
         return (self._own_url if name == self._own_run else None) or self._catalog.config(name).buffer.url
 
     def buffer(self, name: str) -> Buffer:

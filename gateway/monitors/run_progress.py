@@ -59,7 +59,7 @@ class _MonitoredRun:
         return RETRY_SECONDS if self.responded_at > NEVER else RETRY_DEAD_SECONDS
 
     def connect(self, address: str | None) -> OrchestratorClient | None:
-        """Return the orchestrator at ``address``. None as the address drops the connection and the last responses."""
+        """Return the orchestrator at ``address``. If the address is None, drop the connection and the last responses."""
         if self.orchestrator is not None and self.orchestrator.address != address:
             self.orchestrator.close()
             self.orchestrator, self.progress = None, None
@@ -75,7 +75,7 @@ class _MonitoredRun:
 
 
 class RunMonitor:
-    """Polls the orchestrators of active runs on request. Thread-safe; no call waits longer than ``TIMEOUT_SECONDS``."""
+    """Monitor that polls the orchestrators of active runs on request. Thread-safe. No call waits longer than TIMEOUT_SECONDS."""
 
     def __init__(self, catalog: RunCatalog, credentials: Credentials = LOCAL) -> None:
         self._credentials = credentials

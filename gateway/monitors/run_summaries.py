@@ -13,7 +13,7 @@ from quartet.run_directory.run_files import RunFiles
 
 
 class RunSummaries:
-    """Summarizes the runs of a folder."""
+    """Summaries of the runs of a folder."""
 
     def __init__(self, catalog: RunCatalog, readers: RunReaders, monitor: RunMonitor) -> None:
         self._catalog, self._readers, self._monitor = catalog, readers, monitor

@@ -23,7 +23,7 @@ TIMEOUT_SECONDS = 1.0
 MAX_AGE_SECONDS = 1.0
 """Age up to which a poll is reused, so that many viewers cause one poll."""
 MAX_PARALLEL_POLLS = 8
-"""Processes that are polled at the same time."""
+"""Maximum number of processes that are polled at the same time."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class _MonitoredRun:
 
 
 class ServiceMonitor:
-    """Polls the processes of runs on request. Thread-safe."""
+    """Monitor that polls the processes of runs on request. Thread-safe."""
 
     def __init__(self, catalog: RunCatalog, buffers: BufferMonitor, credentials: Credentials = LOCAL) -> None:
         self._catalog, self._buffers, self._credentials = catalog, buffers, credentials

@@ -1,4 +1,4 @@
-"""The timelines of runs, ``timeline.jsonl``: what each process did during a step. Only the requested line is parsed."""
+"""The timelines of runs, ``timeline.jsonl``: the work of each process during a step. Only the requested line is parsed."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def _sort_columns(indexes: list[StepIndex], matches: list[NDArray[np.int64]], so
 
 
 def _count_up_to(columns: list[NDArray[Any]], key: SortKey) -> int:
-    """Return how many trajectories sort before or at a key."""
+    """Return the number of trajectories that sort before or at a key."""
     count = len(columns[0])
     greater = np.zeros(count, dtype=np.bool_)
     equal = np.ones(count, dtype=np.bool_)

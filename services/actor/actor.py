@@ -112,7 +112,8 @@ class Actor(TrainableModel):
         cancelled: Callable[[], bool],
         on_start: Callable[[], None] = lambda: None,
     ) -> tuple[int, int]:
-        """Generate trajectories into the rollout stream, each as it finishes. Return their number and their response tokens.
+        """Generate trajectories into the rollout stream, each as it finishes. Return the numbers of trajectories and response
+        tokens.
 
         An engine with separate weights can generate during an update: from the call of ``on_start`` until the return, its weights
         do not change. Raises FailedPrecondition if the engine's weights are not of ``policy_version``.

@@ -48,7 +48,7 @@ class ActorServicer(TrainableServicer[Actor], actor_pb2_grpc.ActorServiceService
         )
 
     def abandoned(self) -> tuple[str, float]:
-        """See ``ComputeThread.abandoned``; the longer one of both threads."""
+        """Return the longer abandoned work of both threads, see ``ComputeThread.abandoned``."""
         return max(super().abandoned(), self._generation.abandoned(), key=itemgetter(1))
 
     def close(self) -> None:

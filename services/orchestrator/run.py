@@ -59,7 +59,7 @@ class RollbackRequested(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedRun:
-    """The parts of a run that depend on its services: made once all services have responded."""
+    """The parts of a run that depend on its services. Created once all services have responded."""
 
     identity: Identity
     evaluations: EvaluationSchedule
@@ -375,7 +375,7 @@ class TrainingLoop:
             self._evaluations.evaluate(step, self._leadership.epoch)
 
     def _is_last(self, step: int) -> bool:
-        # A pending step may have reached one of the models, so it is finished before a stop.
+        # One of the models may have applied the pending step, so it is finished before a stop.
         pending = self._steps.pending_step == step + 1
         # A run does not stop before a step that it had committed.
         recomputing = step < self._leadership.recovery_point.committed

@@ -43,7 +43,7 @@ class ServiceClients:
     """Clients of the run's model services. ``critic`` is None for an estimator without one."""
 
     def __init__(self, config: Config, credentials: Credentials = LOCAL) -> None:
-        """Every role of the config has an address: see ``quartet.preflight.check_separate_orchestrator``."""
+        """Connect to the services. ``quartet.preflight.check_separate_orchestrator`` checks that each has an address."""
         self._config = config
         self._roles = model_roles(config)
         self.actor = ActorClient(self._address(Role.ACTOR), config.timeouts, credentials)

@@ -1,4 +1,4 @@
-"""Reward processing and advantages: from scores to one advantage per response token, as the config says."""
+"""Reward processing and advantages, by the config: from scores to one advantage per response token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def treat_scores(
     moments: RunningMoments | None,
     max_response_tokens: int,
 ) -> Tensor:
-    """Score [sequences] normalised by ``moments``, scaled, clipped; then less what truncation and length cost.
+    """Normalize scores [sequences] by ``moments``, scale and clip them, then apply the penalties for truncation and length.
 
     ``truncated`` bool [sequences]; ``lengths`` response tokens [sequences].
     """
@@ -59,7 +59,7 @@ def estimate_advantages(
     algorithm: AlgorithmConfig,
     kl_coefficient: float,
 ) -> Advantages:
-    """Advantages and value targets [tokens] by the configured estimator. Value targets are 0 without a critic.
+    """Return advantages and value targets [tokens] by the configured estimator. Value targets are 0 without a critic.
 
     ``scores`` [sequences]; ``kl`` and ``values`` [tokens]; ``groups`` [sequences], the prompt of each response.
     """

@@ -1,4 +1,4 @@
-"""Update requests: the losses and optimisation settings that the actor and the critic learn a step with."""
+"""Update requests: losses and optimization settings for the updates of the actor and the critic."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def start_update(
     learning_rate: float | None = None,
     micro_batch_tokens: int = 0,
 ) -> PendingResult[UpdateResult]:
-    """Start the update of ``step``. The request is the same each time it is sent with the same ``learning_rate``."""
+    """Start the update of ``step``. The same ``learning_rate`` always gives the same request."""
     if isinstance(client, ActorClient):
         optimization = optimization_at(config, config.actor, step, learning_rate, micro_batch_tokens)
         loss = policy_loss_of(config.algorithm, config.rollout.temperature)

@@ -111,7 +111,7 @@ class _Plan:
 
 
 class Recovery:
-    """Brings models, optimizers and the algorithm's state to the same step."""
+    """Recovery of models, optimizers and the algorithm's state to the same step."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class Recovery:
             algorithm_state.replay(metrics, self._files.read_scores(int(metrics["step"]), sequences))
 
     def _restore_model(self, client: ActorClient | CriticClient, plan: _Plan, history: list[dict[str, float]]) -> None:
-        """Bring one model to the plan's step: as it stands, or from the checkpoint; then repeat its updates."""
+        """Bring one model to the plan's step: from its current state or from the checkpoint, then repeat its updates."""
         step = plan.start_steps[client.role]
         if step is None:
             path = plan.checkpoint.path if plan.checkpoint else None
@@ -220,7 +220,7 @@ class Recovery:
     ) -> None:
         """Bring one model from ``step`` forward ``to`` a later step, by the same updates as before."""
         for replayed in range(step + 1, to + 1):
-            # The rate of that time: the schedule differs if the run has been extended since.
+            # The recorded rate: the schedule differs if the run has been extended since.
             rate = history[replayed - 1].get(f"learning_rate_{client.role}")
             tokens = self._identity.micro_batch_tokens_of(client.role)
             try:

@@ -25,7 +25,7 @@ class AlertHandler:
         """The first alert whose action is to stop the run."""
 
     def apply(self, alerts: Sequence[Alert]) -> None:
-        """Carry out the action of each alert, and write the alert down."""
+        """Carry out the action of each alert, and record the alert."""
         for alert in alerts:
             log.warning("guard alert", **asdict(alert))
             # Before the alert is written: a written alert counts as applied.

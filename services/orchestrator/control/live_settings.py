@@ -29,7 +29,7 @@ MAX_USER_LENGTH = 200
 
 
 def learning_rate_setting(role: Role) -> str:
-    """Name of the setting for a model's configured learning rate, which its schedule starts from."""
+    """Return the name of the setting for a model's configured learning rate, from which its schedule starts."""
     return f"{role}.learning_rate"
 
 
@@ -37,7 +37,7 @@ class LiveSettings:
     """The live settings of one run. Any thread may change them; the training thread starts steps."""
 
     def __init__(self, config: Config, files: RunFiles, control: RunControl) -> None:
-        """Settings that accept no change before ``resume``. While ``control`` has a rollback pending, changes are refused."""
+        """Refuse all changes before ``resume``, and while ``control`` has a pending rollback."""
         self._config, self._files, self._control = config, files, control
         self._lock = threading.Lock()
         self._changes: list[SettingChange] = []

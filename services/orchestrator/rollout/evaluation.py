@@ -179,7 +179,7 @@ class EvaluationSchedule:
         return step % self._every == 0 or last
 
     def evaluate(self, step: int, leader_epoch: int) -> None:
-        """Evaluate the policy after ``step`` and report the result. A failure is written down; at step 0 it is raised."""
+        """Evaluate the policy after ``step`` and report the result. A failure is recorded; at step 0 it is raised."""
         evaluator = self._evaluator
         assert evaluator is not None
         self._last_step = step

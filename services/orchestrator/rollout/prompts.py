@@ -16,7 +16,7 @@ from quartet.types import Prompt, Role
 log = structlog.get_logger()
 
 AddNote = Callable[[str], None]
-"""Receives a note for the user, such as the number of dropped prompts."""
+"""Function that receives a note for the user, such as the number of dropped prompts."""
 
 
 def training_prompts(config: Config, tokenizer: Any, statuses: ServiceStatuses, add_note: AddNote) -> PromptOrder:

@@ -33,7 +33,7 @@ TRAJECTORY_FAULTS = (ComputationFailed, ServiceFailed, InvalidRequest)
 PREFETCH = 2
 """Batches in flight per service beyond two per replica: one that it computes, and one that waits there."""
 BATCH_ATTEMPTS = 2
-"""Attempts for a whole batch before its trajectories are sent one by one. A transient fault then leaves the same bits."""
+"""Attempts for a whole batch before its trajectories are sent one by one, so that a transient fault does not change the bits."""
 
 
 @dataclass(frozen=True, slots=True)

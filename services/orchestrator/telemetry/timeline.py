@@ -1,4 +1,4 @@
-"""Timeline of a step: what each service did and when, which shows what waited for what."""
+"""Timeline of a step: the work of each service with its start and end."""
 
 from __future__ import annotations
 

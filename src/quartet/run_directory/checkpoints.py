@@ -83,7 +83,7 @@ def tagged_checkpoints(files: RunFiles) -> dict[str, str]:
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint unless it has been tagged. At no time is it partially deleted, or is there a tag without a checkpoint."""
+    """Delete a checkpoint atomically, unless it has been tagged. A tag never points to a deleted checkpoint."""
     files = RunFiles(folder.parents[1])
     # If this process ends before the deletion does, the start of the next checkpoint removes folders with such names.
     dropped = folder.with_name(f".{folder.name}.dropped.partial")

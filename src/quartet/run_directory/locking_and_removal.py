@@ -63,7 +63,7 @@ def move_earlier_run_aside(files: RunFiles) -> None:
 
 
 def restore_earlier_run(files: RunFiles) -> None:
-    """Restore the run that ``move_earlier_run_aside`` moved, and remove the files written since then. Does nothing without one."""
+    """Restore the run that ``move_earlier_run_aside`` moved, and remove later files. Does nothing without such a run."""
     if not files.earlier.exists():
         return
     for path in files.all_paths():

@@ -9,9 +9,7 @@ from quartet.types import Alert
 
 
 class Sink(Protocol):
-    """Receiver of the metrics of a run. Only one thread calls it. After an exception the sink is dropped; nothing else is
-    affected.
-    """
+    """Receiver of the metrics of a run. Only one thread calls it. An exception drops this sink and affects nothing else."""
 
     def continues_from(self, step: int) -> None:
         """Continue after ``step``, 0 at the start of a run. Metrics of later steps are obsolete."""
