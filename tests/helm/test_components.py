@@ -133,6 +133,7 @@ def test_probes_ask_by_grpc_and_wait_for_the_model() -> None:
         "scheme": "HTTPS",
         "httpHeaders": [{"name": "Host", "value": "localhost"}],
     }
+    assert result["gateway"]["livenessProbe"]["tcpSocket"] == {"port": 8080}, "the connection limit must not restart it"
 
 
 def test_pods_end_after_the_step_in_hand() -> None:

@@ -52,7 +52,10 @@ spec:
       {{- if ne $part "worker" }}
       {{- range $kind := list "startup" "readiness" "liveness" }}
       {{ $kind }}Probe:
-        {{- if $gateway }}
+        {{- if and $gateway (eq $kind "liveness") }}
+        # At its connection limit the gateway responds with 503 to every request. A restart would not help.
+        tcpSocket: {port: 8080}
+        {{- else if $gateway }}
         # The kubelet uses the address of the pod, which the gateway does not accept as a host name.
         httpGet:
           path: /healthz
