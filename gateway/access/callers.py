@@ -44,7 +44,7 @@ _bearer = HTTPBearer(
 
 
 async def viewer(request: Request, _: Annotated[object, Security(_bearer)]) -> Caller:
-    """Return the caller. Every authenticated caller may read. Raises ProblemError if there is none."""
+    """Return the caller. Every authenticated caller may read. Raises ProblemError without a caller."""
     caller: Caller | None = request.scope.get(CALLER_KEY)
     if caller is None:
         # Reached only if a path is public by mistake.

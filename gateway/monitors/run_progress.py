@@ -89,7 +89,7 @@ class RunMonitor:
         orchestrator = self.orchestrator(name)
         if orchestrator is None:
             return None
-        # One thread sends the request. Concurrent callers get the last response and wait only if there is none yet.
+        # One thread sends the request. Concurrent callers get the last response, and wait only before the first response.
         if not run.request_lock.acquire(blocking=run.requested_at == NEVER):
             return run.progress
         try:

@@ -48,7 +48,7 @@ class TimelineReader:
         self._lock = threading.Lock()
 
     def step(self, path: Path, step: int) -> Record | None:
-        """Return the timeline of one step, or None if there is none. Raises ConfigError if its line is damaged."""
+        """Return the timeline of one step, or None if the file does not have it. Raises ConfigError if its line is damaged."""
         with self._lock:
             timeline = self._timelines.setdefault(path, _Timeline(path))
             self._timelines.move_to_end(path)

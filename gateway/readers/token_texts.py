@@ -24,7 +24,7 @@ class TokenizerCache:
         self._lock = threading.Lock()
 
     def of(self, folder: Path) -> Any | None:
-        """Return the tokenizer in a run's ``tokenizer/`` folder, or None if there is none that can be loaded."""
+        """Return the tokenizer in a run's ``tokenizer/`` folder, or None if it is missing or cannot be loaded."""
         path = folder / "tokenizer.json"
         try:
             current = signature(path)

@@ -20,7 +20,7 @@ _METRICS = {
     Role.CRITIC: ("value_loss", "value_clip_fraction"),
 }
 _METRICS_OF_BOTH = ("grad_norm", "optimizer_steps", "skipped_steps")
-"""Reported by actor and critic alike, so the public name ends with the role."""
+"""Metrics that both actor and critic report. Their public name ends with the role."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ _DAMAGE = re.compile(
 
 
 def find_server() -> Path:
-    """Return the path of the server binary. Raises ConfigError if there is none."""
+    """Return the path of the server binary. Raises ConfigError if no server is installed."""
     for name in ("redis-server", "valkey-server"):
         path = shutil.which(name)
         if path:

@@ -87,7 +87,7 @@ class ExperienceStore:
         return chunk
 
     def holds(self, steps: Iterable[int]) -> bool:
-        """Return whether every one of these steps is sealed. A manifest is written after its chunks, so it stands for them."""
+        """Return whether all of these steps are sealed. A manifest is written after its chunks, so only manifests are checked."""
         keys = [self.key(step) for step in steps]
         with translate_errors(self._url):
             return not keys or int(self._client.exists(*keys)) == len(keys)

@@ -128,7 +128,7 @@ class _ProgressStream:
         self._client: OrchestratorClient | None = None
         self._closed = threading.Event()
         self.queue: queue.Queue[Progress | None] = queue.Queue()
-        """Received progress. None stands for a broken connection or a failed attempt to reconnect."""
+        """Received progress. None means a broken connection or a failed attempt to reconnect."""
         threading.Thread(target=self._receive, name="watch", daemon=True).start()
 
     def close(self) -> None:

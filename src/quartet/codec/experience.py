@@ -54,7 +54,7 @@ def encode_experience(experience: Experience, chunk_bytes: int = EXPERIENCE_CHUN
 def decode_experience(manifest: bytes, read_chunk: Callable[[str], bytes | memoryview | None]) -> Experience:
     """Return the experience that ``encode_experience`` encoded.
 
-    ``read_chunk`` returns the chunk with the given SHA-256, or None if there is none. Raises InvalidRequest if the manifest is
+    ``read_chunk`` returns the chunk with the given SHA-256, or None if it is missing. Raises InvalidRequest if the manifest is
     malformed, if a chunk is missing or not the one that the manifest names, or if the arrays do not fit together.
     """
     message = experience_pb2.ExperienceManifest()

@@ -145,8 +145,8 @@ class ComputeThread:
     def abandoned(self) -> tuple[str, float]:
         """Return the kind of running work whose caller is gone and whose deadline has passed, and for how many seconds.
 
-        Returns ("", 0) if there is none. A caller may be gone earlier because another service failed; until the deadline that
-        says nothing about this work.
+        Returns ("", 0) without abandoned work. A caller may be gone before the deadline because another service failed. Until the
+        deadline, the work does not count as abandoned.
         """
         running = self._running
         overdue = 0.0 if running is None else running[1].overdue_seconds()

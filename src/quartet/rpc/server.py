@@ -193,7 +193,7 @@ class Server:
 
     @property
     def health_address(self) -> str | None:
-        """HOST:PORT of the separate listener for health checks; None if there is none."""
+        """HOST:PORT of the separate listener for health checks; None without a listener."""
         return self._probes.address if self._probes is not None else None
 
     def stop(self, drain: float) -> None:

@@ -80,7 +80,7 @@ class Identity:
 
     @classmethod
     def read(cls, path: Path) -> Identity | None:
-        """Read a ``run.json``. Return None if there is none. Raises ConfigError if it cannot be read."""
+        """Read a ``run.json``. Return None if the file is missing. Raises ConfigError if it cannot be read."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             sizes = {str(role): int(tokens) for role, tokens in content["micro_batch_tokens"].items()}

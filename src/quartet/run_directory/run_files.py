@@ -197,7 +197,7 @@ class RunFiles:
             write_durably(self.services, json.dumps(addresses, indent=2) + "\n")
 
     def orchestrator_address(self) -> str:
-        """Return the address of the orchestrator of an active run. Raises ConfigError if there is none."""
+        """Return the address of the orchestrator of an active run. Raises ConfigError if the run is not active."""
         try:
             return str(json.loads(self.services.read_text(encoding="utf-8"))[Role.ORCHESTRATOR])
         except (OSError, ValueError, KeyError):
@@ -245,7 +245,7 @@ class RunFiles:
             ) from None
 
     def last_evaluated_step(self) -> int | None:
-        """Return the step of the last evaluation, or None if there is none."""
+        """Return the step of the last evaluation, or None without evaluations."""
         lines = read_step_lines(self.evaluation_summaries)
         return int(lines[-1]["step"]) if lines else None
 
