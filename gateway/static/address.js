@@ -1,12 +1,12 @@
 // Addresses within the dashboard: `#/runs/NAME/steps?step=12`.
 
-/** Returns the current address: {parts: ["runs", NAME, "steps"], query: URLSearchParams}. */
+/** Return the current address: {parts: ["runs", NAME, "steps"], query: URLSearchParams}. */
 export function current() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
   return { parts: path.split("/").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query) };
 }
 
-/** Returns an address without empty query values. */
+/** Return an address without empty query values. */
 export function to(parts, query = {}) {
   const parameters = new URLSearchParams();
   for (const [name, value] of Object.entries(query)) {
@@ -16,7 +16,7 @@ export function to(parts, query = {}) {
   return `#/${parts.map(encodeURIComponent).join("/")}${text ? `?${text}` : ""}`;
 }
 
-/** Changes query values in the address without leaving the page. */
+/** Change query values in the address without leaving the page. */
 export function updateQuery(query) {
   const { parts, query: before } = current();
   const merged = { ...Object.fromEntries(before), ...query };

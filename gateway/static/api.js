@@ -12,7 +12,7 @@ export class Problem extends Error {
   }
 }
 
-/** Moves the token from the link to the session storage, so that it does not stay in the address bar or the history. */
+/** Move the token from the link to the session storage, so that it does not stay in the address bar or the history. */
 export function takeTokenFromLink() {
   const match = /[#&]token=([^&]*)/.exec(location.hash);
   if (!match) return;
@@ -25,7 +25,7 @@ export const token = () => sessionStorage.getItem(KEY);
 export const setToken = (value) => sessionStorage.setItem(KEY, value);
 export const forgetToken = () => sessionStorage.removeItem(KEY);
 
-/** Sends a request and returns the response. Raises Problem. A refused token also triggers the sign-in page. */
+/** Send a request and return the response. Raises Problem. A refused token also triggers the sign-in page. */
 export async function open(path, { method = "GET", query = {}, body, signal, headers = {} } = {}) {
   const parameters = new URLSearchParams();
   for (const [name, value] of Object.entries(query)) {
@@ -97,22 +97,22 @@ export const changeSettings = (name, values) => request(`${of(name)}/settings`, 
 export const command = (name, verb) => post(`${of(name)}/${verb}`);
 export const rollBack = (name, number) => post(`${of(name)}/rollback`, { step: number });
 
-/** Returns one trajectory by its id RUN/STEP/PROMPT/SAMPLE, or by the last three parts of it. */
+/** Return one trajectory by its id RUN/STEP/PROMPT/SAMPLE, or by the last three parts of it. */
 export function trajectory(name, id, signal) {
   return get(`${of(name)}/trajectories/${id.split("/").slice(-3).map(enc).join("/")}`, {}, signal);
 }
 
-/** Returns the curves of one run with at most `points` points; `range` is {first, last}, both optional. */
+/** Return the curves of one run with at most `points` points; `range` is {first, last}, both optional. */
 export function metrics(name, names, range, points, signal) {
   return get(`${of(name)}/metrics`, { names: names.join(","), ...range, points }, signal);
 }
 
-/** Returns the curves of several runs. */
+/** Return the curves of several runs. */
 export function metricsOfRuns(runNames, names, range, points, signal) {
   return get("/metrics", { runs: runNames.join(","), names: names.join(","), ...range, points }, signal);
 }
 
-/** Returns the items of all pages of a list, up to 5,000 items. */
+/** Return the items of all pages of a list, up to 5,000 items. */
 async function allItems(path, signal) {
   const items = [];
   let cursor = null;
@@ -125,5 +125,5 @@ async function allItems(path, signal) {
   return items;
 }
 
-/** Returns the items of a page or a plain list. */
+/** Return the items of a page or a plain list. */
 export const itemsOf = (answer) => (Array.isArray(answer) ? answer : answer.items);

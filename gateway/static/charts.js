@@ -9,7 +9,7 @@ window.addEventListener("quartet:theme", () => {
   cached = null;
 });
 
-/** Returns the colours of the current theme, by their names in base.css. */
+/** Return the colours of the current theme, by their names in base.css. */
 export function colours() {
   if (!cached) {
     const style = getComputedStyle(document.documentElement);
@@ -19,16 +19,16 @@ export function colours() {
   return cached;
 }
 
-/** Returns the colour name of the series with this index. */
+/** Return the colour name of the series with this index. */
 export const colourName = (index) => COLOURS[index % COLOURS.length];
 
-/** Returns a colour, given as #rrggbb, with an opacity from 0 to 1. */
+/** Return a colour, given as #rrggbb, with an opacity from 0 to 1. */
 export function faded(colour, opacity) {
   const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
   return `rgba(${red}, ${green}, ${blue}, ${opacity})`;
 }
 
-/** Returns the layout of a line chart; `range` is [first step, last step]. */
+/** Return the layout of a line chart; `range` is [first step, last step]. */
 export function lineLayout({ range, marks = [], zero = false, ticks = "", zoom = true }) {
   const colour = colours();
   const axis = { gridcolor: colour.line, linecolor: colour.line, zeroline: false, tickfont: { color: colour.muted, size: 11 }, automargin: false };
@@ -63,7 +63,7 @@ export function lineLayout({ range, marks = [], zero = false, ticks = "", zoom =
   };
 }
 
-/** Returns the traces of one line, preceded by its band if it has one. */
+/** Return the traces of one line, preceded by its band if it has one. */
 export function lineTraces({ x, y, low, high, colour, dashed, label }) {
   const shade = colours()[colour];
   const traces = [];
@@ -83,7 +83,7 @@ export function lineTraces({ x, y, low, high, colour, dashed, label }) {
   return traces;
 }
 
-/** Draws or redraws a chart. Raises Error if plotly cannot be loaded. */
+/** Draw or redraw a chart. Raises Error if plotly cannot be loaded. */
 export async function draw(element, traces, layout) {
   await ready();
   if (!element.isConnected || !element.clientWidth) return;
@@ -91,14 +91,14 @@ export async function draw(element, traces, layout) {
   await window.Plotly.react(element, traces, { ...layout, ...size }, CONFIG);
 }
 
-/** Returns the step at a horizontal position in pixels from the chart's left edge; null outside the axes. */
+/** Return the step at a horizontal position in pixels from the chart's left edge; null outside the axes. */
 export function stepAt(element, pixels) {
   const axis = element._fullLayout?.xaxis;
   if (!axis || pixels < axis._offset - 4 || pixels > axis._offset + axis._length + 4) return null;
   return axis.p2d(pixels - axis._offset);
 }
 
-/** Returns the horizontal position of a step in pixels from the chart's left edge; null outside the axes. */
+/** Return the horizontal position of a step in pixels from the chart's left edge; null outside the axes. */
 export function pixelOf(element, step) {
   const axis = element._fullLayout?.xaxis;
   if (!axis) return null;
@@ -106,14 +106,14 @@ export function pixelOf(element, step) {
   return position < -1 || position > axis._length + 1 ? null : position + axis._offset;
 }
 
-/** Releases plotly's resources of a chart. */
+/** Release plotly's resources of a chart. */
 export function release(element) {
   window.Plotly?.purge(element);
 }
 
 let loading = null;
 
-/** Loads plotly once, on demand because it is large. Rejects if it cannot be loaded. */
+/** Load plotly once, on demand, because it is large. Rejects if it cannot be loaded. */
 export function ready() {
   loading ??= new Promise((resolve, reject) => {
     const script = document.createElement("script");

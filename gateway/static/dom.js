@@ -2,12 +2,12 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Creates an HTML element. `on...` attributes are listeners, `style` is an object; null, undefined and false are left out. */
+/** Create an HTML element. `on...` attributes are listeners, `style` is an object; null, undefined and false are left out. */
 export function h(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** Creates an SVG element by the same rules. */
+/** Create an SVG element by the same rules. */
 export function s(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -24,7 +24,7 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Appends nodes, texts and nested lists of them; null, undefined and false are left out. */
+/** Append nodes, texts and nested lists of them; null, undefined and false are left out. */
 export function add(element, ...children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
@@ -33,26 +33,26 @@ export function add(element, ...children) {
   return element;
 }
 
-/** Replaces all children of an element. */
+/** Replace all children of an element. */
 export function replace(element, ...children) {
   element.replaceChildren();
   return add(element, ...children);
 }
 
-/** Sets the text of an element only if it differs, which avoids needless layout and announcements. */
+/** Set the text of an element only if it differs, which avoids needless layout and announcements. */
 export function write(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
 let counted = 0;
 
-/** Returns a unique element id. */
+/** Return a unique element id. */
 export function freshId(prefix) {
   counted += 1;
   return `${prefix}-${counted}`;
 }
 
-/** Announces a text to screen readers. */
+/** Announce a text to screen readers. */
 export function announce(text) {
   document.getElementById("announcements").textContent = text;
 }

@@ -7,7 +7,7 @@ const MAX_RETRY_DELAY_MS = 15000;
 /** The gateway sends at least a comment every 15 seconds. After three times that, the connection counts as lost. */
 const SILENCE_TIMEOUT_MS = 45000;
 
-/** Parses server-sent events. Accepts text in chunks of any size; calls `onEvent({id, type, data})`. */
+/** Parse server-sent events. Accepts text in chunks of any size; calls `onEvent({id, type, data})`. */
 export class Parser {
   constructor(onEvent) {
     this.onEvent = onEvent;
@@ -43,9 +43,9 @@ export class Parser {
   }
 }
 
-/** Keeps the event stream of one run open, and resumes it after the last received event. */
+/** Keep the event stream of one run open, and resume it after the last received event. */
 export class EventStream extends EventTarget {
-  /** Emits `state` events with the state of the connection: `live`, `waiting` or `lost`. */
+  /** Emit `state` events with the state of the connection: `live`, `waiting` or `lost`. */
   constructor(run) {
     super();
     this.run = run;
@@ -55,7 +55,7 @@ export class EventStream extends EventTarget {
     this.failures = 0;
   }
 
-  /** Calls `listener(data)` for every event of a type until `signal` aborts. */
+  /** Call `listener(data)` for every event of a type until `signal` aborts. */
   on(type, listener, signal) {
     this.addEventListener(type, (event) => listener(event.detail), { signal });
   }
@@ -133,7 +133,7 @@ export class EventStream extends EventTarget {
     this.emit(type, content);
   }
 
-  /** Drops the last id, which the gateway does not accept. The next connection starts at the present. */
+  /** Drop the last id, which the gateway does not accept. The next connection starts at the present. */
   forgetPosition() {
     this.last = null;
   }

@@ -2,7 +2,7 @@
 
 const GROUPED = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
-/** Formats a measured value with about four significant digits; a dash if it is missing. */
+/** Format a measured value with about four significant digits; a dash if it is missing. */
 export function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
@@ -13,31 +13,31 @@ export function number(value) {
   return minus(value.toFixed(digits));
 }
 
-/** Formats a count with digit grouping. */
+/** Format a count with digit grouping. */
 export function whole(value) {
   return value === null || value === undefined ? "–" : minus(GROUPED.format(value));
 }
 
-/** Formats a setting as one would type it, with up to six significant digits. */
+/** Format a setting as a user types it, with up to six significant digits. */
 export function exact(value) {
   if (value === null || value === undefined) return "–";
   return typeof value === "number" ? String(Number(value.toPrecision(6))) : String(value);
 }
 
-/** Formats a difference with its sign. */
+/** Format a difference with its sign. */
 export function signed(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   return value > 0 ? `+${number(value)}` : number(value);
 }
 
-/** Formats a fraction as a percentage. */
+/** Format a fraction as a percentage. */
 export function percent(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const shown = value * 100;
   return `${shown >= 10 || shown === 0 ? shown.toFixed(0) : shown.toFixed(1)} %`;
 }
 
-/** Formats a duration of work, given in seconds. */
+/** Format a duration of work, given in seconds. */
 export function seconds(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
@@ -46,7 +46,7 @@ export function seconds(value) {
   return duration(value);
 }
 
-/** Formats a longer duration in its two largest units, given in seconds. */
+/** Format a longer duration in its two largest units, given in seconds. */
 export function duration(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const all = Math.max(0, Math.round(value));
@@ -56,7 +56,7 @@ export function duration(value) {
   return `${Math.floor(all / 86400)} d ${Math.floor((all % 86400) / 3600)} h`;
 }
 
-/** Formats the time since a moment in its largest unit. */
+/** Format the time since a moment in its largest unit. */
 export function ago(moment, now = Date.now() / 1000) {
   const elapsed = now - moment;
   if (!moment || !Number.isFinite(elapsed)) return "–";
@@ -67,7 +67,7 @@ export function ago(moment, now = Date.now() / 1000) {
   return `${Math.round(elapsed / 86400)} d ago`;
 }
 
-/** Formats a moment as local date and time. */
+/** Format a moment as local date and time. */
 export function moment(value) {
   if (!value) return "–";
   const at = new Date(value * 1000);
@@ -76,7 +76,7 @@ export function moment(value) {
   return `${day} ${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
 }
 
-/** Formats a size in bytes. */
+/** Format a size in bytes. */
 export function bytes(value) {
   if (value === null || value === undefined) return "–";
   const units = ["B", "kB", "MB", "GB", "TB"];
@@ -89,12 +89,12 @@ export function bytes(value) {
   return `${unit === 0 ? size : size.toFixed(size < 10 ? 1 : 0)} ${units[unit]}`;
 }
 
-/** Returns the name of a metric or setting in words: `reward_mean` is "reward mean". */
+/** Return the name of a metric or setting in words: `reward_mean` is "reward mean". */
 export function words(name) {
   return name.replaceAll("_", " ");
 }
 
-/** Formats a count with its noun: `plural(2, "alert")` is "2 alerts". */
+/** Format a count with its noun: `plural(2, "alert")` is "2 alerts". */
 export function plural(count, word, many = `${word}s`) {
   return `${whole(count)} ${count === 1 ? word : many}`;
 }

@@ -32,7 +32,7 @@ const PATHS = {
   higher: "M12 18.5v-13M6.5 11L12 5.5l5.5 5.5",
 };
 
-/** Returns an icon, hidden from screen readers. */
+/** Return an icon, hidden from screen readers. */
 export function icon(name, size = 16) {
   return s(
     "svg",

@@ -19,7 +19,7 @@ const LIST = [
   ["?", "show this list"],
 ];
 
-/** Opens the list of shortcuts. */
+/** Open the list of shortcuts. */
 export function showShortcuts() {
   const box = h("input", {
     type: "checkbox",
@@ -39,7 +39,7 @@ export function showShortcuts() {
   ]);
 }
 
-/** Handles the shortcuts; `frame()` returns the current run, or null. */
+/** Handle the shortcuts; `frame()` returns the current run, or null. */
 export function installShortcuts(frame) {
   document.addEventListener("keydown", (event) => {
     if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;

@@ -1,6 +1,6 @@
-// Switching between the dark and the light theme.
+// Switch between the dark and the light theme.
 
-/** Switches the theme and remembers it. Dispatches `quartet:theme`, on which charts are redrawn. */
+/** Switch the theme and remember it. Dispatch `quartet:theme`, on which charts are redrawn. */
 export function toggleTheme() {
   const root = document.documentElement;
   root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";

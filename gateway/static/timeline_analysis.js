@@ -4,17 +4,17 @@ const ORDER = ["orchestrator", "actor", "reward", "reference", "critic", "redis"
 /** Spans closer than this many seconds count as adjacent. */
 const TOLERANCE = 1e-4;
 
-/** Returns the services that have spans, in the order in which a step uses them. */
+/** Return the services that have spans, in the order in which a step uses them. */
 export function servicesOf(spans) {
   const services = [...new Set(spans.map((span) => span.service))];
   const rank = (name) => (ORDER.includes(name) ? ORDER.indexOf(name) : ORDER.length);
   return services.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
 }
 
-/** Returns the duration of the step in seconds: the end of its last span. */
+/** Return the duration of the step in seconds: the end of its last span. */
 export const lengthOf = (spans) => Math.max(0, ...spans.map((span) => span.end));
 
-/** Returns the union of spans as disjoint [start, end] pairs. */
+/** Return the union of spans as disjoint [start, end] pairs. */
 export function union(spans) {
   const joined = [];
   for (const { start, end } of [...spans].sort((a, b) => a.start - b.start)) {
@@ -25,7 +25,7 @@ export function union(spans) {
   return joined;
 }
 
-/** Returns the parts of 0 to `length` that `times` do not cover. */
+/** Return the parts of 0 to `length` that `times` do not cover. */
 export function gaps(times, length) {
   const free = [];
   let at = 0;
@@ -39,10 +39,10 @@ export function gaps(times, length) {
 
 const total = (times) => times.reduce((sum, [start, end]) => sum + end - start, 0);
 
-/** Returns whether a span is work rather than waiting. */
+/** Return whether a span is work rather than waiting. */
 export const isWork = (span) => span.phase !== "wait";
 
-/** Returns {service, busy, share, calls, phases: [[phase, seconds]], exclusive} per service; `exclusive` is busy time while no other service works. */
+/** Return {service, busy, share, calls, phases: [[phase, seconds]], exclusive} per service; `exclusive` is busy time while no other service works. */
 export function shares(spans) {
   const length = lengthOf(spans);
   return servicesOf(spans).map((service) => {
@@ -64,7 +64,7 @@ export function shares(spans) {
 }
 
 /**
- * Returns the critical path of the step. It is followed from the end of the step to its start, at each moment along the span that
+ * Return the critical path of the step. It is followed from the end of the step to its start, at each moment along the span that
  * started earliest. Its links are {service, phase, start, end, span}, earliest first; `span` is null in times without work.
  */
 export function criticalPath(spans) {

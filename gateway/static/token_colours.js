@@ -10,12 +10,12 @@ export const MEASURES = {
   log_prob: { label: "Log-prob", of: (token) => token.log_prob, signed: false, meaning: "nats; stronger colours are less probable" },
 };
 
-/** Returns the names of the measures that the tokens have. */
+/** Return the names of the measures that the tokens have. */
 export const measuresOf = (tokens) =>
   Object.keys(MEASURES).filter((name) => tokens.some((token) => Number.isFinite(MEASURES[name].of(token))));
 
 /**
- * Returns a colour scale: {limit, position(value) in -1..1, signed, low, high, colour(value), gradient}. `limit` is the 98th percentile of
+ * Return a colour scale: {limit, position(value) in -1..1, signed, low, high, colour(value), gradient}. `limit` is the 98th percentile of
  * the absolute values, so that a single outlier does not make all other tokens pale.
  */
 export function scaleOf(tokens, measure) {

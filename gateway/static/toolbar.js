@@ -5,7 +5,7 @@ import { icon } from "./icons.js";
 import { showShortcuts } from "./shortcuts.js";
 import { toggleTheme } from "./theme_toggle.js";
 
-/** Draws the toolbar. `session` is null before sign-in. */
+/** Draw the toolbar. `session` is null before sign-in. */
 export function drawToolbar(session, leave) {
   const theme = h("button", { class: "button bare", type: "button", onclick: toggleTheme });
   const drawTheme = () => {
@@ -32,7 +32,7 @@ export function drawToolbar(session, leave) {
 
 const CONNECTION = { live: "live", waiting: "connecting", lost: "connection lost" };
 
-/** Shows the state of the event stream; null hides it. */
+/** Show the state of the event stream; null hides it. */
 export function showConnection(state) {
   const element = document.getElementById("connection");
   if (!element) return;

@@ -137,7 +137,7 @@ class Worker(Protocol):
     """Process that calls a user's function, see ``quartet.rewards.function_worker.FunctionWorker``."""
 
     def call(self, arguments: Sequence[Any], timeout: float, about: str = "") -> Any:
-        """Return the result, a JSON value. Raises ComputationFailed if the function does not return within ``timeout`` seconds."""
+        """Return the result, a JSON value. Raises ComputationFailed if the call takes more than ``timeout`` seconds."""
 
 
 class Judge:

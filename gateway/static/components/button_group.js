@@ -2,7 +2,7 @@
 
 import { h } from "../dom.js";
 
-/** `options` holds [value, label] pairs. Calls `onchange(value)`. `set(value)` of the element presses a button without a call. */
+/** Button group. `options` holds [value, label] pairs. Calls `onchange(value)`. `set(value)` of the element presses a button without a call. */
 export function buttonGroup(label, options, value, onchange) {
   const buttons = new Map();
   const element = h("div", { class: "choice", role: "group", "aria-label": label });

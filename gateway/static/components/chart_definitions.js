@@ -2,7 +2,7 @@
 
 import { exact, percent, seconds } from "../format.js";
 
-/** Defines a chart: `names` are the metrics that it needs; `lines(data)` returns its series in order. */
+/** Define a chart: `names` are the metrics that it needs; `lines(data)` returns its series in order. */
 const plain = (title, unit, names, rest = {}) => ({
   title,
   unit,
@@ -12,7 +12,7 @@ const plain = (title, unit, names, rest = {}) => ({
   ...rest,
 });
 
-/** Returns the charts of a run. They depend on its KL target and on whether it has a critic. */
+/** Return the charts of a run. They depend on its KL target and on whether it has a critic. */
 export function chartsOf(detail) {
   return [
     {
@@ -72,7 +72,7 @@ export function chartsOf(detail) {
   ];
 }
 
-/** Returns the names of the metrics that charts need, without duplicates. */
+/** Return the names of the metrics that charts need, without duplicates. */
 export const namesOf = (charts) => [...new Set(charts.flatMap((chart) => chart.names))];
 
 function withBand(data) {

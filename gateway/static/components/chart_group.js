@@ -34,7 +34,7 @@ export class ChartGroup {
     signal.addEventListener("abort", () => this.end());
   }
 
-  /** Adds a chart. See Chart for `spec`. */
+  /** Add a chart. See Chart for `spec`. */
   add(spec) {
     const card = new Chart(spec, this);
     this.cards.push(card);
@@ -73,7 +73,7 @@ export class ChartGroup {
     if ([...this.dirty].some((card) => card.inView && card.data)) this.schedule();
   }
 
-  /** Moves the crosshair of all charts to a step; null hides it. */
+  /** Move the crosshair of all charts to a step; null hides it. */
   point(step) {
     this.pointed = step;
     if (this.pointing) return;
@@ -123,7 +123,7 @@ class Chart {
     this.element.addEventListener("dblclick", () => group.onzoom?.(null));
   }
 
-  /** Sets the data and schedules a redraw. */
+  /** Set the data and schedule a redraw. */
   set(data) {
     this.data = data;
     this.steps = [...new Set(data.series.flatMap((series) => series?.x ?? []))].sort((a, b) => a - b);
@@ -132,7 +132,7 @@ class Chart {
     this.group.touch(this);
   }
 
-  /** Shows a message instead of the curves; an empty text shows the curves. */
+  /** Show a message instead of the curves; an empty text shows the curves. */
   showMessage(text) {
     write(this.nothing, text);
     this.nothing.hidden = !text;
@@ -182,7 +182,7 @@ class Chart {
     this.write(pixels === null ? null : step);
   }
 
-  /** Shows the values at a step, or the last values for null. */
+  /** Show the values at a step, or the last values for null. */
   write(step) {
     const values = (this.data?.series ?? []).map((line) => valueAt(line, step));
     const single = this.spec.series.length === 1 || this.spec.main !== undefined;

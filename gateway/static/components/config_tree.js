@@ -2,7 +2,7 @@
 
 import { h } from "../dom.js";
 
-/** Returns the tree. If `matches(path, value)` is given, only matching leaves are shown, highlighted. */
+/** Return the tree. If `matches(path, value)` is given, only matching leaves are shown, highlighted. */
 export function tree(value, matches = null) {
   return h("div", { class: "tree mono" }, branch(value, "", matches));
 }
@@ -24,14 +24,14 @@ function branch(value, path, matches) {
 
 const isBranch = (item) => item !== null && typeof item === "object" && Object.keys(item).length > 0;
 
-/** Returns a value as in the YAML file. */
+/** Return a value as in the YAML file. */
 export function shown(value) {
   if (value === undefined) return "–";
   if (value === null) return "null";
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-/** Returns all leaves as [path, value] pairs. */
+/** Return all leaves as [path, value] pairs. */
 export function leaves(value, path = "") {
   return Object.entries(value).flatMap(([key, item]) => {
     const childPath = path ? `${path}.${key}` : key;

@@ -2,7 +2,7 @@
 
 import { freshId, h } from "../dom.js";
 
-/** Opens a dialog. `content(close)` returns its elements. Resolves to the value given to `close`, or null after Escape. */
+/** Open a dialog. `content(close)` returns its elements. Resolves to the value given to `close`, or null after Escape. */
 export function openDialog(title, content, { wide = false } = {}) {
   return new Promise((resolve) => {
     const label = freshId("dialog");
@@ -27,7 +27,7 @@ export function openDialog(title, content, { wide = false } = {}) {
   });
 }
 
-/** Asks for confirmation. Resolves to true if the user agrees. `danger` marks an action that cannot be undone. */
+/** Ask for confirmation. Resolves to true if the user agrees. `danger` marks an action that cannot be undone. */
 export function confirm(title, explanation, { verb, danger = false }) {
   return openDialog(title, (close) => [
     h("div", { class: "stack" }, explanation),

@@ -6,7 +6,7 @@ function numberField(name, label, value, attributes = {}) {
   return h("input", { name, type: "number", step: "any", value: value ?? "", "aria-label": label, ...attributes });
 }
 
-/** Returns two number fields, from and to, under one label; `wanted` holds their values by name. */
+/** Return two number fields, from and to, under one label; `wanted` holds their values by name. */
 export function between(label, [low, high], wanted, attributes = {}) {
   return h(
     "div",
@@ -22,14 +22,14 @@ export function between(label, [low, high], wanted, attributes = {}) {
   );
 }
 
-/** Returns a labelled select field; `options` holds [value, text] pairs. */
+/** Return a labelled select field; `options` holds [value, text] pairs. */
 export function select(name, label, options, value) {
   const id = freshId(name);
   const list = h("select", { id, name }, options.map(([key, text]) => h("option", { value: key, selected: key === (value ?? "") }, text)));
   return h("div", { class: "field" }, h("label", { for: id }, label), list);
 }
 
-/** Returns the values of a form without empty fields. */
+/** Return the values of a form without empty fields. */
 export function valuesOf(form) {
   return Object.fromEntries([...new FormData(form)].filter(([, value]) => value !== "").map(([name, value]) => [name, value]));
 }

@@ -16,10 +16,10 @@ const ROW = 34;
 const BAR = 20;
 const TOP = 6;
 
-/** Returns the CSS variable with the colour of a phase. */
+/** Return the CSS variable with the colour of a phase. */
 export const colourOf = (phase) => `var(--${COLOURS[phase] ?? "grey"})`;
 
-/** Returns the timeline for a width in pixels, followed by a line of text about the span under the pointer. */
+/** Return the timeline for a width in pixels, followed by a line of text about the span under the pointer. */
 export function gantt(spans, width) {
   const names = servicesOf(spans);
   const length = lengthOf(spans);
@@ -82,7 +82,7 @@ function bar(span, linked, x, y, length, readout, rest) {
   return rect;
 }
 
-/** Makes one span reachable with Tab; the arrow keys move between spans. */
+/** Make one span reachable with Tab; the arrow keys move between spans. */
 function enableArrowKeys(bars) {
   if (!bars.length) return;
   bars[0].setAttribute("tabindex", "0");
@@ -123,7 +123,7 @@ function niceStep(rough) {
   return [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
 }
 
-/** Returns the legend of the phases that occur. */
+/** Return the legend of the phases that occur. */
 export function ganttKeys(spans) {
   const phases = [...new Set(spans.filter(isWork).map((span) => span.phase))];
   const own = phases.filter((phase) => COLOURS[phase]);

@@ -10,7 +10,7 @@ export class MetricData {
     this.last = 0;
   }
 
-  /** Replaces the curves by a response of `/metrics`. Steps that were appended meanwhile are kept. */
+  /** Replace the curves by a response of `/metrics`. Steps that were appended meanwhile are kept. */
   load(answer) {
     const newer = this.newer?.filter(({ step }) => step > answer.last) ?? [];
     this.curves = answer.curves;
@@ -22,7 +22,7 @@ export class MetricData {
     for (const { step, metrics } of newer) this.append(step, metrics);
   }
 
-  /** Appends a step unless it is known. Returns whether it was new. */
+  /** Append a step unless it is known. Return whether it was new. */
   append(step, metrics) {
     this.newer = [...(this.newer ?? []), { step, metrics }].slice(-500);
     if (step <= this.last) return false;
@@ -39,7 +39,7 @@ export class MetricData {
     return true;
   }
 
-  /** Drops the steps before `first`, for a sliding window. */
+  /** Drop the steps before `first`, for a sliding window. */
   dropBefore(first) {
     for (const curve of Object.values(this.curves)) {
       const at = curve.steps.findIndex((step) => step >= first);
@@ -48,7 +48,7 @@ export class MetricData {
     this.first = Math.max(this.first, first);
   }
 
-  /** Returns a metric as {x, y, low, high}; low and high are null unless points cover several steps. */
+  /** Return a metric as {x, y, low, high}; low and high are null unless points cover several steps. */
   line(name) {
     const curve = this.curves[name];
     if (!curve || !curve.mean.some((value) => value !== null)) return null;
@@ -58,7 +58,7 @@ export class MetricData {
     return { x: [...curve.steps], y: [...curve.mean], low: copy(curve.low), high: copy(curve.high) };
   }
 
-  /** Combines two metrics step by step with `join`. Returns null if the run lacks either. */
+  /** Combine two metrics step by step with `join`. Return null if the run lacks either. */
   combined(first, second, join) {
     const [left, right] = [this.curves[first], this.curves[second]];
     if (!left || !right) return null;

@@ -1,19 +1,19 @@
-// What a page shows while it loads, if it is empty, or after an error.
+// Placeholders of a page: while it loads, if it is empty, or after an error.
 
 import { h, replace } from "../dom.js";
 import { icon } from "../icons.js";
 
-/** Returns a loading indicator. `height` reserves the space of the content. */
+/** Return a loading indicator. `height` reserves the space of the content. */
 export function loading(height = "220px") {
   return h("div", { class: "state waiting", style: { "min-height": height } }, h("span", { class: "unseen" }, "Loading"));
 }
 
-/** Returns a message for an empty list. */
+/** Return a message for an empty list. */
 export function empty(title, ...explanation) {
   return h("div", { class: "state" }, h("strong", {}, title), explanation.length ? h("p", {}, ...explanation) : null);
 }
 
-/** Returns an error message, with a button to retry if `retry` is given. */
+/** Return an error message, with a button to retry if `retry` is given. */
 export function failure(problem, retry) {
   return h(
     "div",
@@ -27,8 +27,8 @@ export function failure(problem, retry) {
 }
 
 /**
- * Fills `element` with the result of `load`. Shows a loading indicator first, and an error with a retry button if it fails. With
- * `keep`, the current content stays until the result arrives. Returns whether it succeeded. A result after `signal` is ignored.
+ * Fill `element` with the result of `load`. Show a loading indicator first, and an error with a retry button if it fails. With
+ * `keep`, the current content stays until the result arrives. Return whether it succeeded. A result after `signal` is ignored.
  */
 export async function fillWith(element, load, signal, keep = false) {
   if (!keep || !element.hasChildNodes()) replace(element, loading());

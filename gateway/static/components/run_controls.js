@@ -57,7 +57,7 @@ export class RunControls {
     if (focused !== null) this.element.querySelector(`[data-at="${focused}"]`)?.focus();
   }
 
-  /** Asks for confirmation, then sends a command. */
+  /** Ask for confirmation, then send a command. */
   async send(verb) {
     const { label, title, text, danger } = COMMANDS[verb];
     if (!(await confirm(title, [h("p", {}, text)], { verb: label, danger }))) return;
@@ -69,7 +69,7 @@ export class RunControls {
     }
   }
 
-  /** Handles the key `p`. */
+  /** Handle the key `p`. */
   pauseOrResume() {
     const { detail, mayCommand } = this.frame;
     if (mayCommand && detail.live) this.send(detail.state === "paused" ? "resume" : "pause");

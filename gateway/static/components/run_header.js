@@ -38,7 +38,7 @@ export class RunHeader {
     this.draw();
   }
 
-  /** Reads duration and tokens of recent steps, for the time left and the throughput. */
+  /** Read duration and tokens of recent steps, for the time left and the throughput. */
   async readRecentSteps(signal) {
     const last = this.frame.detail.step;
     if (!last) return;

@@ -12,7 +12,7 @@ const LABELS = {
   "critic.learning_rate": "Critic learning rate",
 };
 
-/** `settings` holds SettingInfo objects. Calls `done(answer)` with the settings after a change. */
+/** Form for `settings`, a list of SettingInfo objects. Calls `done(answer)` with the settings after a change. */
 export function settingsForm(run, settings, mayCommand, done) {
   const rows = settings.map((setting) => row(setting, mayCommand));
   const send = async (event) => {

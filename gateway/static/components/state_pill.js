@@ -26,14 +26,14 @@ function pill(shape, tone, text) {
   return h("span", { class: "pill", "data-tone": tone }, icon(shape, 14), text);
 }
 
-/** Returns the label of a run state. */
+/** Return the label of a run state. */
 export const statePill = (state) => pill(...(STATES[state] ?? ["circle", null]), state);
 
-/** Returns the label of a service's health. */
+/** Return the label of a service's health. */
 export const healthPill = (health) => pill(...(HEALTH[health] ?? ["circle", null, health]));
 
-/** Returns the label of a guard action. */
+/** Return the label of a guard action. */
 export const actionPill = (action) => pill(...(ACTIONS[action] ?? ["circle", null]), action);
 
-/** Returns the colour of a service's health: good, warn, bad, or null. */
+/** Return the colour of a service's health: good, warn, bad, or null. */
 export const toneOf = (health) => HEALTH[health]?.[1] ?? null;

@@ -47,7 +47,7 @@ function follow(event, open) {
   open();
 }
 
-/** Returns a list of labels and values. */
+/** Return a list of labels and values. */
 export function facts(pairs) {
   return h(
     "dl",

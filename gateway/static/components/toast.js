@@ -5,7 +5,7 @@ import { icon } from "../icons.js";
 
 const DURATION_MS = { good: 6000, bad: 15000 };
 
-/** Shows a notification; `tone` is good or bad. It stays while the pointer is over it. */
+/** Show a notification; `tone` is good or bad. It stays while the pointer is over it. */
 export function toast(text, tone = "good") {
   const close = h(
     "button",
@@ -21,7 +21,7 @@ export function toast(text, tone = "good") {
   document.getElementById("toasts").append(item);
 }
 
-/** Shows the error of a request. */
+/** Show the error of a request. */
 export function toastProblem(problem) {
   toast([problem.message, ...(problem.fields ?? []).map((field) => `${field.field}: ${field.problem}`)].join("\n"), "bad");
 }

@@ -13,12 +13,12 @@ const NUMBERS = [
   ["Return", (token) => token.return],
 ];
 
-/** Returns a token's text with visible white space. */
+/** Return a token's text with visible white space. */
 export function visible(text) {
   return text === "" ? "∅" : text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 }
 
-/** Shows the tokens of a response; `measure` is a key of MEASURES. */
+/** Show the tokens of a response; `measure` is a key of MEASURES. */
 export class TokenView {
   constructor(tokens, measure) {
     this.tokens = tokens;
@@ -103,7 +103,7 @@ export class TokenView {
     replace(this.strip, this.bars, zero);
   }
 
-  /** Shows the values of a token; null shows a hint. */
+  /** Show the values of a token; null shows a hint. */
   pick(at) {
     for (const list of [this.spans, this.bars]) {
       list[this.at]?.classList.remove("picked");

@@ -9,7 +9,7 @@ import { h, replace } from "../dom.js";
 import { ago, bytes, moment, plural, whole } from "../format.js";
 import { icon } from "../icons.js";
 
-/** Draws the page; `signal` ends it. */
+/** Draw the page; `signal` ends it. */
 export async function checkpointsPage({ frame, run, element, signal }) {
   const list = h("div", { class: "panel" });
   const read = (keep) =>

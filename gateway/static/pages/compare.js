@@ -17,7 +17,7 @@ const POINTS = 600;
 /** Number of distinct colours. */
 const MAX_RUNS = 6;
 
-/** Draws the page; `signal` ends it. */
+/** Draw the page; `signal` ends it. */
 export async function comparePage({ main, where, query, signal }) {
   document.title = "Compare · Quartet";
   replace(where, h("a", { href: "#/runs" }, "Runs"), h("span", { "aria-hidden": "true" }, "/"), h("span", {}, "compare"));
@@ -148,7 +148,7 @@ class ComparePage {
   }
 }
 
-/** Removes the band: the bands of several runs would overlap. */
+/** Remove the band: the bands of several runs would overlap. */
 function strip(line) {
   return line ? { ...line, low: null, high: null } : null;
 }

@@ -8,7 +8,7 @@ import { shown, tree } from "../components/config_tree.js";
 import { h, replace } from "../dom.js";
 import { exact, moment, whole } from "../format.js";
 
-/** Draws the page; `signal` ends it. */
+/** Draw the page; `signal` ends it. */
 export async function configPage({ frame, run, element, signal }) {
   const [live, audit, resolved] = [h("div", { class: "stack" }), h("div", {}), h("div", { class: "panel" })];
   replace(element, h("div", { class: "page-head" }, h("h2", {}, "Config")), h("div", { class: "stack" }, live, audit, resolved));

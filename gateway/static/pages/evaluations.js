@@ -19,7 +19,7 @@ const COLOURS = ["blue", "orange", "green"];
 const ROWS = 40;
 const SHARES = /rate/;
 
-/** Draws the page; `signal` ends it. */
+/** Draw the page; `signal` ends it. */
 export async function evaluationsPage({ frame, run, element, query, signal }) {
   const page = new EvaluationsPage(frame, run, signal, query);
   replace(element, page.element);
@@ -182,7 +182,7 @@ function known(steps, wanted, otherwise) {
   return wanted !== null && steps.includes(Number(wanted)) ? Number(wanted) : otherwise;
 }
 
-/** Returns the kind of response, which is enough beside a chart title. */
+/** Return the kind of response, which is enough beside a chart title. */
 const shortName = (name) => /greedy|sampled|judge/.exec(name)?.[0] ?? words(name.replace("eval_", ""));
 
 const shown = (name, value) => (SHARES.test(name) ? percent(value) : number(value));

@@ -8,7 +8,7 @@ import { h, replace } from "../dom.js";
 import { exact, plural, whole, words } from "../format.js";
 import { icon } from "../icons.js";
 
-/** Draws the page; `signal` ends it. */
+/** Draw the page; `signal` ends it. */
 export async function guardsPage({ frame, run, element, signal }) {
   const body = h("div", { class: "stack" });
   replace(element, h("div", { class: "page-head" }, h("h2", {}, "Guards")), body);

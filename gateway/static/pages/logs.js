@@ -14,7 +14,7 @@ const LEVELS = [
   [/^(Traceback|\w+Error:)/, "line-bad"],
 ];
 
-/** Draws the page; `signal` ends it. */
+/** Draw the page; `signal` ends it. */
 export async function logsPage({ run, element, query, signal }) {
   const page = new LogsPage(run, signal, query.get("log"));
   replace(element, page.element);

@@ -19,7 +19,7 @@ const RANGES = [
   ["all", "all"],
 ];
 
-/** Draws the page; `signal` ends it. */
+/** Draw the page; `signal` ends it. */
 export async function overviewPage({ frame, run, element, query, signal }) {
   const overview = new Overview(frame, run, signal);
   overview.choose(query.get("range") ?? "all", query);
@@ -65,7 +65,7 @@ class Overview {
     events.addEventListener("recent-steps", () => this.drawTiles(), { signal });
   }
 
-  /** Sets the range from the address. */
+  /** Set the range from the address. */
   choose(range, query = null) {
     this.range = RANGES.some(([name]) => name === range) ? range : "all";
     this.start = Number(query?.get("start")) || null;

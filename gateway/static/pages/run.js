@@ -52,7 +52,7 @@ export class RunFrame {
     this.content = h("div", { class: "page" });
   }
 
-  /** Reads the run and opens its event stream. Raises Problem. */
+  /** Read the run and open its event stream. Raises Problem. */
   async start() {
     const { signal } = this.life;
     replace(this.main, loading("60vh"));
@@ -88,7 +88,7 @@ export class RunFrame {
     on("alert", () => this.recount());
   }
 
-  /** Reads the numbers of alerts and checkpoints again: an event may have been counted before. */
+  /** Read the numbers of alerts and checkpoints again: an event may have been counted before. */
   recount() {
     this.counting ??= setTimeout(async () => {
       this.counting = null;
@@ -131,7 +131,7 @@ export class RunFrame {
     this.controls.draw();
   }
 
-  /** Reads everything again: the run was rolled back, or the stream may have missed events. */
+  /** Read everything again: the run was rolled back, or the stream may have missed events. */
   async reload() {
     try {
       this.detail = await api.run(this.run, this.life.signal);
@@ -145,7 +145,7 @@ export class RunFrame {
     window.dispatchEvent(new HashChangeEvent("hashchange"));
   }
 
-  /** Shows the section that the address names. */
+  /** Show the section that the address names. */
   async show(parts, query, signal) {
     const section = SECTIONS.find(([name]) => name === parts[0]) ?? SECTIONS[0];
     const [name, title] = section;
@@ -163,19 +163,19 @@ export class RunFrame {
     await page({ frame: this, run: this.run, element: content, parts: parts.slice(1), query, signal });
   }
 
-  /** Opens a section by its position in the list. */
+  /** Open a section by its position in the list. */
   open(number) {
     if (SECTIONS[number]) location.hash = this.address(SECTIONS[number][0]);
   }
 
-  /** Returns the names of metrics that the run has; all of `names` before its first step. */
+  /** Return the names of metrics that the run has; all of `names` before its first step. */
   known(names) {
     const has = this.detail.metric_names;
     const available = names.filter((name) => has.includes(name));
     return available.length ? available : names;
   }
 
-  /** Returns the address of a section of this run. */
+  /** Return the address of a section of this run. */
   address(section, query = {}) {
     return to(["runs", this.run, ...section.split("/")], query);
   }
@@ -227,7 +227,7 @@ export class RunFrame {
     add(this.where, choose);
   }
 
-  /** Closes the stream and removes the run's elements. */
+  /** Close the stream and remove the run's elements. */
   end() {
     this.life.abort();
     clearTimeout(this.counting);

@@ -12,7 +12,7 @@ import { startRunDialog } from "./start_run.js";
 
 const POLL_INTERVAL_MS = 5000;
 
-/** Draws the page; `signal` ends it. */
+/** Draw the page; `signal` ends it. */
 export async function runsPage({ main, where, signal, session }) {
   document.title = "Runs · Quartet";
   replace(where);

@@ -12,7 +12,7 @@ const POLL_INTERVAL_MS = 2500;
 const ORDER = ["orchestrator", "actor", "critic", "reward", "reference", "redis"];
 const BUSY = ["blue", "orange", "green", "pink", "yellow", "grey"];
 
-/** Draws the page; `signal` ends it. */
+/** Draw the page; `signal` ends it. */
 export async function servicesPage({ frame, run, element, signal }) {
   const page = new ServicesPage(frame, run, signal);
   replace(element, page.element);
@@ -48,7 +48,7 @@ class ServicesPage {
     ]);
   }
 
-  /** Reads the processes again. If that fails, the current content stays. */
+  /** Read the processes again. If that fails, the current content stays. */
   async poll() {
     try {
       await this.fetch();
@@ -99,7 +99,7 @@ function card(service) {
   );
 }
 
-/** Returns the micro-batch size of updates; null for a model that is not trained. */
+/** Return the micro-batch size of updates; null for a model that is not trained. */
 function microBatch({ micro_batch_tokens: tokens, gradient_checkpointing: checkpointing }) {
   if (tokens === null) return null;
   return `at most ${plural(tokens, "token")}${checkpointing ? ", gradient checkpointing" : ""}`;

@@ -4,7 +4,7 @@ import * as api from "../api.js";
 import { h, replace } from "../dom.js";
 import { icon } from "../icons.js";
 
-/** Draws the page. `reason` explains why a new token is needed, if known. Calls `done` when a token was entered. */
+/** Draw the page. `reason` explains why a new token is needed, if known. Calls `done` when a token was entered. */
 export function signInPage(main, reason, done) {
   const field = h("input", { id: "token", type: "password", autocomplete: "off", required: true, spellcheck: "false", autofocus: true });
   const form = h(

@@ -11,7 +11,7 @@ const EXAMPLE = {
   reward: { model: "path-or-hub-id" },
 };
 
-/** Resolves to the summary of the started run, or null if no run was started. */
+/** Open the dialog. Resolves to the summary of the started run, or null. */
 export function startRunDialog() {
   return openDialog("Start a run", (close) => content(close), { wide: true });
 }

@@ -14,7 +14,7 @@ const PAGE = 50;
 /** Fraction of a step below which a part of the critical path is not listed. */
 const MIN_LISTED_FRACTION = 0.005;
 
-/** Draws the page; `signal` ends it. */
+/** Draw the page; `signal` ends it. */
 export async function stepsPage({ frame, run, element, query, signal }) {
   const page = new StepsPage(frame, run, signal);
   replace(element, page.element);

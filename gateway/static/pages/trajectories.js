@@ -23,7 +23,7 @@ const SORTS = [
   ["response_tokens", "shortest"],
 ];
 
-/** Draws the page; `signal` ends it. */
+/** Draw the page; `signal` ends it. */
 export async function trajectoriesPage({ frame, run, element, query, signal }) {
   const wanted = Object.fromEntries(FILTERS.map((name) => [name, query.get(name)]).filter(([, value]) => value));
   const step = query.get("step");

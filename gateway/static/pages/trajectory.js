@@ -12,7 +12,7 @@ import { exact, number, whole } from "../format.js";
 import { icon } from "../icons.js";
 import { MEASURES, measuresOf } from "../token_colours.js";
 
-/** Draws the page; `parts` are step, prompt and sample. */
+/** Draw the page; `parts` are step, prompt and sample. */
 export async function trajectoryPage({ frame, run, element, parts, query, signal }) {
   replace(element, loading("400px"));
   const read = async () => {
@@ -85,7 +85,7 @@ class TrajectoryPage {
     location.hash = this.frame.address(`trajectories/${id.split("/").slice(-3).join("/")}`, { colour: this.colour });
   }
 
-  /** Opens the response with the highest reward of another step, which has other prompts. */
+  /** Open the response with the highest reward of another step, which has other prompts. */
   async toStep(step) {
     try {
       const { items } = await api.trajectories(this.run, { step, sort: "-score", limit: 1 }, this.signal);
