@@ -1,4 +1,4 @@
-"""Fixtures: the four model services with tiny models of random weights, each behind its own server."""
+"""Fixtures: the four model services with tiny randomly initialized models, each with its own server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _one_thread() -> None:
 
 
 def save_checkpoint(model: Any, directory: Path) -> Path:
-    """Model and tokenizer, as a user would bring them."""
+    """Save a model with the tests' tokenizer; return the directory."""
     model.save_pretrained(directory)
     tiny.tokenizer().save_pretrained(directory)
     return directory
@@ -41,7 +41,7 @@ def save_checkpoint(model: Any, directory: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A causal LM of each kind, by kind, and a reward model."""
+    """Directories of a causal LM of each kind, by kind, and of a reward model."""
     folder = tmp_path_factory.mktemp("checkpoints")
     results = {kind: save_checkpoint(tiny.causal(kind, seed=3), folder / kind) for kind in tiny.KINDS}
     results["reward"] = save_checkpoint(tiny.classifier("llama", seed=4), folder / "reward")
@@ -49,7 +49,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Services:
-    """Servers that are stopped at the end, and clients of them."""
+    """Factory of servers and clients, which ``stack`` stops and closes."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -68,7 +68,7 @@ class Services:
         return client
 
     def start(self, role: Role, config: Config) -> Any:
-        """A client of a fresh service."""
+        """Start a new service and return a client of it."""
         return self.client(role, self.serve(self.build(role, config)))
 
 
@@ -80,7 +80,7 @@ def session_services() -> Iterator[Services]:
 
 @pytest.fixture
 def services() -> Iterator[Services]:
-    """Factory of services for one test only."""
+    """Factory of services for one test."""
     with ExitStack() as stack:
         yield Services(stack)
 
@@ -89,7 +89,7 @@ def services() -> Iterator[Services]:
 def make_config(
     checkpoints: dict[str, Path], redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Config]:
-    """A config over the tiny checkpoints; ``actor`` and ``critic`` are kinds of model."""
+    """Factory of configs with the tiny checkpoints; ``actor`` and ``critic`` are keys of ``checkpoints``."""
 
     def make(actor: str = "llama", critic: str = "reward", **sections: Any) -> Config:
         tree = {

@@ -1,4 +1,4 @@
-"""Adapters and frozen layers behind gRPC: the actor as reference, what each kind of save writes, and the way back from it."""
+"""LoRA adapters and frozen layers in services: the actor as reference, the files of each kind of save, and restarts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Lora = Callable[..., Config]
 
 @pytest.fixture
 def lora_config(make_config: Callable[..., Config]) -> Lora:
-    """A config whose actor and critic have adapters, with changes to the two, and a seed."""
+    """Factory of configs with adapters on actor and critic; ``changes`` apply to both sections."""
 
     def make(kind: str = "llama", seed: int = 1, **changes: Any) -> Config:
         tree = make_config(kind).model_dump()
@@ -66,7 +66,7 @@ def outputs(client: Any) -> Any:
 
 
 def save(client: Any, config: Config, kind: SaveKind) -> Path:
-    """The directory, after a look at what the service says is in it."""
+    """Save, check the files that the service reports, and return the directory."""
     name = f"{client.role}-{kind}"
     files = client.save(RUN, 1, name, kind).result()
     assert {file.path for file in files} == {
@@ -76,7 +76,7 @@ def save(client: Any, config: Config, kind: SaveKind) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_an_actor_with_an_adapter_answers_as_the_reference_before_and_after_updates(
+def test_an_actor_with_an_adapter_computes_reference_log_probs_before_and_after_updates(
     kind: str, services: Services, lora_config: Lora
 ) -> None:
     config = lora_config(kind)
@@ -92,7 +92,7 @@ def test_an_actor_with_an_adapter_answers_as_the_reference_before_and_after_upda
     assert np.abs(policy - np.frombuffer(expected, np.float32)).max() > 1e-2
 
 
-def test_a_reference_call_that_fails_leaves_the_policy_in_place(services: Services, lora_config: Lora) -> None:
+def test_a_failed_reference_call_leaves_the_adapter_enabled(services: Services, lora_config: Lora) -> None:
     actor = services.start(Role.ACTOR, lora_config())
     update(actor, 1)
     policy = outputs(actor)
@@ -103,7 +103,9 @@ def test_a_reference_call_that_fails_leaves_the_policy_in_place(services: Servic
     assert outputs(actor).tobytes() != policy.tobytes()
 
 
-def test_an_actor_without_an_adapter_is_no_reference(services: Services, make_config: Callable[..., Config]) -> None:
+def test_an_actor_without_an_adapter_refuses_reference_log_probs(
+    services: Services, make_config: Callable[..., Config]
+) -> None:
     actor = services.start(Role.ACTOR, make_config())
     assert not actor.wait_until_ready().answers_as_reference
     with pytest.raises(FailedPrecondition, match=r"no adapter to disable; set actor\.lora"):
@@ -111,15 +113,15 @@ def test_an_actor_without_an_adapter_is_no_reference(services: Services, make_co
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_a_run_with_adapters_follows_from_its_seed(role: Role, services: Services, lora_config: Lora) -> None:
-    one, same, other = (services.start(role, lora_config(seed=seed)) for seed in (1, 1, 2))
-    for client in (one, same, other):
+def test_the_seed_determines_the_adapter_initialization(role: Role, services: Services, lora_config: Lora) -> None:
+    first, same, other = (services.start(role, lora_config(seed=seed)) for seed in (1, 1, 2))
+    for client in (first, same, other):
         update(client, 1)
-    assert outputs(one).tobytes() == outputs(same).tobytes() != outputs(other).tobytes()
+    assert outputs(first).tobytes() == outputs(same).tobytes() != outputs(other).tobytes()
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_each_kind_of_save_writes_what_it_says(role: Role, services: Services, lora_config: Lora) -> None:
+def test_each_kind_of_save_writes_its_files(role: Role, services: Services, lora_config: Lora) -> None:
     config = lora_config()
     client = services.start(role, config)
     update(client, 1)
@@ -146,7 +148,7 @@ def test_each_kind_of_save_writes_what_it_says(role: Role, services: Services, l
 
 @pytest.mark.parametrize("role", TRAINED)
 @pytest.mark.parametrize("kind", list(SaveKind))
-def test_a_service_starts_again_from_every_save(
+def test_a_service_starts_from_each_kind_of_save(
     kind: SaveKind, role: Role, services: Services, lora_config: Lora
 ) -> None:
     config = lora_config()
@@ -154,16 +156,16 @@ def test_a_service_starts_again_from_every_save(
     update(client)
     tree = lora_config().model_dump()
     tree[role]["model"] = str(save(client, config, kind))
-    again = services.start(role, Config.model_validate(tree))
-    np.testing.assert_allclose(outputs(again), outputs(client), atol=1e-5)
-    # What it answers is the merged model's now: the new adapter starts from there.
-    update(again, 1)
+    restarted = services.start(role, Config.model_validate(tree))
+    np.testing.assert_allclose(outputs(restarted), outputs(client), atol=1e-5)
+    # The restarted service merges the saved adapter into its base model and adds a new adapter.
+    update(restarted, 1)
     if role is Role.ACTOR:
-        np.testing.assert_allclose(again.reference_log_probs(BATCH, 0.7).result(), outputs(client), atol=1e-5)
-    assert np.abs(outputs(again) - outputs(client)).max() > 1e-3
+        np.testing.assert_allclose(restarted.reference_log_probs(BATCH, 0.7).result(), outputs(client), atol=1e-5)
+    assert np.abs(outputs(restarted) - outputs(client)).max() > 1e-3
 
 
-def test_the_saved_model_is_one_for_plain_transformers(services: Services, lora_config: Lora) -> None:
+def test_a_saved_model_loads_in_transformers_without_peft(services: Services, lora_config: Lora) -> None:
     config = lora_config("gpt2")
     actor = services.start(Role.ACTOR, config)
     update(actor)
@@ -176,7 +178,7 @@ def test_the_saved_model_is_one_for_plain_transformers(services: Services, lora_
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_there_is_no_adapter_to_save_where_all_weights_are_trained(
+def test_saving_an_adapter_is_refused_without_one(
     role: Role, services: Services, make_config: Callable[..., Config]
 ) -> None:
     config = make_config()
@@ -187,7 +189,7 @@ def test_there_is_no_adapter_to_save_where_all_weights_are_trained(
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_frozen_parameters_are_saved_as_they_came(role: Role, services: Services, lora_config: Lora) -> None:
+def test_frozen_parameters_are_saved_unchanged(role: Role, services: Services, lora_config: Lora) -> None:
     config = lora_config(lora=None, freeze=["*.layers.0.*"])
     client = services.start(role, config)
     update(client)
@@ -196,20 +198,20 @@ def test_frozen_parameters_are_saved_as_they_came(role: Role, services: Services
     original = {name.removeprefix("model."): value for name, value in safetensors.numpy.load_file(first).items()}
     assert len(saved) >= 20
     for name, value in saved.items():
-        unmoved = value.tobytes() == original[name.removeprefix("model.")].tobytes()
-        assert unmoved == (".layers.0." in f".{name}"), name
+        unchanged = value.tobytes() == original[name.removeprefix("model.")].tobytes()
+        assert unchanged == (".layers.0." in f".{name}"), name
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"lora": None, "freeze": ["*.h.0.*"]}, "freeze '.*': matches no parameter of "),
         ({"lora": {"target_modules": ["c_attn"]}}, "lora.target_modules 'c_attn': no layer has this name"),
     ],
 )
 @pytest.mark.parametrize("role", TRAINED)
-def test_names_that_the_model_does_not_have_end_the_start(
-    role: Role, changes: dict[str, Any], words: str, services: Services, lora_config: Lora
+def test_unknown_layer_names_stop_the_start(
+    role: Role, changes: dict[str, Any], message: str, services: Services, lora_config: Lora
 ) -> None:
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=message):
         services.build(role, lora_config(**changes))

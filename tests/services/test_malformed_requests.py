@@ -45,12 +45,12 @@ def floats(*values: float) -> tensor_pb2.Tensor:
     return codec.tensor_to_proto(np.array(values, np.float32))
 
 
-def good_batch() -> trajectory_pb2.TokenBatch:
+def valid_batch() -> trajectory_pb2.TokenBatch:
     return codec.batch_to_proto(tiny.batch([2, 3], [4, 1]))
 
 
-def good_requests() -> dict[str, Any]:
-    """A request for every RPC of the four services that succeeds."""
+def valid_requests() -> dict[str, Any]:
+    """Return a valid request for every RPC of the four services."""
     optimization = update_pb2.OptimizationSettings(num_epochs=1, num_mini_batches=1, learning_rate=1e-3)
     policy_loss = update_pb2.PolicyLossSettings(
         temperature=1.0,
@@ -75,14 +75,14 @@ def good_requests() -> dict[str, Any]:
             sampling=trajectory_pb2.SamplingParameters(max_response_tokens=3, temperature=1.0, top_p=1.0),
             seed=1,
         ),
-        "actor.LogProbs": actor_pb2.ActorServiceLogProbsRequest(batch=good_batch(), temperature=1.0),
+        "actor.LogProbs": actor_pb2.ActorServiceLogProbsRequest(batch=valid_batch(), temperature=1.0),
         "actor.Update": update_pb2.UpdateRequest(**update, policy_loss=policy_loss),
         "actor.Save": update_pb2.SaveRequest(**save),
-        "critic.Values": critic_pb2.ValuesRequest(batch=good_batch()),
+        "critic.Values": critic_pb2.ValuesRequest(batch=valid_batch()),
         "critic.Update": update_pb2.UpdateRequest(**update, value_loss=update_pb2.ValueLossSettings()),
         "critic.Save": update_pb2.SaveRequest(**save),
-        "reward.Score": reward_pb2.ScoreRequest(batch=good_batch()),
-        "reference.LogProbs": reference_pb2.ReferenceServiceLogProbsRequest(batch=good_batch(), temperature=1.0),
+        "reward.Score": reward_pb2.ScoreRequest(batch=valid_batch()),
+        "reference.LogProbs": reference_pb2.ReferenceServiceLogProbsRequest(batch=valid_batch(), temperature=1.0),
     }
 
 
@@ -90,7 +90,7 @@ Change = Callable[[Any], None]
 
 
 def put(path: str, value: Any) -> Change:
-    """Set a field, given by its path."""
+    """Return a change that sets the field at this path."""
 
     def change(message: Any) -> None:
         *parents, name = path.split(".")
@@ -111,11 +111,11 @@ def drop(name: str) -> Change:
 
 
 def both(*changes: Change) -> Change:
-    def change(message: Any) -> None:
-        for each in changes:
-            each(message)
+    def apply(message: Any) -> None:
+        for change in changes:
+            change(message)
 
-    return change
+    return apply
 
 
 BATCH: dict[str, tuple[Change, str]] = {
@@ -214,7 +214,7 @@ CASES: dict[str, dict[str, tuple[Change, str]]] = {
         "a negative clip": (put("value_loss.value_clip", -0.1), "value_clip"),
         "no loss": (drop("value_loss"), "loss: expected policy_loss or value_loss"),
         "the actor's loss": (
-            lambda message: message.policy_loss.CopyFrom(good_requests()["actor.Update"].policy_loss),
+            lambda message: message.policy_loss.CopyFrom(valid_requests()["actor.Update"].policy_loss),
             "loss: expected ValueLossSettings, got PolicyLossSettings",
         ),
     },
@@ -234,7 +234,7 @@ STUBS: dict[str, Callable[[grpc.Channel], Any]] = {
 def channels(
     session_services: Services, make_config: Callable[..., Config], redis_url: str, clients: dict[Role, Any]
 ) -> dict[str, grpc.Channel]:
-    """Channels to four services for which the experience of steps 1 and 2 is sealed, and to an actor without updates."""
+    """Channels to four services, with sealed experience of steps 1 and 2, and to an actor that is never updated."""
     client = connect(redis_url)
     store = ExperienceStore(client, redis_url, RUN)
     for step in (1, 2):
@@ -253,14 +253,14 @@ def call(channels: dict[str, grpc.Channel], method: str, request: Any) -> Any:
 
 
 @every_case(("method", "case"), [(method, case) for method, cases in CASES.items() for case in cases])
-def test_a_malformed_request_is_refused_and_a_good_one_right_after_succeeds(
+def test_a_malformed_request_is_refused_and_a_valid_one_after_it_succeeds(
     method: str, case: str, channels: dict[str, grpc.Channel]
 ) -> None:
     change, expected = CASES[method][case]
-    request = good_requests()[method]
+    request = valid_requests()[method]
     if method.endswith(("Update", "Save")):
-        # Step 1 is applied first: what is wrong about a later request is then looked at, and step 1 may be repeated.
-        # And there are files where some saves want a directory.
+        # After step 1, the service checks a request for step 2 and accepts a repeated step 1. The saved files make
+        # directories below them invalid.
         call(channels, method, request)
     change(request)
     with pytest.raises(grpc.RpcError) as refused:
@@ -268,11 +268,11 @@ def test_a_malformed_request_is_refused_and_a_good_one_right_after_succeeds(
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value.details()
     assert expected in refused.value.details()
     assert "\n" not in refused.value.details()
-    call(channels, method, good_requests()[method])
+    call(channels, method, valid_requests()[method])
 
 
 @pytest.mark.parametrize("method", CASES)
-def test_bytes_that_are_no_message_are_refused_and_a_good_request_right_after_succeeds(
+def test_bytes_that_are_not_a_message_are_refused_and_a_valid_request_after_them_succeeds(
     method: str, channels: dict[str, grpc.Channel]
 ) -> None:
     service, name = method.split(".")
@@ -281,18 +281,18 @@ def test_bytes_that_are_no_message_are_refused_and_a_good_request_right_after_su
     with pytest.raises(grpc.RpcError) as refused:
         raw(b"\xff\xff\xff", timeout=30)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value.details()
-    call(channels, method, good_requests()[method])
+    call(channels, method, valid_requests()[method])
 
 
-def test_an_empty_request_is_refused_everywhere(channels: dict[str, grpc.Channel]) -> None:
-    for method, request in good_requests().items():
+def test_every_rpc_refuses_an_empty_request(channels: dict[str, grpc.Channel]) -> None:
+    for method, request in valid_requests().items():
         with pytest.raises(grpc.RpcError) as refused:
             call(channels, method, type(request)())
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, method
 
 
-def test_the_largest_numbers_are_numbers_too(channels: dict[str, grpc.Channel], redis_client: Redis) -> None:
-    request = good_requests()["actor.Generate"]
+def test_the_largest_integers_are_accepted(channels: dict[str, grpc.Channel], redis_client: Redis) -> None:
+    request = valid_requests()["actor.Generate"]
     request.run, request.step, request.seed = "large", 2**64 - 1, 2**64 - 1
     request.prompts[:] = [0, 2**64 - 1]
     request.sampling.top_k = 2**32 - 1

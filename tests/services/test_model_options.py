@@ -1,4 +1,4 @@
-"""Every option of a model's section acts in its service: the optimizer, the dtype, the device, the size of a forward pass."""
+"""Effects of the options of a model section: the optimizer, the dtype, the device, the size of a forward pass."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ Passes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 @pytest.fixture
-def changed(make_config: MakeConfig) -> MakeConfig:
-    """The config over the tiny checkpoints, with changes to the keys of its sections."""
+def changed_config(make_config: MakeConfig) -> MakeConfig:
+    """Factory of configs with the tiny checkpoints and with changes to sections."""
 
     def make(**sections: dict[str, Any]) -> Config:
         tree = make_config().model_dump()
@@ -60,21 +60,21 @@ def changed(make_config: MakeConfig) -> MakeConfig:
 
 @pytest.fixture
 def passes() -> Iterator[Passes]:
-    """Of each forward pass the shape of its token ids [rows, longest], and the dtype of the embedding that reads them."""
+    """Each forward pass: the shape of its token ids [rows, longest] and the dtype of the embedding."""
     results: Passes = []
 
-    def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    def record(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if isinstance(module, nn.Embedding):
             results.append((tuple(inputs[0].shape), module.weight.dtype))
 
-    hook = nn.modules.module.register_module_forward_pre_hook(note)
+    hook = nn.modules.module.register_module_forward_pre_hook(record)
     yield results
     hook.remove()
 
 
 @pytest.fixture
 def _sealed(redis_client: Redis, redis_url: str) -> None:
-    """The experience of step 1, over BATCH."""
+    """Seal experience of step 1 over BATCH."""
     generator = np.random.default_rng(1)
     tokens = int(BATCH.response_lengths.sum())
     drawn = {
@@ -106,12 +106,12 @@ def optimizer_file(client: Any, config: Config) -> tuple[list[dict[str, Any]], d
 
 @pytest.mark.usefixtures("_sealed")
 @pytest.mark.parametrize("role", TRAINED)
-def test_each_trained_model_has_the_optimizer_of_its_section_and_the_learning_rate_of_the_request(
-    role: Role, services: Services, changed: MakeConfig
+def test_the_optimizer_has_the_options_of_its_section_and_the_learning_rate_of_the_request(
+    role: Role, services: Services, changed_config: MakeConfig
 ) -> None:
     own = {"betas": [0.6, 0.7], "eps": 1e-3, "weight_decay": 0.25}
     other = {"betas": [0.5, 0.55], "eps": 1e-2, "weight_decay": 0.125}
-    config = changed(
+    config = changed_config(
         **{
             name: {"learning_rate": 0.5, "optimizer": own if name is role else other, "micro_batch_tokens": 64}
             for name in TRAINED
@@ -131,7 +131,7 @@ def test_each_trained_model_has_the_optimizer_of_its_section_and_the_learning_ra
     assert math.sqrt(squares) == pytest.approx(0.02, rel=1e-3)
 
 
-WORK: dict[str, tuple[Role, Callable[[Any], Any]]] = {
+REQUESTS: dict[str, tuple[Role, Callable[[Any], Any]]] = {
     "actor log-probs": (Role.ACTOR, lambda client: client.log_probs(BATCH, 1.0)),
     "actor update": (
         Role.ACTOR,
@@ -146,40 +146,40 @@ WORK: dict[str, tuple[Role, Callable[[Any], Any]]] = {
     "reference": (Role.REFERENCE, lambda client: client.log_probs(BATCH, 1.0).result()),
 }
 ROWS = {Role.ACTOR: 2, Role.CRITIC: 3, Role.REWARD: 4, Role.REFERENCE: 6}
-"""Of a forward pass, by role: each divides the sequences."""
+"""Rows of a forward pass by role. Each divides the number of sequences."""
 TOKENS = {Role.ACTOR: 4, Role.CRITIC: 4, Role.REWARD: 5, Role.REFERENCE: 4}
-"""Of a sequence, by role: only a score is read at the last one."""
+"""Tokens of a sequence that the forward pass reads, by role. Only a score needs the last token."""
 TRIAL = [(3, 5), (1, 9)]
-"""True if a model can be packed is tried first; a service that looks at its updates' memory does so when it starts."""
+"""Forward passes that test once if the model supports packing. Trained models run them at the start."""
 
 
 @pytest.mark.usefixtures("_sealed")
-@pytest.mark.parametrize("work", WORK)
-def test_a_forward_pass_is_as_large_as_the_models_section_allows(
-    work: str, services: Services, changed: MakeConfig, passes: Passes
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_forward_pass_has_the_configured_micro_batch_size(
+    name: str, services: Services, changed_config: MakeConfig, passes: Passes
 ) -> None:
-    role, call = WORK[work]
-    most = TOKENS[role] * ROWS[role]
-    client = services.start(role, changed(**{role: {"micro_batch_tokens": most}}))
+    role, call = REQUESTS[name]
+    size = TOKENS[role] * ROWS[role]
+    client = services.start(role, changed_config(**{role: {"micro_batch_tokens": size}}))
     passes.clear()
     call(client)
     trial = [] if role in TRAINED else TRIAL
-    assert [shape for shape, _ in passes] == [*trial, *[(1, most)] * (SEQUENCES // ROWS[role])]
+    assert [shape for shape, _ in passes] == [*trial, *[(1, size)] * (SEQUENCES // ROWS[role])]
 
 
-def test_an_adapters_reference_passes_are_as_large_as_the_actors(
-    services: Services, changed: MakeConfig, passes: Passes
+def test_reference_passes_of_an_adapter_have_the_actors_micro_batch_size(
+    services: Services, changed_config: MakeConfig, passes: Passes
 ) -> None:
-    client = services.start(Role.ACTOR, changed(actor={"lora": {"rank": 2}, "micro_batch_tokens": 16}))
+    client = services.start(Role.ACTOR, changed_config(actor={"lora": {"rank": 2}, "micro_batch_tokens": 16}))
     passes.clear()
     client.reference_log_probs(BATCH, 1.0).result()
     assert [shape for shape, _ in passes] == [(1, 16)] * 3
 
 
-def test_as_many_sequences_are_decoded_at_once_as_the_rollout_allows(
-    services: Services, changed: MakeConfig, passes: Passes
+def test_at_most_max_concurrent_sequences_are_decoded_at_once(
+    services: Services, changed_config: MakeConfig, passes: Passes
 ) -> None:
-    client = services.start(Role.ACTOR, changed(rollout={"max_concurrent_sequences": 3}))
+    client = services.start(Role.ACTOR, changed_config(rollout={"max_concurrent_sequences": 3}))
     prompts = [Prompt(index, np.array([index + 2, 5], np.int32)) for index in range(7)]
     passes.clear()
     client.generate(RUN, 1, 1, prompts, 1, SamplingParameters(4, ignore_eos=True), 0, 0).result()
@@ -198,22 +198,22 @@ def test_as_many_sequences_are_decoded_at_once_as_the_rollout_allows(
         (Role.REFERENCE, {"reference": "float32", "actor": "bfloat16"}, torch.float32),
     ],
 )
-def test_a_model_computes_in_the_dtype_of_its_section_and_the_reference_else_in_the_actors(
+def test_a_model_computes_in_its_configured_dtype_and_the_reference_defaults_to_the_actors(
     role: Role,
     dtypes: dict[str, str | None],
     expected: torch.dtype,
     services: Services,
-    changed: MakeConfig,
+    changed_config: MakeConfig,
     passes: Passes,
 ) -> None:
-    client = services.start(role, changed(**{name: {"dtype": dtype} for name, dtype in dtypes.items()}))
+    client = services.start(role, changed_config(**{name: {"dtype": dtype} for name, dtype in dtypes.items()}))
     assert client.wait_until_ready().dtype == str(expected).removeprefix("torch.")
     passes.clear()
-    next(call for asked, call in WORK.values() if asked is role)(client)
+    next(call for owner, call in REQUESTS.values() if owner is role)(client)
     assert {dtype for _, dtype in passes} == {expected}
 
 
-def test_a_device_is_named_as_torch_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_have_torch_names_and_invalid_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert roles.device_of(ServiceConfig()) == "cpu"
     assert [roles.device_of(ServiceConfig(devices=(index,))) for index in range(2)] == ["cuda:0", "cuda:1"]
@@ -224,8 +224,8 @@ def test_a_device_is_named_as_torch_names_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def moved_to(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Return where models were sent, on a machine that seems to have two GPUs; they stay on the CPU."""
+def target_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """The devices of all moves of models. CUDA reports two GPUs, but the models stay on the CPU."""
     results: list[torch.device] = []
     real = nn.Module.to
 
@@ -239,12 +239,12 @@ def moved_to(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 
 @pytest.mark.parametrize("role", MODEL_ROLES)
-def test_a_service_loads_its_model_on_its_own_device_and_says_so(
-    role: Role, services: Services, changed: MakeConfig, moved_to: list[torch.device]
+def test_a_service_loads_its_model_on_its_device_and_reports_it(
+    role: Role, services: Services, changed_config: MakeConfig, target_devices: list[torch.device]
 ) -> None:
-    config = changed(services={role: {"devices": [1]}})
+    config = changed_config(services={role: {"devices": [1]}})
     for other in MODEL_ROLES:
-        moved_to.clear()
+        target_devices.clear()
         expected = "cuda:1" if other is role else "cpu"
         assert services.build(other, config).status().device == expected
-        assert set(moved_to) == {torch.device(expected)}
+        assert set(target_devices) == {torch.device(expected)}

@@ -1,4 +1,4 @@
-"""Results of the services, compared with a plain forward pass of transformers in padded batches of one."""
+"""Results of the services against a forward pass of transformers over one sequence at a time."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ BATCH = tiny.batch([3, 1, 9, 2, 5], [4, 7, 1, 12, 6], seed=5)
 
 
 def plain_log_probs(directory: Path, batch: TokenBatch, temperature: float) -> np.ndarray:
-    """One sequence at a time: the log-softmax of the logits before each response token, in float64."""
+    """Return the log-softmax at each response token in float64, from one sequence at a time."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     results = []
     for sequence, prompt in zip(batch.sequences(), batch.prompt_lengths, strict=True):
         with torch.no_grad():
             logits = model(torch.from_numpy(sequence.astype(np.int64))[None]).logits[0].double()
         log_probs = torch.log_softmax(logits / temperature, -1)
-        results += [float(log_probs[place - 1, sequence[place]]) for place in range(prompt, len(sequence))]
+        results += [float(log_probs[index - 1, sequence[index]]) for index in range(prompt, len(sequence))]
     return np.array(results)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_the_actors_log_probs_are_those_of_a_plain_forward(
+def test_actor_log_probs_match_a_plain_forward_pass(
     kind: str, temperature: float, services: Services, make_config: Callable[..., Config], checkpoints: dict[str, Path]
 ) -> None:
     actor = services.start(Role.ACTOR, make_config(actor=kind))
@@ -43,7 +43,7 @@ def test_the_actors_log_probs_are_those_of_a_plain_forward(
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_the_references_log_probs_are_those_of_a_plain_forward(
+def test_reference_log_probs_match_a_plain_forward_pass(
     kind: str, services: Services, make_config: Callable[..., Config], checkpoints: dict[str, Path]
 ) -> None:
     reference = services.start(Role.REFERENCE, make_config(reference={"model": str(checkpoints[kind])}))
@@ -51,7 +51,7 @@ def test_the_references_log_probs_are_those_of_a_plain_forward(
     np.testing.assert_allclose(result, plain_log_probs(checkpoints[kind], BATCH, 1.3), atol=1e-5, rtol=0)
 
 
-def test_scores_are_the_classifiers_output_at_the_last_token(
+def test_scores_match_the_classifier_output_at_the_last_token(
     clients: dict[Role, Any], checkpoints: dict[str, Path]
 ) -> None:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(checkpoints["reward"]).eval()
@@ -64,7 +64,7 @@ def test_scores_are_the_classifiers_output_at_the_last_token(
     np.testing.assert_allclose(result, expected, atol=1e-5, rtol=0)
 
 
-def test_values_are_the_heads_output_before_each_response_token(
+def test_values_match_the_head_output_before_each_response_token(
     clients: dict[Role, Any], checkpoints: dict[str, Path]
 ) -> None:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(checkpoints["reward"]).eval()
@@ -77,7 +77,7 @@ def test_values_are_the_heads_output_before_each_response_token(
     np.testing.assert_allclose(result, expected, atol=1e-5, rtol=0)
 
 
-def test_a_critic_from_a_causal_lm_values_everything_at_0(
+def test_a_new_critic_from_a_causal_lm_returns_0_for_all_values(
     services: Services, make_config: Callable[..., Config]
 ) -> None:
     critic = services.start(Role.CRITIC, make_config(critic="llama"))
@@ -85,7 +85,7 @@ def test_a_critic_from_a_causal_lm_values_everything_at_0(
 
 
 @pytest.mark.parametrize("role", [Role.ACTOR, Role.REFERENCE])
-def test_an_answer_does_not_depend_on_its_neighbours(role: Role, clients: dict[Role, Any]) -> None:
+def test_log_probs_do_not_depend_on_other_sequences_of_the_batch(role: Role, clients: dict[Role, Any]) -> None:
     def log_probs(batch: TokenBatch) -> np.ndarray:
         result = clients[role].log_probs(batch, 1.0)
         return result if role is Role.ACTOR else result.result()

@@ -1,4 +1,4 @@
-"""Status and health: who answers, what it is, what it has done; at once, whatever the models do."""
+"""Status and health of the services: identity, work done, and fast responses while the models compute."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CALLS: dict[Role, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("role", MODEL_ROLES)
-def test_a_service_says_what_it_is(role: Role, clients: dict[Role, Any], checkpoints: dict[str, Path]) -> None:
+def test_a_service_reports_its_model(role: Role, clients: dict[Role, Any], checkpoints: dict[str, Path]) -> None:
     status: ServiceStatus = clients[role].wait_until_ready()
     directory = checkpoints["reward" if role in (Role.REWARD, Role.CRITIC) else "llama"]
     kind = transformers.AutoModelForCausalLM
@@ -50,36 +50,36 @@ def test_a_service_says_what_it_is(role: Role, clients: dict[Role, Any], checkpo
     assert (status.policy_version, status.step, status.run) == (0, 0, "")
 
 
-def test_fingerprints_agree_where_tokenizers_do(
+def test_fingerprints_are_equal_for_equal_tokenizers(
     clients: dict[Role, Any], services: Services, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    prints = {client.wait_until_ready().tokenizer_fingerprint for client in clients.values()}
-    assert len(prints) == 1
-    assert len(next(iter(prints))) == 64
+    fingerprints = {client.wait_until_ready().tokenizer_fingerprint for client in clients.values()}
+    assert len(fingerprints) == 1
+    assert len(next(iter(fingerprints))) == 64
     tiny.causal("llama").save_pretrained(tmp_path)
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(tmp_path)
     other = services.start(Role.REFERENCE, make_config(reference={"model": str(tmp_path)}))
-    assert other.wait_until_ready().tokenizer_fingerprint not in prints
+    assert other.wait_until_ready().tokenizer_fingerprint not in fingerprints
 
 
 @pytest.mark.parametrize("role", MODEL_ROLES)
-def test_busy_seconds_rise_with_the_work_by_kind(
+def test_busy_seconds_count_each_kind_of_request(
     role: Role, services: Services, make_config: Callable[..., Config]
 ) -> None:
     client = services.start(role, make_config())
     assert client.wait_until_ready().busy_seconds == {}
     kind, call = CALLS[role]
-    seen = [0.0]
+    totals = [0.0]
     for _ in range(3):
         start = time.perf_counter()
         call(client)
-        took = time.perf_counter() - start
+        duration = time.perf_counter() - start
         busy = client.wait_until_ready().busy_seconds
         assert set(busy) == {kind}
-        assert 0 < busy[kind] - seen[-1] <= took
-        seen.append(busy[kind])
+        assert 0 < busy[kind] - totals[-1] <= duration
+        totals.append(busy[kind])
 
 
 def health(channel: grpc.Channel, service: str, timeout: float = 5.0) -> int:
@@ -94,12 +94,12 @@ def test_health_is_serving_for_the_process_and_its_service_and_unknown_for_other
     channel = clients[role].channel.grpc_channel
     assert health(channel, "") == SERVING
     assert health(channel, f"quartet.v1.{role.capitalize()}Service") == SERVING
-    with pytest.raises(grpc.RpcError) as refused:
+    with pytest.raises(grpc.RpcError) as error:
         health(channel, "quartet.v1.OtherService")
-    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_roles_that_share_a_process_all_answer(services: Services, make_config: Callable[..., Config]) -> None:
+def test_all_roles_of_one_process_respond(services: Services, make_config: Callable[..., Config]) -> None:
     config = make_config()
     roles = (Role.REWARD, Role.REFERENCE)
     server = services.serve(*(services.build(role, config) for role in roles))
@@ -109,22 +109,22 @@ def test_roles_that_share_a_process_all_answer(services: Services, make_config: 
         CALLS[role][1](client)
         assert health(client.channel.grpc_channel, f"quartet.v1.{role.capitalize()}Service") == SERVING
     stub = status_pb2_grpc.StatusServiceStub(client.channel.grpc_channel)
-    answer = stub.GetStatus(status_pb2.GetStatusRequest(), timeout=5)
-    assert answer.version == __version__
-    assert [status.role for status in answer.roles] == [status_pb2.ROLE_REWARD, status_pb2.ROLE_REFERENCE]
+    response = stub.GetStatus(status_pb2.GetStatusRequest(), timeout=5)
+    assert response.version == __version__
+    assert [status.role for status in response.roles] == [status_pb2.ROLE_REWARD, status_pb2.ROLE_REFERENCE]
 
 
-def test_the_wrong_service_at_an_address_is_named(clients: dict[Role, Any], services: Services) -> None:
+def test_another_service_at_an_address_is_a_mismatch_error(clients: dict[Role, Any], services: Services) -> None:
     address = clients[Role.REWARD].channel.address
-    wrong = services.client(Role.CRITIC, type("At", (), {"address": address})())
+    client = services.client(Role.CRITIC, type("At", (), {"address": address})())
     expected = rf"services\.critic\.address {address}: expected the critic, got the reward service"
-    with pytest.raises(MismatchError, match=expected) as refused:
-        wrong.wait_until_ready()
-    assert isinstance(refused.value, ConfigError)
+    with pytest.raises(MismatchError, match=expected) as error:
+        client.wait_until_ready()
+    assert isinstance(error.value, ConfigError)
 
 
 def start_long_generation(actor: Any, stream: RolloutStream, timeout: float) -> Any:
-    """A generation of 4000 trajectories, certainly under way: its first trajectories are in the stream."""
+    """Start a generation of 4000 trajectories and wait until its first ones are in the stream."""
     actor.timeouts = TIMEOUTS.model_copy(update={"generate_seconds": timeout})
     prompts = [Prompt(index, np.array([5, 6, 7], np.int32)) for index in range(8)]
     sampling = SamplingParameters(max_response_tokens=40, ignore_eos=True)
@@ -134,7 +134,7 @@ def start_long_generation(actor: Any, stream: RolloutStream, timeout: float) -> 
     return generation
 
 
-def wait_for_the_end_of_generation(actor: Any) -> float:
+def wait_until_generation_ends(actor: Any) -> float:
     """Return the seconds until the compute thread ends the generation. Only finished work counts as busy."""
     start = time.monotonic()
     while "generate" not in actor.wait_until_ready().busy_seconds:
@@ -149,7 +149,7 @@ def long_stream(redis_url: str) -> RolloutStream:
     return stream
 
 
-def test_health_and_status_answer_at_once_during_a_step_and_a_cancelled_generation_stops_early(
+def test_health_and_status_respond_during_generation_and_a_cancelled_generation_stops_early(
     services: Services, make_config: Callable[..., Config], long_stream: RolloutStream
 ) -> None:
     actor = services.start(Role.ACTOR, make_config())
@@ -164,12 +164,12 @@ def test_health_and_status_answer_at_once_during_a_step_and_a_cancelled_generati
     assert not generation.done()
     assert slowest < 1.0
     generation.cancel()
-    wait_for_the_end_of_generation(actor)
+    wait_until_generation_ends(actor)
     assert 0 < long_stream.depth() < 3000
     assert len(actor.log_probs(BATCH, 1.0)) == 11
 
 
-def test_a_generation_whose_deadline_passes_stops_early_and_the_service_goes_on(
+def test_a_generation_past_its_deadline_stops_early_and_the_service_continues(
     services: Services, make_config: Callable[..., Config], long_stream: RolloutStream
 ) -> None:
     actor = services.start(Role.ACTOR, make_config())
@@ -177,20 +177,20 @@ def test_a_generation_whose_deadline_passes_stops_early_and_the_service_goes_on(
     generation = start_long_generation(actor, long_stream, timeout=2.0)
     with pytest.raises(ServiceFailed, match=r"actor at .*: Generate: no response within 2 s"):
         generation.result()
-    wait_for_the_end_of_generation(actor)
+    wait_until_generation_ends(actor)
     assert 0 < long_stream.depth() < 3000
     assert len(actor.log_probs(BATCH, 1.0)) == 11
 
 
-def test_whom_a_process_waits_for_is_in_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_service_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_channel, "LOG_AFTER", 0.0)
     monkeypatch.setattr(service_channel, "FOREIGN_AFTER", 0.0)
-    peer = service_channel.ServiceChannel(Role.CRITIC, "127.0.0.1:1")
+    channel = service_channel.ServiceChannel(Role.CRITIC, "127.0.0.1:1")
     with (
         structlog.testing.capture_logs() as logs,
         pytest.raises(ServiceUnavailable, match="no Quartet service responded"),
     ):
-        peer.wait_until_ready(0.3)
-    peer.close()
+        channel.wait_until_ready(0.3)
+    channel.close()
     waiting = [line for line in logs if line["event"] == "waiting for a service"]
-    assert [(line["service"], line["address"]) for line in waiting] == [(Role.CRITIC, "127.0.0.1:1")], "said once"
+    assert [(line["service"], line["address"]) for line in waiting] == [(Role.CRITIC, "127.0.0.1:1")], "logged once"

@@ -1,4 +1,4 @@
-"""Updates and saves over real experience in a real buffer: once in effect, in order, under the newest leader."""
+"""Update, Save and Restore with experience in a real buffer: applied once, in order, for the newest leader only."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("store")
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> str:
-    """A run that is named as the test."""
+    """A run name derived from the name of the test."""
     return re.sub(r"[^a-z_]", "-", request.node.name)
 
 
@@ -67,13 +67,13 @@ def update(client: Any, run: str, step: int, epoch: int = 1) -> UpdateResult:
 
 
 def outputs(client: Any) -> bytes:
-    """Return what the model computes, bit for bit."""
+    """Return the bytes of the model's outputs."""
     result = client.log_probs(BATCH, 1.0) if client.role is Role.ACTOR else client.values(BATCH).result()
     return bytes(result.tobytes())
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_an_update_moves_the_model_and_says_so(
+def test_an_update_changes_the_model_and_reports_metrics(
     role: Role, services: Services, make_config: Callable[..., Config], run: str
 ) -> None:
     client = services.start(role, make_config())
@@ -91,14 +91,14 @@ def test_an_update_moves_the_model_and_says_so(
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_a_repeated_update_answers_the_same_and_changes_nothing(
+def test_a_repeated_update_returns_the_same_result_and_changes_nothing(
     role: Role, services: Services, make_config: Callable[..., Config], run: str, store: ExperienceStore
 ) -> None:
     client = services.start(role, make_config())
     update(client, run, 1)
     second = update(client, run, 2)
     after = outputs(client)
-    # Not even the experience is needed any more, and other settings make no difference.
+    # A repeated update needs no experience and ignores its settings.
     store.discard([2])
     assert update(client, run, 2) == second
     other = OptimizationSettings(num_epochs=9, num_mini_batches=1, learning_rate=1.0, max_grad_norm=0.0, seed=1)
@@ -109,18 +109,18 @@ def test_a_repeated_update_answers_the_same_and_changes_nothing(
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_two_services_that_take_the_same_updates_agree_bit_for_bit(
+def test_two_services_with_the_same_updates_are_bit_identical(
     role: Role, services: Services, make_config: Callable[..., Config], run: str
 ) -> None:
-    one, other = (services.start(role, make_config()) for _ in range(2))
+    first, other = (services.start(role, make_config()) for _ in range(2))
     for step in (1, 2):
-        assert update(one, run, step) == update(other, run, step)
+        assert update(first, run, step) == update(other, run, step)
     update(other, run, 2)
-    assert outputs(one) == outputs(other)
+    assert outputs(first) == outputs(other)
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_a_step_out_of_order_of_another_run_or_of_a_former_leader_is_refused_without_effect(
+def test_an_update_out_of_order_of_another_run_or_of_a_former_leader_is_refused(
     role: Role, services: Services, make_config: Callable[..., Config], run: str, redis_client: Redis, redis_url: str
 ) -> None:
     ExperienceStore(redis_client, redis_url, "other").seal(experience("other", 2))
@@ -142,7 +142,7 @@ def test_a_step_out_of_order_of_another_run_or_of_a_former_leader_is_refused_wit
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_experience_that_is_missing_or_damaged_is_an_error_and_the_step_may_be_tried_again(
+def test_missing_or_damaged_experience_is_an_error_and_the_step_can_be_retried(
     role: Role,
     services: Services,
     make_config: Callable[..., Config],
@@ -176,20 +176,20 @@ def test_a_policy_is_saved_in_hugging_face_format_with_hashes(
     for file in files:
         contents = (root / file.path).read_bytes()
         assert (file.bytes, file.sha256) == (len(contents), hashlib.sha256(contents).hexdigest())
-    again = services.start(Role.REFERENCE, make_config(reference={"model": str(root / "policy")}))
-    np.testing.assert_array_equal(again.log_probs(BATCH, 1.0).result(), actor.log_probs(BATCH, 1.0))
+    reloaded = services.start(Role.REFERENCE, make_config(reference={"model": str(root / "policy")}))
+    np.testing.assert_array_equal(reloaded.log_probs(BATCH, 1.0).result(), actor.log_probs(BATCH, 1.0))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(root / "policy")
     assert loaded.config.vocab_size == tiny.VOCABULARY
 
 
-def test_saving_twice_gives_the_same_bytes(services: Services, make_config: Callable[..., Config], run: str) -> None:
+def test_two_saves_of_a_model_are_identical(services: Services, make_config: Callable[..., Config], run: str) -> None:
     actor = services.start(Role.ACTOR, make_config())
     first = actor.save(run, 1, "policy", SaveKind.MODEL).result()
     assert actor.save(run, 1, "policy", SaveKind.MODEL).result() == first
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_a_checkpoint_holds_the_optimizer_and_a_model_does_not(
+def test_a_checkpoint_contains_the_optimizer_state_and_a_model_does_not(
     role: Role, services: Services, make_config: Callable[..., Config], run: str
 ) -> None:
     config = make_config()
@@ -205,28 +205,28 @@ def test_a_checkpoint_holds_the_optimizer_and_a_model_does_not(
 
 
 @dataclass
-class HeldWriting:
-    """Blocks the writing of saves until the test sets ``proceed``."""
+class BlockedWriter:
+    """A writer of saves that blocks until the test sets ``proceed``."""
 
-    begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    started: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     proceed: threading.Event = field(default_factory=threading.Event)
 
     def write(self, directory: Path, *writers: Any) -> None:
-        self.begun.release()
+        self.started.release()
         assert self.proceed.wait(30)
         write_model(directory, *writers)
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWriting]:
-    result = HeldWriting()
+def blocked_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedWriter]:
+    result = BlockedWriter()
     monkeypatch.setattr(trained, "write_model", result.write)
     yield result
     result.proceed.set()
 
 
 def generate(client: Any, run: str, step: int, policy_version: int) -> int:
-    """Trajectories that the actor has generated."""
+    """Generate; return the number of trajectories."""
     prompts = [Prompt(0, np.array([3, 4], np.int32), "")]
     sampling = SamplingParameters(4, 1.0, 1.0, 0)
     result: int = client.generate(run, step, 1, prompts, 2, sampling, 0, policy_version).result()
@@ -235,13 +235,13 @@ def generate(client: Any, run: str, step: int, policy_version: int) -> int:
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
 @pytest.mark.parametrize("role", TRAINED)
-def test_a_model_computes_and_learns_while_its_save_is_written_and_what_is_written_is_what_it_was(
+def test_a_model_works_during_a_save_and_the_save_has_the_earlier_state(
     role: Role,
     lora: dict[str, Any] | None,
     services: Services,
     make_config: Callable[..., Config],
     run: str,
-    held: HeldWriting,
+    blocked_writer: BlockedWriter,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree = make_config().model_dump()
@@ -254,79 +254,79 @@ def test_a_model_computes_and_learns_while_its_save_is_written_and_what_is_writt
         expected = {kind: client.save(run, 1, f"before/{kind}", kind).result() for kind in SAVED}
     before = outputs(client)
     saving = [client.save(run, 1, f"during/{kind}", kind, 1) for kind in SAVED]
-    assert held.begun.acquire(timeout=30)
+    assert blocked_writer.started.acquire(timeout=30)
     assert outputs(client) == before
     if role is Role.ACTOR:
         assert generate(client, run, 2, policy_version=1) == 2
     assert client.wait_until_ready().busy_seconds["save"] > 0
     assert not any(save.done() for save in saving)
     assert not (config.run_directory / "during").exists()
-    held.proceed.set()
-    # The second is of the same step: it is copied when the first is written.
+    blocked_writer.proceed.set()
+    # The second save is of the same step. It is copied after the first is written.
     for kind, save in zip(SAVED, saving, strict=True):
         during = {(file.path.removeprefix("during/"), file.sha256) for file in save.result()}
         assert during == {(file.path.removeprefix("before/"), file.sha256) for file in expected[kind]}
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_an_update_during_the_writing_of_a_save_does_not_reach_its_files(
-    role: Role, services: Services, make_config: Callable[..., Config], run: str, held: HeldWriting
+def test_an_update_during_a_save_does_not_change_its_files(
+    role: Role, services: Services, make_config: Callable[..., Config], run: str, blocked_writer: BlockedWriter
 ) -> None:
     client = services.start(role, make_config())
     update(client, run, 1)
     saving = client.save(run, 1, "checkpoint", SaveKind.CHECKPOINT, 1)
-    assert held.begun.acquire(timeout=30)
+    assert blocked_writer.started.acquire(timeout=30)
     before = outputs(client)
     assert update(client, run, 2).step == 2
     after = outputs(client)
     assert not saving.done()
-    held.proceed.set()
+    blocked_writer.proceed.set()
     saving.result()
     assert client.restore(run, 1, 1, "checkpoint").result() == 1
     assert outputs(client) == before != after
     update(client, run, 2)
-    assert outputs(client) == after, "the optimizer is that of the save, too"
+    assert outputs(client) == after, "the optimizer state is not that of the save"
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_two_saves_to_one_place_are_written_one_after_the_other(
-    role: Role, services: Services, make_config: Callable[..., Config], run: str, held: HeldWriting
+def test_two_saves_to_one_directory_are_written_one_after_the_other(
+    role: Role, services: Services, make_config: Callable[..., Config], run: str, blocked_writer: BlockedWriter
 ) -> None:
     config = make_config()
     client = services.start(role, config)
     saving = [client.save(run, 1, "same", SaveKind.MODEL) for _ in range(2)]
-    assert held.begun.acquire(timeout=30)
-    assert not held.begun.acquire(timeout=0.3), "the second writes at the same time"
-    held.proceed.set()
+    assert blocked_writer.started.acquire(timeout=30)
+    assert not blocked_writer.started.acquire(timeout=0.3), "both saves are written at the same time"
+    blocked_writer.proceed.set()
     first, second = (save.result() for save in saving)
     assert first == second
     assert [path.name for path in config.run_directory.iterdir()] == ["same"]
 
 
-def test_a_save_that_nobody_waits_for_any_more_is_not_written(
-    services: Services, make_config: Callable[..., Config], run: str, held: HeldWriting
+def test_a_cancelled_save_is_not_written(
+    services: Services, make_config: Callable[..., Config], run: str, blocked_writer: BlockedWriter
 ) -> None:
     config = make_config()
     client = services.start(Role.ACTOR, config)
     first = client.save(run, 1, "first", SaveKind.MODEL)
-    assert held.begun.acquire(timeout=30)
-    given_up = client.save(run, 1, "given-up", SaveKind.MODEL)
-    given_up.cancel()
-    held.proceed.set()
+    assert blocked_writer.started.acquire(timeout=30)
+    cancelled = client.save(run, 1, "cancelled", SaveKind.MODEL)
+    cancelled.cancel()
+    blocked_writer.proceed.set()
     first.result()
     client.save(run, 1, "last", SaveKind.MODEL).result()
     assert sorted(path.name for path in config.run_directory.iterdir()) == ["first", "last"]
 
 
-def test_more_saves_than_a_service_takes_are_sent_away(
-    services: Services, make_config: Callable[..., Config], run: str, held: HeldWriting
+def test_saves_beyond_the_limit_are_refused(
+    services: Services, make_config: Callable[..., Config], run: str, blocked_writer: BlockedWriter
 ) -> None:
     client = services.start(Role.ACTOR, make_config())
     saving = [client.save(run, 1, "same", SaveKind.MODEL) for _ in range(MAX_PENDING_SAVES + 1)]
     with pytest.raises(ServiceBusy, match="saves are pending already"):
         wait_for_all(saving)
     assert client.wait_until_ready().role is Role.ACTOR
-    held.proceed.set()
+    blocked_writer.proceed.set()
     assert sum(1 for save in saving if not isinstance(failure(save), ServiceBusy)) == MAX_PENDING_SAVES
 
 
@@ -339,7 +339,7 @@ def failure(call: Any) -> Exception | None:
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_a_save_of_another_step_than_the_model_is_at_is_refused(
+def test_a_save_of_another_step_than_the_models_is_refused(
     role: Role, services: Services, make_config: Callable[..., Config], run: str
 ) -> None:
     config = make_config()
@@ -356,8 +356,8 @@ def test_a_save_of_another_step_than_the_model_is_at_is_refused(
 
 
 @pytest.mark.parametrize("role", TRAINED)
-@pytest.mark.usefixtures("capsys")  # Otherwise what is logged goes to a file that may not grow either.
-def test_a_save_that_does_not_fit_on_the_disk_says_so_and_the_model_goes_on(
+@pytest.mark.usefixtures("capsys")  # Without it, the limit on the file size also affects the log file.
+def test_a_save_that_does_not_fit_on_the_disk_fails_and_the_service_continues(
     role: Role, services: Services, make_config: Callable[..., Config], run: str
 ) -> None:
     config = make_config()
@@ -385,15 +385,15 @@ def test_a_save_that_does_not_fit_on_the_disk_says_so_and_the_model_goes_on(
     client.save(run, 1, "two", SaveKind.CHECKPOINT, 3).result()
 
 
-def test_a_saved_critic_values_as_before(services: Services, make_config: Callable[..., Config], run: str) -> None:
+def test_a_saved_critic_gives_the_same_values(services: Services, make_config: Callable[..., Config], run: str) -> None:
     config = make_config()
     critic = services.start(Role.CRITIC, config)
     update(critic, run, 1)
     critic.save(run, 1, "critic", SaveKind.MODEL).result()
     tree = make_config().model_dump()
     tree["critic"]["model"] = str(config.run_directory / "critic")
-    again = services.start(Role.CRITIC, Config.model_validate(tree))
-    np.testing.assert_array_equal(again.values(BATCH).result(), critic.values(BATCH).result())
+    reloaded = services.start(Role.CRITIC, Config.model_validate(tree))
+    np.testing.assert_array_equal(reloaded.values(BATCH).result(), critic.values(BATCH).result())
 
 
 LORA = {"rank": 2}
@@ -401,7 +401,7 @@ LORA = {"rank": 2}
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("role", TRAINED)
-def test_a_restored_model_takes_the_same_updates_to_the_same_bits(
+def test_updates_after_a_restore_are_bit_identical(
     role: Role,
     lora: dict[str, Any] | None,
     services: Services,
@@ -421,7 +421,7 @@ def test_a_restored_model_takes_the_same_updates_to_the_same_bits(
 
     assert client.restore(run, 1, 1, "checkpoints/one").result() == 1
     assert outputs(client) == after_one
-    assert [update(client, run, step) for step in (2, 3)] == results[1:], "the optimizer went back, too"
+    assert [update(client, run, step) for step in (2, 3)] == results[1:], "the optimizer state was not restored"
     assert outputs(client) == after_three
 
     assert client.restore(run, 0, 1, "").result() == 0
@@ -436,7 +436,7 @@ def test_a_restored_model_takes_the_same_updates_to_the_same_bits(
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_a_restore_that_fails_leaves_a_model_that_is_not_used_until_another_succeeds(
+def test_after_a_failed_restore_the_model_is_unusable_until_another_succeeds(
     role: Role, services: Services, make_config: Callable[..., Config], run: str
 ) -> None:
     config = make_config()
@@ -453,7 +453,7 @@ def test_a_restore_that_fails_leaves_a_model_that_is_not_used_until_another_succ
 
 
 @pytest.mark.parametrize("role", TRAINED)
-def test_a_restore_out_of_place_or_of_a_former_leader_is_refused_without_effect(
+def test_a_restore_with_an_invalid_directory_or_of_a_former_leader_is_refused(
     role: Role, services: Services, make_config: Callable[..., Config], run: str
 ) -> None:
     client = services.start(role, make_config())

@@ -324,7 +324,7 @@ class Passing:
         if self._since is None or time.monotonic() - self._since >= self._seconds:
             return call
         failed = FakeCall()
-        failed.answer(self._error)
+        failed.complete(self._error)
         return failed
 
 
@@ -355,7 +355,7 @@ def test_a_scoring_service_that_keeps_failing_ends_the_run_with_its_error(
 ) -> None:
     def score(*_: Any) -> Any:
         failed = FakeCall()
-        failed.answer(ServiceFailed("reward: HTTP 503"))
+        failed.complete(ServiceFailed("reward: HTTP 503"))
         return failed
 
     monkeypatch.setattr(RewardClient, "score", score)

@@ -1,4 +1,4 @@
-"""Generate writes every trajectory that was asked for, under its derived id, whatever the order of asking."""
+"""Generate writes every requested trajectory under its derived id, independently of the order of the prompts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def stream(redis_client: Redis, redis_url: str, request: pytest.FixtureRequest) 
     return result
 
 
-def generated(actor: Any, stream: RolloutStream, prompts: list[Prompt], **changes: Any) -> list[Trajectory]:
-    """The trajectories of one Generate, in the order of the stream."""
+def generate(actor: Any, stream: RolloutStream, prompts: list[Prompt], **changes: Any) -> list[Trajectory]:
+    """Call Generate once; return its trajectories in the order of the stream."""
     run = stream.key.split(":")[1]
     arguments = {"step": 1, "leader_epoch": 1, "samples_per_prompt": 2, "sampling": SAMPLING, "seed": 5}
     pending = actor.generate(run=run, prompts=prompts, policy_version=0, **{**arguments, **changes})
@@ -46,7 +46,7 @@ def by_id(trajectories: list[Trajectory]) -> list[bytes]:
 def test_every_trajectory_is_written_under_its_derived_id(
     clients: dict[Role, Any], stream: RolloutStream, request: pytest.FixtureRequest
 ) -> None:
-    result = generated(clients[Role.ACTOR], stream, PROMPTS, step=6)
+    result = generate(clients[Role.ACTOR], stream, PROMPTS, step=6)
     expected = {TrajectoryId(request.node.name, 6, prompt.index, sample) for prompt in PROMPTS for sample in range(2)}
     assert {trajectory.id for trajectory in result} == expected
     assert len(result) == 10
@@ -65,11 +65,11 @@ def test_every_trajectory_is_written_under_its_derived_id(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_its_log_probs_are_those_that_the_log_probs_rpc_computes(
+def test_log_probs_of_generate_match_the_log_probs_rpc(
     temperature: float, clients: dict[Role, Any], stream: RolloutStream
 ) -> None:
     sampling = SamplingParameters(9, temperature=temperature)
-    result = generated(clients[Role.ACTOR], stream, PROMPTS, sampling=sampling)
+    result = generate(clients[Role.ACTOR], stream, PROMPTS, sampling=sampling)
     expected = clients[Role.ACTOR].log_probs(TokenBatch.of(result), temperature)
     np.testing.assert_allclose(np.concatenate([t.log_probs for t in result]), expected, atol=1e-5, rtol=0)
 
@@ -77,26 +77,26 @@ def test_its_log_probs_are_those_that_the_log_probs_rpc_computes(
 def test_the_same_request_gives_the_same_trajectories_in_any_order_of_prompts(
     clients: dict[Role, Any], stream: RolloutStream
 ) -> None:
-    first = generated(clients[Role.ACTOR], stream, PROMPTS)
-    assert by_id(generated(clients[Role.ACTOR], stream, PROMPTS)) == by_id(first)
-    assert by_id(generated(clients[Role.ACTOR], stream, PROMPTS[::-1])) == by_id(first)
+    first = generate(clients[Role.ACTOR], stream, PROMPTS)
+    assert by_id(generate(clients[Role.ACTOR], stream, PROMPTS)) == by_id(first)
+    assert by_id(generate(clients[Role.ACTOR], stream, PROMPTS[::-1])) == by_id(first)
 
 
-def test_a_part_of_a_request_gives_the_same_tokens(clients: dict[Role, Any], stream: RolloutStream) -> None:
-    whole = {t.id: t for t in generated(clients[Role.ACTOR], stream, PROMPTS)}
-    for trajectory in generated(clients[Role.ACTOR], stream, PROMPTS[1:3], samples_per_prompt=1):
-        assert trajectory.response_ids.tolist() == whole[trajectory.id].response_ids.tolist()
+def test_fewer_prompts_and_samples_give_the_same_tokens(clients: dict[Role, Any], stream: RolloutStream) -> None:
+    expected = {t.id: t for t in generate(clients[Role.ACTOR], stream, PROMPTS)}
+    for trajectory in generate(clients[Role.ACTOR], stream, PROMPTS[1:3], samples_per_prompt=1):
+        assert trajectory.response_ids.tolist() == expected[trajectory.id].response_ids.tolist()
 
 
-def test_samples_from_a_later_one_on_are_those_of_a_larger_request(
+def test_samples_from_a_first_index_match_those_of_a_larger_request(
     clients: dict[Role, Any], stream: RolloutStream
 ) -> None:
-    whole = {t.id: t for t in generated(clients[Role.ACTOR], stream, PROMPTS[:3], samples_per_prompt=5)}
-    result = generated(clients[Role.ACTOR], stream, PROMPTS[:2], samples_per_prompt=2, first_sample=3)
+    expected = {t.id: t for t in generate(clients[Role.ACTOR], stream, PROMPTS[:3], samples_per_prompt=5)}
+    result = generate(clients[Role.ACTOR], stream, PROMPTS[:2], samples_per_prompt=2, first_sample=3)
     run = stream.key.split(":")[1]
     assert {t.id for t in result} == {TrajectoryId(run, 1, p.index, sample) for p in PROMPTS[:2] for sample in (3, 4)}
     for trajectory in result:
-        assert trajectory.response_ids.tolist() == whole[trajectory.id].response_ids.tolist()
+        assert trajectory.response_ids.tolist() == expected[trajectory.id].response_ids.tolist()
 
 
 @pytest.mark.parametrize("change", [{"seed": 6}, {"step": 2}])
@@ -104,7 +104,7 @@ def test_another_seed_or_step_gives_other_trajectories(
     change: dict[str, int], clients: dict[Role, Any], stream: RolloutStream
 ) -> None:
     def responses(**changes: int) -> list[list[int]]:
-        result = sorted(generated(clients[Role.ACTOR], stream, PROMPTS, **changes), key=lambda t: t.id)
+        result = sorted(generate(clients[Role.ACTOR], stream, PROMPTS, **changes), key=lambda t: t.id)
         return [trajectory.response_ids.tolist() for trajectory in result]
 
     assert responses() != responses(**change)
@@ -113,7 +113,7 @@ def test_another_seed_or_step_gives_other_trajectories(
 def test_samples_of_a_prompt_differ_unless_greedy(clients: dict[Role, Any], stream: RolloutStream) -> None:
     def samples(temperature: float) -> set[tuple[int, ...]]:
         sampling = SamplingParameters(9, temperature=temperature)
-        result = generated(clients[Role.ACTOR], stream, PROMPTS[:1], samples_per_prompt=6, sampling=sampling)
+        result = generate(clients[Role.ACTOR], stream, PROMPTS[:1], samples_per_prompt=6, sampling=sampling)
         return {tuple(trajectory.response_ids.tolist()) for trajectory in result}
 
     assert len(samples(1.0)) > 1
@@ -124,11 +124,11 @@ def test_another_policy_version_and_a_lower_leader_epoch_are_refused(
     services: Services, make_config: Callable[..., Config], stream: RolloutStream
 ) -> None:
     actor = services.start(Role.ACTOR, make_config())
-    generated(actor, stream, PROMPTS, leader_epoch=3)
+    generate(actor, stream, PROMPTS, leader_epoch=3)
     run = stream.key.split(":")[1]
     with pytest.raises(FailedPrecondition, match="leader_epoch 2: an orchestrator of epoch 3 has taken over"):
         actor.generate(run, 1, 2, PROMPTS, 1, SAMPLING, 5, policy_version=0).result()
     with pytest.raises(FailedPrecondition, match="policy version 4: this policy is version 0"):
         actor.generate(run, 1, 3, PROMPTS, 1, SAMPLING, 5, policy_version=4).result()
     assert stream.read(10, 0.01) == []
-    generated(actor, stream, PROMPTS, leader_epoch=4)
+    generate(actor, stream, PROMPTS, leader_epoch=4)

@@ -1,4 +1,4 @@
-"""A separate run and stream for each test."""
+"""Fixtures: a separate run and rollout stream for each test."""
 
 from __future__ import annotations
 

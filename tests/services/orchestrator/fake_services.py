@@ -1,4 +1,4 @@
-"""Fake services: results follow from the requests, and the test decides when calls end."""
+"""Fake services. Their results are functions of the requests, and the test decides when calls end."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from quartet.types import FloatArray, Role, Scores, TokenBatch
 
 
 class FakeCall:
-    """A call under way, answered or failed by the test."""
+    """A call that the test completes, with a result or an error."""
 
     def __init__(self, compute: Callable[[], Any] | None = None) -> None:
         self._compute = compute
         self._done = threading.Event()
         self._error: Exception | None = None
         self.cancelled = False
-        self._heard: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
 
-    def answer(self, error: Exception | None = None) -> None:
+    def complete(self, error: Exception | None = None) -> None:
         self._error = error
         self._done.set()
-        for heard in self._heard:
-            heard()
+        for callback in self._callbacks:
+            callback()
 
-    def when_done(self, heard: Callable[[], None]) -> None:
+    def when_done(self, callback: Callable[[], None]) -> None:
         if self._done.is_set():
-            heard()
+            callback()
         else:
-            self._heard.append(heard)
+            self._callbacks.append(callback)
 
     def done(self) -> bool:
         return self._done.is_set()
@@ -51,7 +51,7 @@ class FakeCall:
 
 
 class Scorer:
-    """Reward, reference and critic in one. Answers at once unless ``held``."""
+    """Reward, reference and critic in one. Calls complete at once unless ``held``."""
 
     role = Role.REFERENCE
 
@@ -67,13 +67,13 @@ class Scorer:
         return self.processes
 
     def _call(self, name: str, compute: Callable[[], Any]) -> Any:
-        actual = FakeCall(compute)
-        self.calls.append(actual)
+        call = FakeCall(compute)
+        self.calls.append(call)
         if name == self._fails_at:
-            actual.answer(self._failure)
+            call.complete(self._failure)
         elif not self._held:
-            actual.answer()
-        return actual
+            call.complete()
+        return call
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> Any:
         self.batches.append(batch)
@@ -90,6 +90,6 @@ class Scorer:
 
 
 def responses(batch: TokenBatch) -> FloatArray:
-    """The response token ids as numbers, flat."""
+    """Return the response token ids of all sequences as floats, concatenated."""
     parts = [ids[prompt:] for ids, prompt in zip(batch.sequences(), batch.prompt_lengths, strict=True)]
     return np.concatenate(parts).astype(np.float32)

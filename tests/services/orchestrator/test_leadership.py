@@ -1,4 +1,4 @@
-"""Run directory of an orchestrator without a launcher."""
+"""The run directory of an orchestrator without a launcher."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quartet.run_directory.run_files import RunFiles
 from quartet.services.orchestrator.leadership import acquire_run_directory
 
 
-def said(config: Config) -> str:
+def first_event(config: Config) -> str:
     with capture_logs() as logs, acquire_run_directory(config):
         pass
     return str(logs[0]["event"])
 
 
 def config_of(folder: Path, **sections: Any) -> Config:
-    """Of a run whose services are elsewhere."""
+    """Return the config of a run with external services."""
     (folder / "prompts.jsonl").write_text('{"text": "a"}\n')
     tree = {
         "run": {"directory": str(folder)},
@@ -35,13 +35,13 @@ def config_of(folder: Path, **sections: Any) -> Config:
     return parse_config({**tree, **sections}, "test")
 
 
-def test_a_run_is_resumed_if_it_has_taken_a_step(tmp_path: Path) -> None:
+def test_a_run_with_a_committed_step_is_resumed(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    assert said(config) == "run started"
-    # Started again before its first step, which leaves a config and no more.
-    assert said(config) == "run started"
+    assert first_event(config) == "run started"
+    # After a restart before the first step, the directory contains only the config.
+    assert first_event(config) == "run started"
     RunFiles(config.run_directory).append_metrics({"step": 1})
-    assert said(config) == "run resumed"
+    assert first_event(config) == "run resumed"
 
 
 def test_a_run_with_an_invalid_config_leaves_no_files(tmp_path: Path) -> None:

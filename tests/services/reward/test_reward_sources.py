@@ -1,4 +1,4 @@
-"""Reward sources over gRPC: ensembles of the tiny classifier and functions, time-outs, crashes, and nothing left behind."""
+"""Reward sources over gRPC: ensembles of a model and functions, time-outs, crashes, and cleanup."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def process(prompt, response, fields):
 
 @pytest.fixture(autouse=True)
 def _functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory of this process, where the functions are looked for."""
+    """Write the functions to a new working directory, from which they are imported."""
     (tmp_path / "scorers.py").write_text(SCORERS)
     monkeypatch.chdir(tmp_path)
 
@@ -69,7 +69,7 @@ def function(name: str, **settings: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def start(services: Services, make_config: Callable[..., Config]) -> Callable[..., Any]:
-    """A client of a reward service with these settings."""
+    """Start a reward service with these settings; return its client."""
     return lambda **reward: services.start(Role.REWARD, make_config(reward=reward))
 
 
@@ -83,7 +83,7 @@ def ensemble(checkpoints: dict[str, Path]) -> dict[str, Any]:
     return {"source": "ensemble", "parts": parts}
 
 
-def test_an_ensemble_answers_with_the_sum_and_its_parts(
+def test_an_ensemble_returns_the_weighted_sum_and_its_parts(
     start: Callable[..., Any], ensemble: dict[str, Any], clients: dict[Role, Any]
 ) -> None:
     result = start(**ensemble).score(BATCH, ['{"bonus": 10}', "{}", '{"bonus": -1}']).result()
@@ -95,20 +95,20 @@ def test_an_ensemble_answers_with_the_sum_and_its_parts(
     np.testing.assert_allclose(result.total, 0.5 * np.float64(model) - 2 * bonus + count, atol=1e-5, rtol=0)
 
 
-def test_one_source_answers_without_parts(start: Callable[..., Any], clients: dict[Role, Any]) -> None:
+def test_a_single_source_returns_no_parts(start: Callable[..., Any], clients: dict[Role, Any]) -> None:
     result = start(**function("bonus")).score(BATCH).result()
     assert (result.total.tolist(), result.parts) == ([3.0, 2.0, 5.0], {})
     assert clients[Role.REWARD].score(BATCH, ["{}"] * 3).result().parts == {}
 
 
-def test_the_status_is_that_of_the_sources(
+def test_the_status_describes_the_sources(
     start: Callable[..., Any], ensemble: dict[str, Any], clients: dict[Role, Any], checkpoints: dict[str, Path]
 ) -> None:
     model = clients[Role.REWARD].wait_until_ready()
-    both = start(**ensemble).wait_until_ready()
-    assert both.model == "0.5*model + -2*bonus + 1*count"
+    combined = start(**ensemble).wait_until_ready()
+    assert combined.model == "0.5*model + -2*bonus + 1*count"
     for name in ("parameters", "vocabulary_size", "max_sequence_tokens", "tokenizer_fingerprint", "device", "dtype"):
-        assert getattr(both, name) == getattr(model, name), name
+        assert getattr(combined, name) == getattr(model, name), name
     single = start(**function("bonus")).wait_until_ready()
     assert (single.model, single.parameters, single.vocabulary_size) == ("scorers:bonus", 0, tiny.VOCABULARY)
     assert (single.max_sequence_tokens, single.tokenizer_fingerprint) == (0, model.tokenizer_fingerprint)
@@ -124,7 +124,7 @@ def test_the_status_is_that_of_the_sources(
     ],
 )
 @pytest.mark.parametrize("kind", ["model", "function", "ensemble"])
-def test_malformed_fields_are_refused_and_a_good_request_right_after_succeeds(
+def test_malformed_fields_are_refused_and_a_valid_request_after_them_succeeds(
     kind: str,
     fields: list[str],
     expected: str,
@@ -144,7 +144,7 @@ def test_malformed_fields_are_refused_and_a_good_request_right_after_succeeds(
     assert len(client.score(BATCH).result().total) == 3
 
 
-def test_token_ids_that_mean_nothing_are_refused(start: Callable[..., Any], ensemble: dict[str, Any]) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(start: Callable[..., Any], ensemble: dict[str, Any]) -> None:
     lengths = np.array([1], np.int32), np.array([1], np.int32)
     negative = TokenBatch(np.array([5, -1], np.int32), *lengths)
     with pytest.raises(InvalidRequest, match="found -1"):
@@ -164,7 +164,7 @@ def test_token_ids_that_mean_nothing_are_refused(start: Callable[..., Any], ense
         ("true", "returned True, expected a finite number"),
     ],
 )
-def test_a_functions_failure_reaches_the_client_as_it_is_and_the_next_call_works(
+def test_the_failure_of_a_function_is_reported_to_the_client_and_the_next_call_succeeds(
     mood: str, expected: str, start: Callable[..., Any]
 ) -> None:
     client = start(**function("moody", timeout_seconds=1.0))
@@ -175,7 +175,7 @@ def test_a_functions_failure_reaches_the_client_as_it_is_and_the_next_call_works
     assert client.score(BATCH).result().total.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_function_that_cannot_be_imported_ends_the_start(
+def test_a_function_that_cannot_be_imported_stops_the_start(
     services: Services, make_config: Callable[..., Config]
 ) -> None:
     before = children()
@@ -184,7 +184,7 @@ def test_a_function_that_cannot_be_imported_ends_the_start(
     assert children() == before
 
 
-def test_other_roles_of_the_process_do_not_wait_for_a_function(
+def test_a_slow_function_does_not_block_other_roles_of_the_process(
     services: Services, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     config, compute = make_config(reward=function("waits")), ComputeThread()
@@ -199,7 +199,7 @@ def test_other_roles_of_the_process_do_not_wait_for_a_function(
     assert scores.result().total.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_caller_that_goes_away_ends_the_scoring_of_its_batch(
+def test_scoring_stops_after_the_caller_has_gone(
     services: Services, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     server = services.serve(services.build(Role.REWARD, make_config(reward=function("waits"))))
@@ -210,14 +210,18 @@ def test_a_caller_that_goes_away_ends_the_scoring_of_its_batch(
         scores.result()
     (tmp_path / "waiting").unlink()
     (tmp_path / "go").touch()
-    # Work that was begun counts as busy when it has ended: one call, and not one for each sequence.
+    # Busy seconds appear when the scoring has ended. It then made one call, and not one for each sequence.
     wait_for(lambda: "score" in client.wait_until_ready().busy_seconds)
     assert not (tmp_path / "waiting").exists()
 
 
-@pytest.mark.parametrize("under_way", [False, True])
-def test_the_end_of_the_service_is_the_end_of_its_functions(
-    under_way: bool, services: Services, make_config: Callable[..., Config], ensemble: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("scoring_active", [False, True])
+def test_stopping_the_service_ends_the_processes_of_its_functions(
+    scoring_active: bool,
+    services: Services,
+    make_config: Callable[..., Config],
+    ensemble: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     before = children()
     parts = [*ensemble["parts"], {"name": "waits", **function("waits")}]
@@ -225,12 +229,12 @@ def test_the_end_of_the_service_is_the_end_of_its_functions(
     server = Server([reward], "127.0.0.1:0")
     assert len(children() - before) == 3
     client = services.client(Role.REWARD, server)
-    if under_way:
+    if scoring_active:
         scores = client.score(BATCH)
         wait_for((tmp_path / "waiting").exists)
     server.stop(0.1)
     wait_for(lambda: children() <= before)
-    if under_way:
+    if scoring_active:
         with pytest.raises(QuartetError):
             scores.result()
     wait_for(lambda: not any(thread.name.startswith("function-output") for thread in threading.enumerate()))

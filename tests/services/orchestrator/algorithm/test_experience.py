@@ -1,4 +1,4 @@
-"""prepare_step against the formulas written out in plain float64 Python, one token at a time."""
+"""prepare_step against the formulas in plain Python, in float64 and one token at a time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LIMIT = 8
 """rollout.max_response_tokens of these tests."""
 
 
-def moments(*seen: float) -> RunningMoments:
+def moments(*scores: float) -> RunningMoments:
     result = RunningMoments()
-    result.update(torch.tensor(seen))
+    result.update(torch.tensor(scores))
     return result
 
 
@@ -55,14 +55,14 @@ def scored(
 
 
 def prepare(
-    items: list[ScoredTrajectory], coefficient: float = 0.1, seen: RunningMoments | None = None, **algorithm: Any
+    items: list[ScoredTrajectory], coefficient: float = 0.1, running: RunningMoments | None = None, **algorithm: Any
 ) -> PreparedStep:
-    return prepare_step("run", 4, 3, items, AlgorithmConfig(**algorithm), coefficient, seen, LIMIT)
+    return prepare_step("run", 4, 3, items, AlgorithmConfig(**algorithm), coefficient, running, LIMIT)
 
 
-def expected_score(item: ScoredTrajectory, seen: RunningMoments | None, algorithm: AlgorithmConfig) -> float:
-    """A score after its treatment, in the order of ScoreConfig and of the penalties."""
-    score = item.score if seen is None else (item.score - seen.mean) / seen.std
+def expected_score(item: ScoredTrajectory, running: RunningMoments | None, algorithm: AlgorithmConfig) -> float:
+    """Return the treated score: normalized, scaled, clipped, then penalized."""
+    score = item.score if running is None else (item.score - running.mean) / running.std
     score *= algorithm.score.scale
     if algorithm.score.clip is not None:
         score = max(-algorithm.score.clip, min(algorithm.score.clip, score))
@@ -71,8 +71,8 @@ def expected_score(item: ScoredTrajectory, seen: RunningMoments | None, algorith
         score -= truncation.penalty if truncation.treatment == "penalty" else 0
         score *= truncation.scale if truncation.treatment == "scale" else 1
     tokens = len(item.trajectory.response_ids)
-    price, overlong = algorithm.length_penalty, algorithm.overlong_penalty
-    score -= price.per_token * max(0, tokens - price.free_tokens)
+    per_token_penalty, overlong = algorithm.length_penalty, algorithm.overlong_penalty
+    score -= per_token_penalty.per_token * max(0, tokens - per_token_penalty.free_tokens)
     if overlong.buffer_tokens:
         over = tokens - (LIMIT - overlong.buffer_tokens)
         score -= overlong.penalty * min(1, max(0, over) / overlong.buffer_tokens)
@@ -80,23 +80,23 @@ def expected_score(item: ScoredTrajectory, seen: RunningMoments | None, algorith
 
 
 def expected_flat(
-    items: list[ScoredTrajectory], coefficient: float, seen: RunningMoments | None, algorithm: AlgorithmConfig
+    items: list[ScoredTrajectory], coefficient: float, running: RunningMoments | None, algorithm: AlgorithmConfig
 ) -> dict[str, list[float]]:
-    """Score, advantages, returns and mask, by the definitions of numerics.md."""
-    scores = [expected_score(item, seen, algorithm) for item in items]
+    """Return scores, advantages, returns and mask by the definitions in docs/numerics.md."""
+    scores = [expected_score(item, running, algorithm) for item in items]
     rewards, mask = [], []
     for item, score in zip(items, scores, strict=True):
-        cut = item.trajectory.finish_reason is FinishReason.LENGTH
+        truncated = item.trajectory.finish_reason is FinishReason.LENGTH
         row = []
-        for own, other in zip(item.trajectory.log_probs.tolist(), item.reference_log_probs.tolist(), strict=True):
-            kl = abs(own - other) if algorithm.kl_estimator == "absolute" else own - other
+        for own, reference in zip(item.trajectory.log_probs.tolist(), item.reference_log_probs.tolist(), strict=True):
+            kl = abs(own - reference) if algorithm.kl_estimator == "absolute" else own - reference
             row.append(-coefficient * kl)
         row[-1] += score
         rewards.append(row)
-        mask += [0.0 if cut and algorithm.truncation.treatment == "mask" else 1.0] * len(row)
+        mask += [0.0 if truncated and algorithm.truncation.treatment == "mask" else 1.0] * len(row)
     if algorithm.whiten_rewards:
-        every = [reward for row in rewards for reward in row]
-        mean, deviation = moments_of(every)
+        flat_rewards = [reward for row in rewards for reward in row]
+        mean, deviation = moments_of(flat_rewards)
         rewards = [[(reward - mean) / deviation + mean for reward in row] for row in rewards]
     if algorithm.estimator == "gae":
         advantages, returns = expected_gae(items, rewards, algorithm)
@@ -118,45 +118,45 @@ def expected_gae(
     advantages, returns = [], []
     for item, row in zip(items, rewards, strict=True):
         values = item.values.tolist()
-        following, result = 0.0, []
-        for place in reversed(range(len(row))):
-            after = values[place + 1] if place + 1 < len(row) else 0.0
-            following = (
-                row[place]
+        advantage, result = 0.0, []
+        for index in reversed(range(len(row))):
+            after = values[index + 1] if index + 1 < len(row) else 0.0
+            advantage = (
+                row[index]
                 + algorithm.gamma * after
-                - values[place]
-                + algorithm.gamma * algorithm.gae_lambda * following
+                - values[index]
+                + algorithm.gamma * algorithm.gae_lambda * advantage
             )
-            result.append(following)
+            result.append(advantage)
         advantages += result[::-1]
-        returns += [advantage + value for advantage, value in zip(result[::-1], values, strict=True)]
+        returns += [total + value for total, value in zip(result[::-1], values, strict=True)]
     return advantages, returns
 
 
 def expected_without_critic(
     items: list[ScoredTrajectory], rewards: list[list[float]], algorithm: AlgorithmConfig
 ) -> list[float]:
-    """Advantages by token; a response's reward is the sum of its token rewards."""
+    """Return one advantage per token. The reward of a response is the sum of its token rewards."""
     if algorithm.estimator == "reinforce_plus_plus":
         return [
-            math.fsum(algorithm.gamma ** (later - place) * row[later] for later in range(place, len(row)))
+            math.fsum(algorithm.gamma ** (later - index) * row[later] for later in range(index, len(row)))
             for row in rewards
-            for place in range(len(row))
+            for index in range(len(row))
         ]
-    paid = [math.fsum(row) for row in rewards]
+    totals = [math.fsum(row) for row in rewards]
     result = []
     for index, (item, row) in enumerate(zip(items, rewards, strict=True)):
-        same = [j for j, other in enumerate(items) if other.trajectory.id.prompt == item.trajectory.id.prompt]
+        group = [j for j, other in enumerate(items) if other.trajectory.id.prompt == item.trajectory.id.prompt]
         if algorithm.estimator == "reinforce":
-            advantage = paid[index] - math.fsum(paid) / len(paid)
+            advantage = totals[index] - math.fsum(totals) / len(totals)
         elif algorithm.estimator == "rloo":
-            others = [paid[j] for j in same if j != index]
-            advantage = paid[index] - math.fsum(others) / len(others)
+            others = [totals[j] for j in group if j != index]
+            advantage = totals[index] - math.fsum(others) / len(others)
         else:
-            mean = math.fsum(paid[j] for j in same) / len(same)
-            advantage = paid[index] - mean
+            mean = math.fsum(totals[j] for j in group) / len(group)
+            advantage = totals[index] - mean
             if algorithm.grpo_normalize_std:
-                variance = math.fsum((paid[j] - mean) ** 2 for j in same) / (len(same) - 1)
+                variance = math.fsum((totals[j] - mean) ** 2 for j in group) / (len(group) - 1)
                 advantage /= math.sqrt(variance) + 1e-4
         result += [advantage] * len(row)
     return result
@@ -214,13 +214,13 @@ by_response = st.fixed_dictionaries(
     st.sampled_from([0.0, 0.05, 1.0]),
     st.sampled_from([None, moments(-1.5, 2.5), moments(3.0)]),
 )
-def test_experience_agrees_with_the_formulas(
-    items: list[ScoredTrajectory], algorithm: dict[str, Any], coefficient: float, seen: RunningMoments | None
+def test_experience_matches_the_formulas(
+    items: list[ScoredTrajectory], algorithm: dict[str, Any], coefficient: float, running: RunningMoments | None
 ) -> None:
     tree = AlgorithmConfig(**algorithm)
-    expected = expected_flat(items, coefficient, seen, tree)
-    experience = prepare(items, coefficient, seen, **algorithm).experience
-    # Dividing by the spread of all but equal numbers divides rounding errors by almost nothing.
+    expected = expected_flat(items, coefficient, running, tree)
+    experience = prepare(items, coefficient, running, **algorithm).experience
+    # Division by the standard deviation of almost equal numbers amplifies rounding errors.
     divides = (
         tree.whiten_rewards or tree.normalizes_advantages or (tree.estimator == "grpo" and tree.grpo_normalize_std)
     )
@@ -253,7 +253,7 @@ def test_experience_agrees_with_the_formulas(
     ],
     ids=str,
 )
-def test_no_option_is_ignored(option: dict[str, Any]) -> None:
+def test_every_option_changes_the_advantages(option: dict[str, Any]) -> None:
     items = [*TWO, scored(0, 0.5, [-1.0, -0.5, -2.0], [-1.5, -1.0, -1.5], [0.1, 0.2, 0.3], prompt=8)]
     items.append(scored(1, 3.0, [-0.25], [-0.5], [0.0], prompt=8))
     default = {"gae_lambda": 1.0, "normalize_advantages": False}
@@ -268,7 +268,7 @@ TWO = [
 RAW = {"normalize_advantages": False, "gae_lambda": 1.0}
 
 
-def test_a_hand_worked_step() -> None:
+def test_a_step_computed_by_hand() -> None:
     # Token rewards: -0.1 * 0.25 = -0.025; -0.1 * -0.5 + 2 = 2.05; and -0.1 * -0.25 - 1 = -0.975.
     experience = prepare(TWO, **RAW).experience
     assert experience.returns.tolist() == pytest.approx([2.025, 2.05, -0.975], abs=1e-6)
@@ -314,7 +314,7 @@ def test_masked_responses_do_not_affect_the_normalisation_of_others() -> None:
 
 
 def test_scores_are_normalised_first_and_metrics_report_the_raw_ones() -> None:
-    prepared = prepare(TWO, seen=moments(0.5, 1.5))
+    prepared = prepare(TWO, running=moments(0.5, 1.5))
     assert prepared.experience.scores.tolist() == [2.0, -4.0]
     assert prepared.metrics["reward_mean"] == 0.5
     assert prepared.metrics["reward_std"] == 1.5
@@ -372,7 +372,7 @@ def test_repetition_and_distinct_metrics() -> None:
         return response_metrics([np.array(ids, np.int32) for ids in responses])
 
     # Of 6 tokens 3 differ; of the 4 pairs 56 65 56 57 three.
-    alike = metrics_of([5, 6, 5, 6], [5, 7])
-    assert (alike["distinct_1"], alike["distinct_2"]) == pytest.approx((3 / 6, 3 / 4))
+    repeated = metrics_of([5, 6, 5, 6], [5, 7])
+    assert (repeated["distinct_1"], repeated["distinct_2"]) == pytest.approx((3 / 6, 3 / 4))
     # One of the four 3-grams of the last response repeats an earlier one; the others are too short to repeat.
     assert metrics_of([5], [5, 6], [5, 6, 7, 5, 6, 7])["repetition"] == pytest.approx(1 / 4 / 3)

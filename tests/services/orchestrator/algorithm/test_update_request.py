@@ -1,4 +1,4 @@
-"""Update requests follow from the config and the step."""
+"""Update requests as a function of the config and the step."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_every_value_loss_setting_is_sent(value_clip: float) -> None:
 
 
 def test_every_policy_loss_setting_is_sent() -> None:
-    changed = {
+    options = {
         "clip_ratio": 0.1,
         "clip_ratio_high": 0.3,
         "dual_clip": 4.0,
@@ -110,8 +110,8 @@ def test_every_policy_loss_setting_is_sent() -> None:
         "target_kl": 0.5,
         "policy_loss": "package.module:loss",
     }
-    assert policy_loss_of(config(algorithm=changed).algorithm, 0.7) == PolicyLossSettings(
+    assert policy_loss_of(config(algorithm=options).algorithm, 0.7) == PolicyLossSettings(
         0.7, 0.1, 0.3, 4.0, 0.01, "k3", 0.2, "sequence", "sequence_mean", 3.0, 0.5, "package.module:loss"
     )
-    off = {"importance_sampling_cap": None, "clip_ratio": 0.1}
-    assert policy_loss_of(config(algorithm=off).algorithm, 1.0) == PolicyLossSettings(clip_low=0.1, clip_high=0.1)
+    disabled = {"importance_sampling_cap": None, "clip_ratio": 0.1}
+    assert policy_loss_of(config(algorithm=disabled).algorithm, 1.0) == PolicyLossSettings(clip_low=0.1, clip_high=0.1)

@@ -1,4 +1,4 @@
-"""Failures of a checkpoint: a full disk is noted, any other failure ends the step."""
+"""Failures of a checkpoint: a full disk becomes a note of the run, any other failure is raised."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quartet.types import Role
 from tests.services.orchestrator.checkpointing.test_checkpoint_writer import Saver
 
 
-class Trained:
-    """Clients of the trained models."""
+class TrainedClients:
+    """The clients of the trained models."""
 
     def __init__(self, *savers: Saver) -> None:
         self.trained = savers
@@ -41,7 +41,7 @@ def scheduler(folder: Path, board: ProgressBoard, *savers: Saver) -> CheckpointS
     }
     config = parse_config(tree, "test")
     return CheckpointScheduler(
-        config, RunFiles(folder), cast(Any, Trained(*savers)), cast(Any, NoExperience()), board, StepProfiler()
+        config, RunFiles(folder), cast(Any, TrainedClients(*savers)), cast(Any, NoExperience()), board, StepProfiler()
     )
 
 
@@ -49,7 +49,7 @@ def no_lease() -> None:
     pass
 
 
-def test_a_full_disk_is_noted_and_the_run_continues(tmp_path: Path) -> None:
+def test_a_full_disk_becomes_a_note_and_the_run_continues(tmp_path: Path) -> None:
     saver, board = Saver(Role.ACTOR, tmp_path), ProgressBoard("run", 4)
     checkpoints = scheduler(tmp_path, board, saver)
     saver.failure = StorageFailed("actor: No space left on device")

@@ -1,4 +1,4 @@
-"""Checkpoints are complete or absent, described accurately, and the newest are kept."""
+"""Checkpoints are complete or absent, match their manifest, and only the newest are kept."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from tests.services.orchestrator.fake_services import FakeCall
 
 
 class Saver:
-    """A trained model's service that writes two files, or fails after the first."""
+    """The service of a trained model. It writes two files, or fails after the first."""
 
     def __init__(self, role: Role, root: Path) -> None:
         self.role, self._root = role, root
         self.failure: Exception | None = None
         self.held = False
-        self.asked: list[tuple[str, str, SaveKind, int | None]] = []
+        self.requests: list[tuple[str, str, SaveKind, int | None]] = []
 
     def save(self, run: str, leader_epoch: int, directory: str, kind: SaveKind, step: int | None = None) -> FakeCall:
-        self.asked.append((run, directory, kind, step))
+        self.requests.append((run, directory, kind, step))
         target = self._root / directory
         target.mkdir(parents=True)
-        (target / "model.safetensors").write_bytes(f"{self.role} {len(self.asked)}".encode())
+        (target / "model.safetensors").write_bytes(f"{self.role} {len(self.requests)}".encode())
         if self.failure is None:
             (target / "config.json").write_text("{}")
         self.call = FakeCall(lambda: self.reported(target))
         if not self.held:
-            self.call.answer(self.failure)
+            self.call.complete(self.failure)
         return self.call
 
     def reported(self, target: Path) -> list[SavedFile]:
@@ -65,7 +65,7 @@ def names(files: RunFiles) -> list[str]:
     return sorted(path.name for path in files.checkpoints.iterdir())
 
 
-def test_a_checkpoint_holds_both_models_and_an_accurate_manifest(files: RunFiles, savers: tuple[Any, Any]) -> None:
+def test_a_checkpoint_contains_both_models_and_a_matching_manifest(files: RunFiles, savers: tuple[Any, Any]) -> None:
     state = {"kl_controller": {"value": 0.05}}
     save(CheckpointWriter(files, 2, "the: config\n"), 20, savers, state)
     assert names(files) == ["step-000020"]
@@ -76,17 +76,17 @@ def test_a_checkpoint_holds_both_models_and_an_accurate_manifest(files: RunFiles
     written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert set(manifest["files"]) == written - {"manifest.json"}
     assert len(manifest["files"]) == 4
-    for name, described in manifest["files"].items():
+    for name, entry in manifest["files"].items():
         contents = (folder / name).read_bytes()
-        assert described == {"bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
+        assert entry == {"bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
     for saver in savers:
-        (asked,) = saver.asked
-        assert asked == ("run", f"checkpoints/.step-000020.1.partial/{saver.role}", SaveKind.CHECKPOINT, 20)
+        (request,) = saver.requests
+        assert request == ("run", f"checkpoints/.step-000020.1.partial/{saver.role}", SaveKind.CHECKPOINT, 20)
 
 
-@pytest.mark.parametrize("lacking", ["actor", "critic"])
+@pytest.mark.parametrize("missing", ["actor", "critic"])
 def test_a_manifest_without_the_files_of_a_model_is_invalid(
-    lacking: str, files: RunFiles, savers: tuple[Any, Any]
+    missing: str, files: RunFiles, savers: tuple[Any, Any]
 ) -> None:
     checkpoints = CheckpointWriter(files, 2, "")
     save(checkpoints, 1, savers)
@@ -94,9 +94,9 @@ def test_a_manifest_without_the_files_of_a_model_is_invalid(
     path = files.checkpoints / "step-000002" / "manifest.json"
     manifest = json.loads(path.read_text())
     assert manifest["roles"] == ["actor", "critic"]
-    kept = {name: about for name, about in manifest["files"].items() if not name.startswith(lacking)}
-    path.write_text(json.dumps({**manifest, "files": kept}))
-    assert read_checkpoint(path.parent).problem() == f"manifest.json names no file of the {lacking}"
+    remaining = {name: entry for name, entry in manifest["files"].items() if not name.startswith(missing)}
+    path.write_text(json.dumps({**manifest, "files": remaining}))
+    assert read_checkpoint(path.parent).problem() == f"manifest.json names no file of the {missing}"
     assert newest_step(checkpoints) == 1
     path.write_text(json.dumps({**manifest, "files": {}}))
     assert newest_step(checkpoints) == 1
@@ -115,23 +115,21 @@ def test_a_run_without_a_critic_saves_its_actor(files: RunFiles, savers: tuple[A
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_checkpoints_are_kept(keep: int, files: RunFiles, savers: tuple[Any, Any]) -> None:
+def test_keep_last_keeps_the_newest_checkpoints(keep: int, files: RunFiles, savers: tuple[Any, Any]) -> None:
     checkpoints = CheckpointWriter(files, keep, "")
     steps = [5, 10, 95, 100, 105]
     for number, step in enumerate(steps, 1):
         save(checkpoints, step, savers)
-        assert names(files) == [f"step-{kept:06d}" for kept in steps[:number][-keep:]]
+        assert names(files) == [f"step-{step:06d}" for step in steps[:number][-keep:]]
 
 
-def test_a_save_that_fails_leaves_the_earlier_checkpoints_and_no_new_one(
-    files: RunFiles, savers: tuple[Any, Any]
-) -> None:
+def test_a_failed_save_leaves_only_the_earlier_checkpoints(files: RunFiles, savers: tuple[Any, Any]) -> None:
     checkpoints = CheckpointWriter(files, 1, "")
     save(checkpoints, 1, savers)
     savers[1].failure = ServiceFailed("critic: disk full")
     with pytest.raises(ServiceFailed, match="disk full"):
         save(checkpoints, 2, savers)
-    assert names(files) == ["step-000001"], "what is half there takes no room"
+    assert names(files) == ["step-000001"], "files of an incomplete checkpoint were left"
     savers[1].failure = None
     save(checkpoints, 2, savers)
     assert names(files) == ["step-000002"]
@@ -146,7 +144,7 @@ def test_saving_a_step_again_replaces_it(files: RunFiles, savers: tuple[Any, Any
 
 
 @pytest.mark.parametrize("wrong", [{"bytes": 3}, {"path": "checkpoints/.step-000001.1.partial/actor/elsewhere"}])
-def test_files_that_are_not_there_as_reported_are_an_error(
+def test_files_that_do_not_match_the_report_are_an_error(
     wrong: dict[str, Any], files: RunFiles, savers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reported(target: Path) -> list[SavedFile]:
@@ -160,9 +158,7 @@ def test_files_that_are_not_there_as_reported_are_an_error(
     assert [name for name in names(files) if not name.startswith(".")] == []
 
 
-def test_a_checkpoint_has_no_name_and_no_manifest_before_both_models_are_saved(
-    files: RunFiles, savers: tuple[Any, Any]
-) -> None:
+def test_a_checkpoint_appears_only_after_both_models_are_saved(files: RunFiles, savers: tuple[Any, Any]) -> None:
     savers[1].held = True
     checkpoints = CheckpointWriter(files, 2, "")
     pending = checkpoints.start("run", 3, 1, savers, {"kl": 0.1})
@@ -170,7 +166,7 @@ def test_a_checkpoint_has_no_name_and_no_manifest_before_both_models_are_saved(
     assert names(files) == [".step-000003.1.partial"]
     assert not list(files.checkpoints.rglob("manifest.json"))
     assert checkpoints.newest("run") is None
-    savers[1].call.answer()
+    savers[1].call.complete()
     assert pending.done()
     pending.finish()
     assert names(files) == ["step-000003"]
@@ -208,7 +204,7 @@ def test_a_failed_save_waits_for_the_other_service_before_removing_files(
     thread.join(0.2)
     assert thread.is_alive()
     assert names(files) == [".step-000001.1.partial"]
-    savers[1].call.answer()
+    savers[1].call.complete()
     thread.join(20)
     assert len(failed) == 1
     assert names(files) == []
@@ -221,24 +217,24 @@ def test_a_lost_service_is_raised_without_waiting(files: RunFiles, savers: tuple
         pending.finish()
 
 
-@pytest.mark.parametrize("place", ["manifest", "name"])
+@pytest.mark.parametrize("stage", ["manifest", "name"])
 def test_a_full_disk_at_the_manifest_keeps_the_earlier_checkpoint(
-    place: str, files: RunFiles, savers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    stage: str, files: RunFiles, savers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
+    def raise_disk_full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     checkpoints = CheckpointWriter(files, 1, "")
     save(checkpoints, 1, savers)
     pending = checkpoints.start("run", 2, 1, savers, {})
     with monkeypatch.context() as patch:
-        patch.setattr(*((os, "fsync") if place == "manifest" else (module, "fsync_path")), full)
+        patch.setattr(*((os, "fsync") if stage == "manifest" else (module, "fsync_path")), raise_disk_full)
         with pytest.raises(
             StorageFailed, match=r"step-000002: cannot be written \(No space left on device\); free space"
         ):
             pending.finish()
     assert "step-000001" in names(files)
-    if place == "manifest":
+    if stage == "manifest":
         assert names(files) == ["step-000001"]
     save(checkpoints, 3, savers)
     assert names(files) == ["step-000003"]
@@ -250,7 +246,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_keeps_its_tag(
     checkpoints = CheckpointWriter(files, 2, "")
     save(checkpoints, 4, savers)
     (files.checkpoints / "best").symlink_to("step-000004")
-    (files.checkpoints / "step-000004/actor/model.safetensors").write_bytes(b"spoilt")
+    (files.checkpoints / "step-000004/actor/model.safetensors").write_bytes(b"damaged")
     assert checkpoints.newest("run") is None
     save(checkpoints, 4, savers)
     assert names(files) == ["best", "step-000004"]
@@ -273,7 +269,7 @@ def test_tagged_checkpoints_are_kept_until_they_are_untagged(files: RunFiles, sa
     assert names(files) == ["step-000004", "step-000005"]
 
 
-def test_a_checkpoint_tagged_while_it_is_dropped_is_kept(
+def test_a_checkpoint_tagged_during_its_deletion_is_kept(
     files: RunFiles, savers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(CheckpointWriter(files, 2, ""), 1, savers)
@@ -291,7 +287,7 @@ def test_a_checkpoint_tagged_while_it_is_dropped_is_kept(
     assert (files.checkpoints / "best" / "manifest.json").is_file()
 
 
-def test_a_checkpoint_that_cannot_be_dropped_does_not_fail_the_new_one(
+def test_a_new_checkpoint_succeeds_if_an_old_one_cannot_be_deleted(
     files: RunFiles, savers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which failures a run recovers from."""
+"""Failures that a run recovers from, and the limit on recoveries."""
 
 from __future__ import annotations
 

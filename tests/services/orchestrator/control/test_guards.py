@@ -1,4 +1,4 @@
-"""Guards: each raises an alert for its metrics, and none for a healthy run."""
+"""Each guard raises an alert for its metrics and none for a healthy run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEALTHY = {
 
 
 def run(steps: list[dict[str, float]], **config: Any) -> list[Alert]:
-    """The alerts of a run whose metrics are healthy but for what each step says."""
+    """Return the alerts of a run with healthy metrics, except for the changes of each step."""
     guards = Guards(GuardsConfig(**{"window_steps": 8, **config}))
     result: list[Alert] = []
     for number, changes in enumerate(steps, 1):
@@ -40,7 +40,7 @@ def names(alerts: list[Alert]) -> list[str]:
 
 
 def rising(count: int, **ends: tuple[float, float]) -> list[dict[str, float]]:
-    """Step in which each metric moves on a straight line from its first to its last value."""
+    """Return steps in which each metric changes linearly from its first to its last value."""
     return [
         {name: first + (last - first) * index / (count - 1) for name, (first, last) in ends.items()}
         for index in range(count)
@@ -48,15 +48,15 @@ def rising(count: int, **ends: tuple[float, float]) -> list[dict[str, float]]:
 
 
 def test_a_healthy_run_raises_no_alert() -> None:
-    # Metrics of a good run: reward and KL rise, length stays.
+    # In a healthy run, reward and KL rise and the length is stable.
     assert run(rising(60, reward_mean=(0.0, 3.0), kl_mean=(0.0, 11.0), response_tokens_mean=(20.0, 24.0))) == []
 
 
-HACKED = rising(10, reward_mean=(0.0, 4.0), kl_mean=(2.0, 8.0), response_tokens_mean=(10.0, 40.0))
+REWARD_HACKING = rising(10, reward_mean=(0.0, 4.0), kl_mean=(2.0, 8.0), response_tokens_mean=(10.0, 40.0))
 
 
 def test_a_joint_rise_of_reward_kl_and_length_is_reward_hacking() -> None:
-    (alert,) = run(HACKED, reward_hacking={"action": "pause"})
+    (alert,) = run(REWARD_HACKING, reward_hacking={"action": "pause"})
     assert (alert.guard, alert.action, alert.step) == ("reward_hacking", "pause", 8)
     for part in ("within 8 steps", "reward rose from", "KL from", "response length from", "tokens"):
         assert part in alert.evidence
@@ -64,17 +64,17 @@ def test_a_joint_rise_of_reward_kl_and_length_is_reward_hacking() -> None:
 
 
 @pytest.mark.parametrize(
-    "calm",
+    "constant",
     [
         {"reward_mean": 1.0},
         {"kl_mean": 4.0},
         {"response_tokens_mean": 20.0},
         {"reward_std": 100.0},
     ],
-    ids=lambda calm: next(iter(calm)),
+    ids=lambda constant: next(iter(constant)),
 )
-def test_a_rise_of_two_of_the_three_is_not_reward_hacking(calm: dict[str, float]) -> None:
-    assert run([{**step, **calm} for step in HACKED]) == []
+def test_reward_hacking_requires_a_rise_of_all_three_metrics(constant: dict[str, float]) -> None:
+    assert run([{**step, **constant} for step in REWARD_HACKING]) == []
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_a_rise_of_two_of_the_three_is_not_reward_hacking(calm: dict[str, float]
     ],
     ids=str,
 )
-def test_each_threshold_of_reward_hacking_counts(threshold: dict[str, float]) -> None:
-    assert run(HACKED, reward_hacking=threshold) == []
+def test_each_threshold_of_reward_hacking_applies(threshold: dict[str, float]) -> None:
+    assert run(REWARD_HACKING, reward_hacking=threshold) == []
 
 
 def test_a_slow_rise_over_many_windows_is_reward_hacking() -> None:
@@ -111,7 +111,7 @@ def test_a_missing_metric_is_skipped() -> None:
     assert guards.entropy_slope(2.0) == 0.0
 
 
-BEYOND = {
+BOUNDS = {
     "kl_runaway": ({"kl_mean": 60.0}, "above", 100.0),
     "mismatch": ({"rollout_mismatch_kl": 0.1}, "above", 0.2),
     "repetition": ({"repetition": 0.6}, "above", 0.7),
@@ -121,24 +121,24 @@ BEYOND = {
 }
 
 
-@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("name", BOUNDS)
 def test_an_alert_names_the_metric_and_its_bound(name: str) -> None:
-    changes, side, elsewhere = BEYOND[name]
+    changes, side, looser_bound = BOUNDS[name]
     (alert,) = run([changes] * 8)
     assert (alert.guard, alert.action) == (name, "warn")
     assert next(iter(changes)) in alert.evidence
     assert side in alert.evidence
     assert alert.remedy
-    assert run([changes] * 8, **{name: {side: elsewhere}}) == []
+    assert run([changes] * 8, **{name: {side: looser_bound}}) == []
 
 
-@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("name", BOUNDS)
 def test_a_single_outlier_or_a_short_run_raises_no_alert(name: str) -> None:
-    changes, _, _ = BEYOND[name]
+    changes, _, _ = BOUNDS[name]
     assert run([changes] * 7) == []
-    calm = {"kl_mean": 4.0, "rollout_mismatch_kl": 0.0, "repetition": 0.0, "eos_rate": 1.0}
-    calm |= {"length_reward_correlation": 0.0, "explained_variance": 1.0}
-    assert run([calm] * 7 + [changes] + [calm] * 7) == []
+    constant = {"kl_mean": 4.0, "rollout_mismatch_kl": 0.0, "repetition": 0.0, "eos_rate": 1.0}
+    constant |= {"length_reward_correlation": 0.0, "explained_variance": 1.0}
+    assert run([constant] * 7 + [changes] + [constant] * 7) == []
 
 
 def test_an_entropy_far_below_the_first_steps_is_a_collapse() -> None:
@@ -146,7 +146,7 @@ def test_an_entropy_far_below_the_first_steps_is_a_collapse() -> None:
     assert alert.guard == "entropy_collapse"
     assert "nats per token" in alert.evidence
     assert run(rising(16, entropy=(3.0, 0.1)), entropy_collapse={"below": 0.01}) == []
-    # A policy that begins with little entropy has not collapsed.
+    # A policy with a low entropy from the start has not collapsed.
     assert run([{"entropy": 0.1}] * 16) == []
 
 
@@ -175,14 +175,14 @@ def test_without_a_critic_its_rule_raises_no_alert() -> None:
 
 def test_every_rule_of_the_config_can_raise_an_alert() -> None:
     rules = set(GuardsConfig.model_fields) - {"window_steps"}
-    assert rules == {*BEYOND, "not_finite", "reward_hacking", "entropy_collapse"}
+    assert rules == {*BOUNDS, "not_finite", "reward_hacking", "entropy_collapse"}
 
 
-def test_the_entropy_slope_is_that_of_the_window() -> None:
+def test_the_entropy_slope_covers_the_window() -> None:
     guards = Guards(GuardsConfig(window_steps=4))
     slopes = []
     for step, entropy in enumerate([5.0, 3.0, 2.0, 1.0, 0.0, 0.0], 1):
         slopes.append(guards.entropy_slope(entropy))
         guards.check({"step": step, **HEALTHY, "entropy": entropy})
-    # By hand: least squares over the last four, (-1.5 a - 0.5 b + 0.5 c + 1.5 d) / 5.
+    # Least squares over the last four values: (-1.5 a - 0.5 b + 0.5 c + 1.5 d) / 5.
     assert slopes == pytest.approx([0.0, -2.0, -1.5, -1.3, -1.0, -0.7])

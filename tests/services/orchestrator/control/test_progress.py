@@ -1,4 +1,4 @@
-"""Progress board and run control: every watcher sees every step, and commands reach the run."""
+"""Progress board and run control: every watcher receives every step, and commands reach the run."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def commit(board: ProgressBoard, *steps: int) -> None:
         board.commit(step, {"step": step, "reward_mean": float(step)})
 
 
-def steps_of(news: list[Progress | None]) -> list[int]:
-    """The steps whose metrics a watcher was shown, each once."""
-    shown = [int(progress.metrics["step"]) for progress in news if progress is not None and progress.metrics]
-    return list(dict.fromkeys(shown))
+def steps_of(updates: list[Progress | None]) -> list[int]:
+    """Return the distinct steps whose metrics a watcher received."""
+    steps = [int(progress.metrics["step"]) for progress in updates if progress is not None and progress.metrics]
+    return list(dict.fromkeys(steps))
 
 
-def test_a_late_watcher_is_shown_every_step_and_then_the_end() -> None:
+def test_a_late_watcher_receives_every_step_and_then_the_end() -> None:
     board = ProgressBoard("run", 5)
     commit(board, 1, 2, 3, 4, 5)
     board.update(state=RunState.FINISHED)
-    news = list(board.watch(0))
-    assert steps_of(news) == [1, 2, 3, 4, 5]
-    assert [progress.metrics["reward_mean"] for progress in news if progress] == [1, 2, 3, 4, 5, 5]
+    updates = list(board.watch(0))
+    assert steps_of(updates) == [1, 2, 3, 4, 5]
+    assert [progress.metrics["reward_mean"] for progress in updates if progress] == [1, 2, 3, 4, 5, 5]
 
 
 def test_only_the_last_update_has_a_final_state() -> None:
@@ -53,8 +53,8 @@ def test_only_the_last_update_has_a_final_state() -> None:
     board.update(state=RunState.TRAINING)
     commit(board, 1, 2, 3)
     board.update(state=RunState.FINISHED)
-    news = [progress for progress in board.watch(0) if progress is not None]
-    assert [progress.state.ended for progress in news] == [False, False, False, True]
+    updates = [progress for progress in board.watch(0) if progress is not None]
+    assert [progress.state.ended for progress in updates] == [False, False, False, True]
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 9])
@@ -69,7 +69,7 @@ def test_a_watcher_may_start_after_a_step(after: int) -> None:
     assert steps_of(list(watcher))[-1] == 4
 
 
-def test_watchers_of_a_running_board_miss_nothing() -> None:
+def test_concurrent_watchers_receive_every_step() -> None:
     board = ProgressBoard("run", 200)
     ready = threading.Barrier(4)
 
@@ -106,10 +106,10 @@ def test_a_watch_ends_with_the_run(state: RunState) -> None:
 def test_current_returns_a_copy() -> None:
     board = ProgressBoard("run", 1)
     board.note("one")
-    seen = board.current()
+    received = board.current()
     board.note("two")
     commit(board, 1)
-    assert (seen.notes, seen.step) == (["one"], 0)
+    assert (received.notes, received.step) == (["one"], 0)
     assert board.current().notes == ["one", "two"]
 
 
@@ -133,7 +133,7 @@ def client(board: ProgressBoard, control: RunControl) -> Iterator[OrchestratorCl
     server.stop(5)
 
 
-def test_every_field_of_the_progress_crosses_the_wire(client: OrchestratorClient, board: ProgressBoard) -> None:
+def test_every_field_of_the_progress_is_transmitted(client: OrchestratorClient, board: ProgressBoard) -> None:
     commit(board, 2)
     board.update(state=RunState.PAUSED, phase="update", scored=5, wanted=8, error="e", exit_code=2, notes=["n"])
     board.alert(Alert(2, "mismatch", "pause", "seen", "do"))
@@ -145,11 +145,11 @@ def test_every_field_of_the_progress_crosses_the_wire(client: OrchestratorClient
 
 def test_a_remote_watcher_receives_every_step_until_the_end(client: OrchestratorClient, board: ProgressBoard) -> None:
     commit(board, 1)
-    news = client.watch(0)
-    assert next(news).step == 1
+    updates = client.watch(0)
+    assert next(updates).step == 1
     commit(board, 2, 3)
     board.update(state=RunState.FINISHED)
-    rest = list(news)
+    rest = list(updates)
     assert {2, 3} <= {progress.step for progress in rest}
     assert rest[-1].state is RunState.FINISHED
 
@@ -215,16 +215,16 @@ def test_a_stopped_orchestrator_is_unavailable(board: ProgressBoard, control: Ru
 def test_commands_survive_a_restart_of_the_orchestrator(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     RunControl(files).pause()
-    again = RunControl(files)
-    assert again.paused
-    again.resume()
+    restarted = RunControl(files)
+    assert restarted.paused
+    restarted.resume()
     assert not RunControl(files).paused
-    again.pause()
-    again.stop()
-    later = RunControl(files)
-    assert later.stopping
-    assert not later.paused
-    later.resume()
+    restarted.pause()
+    restarted.stop()
+    second_restart = RunControl(files)
+    assert second_restart.stopping
+    assert not second_restart.paused
+    second_restart.resume()
     assert RunControl(files).stopping
 
 
@@ -232,11 +232,11 @@ def test_a_late_watcher_receives_a_limited_history() -> None:
     board = ProgressBoard("run", 10 * HISTORY)
     commit(board, *range(1, 2 * HISTORY + 1))
     watcher = board.watch(after_step=0)
-    seen = [next(watcher) for _ in range(HISTORY)]
-    assert [progress.step for progress in seen if progress] == list(range(HISTORY + 1, 2 * HISTORY + 1))
+    received = [next(watcher) for _ in range(HISTORY)]
+    assert [progress.step for progress in received if progress] == list(range(HISTORY + 1, 2 * HISTORY + 1))
     next(watcher)
     commit(board, 2 * HISTORY + 1)
-    assert [actual.step for actual in (next(watcher), next(watcher)) if actual] == [2 * HISTORY + 1] * 2
+    assert [current.step for current in (next(watcher), next(watcher)) if current] == [2 * HISTORY + 1] * 2
     assert len(board._history) == HISTORY
 
 
@@ -250,9 +250,9 @@ def test_the_last_notes_and_alerts_are_kept_and_the_dropped_ones_counted() -> No
         board.alert(Alert(number, "kl", "warn", "", ""))
         board.note(str(number))
     board.recovering("lost")
-    actual = board.current()
-    assert actual.notes == [*map(str, range(4, HISTORY + 3)), "recovering: lost"]
-    assert actual.notes_before == 4
-    assert [alert.step for alert in actual.alerts] == list(range(3, HISTORY + 3))
-    assert actual.alerts_before == 3
-    assert (actual.state, actual.recoveries) == (RunState.RECOVERING, 1)
+    current = board.current()
+    assert current.notes == [*map(str, range(4, HISTORY + 3)), "recovering: lost"]
+    assert current.notes_before == 4
+    assert [alert.step for alert in current.alerts] == list(range(3, HISTORY + 3))
+    assert current.alerts_before == 3
+    assert (current.state, current.recoveries) == (RunState.RECOVERING, 1)

@@ -1,4 +1,4 @@
-"""Scoring services that fail for chosen trajectories, and a step collected from them."""
+"""Scoring services that fail for chosen trajectories, and the collection of a step with them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.services.orchestrator.fake_services import FakeCall, responses
 
 BACKOFF = 1e-6
 Name = tuple[int, int]
-"""Prompt and sample."""
+"""The indices of prompt and sample."""
 
 SERVICES = ("score", "log_probs", "values")
 ALWAYS = 1_000_000
 
 
-def recovering(**changes: Any) -> RecoveryConfig:
-    """With pauses too short to notice."""
+def recovery_config(**changes: Any) -> RecoveryConfig:
+    """Return a config with negligible pauses."""
     return RecoveryConfig(backoff_seconds=BACKOFF, **changes)
 
 
 def sampled(run: str, prompt: int, sample: int = 0) -> Trajectory:
-    """A trajectory by whose tokens a scorer knows its prompt and sample: a prompt begins with its number plus one."""
+    """Return a trajectory whose tokens encode prompt and sample: its first token and its response length."""
     return trajectory(run, prompt, sample=sample, response=3 + sample)
 
 
@@ -39,16 +39,16 @@ def names(batch: TokenBatch) -> list[Name]:
     return list(zip(first, (batch.response_lengths - 3).tolist(), strict=True))
 
 
-class PickyScorer:
-    """Reward, reference and critic in one, that fail for some trajectories so many times."""
+class FailingScorer:
+    """Reward, reference and critic in one. Each fails a number of times for some trajectories."""
 
     role = Role.REFERENCE
 
     def __init__(self, error: QuartetError, held: bool = False, **failures: dict[Name, int]) -> None:
-        """``failures`` by service and trajectory. With ``held`` the test answers the calls."""
+        """Set ``failures``: counts by service and trajectory. With ``held``, the test completes the calls."""
         self._error, self._held = error, held
         self._failures = {service: dict(failures.get(service, {})) for service in SERVICES}
-        self.asked: dict[str, list[list[Name]]] = {service: [] for service in SERVICES}
+        self.requests: dict[str, list[list[Name]]] = {service: [] for service in SERVICES}
         self.calls: dict[str, list[FakeCall]] = {service: [] for service in SERVICES}
         self.fields: list[list[str]] = []
 
@@ -56,23 +56,23 @@ class PickyScorer:
         return 1
 
     def _call(self, service: str, batch: TokenBatch, compute: Callable[[], Any]) -> Any:
-        asked, failures, fails = names(batch), self._failures[service], False
-        self.asked[service].append(asked)
-        for name in asked:
+        batch_names, failures, fails = names(batch), self._failures[service], False
+        self.requests[service].append(batch_names)
+        for name in batch_names:
             if failures.get(name, 0) > 0:
                 failures[name] -= 1
                 fails = True
         call = FakeCall(compute)
         self.calls[service].append(call)
         if fails:
-            # Known beforehand, seen when it is answered.
-            call.answer = lambda error=None: FakeCall.answer(call, error or self._named(asked))  # type: ignore[method-assign]
+            # The outcome is decided now and reported when the call completes.
+            call.complete = lambda error=None: FakeCall.complete(call, error or self._error_for(batch_names))  # type: ignore[method-assign]
         if not self._held:
-            call.answer()
+            call.complete()
         return call
 
-    def _named(self, asked: list[Name]) -> QuartetError:
-        return type(self._error)(f"{self._error} of {len(asked)}")
+    def _error_for(self, batch_names: list[Name]) -> QuartetError:
+        return type(self._error)(f"{self._error} of {len(batch_names)}")
 
     def score(self, batch: TokenBatch, fields: Sequence[str] = ()) -> Any:
         self.fields.append(list(fields))
@@ -91,21 +91,21 @@ class Actor:
 
     def __init__(self, stream: RolloutStream, run: str, failure: Exception | None = None) -> None:
         self._stream, self._run, self._failure = stream, run, failure
-        self.asked: list[tuple[set[int], int]] = []
+        self.requests: list[tuple[set[int], int]] = []
 
     def generate(self, prompts: set[int], sample: int) -> Any:
-        self.asked.append((prompts, sample))
-        assert len(self.asked) < 20, self.asked
+        self.requests.append((prompts, sample))
+        assert len(self.requests) < 20, self.requests
         generation = FakeCall(lambda: len(prompts))
         if self._failure is None:
             self._stream.append(sampled(self._run, prompt, sample) for prompt in sorted(prompts))
-        generation.answer(self._failure)
+        generation.complete(self._failure)
         return generation
 
 
 def collect(
     stream: RolloutStream,
-    scorer: PickyScorer,
+    scorer: FailingScorer,
     written: list[Trajectory],
     actor: Actor,
     score_batch_size: int = 3,
@@ -115,7 +115,7 @@ def collect(
 ) -> CollectedStep:
     stream.append(written)
     generation = FakeCall()
-    generation.answer()
+    generation.complete()
     services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
     return Collector(stream, services, score_batch_size).collect(
         {item.id for item in written},
@@ -123,7 +123,7 @@ def collect(
         generation,  # type: ignore[arg-type]
         (progress if progress is not None else []).append,
         fields,
-        ReplacementRule(recovery or recovering(), 0, actor.generate),
+        ReplacementRule(recovery or recovery_config(), 0, actor.generate),
     )
 
 
@@ -137,7 +137,7 @@ def failed_trajectories(step: CollectedStep) -> list[tuple[Name, int]]:
     ]
 
 
-def assert_own_answers(step: CollectedStep) -> None:
+def assert_own_results(step: CollectedStep) -> None:
     for item in step.scored:
         id, response = item.trajectory.id, item.trajectory.response_ids.astype(np.float32)
         assert item.score == id.prompt + id.sample / 8

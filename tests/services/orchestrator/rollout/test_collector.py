@@ -17,9 +17,9 @@ from tests.buffer.samples import trajectory
 from tests.services.orchestrator.fake_services import FakeCall, Scorer
 
 
-def ended() -> FakeCall:
+def ended_generation() -> FakeCall:
     generation = FakeCall()
-    generation.answer()
+    generation.complete()
     return generation
 
 
@@ -39,19 +39,19 @@ def collect(
 ) -> CollectedStep:
     services = ScoringServices(scorer, scorer, scorer if critic else None, 0.7)  # type: ignore[arg-type]
     collector = Collector(stream, services, score_batch_size)
-    heard = progress if progress is not None else []
-    return collector.collect(expected, 0, generation or ended(), heard.append, fields)  # type: ignore[arg-type]
+    counts = progress if progress is not None else []
+    return collector.collect(expected, 0, generation or ended_generation(), counts.append, fields)  # type: ignore[arg-type]
 
 
 def first_tokens(scorer: Scorer) -> list[list[int]]:
     return [[int(sequence[0]) - 1 for sequence in batch.sequences()] for batch in scorer.batches]
 
 
-def test_every_trajectory_gets_its_own_results_sorted_by_id(stream: RolloutStream, run: str) -> None:
+def test_each_trajectory_has_its_results_and_trajectories_are_sorted_by_id(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt, response=1 + prompt % 4) for prompt in (10, 2, 7, 1, 30, 4, 5)]
     stream.append(written)
-    scorer, heard = Scorer(), []
-    step = collect(stream, scorer, ids(written), progress=heard)
+    scorer, counts = Scorer(), []
+    step = collect(stream, scorer, ids(written), progress=counts)
     assert [item.trajectory.id.prompt for item in step.scored] == [1, 2, 4, 5, 7, 10, 30]
     for item in step.scored:
         response = item.trajectory.response_ids.astype(np.float32)
@@ -59,38 +59,38 @@ def test_every_trajectory_gets_its_own_results_sorted_by_id(stream: RolloutStrea
         np.testing.assert_array_equal(item.reference_log_probs, -response)
         np.testing.assert_array_equal(item.values, 2 * response)
     assert scorer.temperatures == {0.7}
-    assert heard[-1] == 7
+    assert counts[-1] == 7
     stream.acknowledge(step.entry_ids)
     assert stream.depth() == 0
 
 
-def test_batches_follow_the_order_of_completion_however_entries_arrive(stream: RolloutStream, run: str) -> None:
+def test_batches_do_not_depend_on_how_entries_are_read(stream: RolloutStream, run: str) -> None:
     order = [8, 3, 5, 1, 9, 2, 7]
     for portions in ([7], [1] * 7, [2, 4, 1], [3, 3, 1], [5, 2]):
         stream.reset()
         written = [trajectory(run, prompt) for prompt in order]
-        scorer, generation, left = Scorer(), FakeCall(), list(written)
+        scorer, generation, remaining = Scorer(), FakeCall(), list(written)
         with ThreadPoolExecutor(1) as executor:
             step = executor.submit(collect, stream, scorer, ids(written), generation)
             for portion in portions:
-                stream.append(left[:portion])
-                left = left[portion:]
-            generation.answer()
+                stream.append(remaining[:portion])
+                remaining = remaining[portion:]
+            generation.complete()
             assert len(step.result(timeout=20).scored) == 7
         assert first_tokens(scorer) == [[8, 3, 5], [1, 9, 2], [7]]
 
 
 def test_scoring_starts_before_generation_ends(stream: RolloutStream, run: str) -> None:
     written = [trajectory(run, prompt) for prompt in range(4)]
-    scorer, generation, heard = Scorer(), FakeCall(), []
+    scorer, generation, counts = Scorer(), FakeCall(), []
     with ThreadPoolExecutor(1) as executor:
-        step = executor.submit(collect, stream, scorer, ids(written), generation, 3, heard)
+        step = executor.submit(collect, stream, scorer, ids(written), generation, 3, counts)
         stream.append(written[:3])
-        while not scorer.batches or not heard or heard[-1] < 3:
+        while not scorer.batches or not counts or counts[-1] < 3:
             assert not step.done()
         assert first_tokens(scorer) == [[0, 1, 2]]
         stream.append(written[3:])
-        generation.answer()
+        generation.complete()
         step.result(timeout=20)
     assert first_tokens(scorer) == [[0, 1, 2], [3]]
 
@@ -128,13 +128,13 @@ def test_missing_trajectories_at_the_end_of_generation_are_an_error(stream: Roll
 
 
 def test_an_unrequested_trajectory_is_an_error(stream: RolloutStream, run: str) -> None:
-    wanted = [trajectory(run, prompt) for prompt in range(2)]
-    for stranger in (trajectory(run, 99), trajectory(run, 1, step=2), trajectory(run, 1, version=7)):
+    requested = [trajectory(run, prompt) for prompt in range(2)]
+    for unrequested in (trajectory(run, 99), trajectory(run, 1, step=2), trajectory(run, 1, version=7)):
         stream.reset()
-        stream.append([wanted[0], stranger])
+        stream.append([requested[0], unrequested])
         generation = FakeCall()
-        with pytest.raises(BufferFailed, match=f"{stranger.id} of policy version .* was not requested"):
-            collect(stream, Scorer(), ids(wanted), generation)
+        with pytest.raises(BufferFailed, match=f"{unrequested.id} of policy version .* was not requested"):
+            collect(stream, Scorer(), ids(requested), generation)
         assert generation.cancelled
 
 
@@ -142,7 +142,7 @@ def test_a_failed_generation_is_raised_and_cancels_scoring(stream: RolloutStream
     written = [trajectory(run, prompt) for prompt in range(5)]
     stream.append(written[:3])
     scorer, generation = Scorer(held=True), FakeCall()
-    generation.answer(ServiceFailed("actor: gone"))
+    generation.complete(ServiceFailed("actor: gone"))
     with pytest.raises(ServiceFailed, match="actor: gone"):
         collect(stream, scorer, ids(written), generation)
     assert [call.cancelled for call in scorer.calls] == [True] * 3
@@ -165,7 +165,7 @@ def test_a_failed_scoring_call_is_raised_and_cancels_the_rest(
 
 def test_waiting_raises_the_first_failure_while_other_calls_are_in_flight() -> None:
     hanging, failed = FakeCall(), FakeCall()
-    failed.answer(ServiceFailed("no"))
+    failed.complete(ServiceFailed("no"))
     for calls in ([hanging, failed], [failed, hanging]):
         with pytest.raises(ServiceFailed):
             wait_for_all(calls)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def test_waiting_reports_each_call_that_ends_and_returns_after_the_last() -> Non
     def on_end() -> None:
         ended_counts.append(sum(call.done() for call in calls))
         if len(ended_counts) <= len(calls):
-            calls[len(ended_counts) - 1].answer()
+            calls[len(ended_counts) - 1].complete()
 
     wait_for_all(calls, on_end)  # type: ignore[arg-type]
     assert ended_counts == [0, 1, 2, 3]
@@ -185,11 +185,11 @@ def test_waiting_reports_each_call_that_ends_and_returns_after_the_last() -> Non
 
 def test_waiting_for_the_end_of_calls_ignores_their_failures() -> None:
     failed, held = FakeCall(), FakeCall()
-    failed.answer(ServiceFailed("no"))
+    failed.complete(ServiceFailed("no"))
     with ThreadPoolExecutor(1) as executor:
         waiting = executor.submit(wait_until_ended, [failed, held])
         assert not waiting.done()
-        held.answer()
+        held.complete()
         waiting.result(timeout=20)
 
 
@@ -199,14 +199,14 @@ def test_the_number_of_batches_in_flight_is_limited(stream: RolloutStream, run: 
     scorer = Scorer(held=True)
     with ThreadPoolExecutor(1) as executor:
         collecting = executor.submit(collect, stream, scorer, ids(written), score_batch_size=1)
-        answered = 0
+        completed = 0
         while not collecting.done():
-            under_way = [call for call in scorer.calls if not call.done()]
-            assert len(under_way) <= 3 * max_batches_in_flight(1)
-            if len(under_way) == min(3 * max_batches_in_flight(1), 3 * 20 - answered):
-                for call in under_way[:3]:
-                    call.answer()
-                    answered += 1
+            active_calls = [call for call in scorer.calls if not call.done()]
+            assert len(active_calls) <= 3 * max_batches_in_flight(1)
+            if len(active_calls) == min(3 * max_batches_in_flight(1), 3 * 20 - completed):
+                for call in active_calls[:3]:
+                    call.complete()
+                    completed += 1
         assert len(collecting.result(timeout=20).scored) == 20
 
 
@@ -218,7 +218,7 @@ def test_batches_in_flight_per_service_follow_its_replicas(run: str) -> None:
         scoring.start([trajectory(run, prompt)])
     assert [len(scorer.calls) for scorer in (reward, reference, critic)] == [8, 4, 4]
     for call in (reward.calls[5], reward.calls[2], critic.calls[0]):
-        call.answer()
+        call.complete()
     scoring.advance()
     assert [len(scorer.calls) for scorer in (reward, reference, critic)] == [10, 4, 5]
     assert first_tokens(reward) == [[prompt] for prompt in range(10)]

@@ -1,4 +1,4 @@
-"""EvaluationSchedule over real services: metrics equal those of single requests and of `quartet evaluate`."""
+"""Evaluation with real services. Its metrics match those of direct requests and of ``quartet evaluate``."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from tests.services.model_services import Services, save_checkpoint
 from tests.unit.models import tiny
 
 PROMPTS = [{"text": f"w{30 + index} w{5 + index % 4} w7", "answer": index / 8} for index in range(9)]
-ASKED = 7
+NUM_PROMPTS = 7
 STEP = 5
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy that is not the initial one."""
+    """The checkpoint of a policy that differs from the initial one."""
     return save_checkpoint(tiny.causal("llama", seed=11), tmp_path_factory.mktemp("trained") / "policy")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with validation prompts and functions of a user's."""
+    """The working directory, with validation prompts and user functions."""
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     (tmp_path / "mine.py").write_text(
         "def answer(prompt, response, fields):\n    return fields['answer']\n"
@@ -59,7 +59,7 @@ Configure = Callable[..., Config]
 
 @pytest.fixture
 def configure(folder: Path, make_config: Configure, request: pytest.FixtureRequest) -> Configure:
-    """A config of a run that evaluates, named as the test is."""
+    """Factory of configs of a run with evaluations and the name of the test."""
     name = request.node.name.partition("[")[0][:60]
 
     def configured(**sections: Any) -> Config:
@@ -73,7 +73,7 @@ def configure(folder: Path, make_config: Configure, request: pytest.FixtureReque
                     "max_concurrent_sequences": 4,
                     "score_batch_size": 3,
                 },
-                "evaluation": {"every_steps": STEP, "max_prompts": ASKED},
+                "evaluation": {"every_steps": STEP, "max_prompts": NUM_PROMPTS},
                 **sections,
             }
         )
@@ -86,7 +86,7 @@ Build = Callable[..., Evaluator]
 
 @pytest.fixture
 def build(services: Services, clients: dict[Role, Any], redis_client: Redis, redis_url: str) -> Iterator[Build]:
-    """Evaluators over services of the session's, or clients of others."""
+    """Factory of evaluators. It uses the services of the session by default."""
     with ExitStack() as stack:
 
         def built(config: Config, actor: Any = None, reward: Any = None) -> Evaluator:
@@ -116,7 +116,7 @@ def stream_of(config: Config, client: Redis, url: str) -> RolloutStream:
 
 
 def actor_of(services: Services, checkpoint: Path, config: Config) -> Any:
-    """An actor service with this policy, of version 0."""
+    """Start an actor service with this checkpoint as policy version 0."""
     tree = config.actor.model_copy(update={"model": str(checkpoint)})
     return services.start(Role.ACTOR, config.model_copy(update={"actor": tree}))
 
@@ -125,10 +125,10 @@ def rows_of(config: Config, step: int) -> list[dict[str, Any]]:
     return RunFiles(config.run_directory).read_evaluation(step)
 
 
-def asked_directly(
+def request_directly(
     clients: dict[Role, Any], actor: Any, stream: RolloutStream, config: Config, greedy: bool
 ) -> tuple[list[Trajectory], Any, Any]:
-    """Trajectories, scores and reference log-probs of the validation prompts, from each service by itself."""
+    """Request trajectories, scores and reference log-probs of the validation prompts from each service."""
     stream.reset()
     prompts = read_validation_prompts(config, tiny.tokenizer(), tiny.VOCABULARY).prompts
     sampling = (greedy_sampling if greedy else run_sampling)(config.rollout)
@@ -141,7 +141,7 @@ def asked_directly(
     return result, scores, reference
 
 
-def test_the_figures_are_those_of_the_services_asked_one_by_one(
+def test_evaluation_metrics_match_direct_requests_to_the_services(
     services: Services,
     clients: dict[Role, Any],
     build: Build,
@@ -150,17 +150,17 @@ def test_the_figures_are_those_of_the_services_asked_one_by_one(
     redis_client: Redis,
     redis_url: str,
 ) -> None:
-    config, heard = configure(), []
+    config, counts = configure(), []
     actor = actor_of(services, trained, config)
-    summary = build(config, actor).evaluate(0, 0, 1, heard.append)
-    stream = RolloutStream(redis_client, redis_url, f"{config.run.name}:asked")
-    greedy, greedy_scores, _ = asked_directly(clients, actor, stream, config, greedy=True)
-    sampled, scores, reference = asked_directly(clients, actor, stream, config, greedy=False)
+    summary = build(config, actor).evaluate(0, 0, 1, counts.append)
+    stream = RolloutStream(redis_client, redis_url, f"{config.run.name}:direct")
+    greedy, greedy_scores, _ = request_directly(clients, actor, stream, config, greedy=True)
+    sampled, scores, reference = request_directly(clients, actor, stream, config, greedy=False)
     log_probs = np.concatenate([item.log_probs for item in sampled]).astype(np.float64)
     ends = np.cumsum([len(item.response_ids) for item in sampled])[:-1]
     kl = np.array([part.sum() for part in np.split(log_probs - reference, ends)])
     lengths = {kind: [len(item.response_ids) for item in result] for kind, result in (("g", greedy), ("s", sampled))}
-    assert [len(greedy), heard[-1]] == [ASKED, 2 * ASKED]
+    assert [len(greedy), counts[-1]] == [NUM_PROMPTS, 2 * NUM_PROMPTS]
     assert summary == pytest.approx(
         {
             "eval_reward_greedy": greedy_scores.mean(dtype=np.float64),
@@ -180,11 +180,11 @@ def test_the_figures_are_those_of_the_services_asked_one_by_one(
     assert [item["kl"] for item in rows] == pytest.approx(kl, abs=1e-5)
     texts = tiny.tokenizer().batch_decode([item.response_ids for item in sampled], skip_special_tokens=True)
     assert [(item["index"], item["sampled"]) for item in rows] == list(enumerate(texts))
-    assert [item["prompt"] for item in rows] == [prompt["text"] for prompt in PROMPTS[:ASKED]]
+    assert [item["prompt"] for item in rows] == [prompt["text"] for prompt in PROMPTS[:NUM_PROMPTS]]
     assert "answer" not in rows[0]
 
 
-def test_a_later_policy_is_held_against_the_first_evaluation_also_by_another_process(
+def test_a_later_policy_is_compared_with_the_first_evaluation_also_after_a_restart(
     services: Services, build: Build, configure: Configure, trained: Path
 ) -> None:
     config = configure()
@@ -197,9 +197,9 @@ def test_a_later_policy_is_held_against_the_first_evaluation_also_by_another_pro
     for kind in ("greedy", "sampled"):
         assert [item[f"initial_{kind}"] for item in rows] == [item[kind] for item in initial]
         before = [item[f"score_{kind}"] for item in initial]
-        gaps = np.array([item[f"score_{kind}"] for item in rows]) - np.array(before)
-        assert after[f"eval_win_rate_{kind}"] == ((np.sign(gaps) + 1) / 2).mean()
-        assert gaps.any()
+        differences = np.array([item[f"score_{kind}"] for item in rows]) - np.array(before)
+        assert after[f"eval_win_rate_{kind}"] == ((np.sign(differences) + 1) / 2).mean()
+        assert differences.any()
     assert after["eval_kl"] > 0.1
     lines = read_step_lines(config.run_directory / "evaluations.jsonl")
     assert [line.pop("step") for line in lines] == [0, STEP]
@@ -209,7 +209,7 @@ def test_a_later_policy_is_held_against_the_first_evaluation_also_by_another_pro
 def test_quartet_evaluate_gives_the_same_rows(
     services: Services, build: Build, configure: Configure, trained: Path
 ) -> None:
-    config = configure(evaluation={"every_steps": 1, "max_prompts": ASKED, "judge": "mine:longer"})
+    config = configure(evaluation={"every_steps": 1, "max_prompts": NUM_PROMPTS, "judge": "mine:longer"})
     build(config).evaluate(0, 0, 1)
     summary = build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0, 1)
     result, notes = compare_with_initial(str(trained), config, "cpu")
@@ -218,7 +218,7 @@ def test_quartet_evaluate_gives_the_same_rows(
     assert notes == []
 
 
-def test_every_evaluation_draws_the_same_random_numbers(build: Build, configure: Configure) -> None:
+def test_every_evaluation_uses_the_same_random_numbers(build: Build, configure: Configure) -> None:
     config = configure()
     evaluator = build(config)
     assert evaluator.evaluate(0, 0, 1) == evaluator.evaluate(STEP, 0, 1) == evaluator.evaluate(2 * STEP, 0, 1)
@@ -229,17 +229,17 @@ def test_every_evaluation_draws_the_same_random_numbers(build: Build, configure:
 def test_sampled_responses_are_drawn_with_the_runs_settings(
     change: dict[str, Any], build: Build, configure: Configure
 ) -> None:
-    usual = configure()
-    build(usual).evaluate(0, 0, 1)
-    before = rows_of(usual, 0)
-    changed = configure(rollout={**usual.rollout.model_dump(), **change})
+    default = configure()
+    build(default).evaluate(0, 0, 1)
+    before = rows_of(default, 0)
+    changed = configure(rollout={**default.rollout.model_dump(), **change})
     build(changed).evaluate(0, 0, 1)
     assert [item["sampled"] for item in rows_of(changed, 0)] != [item["sampled"] for item in before]
     if "max_response_tokens" not in change:
         assert [item["greedy"] for item in rows_of(changed, 0)] == [item["greedy"] for item in before]
 
 
-def test_the_training_runs_stream_is_left_alone_and_what_broke_off_is_dropped(
+def test_an_evaluation_uses_its_own_stream_and_drops_earlier_entries(
     build: Build, configure: Configure, redis_client: Redis, redis_url: str
 ) -> None:
     config = configure()
@@ -253,11 +253,11 @@ def test_the_training_runs_stream_is_left_alone_and_what_broke_off_is_dropped(
     assert (training.depth(), own.depth()) == (1, 0)
 
 
-def test_functions_get_the_prompts_own_fields(services: Services, build: Build, configure: Configure) -> None:
+def test_functions_receive_the_fields_of_their_prompt(services: Services, build: Build, configure: Configure) -> None:
     config = configure(reward={"source": "function", "function": "mine:answer", "tokenizer": None})
     reward = services.start(Role.REWARD, config)
     summary = build(config, reward=reward).evaluate(0, 0, 1)
-    expected = [prompt["answer"] for prompt in PROMPTS[:ASKED]]
+    expected = [prompt["answer"] for prompt in PROMPTS[:NUM_PROMPTS]]
     assert [item["score_greedy"] for item in rows_of(config, 0)] == expected
     assert summary["eval_reward_sampled"] == pytest.approx(np.mean(expected))
     result, _ = compare_with_initial(config.actor.model, config, "cpu")
@@ -267,7 +267,7 @@ def test_functions_get_the_prompts_own_fields(services: Services, build: Build, 
 def test_a_judge_compares_sampled_responses_with_the_initial_ones(
     services: Services, build: Build, configure: Configure, trained: Path
 ) -> None:
-    config = configure(evaluation={"every_steps": 1, "max_prompts": ASKED, "judge": "mine:longer"})
+    config = configure(evaluation={"every_steps": 1, "max_prompts": NUM_PROMPTS, "judge": "mine:longer"})
     assert build(config).evaluate(0, 0, 1)["eval_judge_win_rate"] == 0.5
     after = build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0, 1)
     rows = rows_of(config, STEP)
@@ -282,10 +282,10 @@ def test_a_judge_compares_sampled_responses_with_the_initial_ones(
     assert after["eval_judge_win_rate"] == np.mean(expected)
 
 
-def test_what_fails_is_raised_and_leaves_no_evaluation(
+def test_a_failed_evaluation_is_raised_and_leaves_no_file(
     services: Services, build: Build, configure: Configure, trained: Path
 ) -> None:
-    config = configure(evaluation={"every_steps": 1, "max_prompts": ASKED, "judge": "mine:failing"})
+    config = configure(evaluation={"every_steps": 1, "max_prompts": NUM_PROMPTS, "judge": "mine:failing"})
     with pytest.raises(ConfigError, match=r"step-000000\.jsonl: cannot be read"):
         build(config).evaluate(STEP, 0, 1)
     with pytest.raises(FailedPrecondition, match="policy version 3"):
@@ -294,7 +294,7 @@ def test_what_fails_is_raised_and_leaves_no_evaluation(
     with pytest.raises(ComputationFailed, match=r"evaluation\.judge mine:failing, prompt 1: raised KeyError"):
         build(config, actor=actor_of(services, trained, config)).evaluate(STEP, 0, 1)
     slow = configure(
-        evaluation={"every_steps": 1, "max_prompts": ASKED, "judge": "mine:hanging", "timeout_seconds": 0.25}
+        evaluation={"every_steps": 1, "max_prompts": NUM_PROMPTS, "judge": "mine:hanging", "timeout_seconds": 0.25}
     )
     with pytest.raises(ComputationFailed, match=r"mine:hanging, prompt 1: took longer than 0\.25 s"):
         build(slow, actor=actor_of(services, trained, slow)).evaluate(STEP, 0, 1)
@@ -302,14 +302,12 @@ def test_what_fails_is_raised_and_leaves_no_evaluation(
     assert [path.name for path in (config.run_directory / "evaluations").iterdir()] == ["step-000000.jsonl"]
 
 
-def test_a_judge_that_cannot_be_imported_is_refused_before_anything_is_generated(
-    build: Build, configure: Configure
-) -> None:
+def test_a_judge_that_cannot_be_imported_is_refused_before_generation(build: Build, configure: Configure) -> None:
     with pytest.raises(ConfigError, match=r"evaluation\.judge mine:absent"):
         build(configure(evaluation={"every_steps": 1, "judge": "mine:absent"}))
 
 
-def test_evaluations_come_before_the_first_step_every_so_often_and_after_the_last(
+def test_evaluations_run_before_the_first_step_at_the_interval_and_after_the_last(
     build: Build, configure: Configure
 ) -> None:
     def schedule(config: Config) -> EvaluationSchedule:

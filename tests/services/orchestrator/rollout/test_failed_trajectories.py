@@ -1,4 +1,4 @@
-"""Trajectories that cannot be scored: recorded with their error, and replaced by the next sample of the prompt."""
+"""Trajectories that cannot be scored are recorded with their error and replaced by another sample of the prompt."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.services.orchestrator.rollout.failing_services import (
     ALWAYS,
     SERVICES,
     Actor,
-    PickyScorer,
-    assert_own_answers,
+    FailingScorer,
+    assert_own_results,
     collect,
     failed_trajectories,
-    recovering,
+    recovery_config,
     sampled,
     scored,
 )
@@ -39,45 +39,45 @@ from tests.services.orchestrator.rollout.failing_services import (
 def test_a_failed_trajectory_is_replaced_by_the_next_sample(
     service: str, error: QuartetError, stream: RolloutStream, run: str
 ) -> None:
-    scorer = PickyScorer(error, **{service: {(4, 0): ALWAYS}})
+    scorer = FailingScorer(error, **{service: {(4, 0): ALWAYS}})
     actor, progress = Actor(stream, run), list[int]()
     written = [sampled(run, prompt) for prompt in (8, 4, 1, 3, 2)]
     step = collect(stream, scorer, written, actor, progress=progress)
     assert scored(step) == [(1, 0), (2, 0), (3, 0), (4, 1), (8, 0)]
-    assert_own_answers(step)
+    assert_own_results(step)
     assert failed_trajectories(step) == [((4, 0), 3)]
     assert step.failed_trajectories[0].error == f"{error} of 1", (
         "the error must come from the attempt with a single trajectory"
     )
-    assert actor.asked == [({4}, 1)]
-    whole, rest, again = [(8, 0), (4, 0), (1, 0)], [(3, 0), (2, 0)], [(4, 1)]
+    assert actor.requests == [({4}, 1)]
+    batch, rest, replacement = [(8, 0), (4, 0), (1, 0)], [(3, 0), (2, 0)], [(4, 1)]
     singles = [[(8, 0)], [(4, 0)], [(1, 0)]]
-    assert sorted(scorer.asked[service]) == sorted([whole, rest, whole, *singles, again])
+    assert sorted(scorer.requests[service]) == sorted([batch, rest, batch, *singles, replacement])
     for other in set(SERVICES) - {service}:
-        assert scorer.asked[other] == [whole, rest, again], "it has answered, so it is not asked again"
+        assert scorer.requests[other] == [batch, rest, replacement], "a service that succeeded received the batch again"
     assert progress[-1] == 5
     stream.acknowledge(step.entry_ids)
     assert stream.depth() == 0
 
 
-def test_each_failed_trajectory_of_a_prompt_gets_its_own_new_sample(stream: RolloutStream, run: str) -> None:
+def test_each_failed_trajectory_of_a_prompt_is_replaced_by_a_new_sample(stream: RolloutStream, run: str) -> None:
     failing = {(7, 0): ALWAYS, (7, 1): ALWAYS, (5, 1): ALWAYS, (7, 2): ALWAYS, (7, 4): ALWAYS}
-    scorer, actor = PickyScorer(ComputationFailed("no"), score=failing), Actor(stream, run)
+    scorer, actor = FailingScorer(ComputationFailed("no"), score=failing), Actor(stream, run)
     written = [sampled(run, prompt, sample) for prompt, sample in itertools.product((9, 7, 5), range(2))]
-    step = collect(stream, scorer, written, actor, recovery=recovering(max_failed_trajectories=5))
-    assert actor.asked == [({5, 7}, 2), ({7}, 3), ({7}, 4), ({7}, 5)]
-    assert scored(step) == [(5, 0), (5, 2), (7, 3), (7, 5), (9, 0), (9, 1)], "as many of each prompt as before"
+    step = collect(stream, scorer, written, actor, recovery=recovery_config(max_failed_trajectories=5))
+    assert actor.requests == [({5, 7}, 2), ({7}, 3), ({7}, 4), ({7}, 5)]
+    assert scored(step) == [(5, 0), (5, 2), (7, 3), (7, 5), (9, 0), (9, 1)], "the number of samples of a prompt changed"
     assert [name for name, _ in failed_trajectories(step)] == [(5, 1), (7, 0), (7, 1), (7, 2), (7, 4)]
-    assert_own_answers(step)
+    assert_own_results(step)
     stream.acknowledge(step.entry_ids)
     assert stream.depth() == 0
 
 
-@pytest.mark.parametrize("at_most", [0, 2])
+@pytest.mark.parametrize("limit", [0, 2])
 def test_too_many_failed_trajectories_end_the_step_with_ids_and_error(
-    at_most: int, stream: RolloutStream, run: str
+    limit: int, stream: RolloutStream, run: str
 ) -> None:
-    scorer = PickyScorer(ComputationFailed("ValueError"), score={(prompt, 0): ALWAYS for prompt in range(9)})
+    scorer = FailingScorer(ComputationFailed("ValueError"), score={(prompt, 0): ALWAYS for prompt in range(9)})
     actor = Actor(stream, run)
     with pytest.raises(TooManyFailedTrajectories) as raised:
         collect(
@@ -86,30 +86,30 @@ def test_too_many_failed_trajectories_end_the_step_with_ids_and_error(
             [sampled(run, prompt) for prompt in range(9)],
             actor,
             score_batch_size=9,
-            recovery=recovering(max_failed_trajectories=at_most),
+            recovery=recovery_config(max_failed_trajectories=limit),
         )
     text = str(raised.value)
     assert text.startswith(
-        f"step 1: {at_most + 1} of its trajectories could not be scored, recovery.max_failed_trajectories is {at_most}"
+        f"step 1: {limit + 1} of its trajectories could not be scored, recovery.max_failed_trajectories is {limit}"
     )
     assert "ValueError of 1" in text
-    assert text.endswith(", ".join(f"{run}/1/{prompt}/0" for prompt in range(at_most + 1)))
-    assert len(scorer.asked["score"]) == 2 + at_most + 1, "the others are not tried any more"
-    assert actor.asked == []
-    assert [item.trajectory.id.prompt for item in raised.value.failed_trajectories] == list(range(at_most + 1))
+    assert text.endswith(", ".join(f"{run}/1/{prompt}/0" for prompt in range(limit + 1)))
+    assert len(scorer.requests["score"]) == 2 + limit + 1, "scoring continued after the limit"
+    assert actor.requests == []
+    assert [item.trajectory.id.prompt for item in raised.value.failed_trajectories] == list(range(limit + 1))
 
 
 def test_failed_replacements_count_towards_the_limit(stream: RolloutStream, run: str) -> None:
-    scorer = PickyScorer(ComputationFailed("no"), score={(0, sample): ALWAYS for sample in range(10)})
+    scorer = FailingScorer(ComputationFailed("no"), score={(0, sample): ALWAYS for sample in range(10)})
     actor = Actor(stream, run)
     with pytest.raises(TooManyFailedTrajectories, match="step 1: 5 of its trajectories"):
         collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], actor)
-    assert actor.asked == [({0}, sample) for sample in (1, 2, 3, 4)]
+    assert actor.requests == [({0}, sample) for sample in (1, 2, 3, 4)]
 
 
 def test_a_trajectory_that_fails_at_two_services_counts_once(stream: RolloutStream, run: str) -> None:
-    scorer = PickyScorer(ComputationFailed("no"), values={(1, 0): ALWAYS}, score={(1, 0): ALWAYS, (2, 0): ALWAYS})
-    recovery = recovering(max_failed_trajectories=2)
+    scorer = FailingScorer(ComputationFailed("no"), values={(1, 0): ALWAYS}, score={(1, 0): ALWAYS, (2, 0): ALWAYS})
+    recovery = recovery_config(max_failed_trajectories=2)
     written = [sampled(run, prompt) for prompt in range(3)]
     step = collect(stream, scorer, written, Actor(stream, run), recovery=recovery)
     assert failed_trajectories(step) == [((1, 0), 3), ((2, 0), 3)]
@@ -117,53 +117,53 @@ def test_a_trajectory_that_fails_at_two_services_counts_once(stream: RolloutStre
 
 
 def test_a_replacement_that_cannot_be_generated_ends_the_step(stream: RolloutStream, run: str) -> None:
-    scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
+    scorer = FailingScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
     actor = Actor(stream, run, ServiceUnavailable("actor: gone"))
     with pytest.raises(ServiceUnavailable, match="actor: gone"):
         collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], actor)
 
 
 def test_an_unrequested_replacement_is_an_error(stream: RolloutStream, run: str) -> None:
-    class Careless(Actor):
+    class WrongPromptActor(Actor):
         def generate(self, prompts: set[int], sample: int) -> Any:
             return super().generate({prompt + 1 for prompt in prompts}, sample)
 
-    scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
+    scorer = FailingScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
     with pytest.raises(BufferFailed, match="/1/2/1 of policy version 0 was not requested"):
-        collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Careless(stream, run))
+        collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], WrongPromptActor(stream, run))
 
 
 def test_a_duplicate_of_a_failed_trajectory_is_acknowledged_and_not_scored(stream: RolloutStream, run: str) -> None:
-    class Repeating(Actor):
+    class RepeatingActor(Actor):
         def generate(self, prompts: set[int], sample: int) -> Any:
             self._stream.append([sampled(run, 1), sampled(run, 0)])
             return super().generate(prompts, sample)
 
-    scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
-    step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Repeating(stream, run))
+    scorer = FailingScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
+    step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], RepeatingActor(stream, run))
     assert scored(step) == [(0, 0), (1, 1), (2, 0)]
-    assert scorer.asked["score"][-1] == [(1, 1)]
+    assert scorer.requests["score"][-1] == [(1, 1)]
     stream.acknowledge(step.entry_ids)
     assert stream.depth() == 0
 
 
 def test_replacements_have_regular_ids(stream: RolloutStream, run: str) -> None:
-    scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
+    scorer = FailingScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(2)], Actor(stream, run))
     assert step.scored[1].trajectory.id == TrajectoryId(run, 1, 1, 1)
 
 
-def test_the_log_does_not_quote_responses(stream: RolloutStream, run: str, capture: list[dict[str, Any]]) -> None:
-    scorer = PickyScorer(ComputationFailed("ValueError: cannot read 'my secret'"), score={(1, 0): ALWAYS})
+def test_the_log_does_not_quote_responses(stream: RolloutStream, run: str, log_lines: list[dict[str, Any]]) -> None:
+    scorer = FailingScorer(ComputationFailed("ValueError: cannot read 'my secret'"), score={(1, 0): ALWAYS})
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(2)], Actor(stream, run))
-    [line] = [line for line in capture if line["event"] == "trajectory failed"]
+    [line] = [line for line in log_lines if line["event"] == "trajectory failed"]
     assert line["error"] == "ComputationFailed"
     assert line["id"] == f"{run}/1/1/0"
-    assert "secret" not in str(capture)
+    assert "secret" not in str(log_lines)
     assert "my secret" in step.failed_trajectories[0].error
 
 
 @pytest.fixture
-def capture() -> Iterator[list[dict[str, Any]]]:
+def log_lines() -> Iterator[list[dict[str, Any]]]:
     with structlog.testing.capture_logs() as lines:
         yield lines

@@ -1,4 +1,4 @@
-"""Failed scoring calls: retries by rule, and whether the service or a trajectory is at fault."""
+"""Failed scoring calls: the retries, and the decision if a service or a trajectory is at fault."""
 
 from __future__ import annotations
 
@@ -27,63 +27,63 @@ from tests.services.orchestrator.rollout.failing_services import (
     ALWAYS,
     SERVICES,
     Actor,
+    FailingScorer,
     Name,
-    PickyScorer,
-    assert_own_answers,
+    assert_own_results,
     collect,
     failed_trajectories,
-    recovering,
+    recovery_config,
     sampled,
     scored,
 )
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_transient_failure_has_no_effect(service: str, stream: RolloutStream, run: str) -> None:
-    scorer = PickyScorer(ComputationFailed("no"), **{service: {(1, 0): 1}})
+def test_a_transient_failure_is_retried_with_the_same_batch(service: str, stream: RolloutStream, run: str) -> None:
+    scorer = FailingScorer(ComputationFailed("no"), **{service: {(1, 0): 1}})
     actor = Actor(stream, run)
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(5)], actor)
     assert scored(step) == [(prompt, 0) for prompt in range(5)]
-    assert_own_answers(step)
+    assert_own_results(step)
     assert step.failed_trajectories == []
-    assert actor.asked == []
-    whole, rest = [(0, 0), (1, 0), (2, 0)], [(3, 0), (4, 0)]
-    assert sorted(scorer.asked[service]) == sorted([whole, rest, whole]), "the same batch: a model gives the same bits"
+    assert actor.requests == []
+    batch, rest = [(0, 0), (1, 0), (2, 0)], [(3, 0), (4, 0)]
+    assert sorted(scorer.requests[service]) == sorted([batch, rest, batch]), "the retry has another batch"
 
 
 def test_a_failure_that_ends_during_single_attempts_fails_no_trajectory(stream: RolloutStream, run: str) -> None:
-    scorer = PickyScorer(ServiceFailed("no"), score={(1, 0): 3})
-    recovery = recovering(max_scoring_attempts=4)
+    scorer = FailingScorer(ServiceFailed("no"), score={(1, 0): 3})
+    recovery = recovery_config(max_scoring_attempts=4)
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run), recovery=recovery)
     assert scored(step) == [(0, 0), (1, 0), (2, 0)]
-    assert_own_answers(step)
+    assert_own_results(step)
     assert step.failed_trajectories == []
-    whole = [(0, 0), (1, 0), (2, 0)]
-    assert scorer.asked["score"] == [whole, whole, [(0, 0)], [(1, 0)], [(1, 0)], [(2, 0)]]
+    batch = [(0, 0), (1, 0), (2, 0)]
+    assert scorer.requests["score"] == [batch, batch, [(0, 0)], [(1, 0)], [(1, 0)], [(2, 0)]]
 
 
 @pytest.mark.parametrize(
-    ("attempts", "together", "single", "counted"), [(1, 1, 1, 2), (2, 1, 1, 2), (3, 2, 1, 3), (6, 2, 4, 6)]
+    ("attempts", "batched", "single", "counted"), [(1, 1, 1, 2), (2, 1, 1, 2), (3, 2, 1, 3), (6, 2, 4, 6)]
 )
 def test_batch_and_single_attempts_are_counted_per_trajectory(
-    attempts: int, together: int, single: int, counted: int, stream: RolloutStream, run: str
+    attempts: int, batched: int, single: int, counted: int, stream: RolloutStream, run: str
 ) -> None:
-    scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
-    recovery = recovering(max_scoring_attempts=attempts)
+    scorer = FailingScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
+    recovery = recovery_config(max_scoring_attempts=attempts)
     written = [sampled(run, prompt) for prompt in range(2)]
     step = collect(stream, scorer, written, Actor(stream, run), recovery=recovery)
     assert failed_trajectories(step) == [((1, 0), counted)]
-    whole = [(0, 0), (1, 0)]
-    assert scorer.asked["score"] == [whole] * together + [[(0, 0)]] + [[(1, 0)]] * single + [[(1, 1)]]
+    batch = [(0, 0), (1, 0)]
+    assert scorer.requests["score"] == [batch] * batched + [[(0, 0)]] + [[(1, 0)]] * single + [[(1, 1)]]
 
 
 def test_a_batch_of_one_has_all_its_attempts(stream: RolloutStream, run: str) -> None:
-    scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
+    scorer = FailingScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
     step = collect(
         stream, scorer, [sampled(run, prompt) for prompt in range(2)], Actor(stream, run), score_batch_size=1
     )
     assert failed_trajectories(step) == [((1, 0), 3)]
-    assert scorer.asked["score"] == [[(0, 0)], [(1, 0)], [(1, 0)], [(1, 0)], [(1, 1)]]
+    assert scorer.requests["score"] == [[(0, 0)], [(1, 0)], [(1, 0)], [(1, 0)], [(1, 1)]]
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -103,33 +103,33 @@ def test_a_batch_of_one_has_all_its_attempts(stream: RolloutStream, run: str) ->
 def test_an_error_of_the_service_is_raised_at_once(
     service: str, error: QuartetError, stream: RolloutStream, run: str
 ) -> None:
-    scorer = PickyScorer(error, **{service: {(1, 0): 1}})
+    scorer = FailingScorer(error, **{service: {(1, 0): 1}})
     with pytest.raises(type(error), match=str(error)):
         collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run))
-    assert len(scorer.asked[service]) == 1
+    assert len(scorer.requests[service]) == 1
 
 
 def test_a_lost_service_is_raised_during_a_retry_of_an_earlier_batch(run: str) -> None:
-    scorer = PickyScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS})
+    scorer = FailingScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS})
     scoring = scoring_of(scorer, [[0, 1], [2, 3]], run)
-    scorer.calls["score"][0].answer()
+    scorer.calls["score"][0].complete()
     scoring.advance()
     scoring.advance()
-    scorer.calls["score"][1].answer(ServiceUnavailable("gone"))
+    scorer.calls["score"][1].complete(ServiceUnavailable("gone"))
     with pytest.raises(ServiceUnavailable, match="gone"):
         scoring.advance()
 
 
 def test_the_fields_of_a_prompt_are_sent_with_every_attempt(stream: RolloutStream, run: str) -> None:
-    scorer = PickyScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
+    scorer = FailingScorer(ComputationFailed("no"), score={(1, 0): ALWAYS})
     fields = {prompt: f'{{"a":{prompt}}}' for prompt in range(3)}
     collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run), fields=fields)
-    for asked, sent in zip(scorer.asked["score"], scorer.fields, strict=True):
-        assert sent == [fields[prompt] for prompt, _ in asked]
+    for request, fields_sent in zip(scorer.requests["score"], scorer.fields, strict=True):
+        assert fields_sent == [fields[prompt] for prompt, _ in request]
 
 
 class Clock:
-    """Seconds, as the test would have them."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -138,8 +138,8 @@ class Clock:
         return self.now
 
 
-class Hurried(Clock):
-    """Every look at it finds any pause over."""
+class SkippingClock(Clock):
+    """A clock that jumps ahead at every reading, so that every pause is over."""
 
     def __call__(self) -> float:
         self.now += 1e6
@@ -147,51 +147,51 @@ class Hurried(Clock):
 
 
 def scoring_of(
-    scorer: PickyScorer,
+    scorer: FailingScorer,
     batches: list[list[int]],
     run: str,
     recovery: RecoveryConfig | None = None,
     clock: Clock | None = None,
 ) -> Scoring:
     services = ScoringServices(scorer, scorer, scorer, 0.7)  # type: ignore[arg-type]
-    scoring = Scoring(services, {}, recovery or RecoveryConfig(), clock or Hurried())
+    scoring = Scoring(services, {}, recovery or RecoveryConfig(), clock or SkippingClock())
     for batch in batches:
         scoring.start([sampled(run, prompt) for prompt in batch])
     return scoring
 
 
-def answer_in(order: Iterable[int], scorer: PickyScorer, scoring: Scoring) -> None:
-    """Answer the first batches' calls in an order, with a look after each; then whatever is asked."""
+def complete_in_order(order: Iterable[int], scorer: FailingScorer, scoring: Scoring) -> None:
+    """Complete the calls of the first batches in this order, then all further calls."""
     calls = [call for service in SERVICES for call in scorer.calls[service]]
-    for place in order:
-        calls[place].answer()
+    for index in order:
+        calls[index].complete()
         scoring.advance()
     while scoring.batches_in_flight:
         for service in SERVICES:
             for call in scorer.calls[service]:
                 if not call.done():
-                    call.answer()
+                    call.complete()
         scoring.advance()
 
 
 def test_requests_and_failures_do_not_depend_on_the_order_of_responses(run: str) -> None:
     batches = [[0, 1], [2, 3], [4, 5]]
-    seen = []
+    outcomes = []
     for seed in range(40):
-        scorer = PickyScorer(
+        scorer = FailingScorer(
             ComputationFailed("no"),
             held=True,
             score={(1, 0): ALWAYS, (3, 0): 1, (5, 0): ALWAYS},
             values={(0, 0): ALWAYS, (5, 0): 2},
         )
         scoring = scoring_of(scorer, batches, run)
-        answer_in(np.random.default_rng(seed).permutation(9).tolist(), scorer, scoring)
-        aside = sorted((str(item.trajectory.id), item.attempts, item.error) for item in scoring.failed_trajectories)
+        complete_in_order(np.random.default_rng(seed).permutation(9).tolist(), scorer, scoring)
+        failures = sorted((str(item.trajectory.id), item.attempts, item.error) for item in scoring.failed_trajectories)
         result = sorted(str(item.trajectory.id) for item in scoring.scored)
-        seen.append((scorer.asked, aside, result))
-    assert all(one == seen[0] for one in seen)
-    asked, aside, result = seen[0]
-    assert asked["score"] == [
+        outcomes.append((scorer.requests, failures, result))
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    requests, failures, result = outcomes[0]
+    assert requests["score"] == [
         [(0, 0), (1, 0)],
         [(2, 0), (3, 0)],
         [(4, 0), (5, 0)],
@@ -203,14 +203,14 @@ def test_requests_and_failures_do_not_depend_on_the_order_of_responses(run: str)
         [(4, 0)],
         [(5, 0)],
     ]
-    assert [id.split("/")[2] for id, _, _ in aside] == ["0", "1", "5"]
+    assert [id.split("/")[2] for id, _, _ in failures] == ["0", "1", "5"]
     assert [id.split("/")[2] for id in result] == ["2", "3", "4"]
 
 
 def test_cancel_includes_the_retry_of_a_batch(run: str) -> None:
-    scorer = PickyScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS})
+    scorer = FailingScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS})
     scoring = scoring_of(scorer, [[0, 1]], run)
-    scorer.calls["score"][0].answer()
+    scorer.calls["score"][0].complete()
     scoring.advance()
     scoring.advance()
     assert len(scorer.calls["score"]) == 2
@@ -222,26 +222,26 @@ def test_cancel_includes_the_retry_of_a_batch(run: str) -> None:
 
 @pytest.mark.parametrize("pauses", [[2.0, 4.0], [2.0, 4.0, 8.0], [2.0, 4.0, 8.0, 16.0, 30.0, 30.0]])
 def test_pauses_between_attempts_double_and_do_not_block_other_services(pauses: list[float], run: str) -> None:
-    scorer, clock = PickyScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS}), Clock()
+    scorer, clock = FailingScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS}), Clock()
     recovery = RecoveryConfig(backoff_seconds=2.0, max_scoring_attempts=len(pauses) + 1)
     scoring = scoring_of(scorer, [[0], [1]], run, recovery, clock)
     for attempt, pause in enumerate(pauses):
-        scorer.calls["score"][1 + attempt if attempt else 0].answer()
+        scorer.calls["score"][1 + attempt if attempt else 0].complete()
         scoring.advance()
         clock.now += pause * 0.99
         scoring.advance()
-        assert scorer.asked["score"].count([(0, 0)]) == attempt + 1, "not before its time"
+        assert scorer.requests["score"].count([(0, 0)]) == attempt + 1, "the retry started before the pause was over"
         clock.now += pause * 0.02
         scoring.advance()
-        assert scorer.asked["score"].count([(0, 0)]) == attempt + 2
-        # In the pause, and after it, what has been answered is taken in.
+        assert scorer.requests["score"].count([(0, 0)]) == attempt + 2
+        # Responses are processed during the pause and after it.
         for service in SERVICES:
-            scorer.calls[service][1].answer()
+            scorer.calls[service][1].complete()
             if service != "score":
-                scorer.calls[service][0].answer()
+                scorer.calls[service][0].complete()
         scoring.advance()
         assert [item.trajectory.id.prompt for item in scoring.scored] == [1]
-    scorer.calls["score"][-1].answer()
+    scorer.calls["score"][-1].complete()
     scoring.advance()
     assert [(item.trajectory.id.prompt, item.attempts) for item in scoring.failed_trajectories] == [
         (0, len(pauses) + 1)
@@ -250,12 +250,12 @@ def test_pauses_between_attempts_double_and_do_not_block_other_services(pauses: 
 
 
 def test_a_response_is_processed_while_an_earlier_batch_pauses(run: str) -> None:
-    scorer, clock = PickyScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS}), Clock()
+    scorer, clock = FailingScorer(ComputationFailed("no"), held=True, score={(0, 0): ALWAYS}), Clock()
     scoring = scoring_of(scorer, [[0, 1], [2, 3]], run, RecoveryConfig(), clock)
-    scorer.calls["score"][0].answer()
+    scorer.calls["score"][0].complete()
     scoring.advance()
     for service in SERVICES:
-        scorer.calls[service][1].answer()
+        scorer.calls[service][1].complete()
     scoring.advance()
     assert [item.trajectory.id.prompt for item in scoring.scored] == [2, 3]
     assert scoring.batches_in_flight == 1
@@ -264,21 +264,21 @@ def test_a_response_is_processed_while_an_earlier_batch_pauses(run: str) -> None
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_service_that_fails_for_a_whole_batch_is_at_fault(service: str, stream: RolloutStream, run: str) -> None:
     failures = {(prompt, 0): ALWAYS for prompt in range(3)}
-    scorer, actor = PickyScorer(ServiceFailed("broken"), **{service: failures}), Actor(stream, run)
+    scorer, actor = FailingScorer(ServiceFailed("broken"), **{service: failures}), Actor(stream, run)
     with pytest.raises(ServiceFailed, match=r"broken of 1; .*/1/0/0, .*/1/1/0, .*/1/2/0$"):
         collect(stream, scorer, [sampled(run, prompt) for prompt in range(6)], actor)
-    assert actor.asked == []
+    assert actor.requests == []
 
 
 def test_a_service_that_scores_one_of_a_batch_is_not_at_fault(stream: RolloutStream, run: str) -> None:
-    scorer = PickyScorer(ServiceFailed("broken"), score={(0, 0): ALWAYS, (1, 0): ALWAYS})
+    scorer = FailingScorer(ServiceFailed("broken"), score={(0, 0): ALWAYS, (1, 0): ALWAYS})
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run))
     assert [name for name, _ in failed_trajectories(step)] == [(0, 0), (1, 0)]
     assert scored(step) == [(0, 1), (1, 1), (2, 0)]
 
 
 def test_computations_that_fail_for_a_whole_batch_fail_its_trajectories(stream: RolloutStream, run: str) -> None:
-    scorer = PickyScorer(ComputationFailed("no"), score={(prompt, 0): ALWAYS for prompt in range(3)})
+    scorer = FailingScorer(ComputationFailed("no"), score={(prompt, 0): ALWAYS for prompt in range(3)})
     step = collect(stream, scorer, [sampled(run, prompt) for prompt in range(3)], Actor(stream, run))
     assert [name for name, _ in failed_trajectories(step)] == [(0, 0), (1, 0), (2, 0)]
 
@@ -287,11 +287,11 @@ def test_computations_that_fail_for_a_whole_batch_fail_its_trajectories(stream: 
 def test_a_service_that_always_fails_is_at_fault_beyond_the_limit(
     others: type[QuartetError], stream: RolloutStream, run: str
 ) -> None:
-    class Changing(PickyScorer):
-        def _named(self, asked: list[Name]) -> QuartetError:
-            return (others if asked == [(1, 0)] else ServiceFailed)("broken")
+    class MixedErrorScorer(FailingScorer):
+        def _error_for(self, batch_names: list[Name]) -> QuartetError:
+            return (others if batch_names == [(1, 0)] else ServiceFailed)("broken")
 
-    scorer = Changing(ServiceFailed("broken"), score={(prompt, 0): ALWAYS for prompt in range(9)})
+    scorer = MixedErrorScorer(ServiceFailed("broken"), score={(prompt, 0): ALWAYS for prompt in range(9)})
     written = [sampled(run, prompt) for prompt in range(9)]
     with pytest.raises(
         ServiceFailed if others is ServiceFailed else TooManyFailedTrajectories, match="step 1: 3 of its"
@@ -302,5 +302,5 @@ def test_a_service_that_always_fails_is_at_fault_beyond_the_limit(
             written,
             Actor(stream, run),
             score_batch_size=9,
-            recovery=recovering(max_failed_trajectories=2),
+            recovery=recovery_config(max_failed_trajectories=2),
         )

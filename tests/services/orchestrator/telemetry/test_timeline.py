@@ -20,14 +20,14 @@ class Clock:
 
 
 class Call(FakeCall):
-    """A call whose end is told of by the test."""
+    """A call whose completion callback the test runs."""
 
-    def when_done(self, heard: object) -> None:
-        self.heard = heard
+    def when_done(self, callback: object) -> None:
+        self.callback = callback
 
     def end(self) -> None:
-        self.answer()
-        self.heard()  # type: ignore[operator]
+        self.complete()
+        self.callback()  # type: ignore[operator]
 
 
 def watch(timeline: Timeline, service: str, phase: str) -> Call:
@@ -74,12 +74,12 @@ def test_a_block_that_ended_before_the_step_is_excluded() -> None:
     clock = Clock()
     timeline = Timeline(clock)
 
-    def breaks_off() -> None:
+    def fail() -> None:
         clock.now = 101.0
-        raise ValueError("broke off")
+        raise ValueError("failed")
 
-    with pytest.raises(ValueError, match="broke off"), timeline.span("redis", "seal"):
-        breaks_off()
+    with pytest.raises(ValueError, match="failed"), timeline.span("redis", "seal"):
+        fail()
     clock.now = 105.0
     assert timeline.end_step(103.0) == []
 
@@ -88,7 +88,7 @@ def test_a_response_ends_its_span_before_the_callback_runs() -> None:
     clock = Clock()
     timeline = Timeline(clock)
     call = watch(timeline, "actor", "update")
-    call.answer()
+    call.complete()
     clock.now = 101.0
     assert timeline.end_step(100.0) == [Span("actor", "update", 0.0, 1.0)]
     clock.now = 102.0
@@ -105,7 +105,7 @@ def test_neighbours_of_one_kind_are_merged_over_the_smallest_gaps() -> None:
         Span("reward", "score", 0.0, 2.1, 2),
         Span("reward", "score", 5.0, 7.5, 2),
     ]
-    # Of each kind one stays, whatever is asked for.
+    # At least one span of each kind remains.
     assert merge_neighbours(spans, 0) == [Span("critic", "values", 1.05, 1.06), Span("reward", "score", 0.0, 7.5, 4)]
 
 
