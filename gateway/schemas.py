@@ -122,9 +122,9 @@ class Progress(Model):
     total_steps: int
     phase: str
     """Current phase, such as generate, update, checkpoint, evaluate, paused, waiting for actor or done."""
-    scored: int
+    num_scored: int
     """Scored trajectories of the current step."""
-    wanted: int
+    num_expected: int
     """Trajectories that the current step needs."""
     error: str
     """Reason for the failure of the run, or empty."""

@@ -433,8 +433,8 @@ class Progress:
     state: RunState = RunState.STARTING
     step: int = 0
     phase: str = "starting"
-    scored: int = 0
-    wanted: int = 0
+    num_scored: int = 0
+    num_expected: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     error: str = ""
     exit_code: int = 0

@@ -203,8 +203,10 @@ def test_the_figures_that_scale_are_those_of_the_processes() -> None:
     names = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text(encoding="utf-8")
     scaled = of_kind(manifests(example("node-8-gpus")), "ScaledObject")["quartet-reward"]["spec"]
     query = scaled["triggers"][0]["metadata"]["query"]
-    assert query == ('clamp_min(max(quartet_buffer_depth{run="helpful-8"}) - max(quartet_scored{run="helpful-8"}), 0)')
-    for name in ("quartet_buffer_depth", "quartet_scored", "quartet_work_pending"):
+    assert query == (
+        'clamp_min(max(quartet_buffer_depth{run="helpful-8"}) - max(quartet_trajectories_scored{run="helpful-8"}), 0)'
+    )
+    for name in ("quartet_buffer_depth", "quartet_trajectories_scored", "quartet_work_pending"):
         assert f"`{name}{{run}}`" in names or f"`{name}`" in names
 
 

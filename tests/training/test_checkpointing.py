@@ -89,7 +89,7 @@ def test_the_next_step_runs_during_a_checkpoint_up_to_its_update(
         assert held.begun.wait(60)
         wait_for(running, lambda: running.board.current().phase == "checkpoint")
         assert running.board.current().step == 3
-        assert running.board.current().scored == config.rollout.prompts_per_step
+        assert running.board.current().num_scored == config.rollout.prompts_per_step
         checkpoints = config.run_directory / "checkpoints"
         assert not list(checkpoints.rglob("manifest.json"))
         running.thread.join(0.3)

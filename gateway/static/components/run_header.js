@@ -95,8 +95,8 @@ export class RunHeader {
     write(this.left, parts.filter(Boolean).join(" · "));
     setMeter(this.stepMeter, detail.step, detail.total_steps);
     write(this.phase, progress && detail.live ? `phase: ${progress.phase}` : "not active");
-    write(this.scored, progress && detail.live && progress.wanted ? `${whole(progress.scored)} of ${whole(progress.wanted)} scored` : "");
-    setMeter(this.scoredMeter, detail.live ? progress?.scored ?? 0 : 0, progress?.wanted ?? 0);
+    write(this.scored, progress && detail.live && progress.num_expected ? `${whole(progress.num_scored)} of ${whole(progress.num_expected)} scored` : "");
+    setMeter(this.scoredMeter, detail.live ? progress?.num_scored ?? 0 : 0, progress?.num_expected ?? 0);
     this.drawNote(progress);
   }
 

@@ -73,8 +73,8 @@ class ProgressBoard:
     def show_scored(self, scored: int) -> None:
         """Set the number of trajectories of the current step that have been scored."""
         with self._changed:
-            if self._progress.scored != scored:
-                self.update(scored=scored)
+            if self._progress.num_scored != scored:
+                self.update(num_scored=scored)
 
     def commit(self, step: int, metrics: dict[str, float]) -> None:
         """Record a committed step."""

@@ -183,7 +183,7 @@ class EvaluationSchedule:
         evaluator = self._evaluator
         assert evaluator is not None
         self._last_step = step
-        self._board.update(phase="evaluate", scored=0, wanted=evaluator.responses)
+        self._board.update(phase="evaluate", num_scored=0, num_expected=evaluator.responses)
         try:
             summary = evaluator.evaluate(step, step, leader_epoch, self._board.show_scored)
         except (ComputationFailed, InvalidRequest) as error:

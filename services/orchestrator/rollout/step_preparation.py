@@ -89,7 +89,7 @@ class StepPreparation:
         expected = {
             TrajectoryId(config.run.name, step, prompt.index, sample) for prompt in prompts for sample in range(samples)
         }
-        self._board.update(phase="generate", scored=0, wanted=len(expected))
+        self._board.update(phase="generate", num_scored=0, num_expected=len(expected))
 
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None:

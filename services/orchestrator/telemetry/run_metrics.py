@@ -89,8 +89,10 @@ class RunMetrics(Collector):
         for possible in RunState:
             state.add_metric((self._run, possible), float(progress.state is possible))
         yield state
-        yield self._gauge("scored", "Trajectories of the current step that have been scored.", progress.scored)
-        yield self._gauge("wanted", "Trajectories that the current step needs.", progress.wanted)
+        yield self._gauge(
+            "trajectories_scored", "Trajectories of the current step that have been scored.", progress.num_scored
+        )
+        yield self._gauge("trajectories_expected", "Trajectories that the current step needs.", progress.num_expected)
         yield self._counter("recoveries", "Failures that the run recovered from.", progress.recoveries)
         with self._lock:
             totals = list(self._totals())

@@ -59,7 +59,8 @@ class ExperienceStore:
             for name, chunk in encoded.chunks.items():
                 self._client.hset(chunks_key, name, chunk)
             self._client.hset(key, mapping={"manifest": encoded.manifest, "sha256": digest})
-            replaced = [name for name in self._client.hkeys(chunks_key) if name.decode() not in encoded.chunks]
+            names = {name.encode() for name in encoded.chunks}
+            replaced = [name for name in self._client.hkeys(chunks_key) if name not in names]
             if replaced:
                 self._client.hdel(chunks_key, *replaced)
 

@@ -216,8 +216,8 @@ class LiveView:
             )
         table.add_row("tokens per second", f"{self._pace.tokens_per_second:.0f}", "")
         phase = self._progress.phase or "starting the services"
-        if phase == "generate" and self._progress.wanted:
-            phase = f"generate and score: {self._progress.scored} of {self._progress.wanted} scored"
+        if phase == "generate" and self._progress.num_expected:
+            phase = f"generate and score: {self._progress.num_scored} of {self._progress.num_expected} scored"
         return Group(self._bar, table, Text(phase, style="dim"))
 
     def __enter__(self) -> LiveView:

@@ -132,8 +132,8 @@ class Progress(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     TOTAL_STEPS_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
-    SCORED_FIELD_NUMBER: _builtins.int
-    WANTED_FIELD_NUMBER: _builtins.int
+    NUM_SCORED_FIELD_NUMBER: _builtins.int
+    NUM_EXPECTED_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
@@ -152,9 +152,9 @@ class Progress(_message.Message):
     """Steps of the whole run."""
     phase: _builtins.str
     """Phase of the current step: "generate", "update", "save", ..."""
-    scored: _builtins.int
+    num_scored: _builtins.int
     """Trajectories of the current step that are scored."""
-    wanted: _builtins.int
+    num_expected: _builtins.int
     """Trajectories that the current step needs."""
     error: _builtins.str
     """Cause of a failure; one line."""
@@ -186,8 +186,8 @@ class Progress(_message.Message):
         step: _builtins.int = ...,
         total_steps: _builtins.int = ...,
         phase: _builtins.str = ...,
-        scored: _builtins.int = ...,
-        wanted: _builtins.int = ...,
+        num_scored: _builtins.int = ...,
+        num_expected: _builtins.int = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         error: _builtins.str = ...,
         exit_code: _builtins.int = ...,
@@ -199,7 +199,7 @@ class Progress(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alerts", b"alerts", "alerts_before", b"alerts_before", "error", b"error", "exit_code", b"exit_code", "metrics", b"metrics", "notes", b"notes", "notes_before", b"notes_before", "phase", b"phase", "recoveries", b"recoveries", "run", b"run", "scored", b"scored", "state", b"state", "step", b"step", "total_steps", b"total_steps", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alerts", b"alerts", "alerts_before", b"alerts_before", "error", b"error", "exit_code", b"exit_code", "metrics", b"metrics", "notes", b"notes", "notes_before", b"notes_before", "num_expected", b"num_expected", "num_scored", b"num_scored", "phase", b"phase", "recoveries", b"recoveries", "run", b"run", "state", b"state", "step", b"step", "total_steps", b"total_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

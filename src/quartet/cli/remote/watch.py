@@ -139,7 +139,7 @@ class RunDisplay:
         progress = self._progress
         progress.state = RunState(self.state) if self.state in set(RunState) else RunState.STARTING
         progress.phase, progress.total_steps = data["phase"] or self.state, data["total_steps"]
-        progress.scored, progress.wanted = data["scored"], data["wanted"]
+        progress.num_scored, progress.num_expected = data["num_scored"], data["num_expected"]
         progress.step = max(self._committed, data["step"])
         # Each step has a separate event with its metrics.
         progress.metrics.clear()

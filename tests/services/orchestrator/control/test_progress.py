@@ -135,7 +135,9 @@ def client(board: ProgressBoard, control: RunControl) -> Iterator[OrchestratorCl
 
 def test_every_field_of_the_progress_is_transmitted(client: OrchestratorClient, board: ProgressBoard) -> None:
     commit(board, 2)
-    board.update(state=RunState.PAUSED, phase="update", scored=5, wanted=8, error="e", exit_code=2, notes=["n"])
+    board.update(
+        state=RunState.PAUSED, phase="update", num_scored=5, num_expected=8, error="e", exit_code=2, notes=["n"]
+    )
     board.alert(Alert(2, "mismatch", "pause", "seen", "do"))
     board.update(recoveries=3, notes_before=4, alerts_before=5)
     progress = client.progress()
