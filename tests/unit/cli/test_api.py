@@ -66,7 +66,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
 
 
-def test_a_directory_says_itself_where_its_gateway_is(tmp_path: Path) -> None:
+def test_the_gateway_of_a_run_directory_is_read_from_its_gateway_file(tmp_path: Path) -> None:
     run = tmp_path / "tiny"
     run.mkdir()
     (run / "gateway.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "token": SECRET}))
@@ -78,7 +78,7 @@ def test_a_directory_says_itself_where_its_gateway_is(tmp_path: Path) -> None:
     ("services", "said"),
     [(False, "not active; give the directory"), (True, "is active but has no gateway; start one with quartet view")],
 )
-def test_without_a_gateway_it_is_said_why(services: bool, said: str, tmp_path: Path) -> None:
+def test_a_directory_without_a_gateway_is_refused_with_the_reason(services: bool, said: str, tmp_path: Path) -> None:
     if services:
         (tmp_path / "services.json").write_text("{}")
     with pytest.raises(ConfigError, match=re.escape(said)):
@@ -96,7 +96,7 @@ def test_without_a_gateway_it_is_said_why(services: bool, said: str, tmp_path: P
     ],
 )
 @pytest.mark.usefixtures("token")
-def test_a_url_names_the_gateway_and_the_run(given: str, run: str | None, expected: tuple[str, str | None]) -> None:
+def test_a_url_contains_the_gateway_and_the_run(given: str, run: str | None, expected: tuple[str, str | None]) -> None:
     result = find_run(given, run)
     assert ((result.url, result.run), result.token) == (expected, SECRET)
 
@@ -114,7 +114,9 @@ def test_a_url_names_the_gateway_and_the_run(given: str, run: str | None, expect
     ],
 )
 @pytest.mark.usefixtures("token")
-def test_what_names_no_run_is_refused_and_no_token_repeated(given: str, options: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_refused_without_repeating_the_token(
+    given: str, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)) as raised:
         find_run(given, **options)
     assert SECRET not in str(raised.value)
@@ -148,7 +150,9 @@ def test_a_url_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         ((200, "text/html", b"<h1>hello</h1>"), ConfigError, "is not a Quartet gateway"),
     ],
 )
-def test_each_answer_means_what_it_says(given: Answer, kind: type[QuartetError], said: str, answering: Any) -> None:
+def test_each_http_response_raises_the_matching_error(
+    given: Answer, kind: type[QuartetError], said: str, answering: Any
+) -> None:
     url, seen = answering(lambda _: given)
     with Api(Target(url, url, SECRET, "tiny")) as api, pytest.raises(kind, match=said) as raised:
         api.get()
@@ -168,25 +172,25 @@ def test_a_proxy_never_sees_the_token_of_a_gateway_on_this_machine(
     assert seen_by_proxy == []
 
 
-def test_a_url_without_a_run_means_the_gateway_s_own(answering: Any) -> None:
+def test_a_url_without_a_run_uses_the_run_of_the_gateway(answering: Any) -> None:
     url, _ = answering(lambda path: answer({"run": "tiny"} if path.endswith("/session") else {"path": path}))
     with Api(Target(url, url, SECRET, None)) as api:
         assert api.get("/settings") == {"path": "/api/v1/runs/tiny/settings"}
 
 
-def test_of_several_runs_one_has_to_be_named(answering: Any) -> None:
+def test_a_gateway_with_several_runs_needs_a_run_name(answering: Any) -> None:
     runs = {"items": [{"name": "one"}, {"name": "two"}]}
     url, _ = answering(lambda path: answer({"run": None} if path.endswith("/session") else runs))
     with Api(Target(url, url, SECRET, None)) as api, pytest.raises(ConfigError, match="--run: one, two"):
         api.get()
 
 
-def test_a_gateway_that_is_gone_is_for_the_user_to_look_at() -> None:
+def test_an_unreachable_gateway_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"the gateway at http://127\.0\.0\.1:1 does not respond"):
         pause(Target("runs/tiny", "http://127.0.0.1:1", SECRET, "tiny"))
 
 
-def test_of_a_gateway_that_was_given_up_the_way_through_another_is_said(tmp_path: Path) -> None:
+def test_an_unreachable_gateway_of_an_active_run_suggests_starting_another(tmp_path: Path) -> None:
     run = tmp_path / "tiny"
     run.mkdir()
     (run / "gateway.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "token": SECRET}))
@@ -196,7 +200,9 @@ def test_of_a_gateway_that_was_given_up_the_way_through_another_is_said(tmp_path
         pause(find_run(str(run)))
 
 
-def test_a_run_is_named_whole_also_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_name_is_complete_if_the_directory_is_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "tiny"
     run.mkdir()
     (run / "services.json").write_text("{}")
@@ -206,6 +212,6 @@ def test_a_run_is_named_whole_also_from_within(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("wrong", ["kl_coefficient", "=1", "kl_coefficient=much"])
-def test_a_change_is_a_name_and_a_number(wrong: str) -> None:
+def test_a_setting_change_needs_a_name_and_a_number(wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"^{wrong}: expected NAME=NUMBER"):
         change_settings(Target("runs/tiny", "http://127.0.0.1:1", SECRET, "tiny"), [wrong])

@@ -20,7 +20,7 @@ def names(folder: Path) -> list[str]:
     return [str(name.value) for name in result]
 
 
-def test_every_process_gets_a_certificate_for_itself_alone_to_read(
+def test_every_process_gets_a_separate_certificate_that_only_the_owner_can_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "made" / "here"
@@ -50,7 +50,7 @@ def test_roles_that_share_a_process_share_its_certificate(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("shared", [["critic+rewards"], ["critic+critic"], ["critic+reward", "reward+reference"], [""]])
-def test_roles_that_there_are_not_are_refused(tmp_path: Path, shared: list[str]) -> None:
+def test_unknown_and_repeated_roles_are_refused(tmp_path: Path, shared: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"^--process .*is not a role, or is given twice"):
         make_certificates(tmp_path / "made", 1, shared, [])
     assert list(tmp_path.iterdir()) == []
@@ -79,7 +79,7 @@ def test_certificates_in_use_are_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "bad name!", "\u00fc.example", "-a", "a/b"])
-def test_names_of_the_redis_that_no_machine_has_are_refused(tmp_path: Path, name: str) -> None:
+def test_invalid_host_names_of_redis_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"^--redis-name .*expected a host name or an address"):
         make_certificates(tmp_path / "made", 1, [], [name])
     assert list(tmp_path.iterdir()) == []

@@ -77,7 +77,7 @@ def span(service: str, phase: str, start: float, end: float) -> dict[str, Any]:
     return {"service": service, "phase": phase, "start": start, "end": end, "count": 1}
 
 
-def test_a_report_says_how_far_a_run_has_come(files: RunFiles) -> None:
+def test_a_report_shows_the_progress_of_the_run(files: RunFiles) -> None:
     report(files.root, None)
     assert "At step 4 of 4" in files.report.read_text()
     files.services.write_text("{}")
@@ -89,7 +89,7 @@ def test_a_report_says_how_far_a_run_has_come(files: RunFiles) -> None:
     assert "Finished after 4 steps" in files.report.read_text()
 
 
-def test_a_report_of_an_earlier_version_s_run_and_of_one_without_a_step_is_written(tmp_path: Path) -> None:
+def test_runs_of_an_earlier_version_and_without_steps_have_a_report(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
         FIRST_CONFIG_LINE + yaml.safe_dump({"run": {"name": "old", "steps": 9}, "gone": 1})
     )
@@ -100,7 +100,7 @@ def test_a_report_of_an_earlier_version_s_run_and_of_one_without_a_step_is_writt
     assert "No step has been committed yet." in text
 
 
-def test_a_report_takes_the_place_of_a_report_only(files: RunFiles, tmp_path: Path) -> None:
+def test_a_report_replaces_only_another_report(files: RunFiles, tmp_path: Path) -> None:
     mine = tmp_path / "notes.html"
     mine.write_text("<p>mine</p>")
     with pytest.raises(ConfigError, match=re.escape(f"{mine}: exists and is not a report")):
@@ -120,7 +120,7 @@ def test_a_damaged_file_is_named(files: RunFiles) -> None:
     assert not files.report.exists()
 
 
-def test_a_long_run_s_curves_are_short_and_keep_their_means() -> None:
+def test_curves_of_long_runs_are_reduced_and_keep_their_mean() -> None:
     steps = [{"step": step, "reward_mean": float(step), "reward_std": 2.0} for step in range(1, 10 * MAX_POINTS + 1)]
     line = main_charts(steps, None)[0]["lines"][0]
     assert len(line["x"]) == len(line["y"]) == MAX_POINTS
@@ -128,7 +128,7 @@ def test_a_long_run_s_curves_are_short_and_keep_their_means() -> None:
     assert line["x"][-1] == 10 * MAX_POINTS
 
 
-def test_what_is_no_number_is_a_gap() -> None:
+def test_missing_and_non_finite_values_are_gaps_in_curves() -> None:
     results = {item["title"]: item["lines"][0]["y"] for item in main_charts([metrics(1), metrics(2)], None)}
     assert results["Entropy"] == [3.0, None]
     assert results["Throughput"] == [50.0, 50.0]

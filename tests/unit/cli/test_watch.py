@@ -55,7 +55,7 @@ def shown(*events: tuple[str, dict[str, Any]]) -> list[str]:
     return output.getvalue().splitlines()
 
 
-def test_steps_are_lines_and_notes_are_said_once_also_when_old_ones_are_dropped() -> None:
+def test_each_step_and_each_note_is_printed_once_even_if_old_notes_are_dropped() -> None:
     lines = shown(
         ("progress", progress("training", 0, "a", "b")),
         ("step", step(1)),
@@ -73,7 +73,7 @@ def test_steps_are_lines_and_notes_are_said_once_also_when_old_ones_are_dropped(
     ]
 
 
-def test_what_happens_besides_is_a_line_each() -> None:
+def test_alerts_changes_and_checkpoints_are_printed_as_lines() -> None:
     lines = shown(
         ("alert", {"step": 3, "guard": "kl", "action": "warn", "evidence": "it rises", "remedy": "lower it"}),
         (
@@ -96,7 +96,7 @@ def test_what_happens_besides_is_a_line_each() -> None:
     ]
 
 
-def test_steps_that_are_taken_again_are_lines_again() -> None:
+def test_recomputed_steps_are_printed_again() -> None:
     lines = shown(("step", step(1)), ("step", step(2)), ("rewind", {"step": 1}), ("step", step(2)), ("step", step(3)))
     assert [line.split("  ")[0] for line in lines] == [
         "step 1/1",
@@ -150,7 +150,7 @@ def output(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return output
 
 
-def test_a_stream_that_breaks_is_taken_up_after_the_last_event_with_an_id(output: io.StringIO) -> None:
+def test_a_broken_stream_resumes_after_the_last_event_id(output: io.StringIO) -> None:
     stream = Stream(
         [("g0.s0", "progress", progress()), ("g1.s1", "step", step(1)), ("", "progress", progress("training", 1))],
         [("g2.s2", "step", step(2))],
@@ -167,7 +167,7 @@ def test_a_stream_that_breaks_is_taken_up_after_the_last_event_with_an_id(output
 
 
 @pytest.mark.parametrize(("own", "shown"), [(None, ["tiny: is not active"]), ("tiny", ["tiny: finished"])])
-def test_a_run_that_does_not_go_on_is_waited_for_where_its_own_gateway_says_so(
+def test_an_idle_run_is_waited_for_if_its_gateway_belongs_to_it(
     own: str | None, shown: list[str], output: io.StringIO
 ) -> None:
     pieces = [[("g0.s0", "progress", progress("idle"))], [("", "progress", progress("finished"))]]
@@ -177,12 +177,12 @@ def test_a_run_that_does_not_go_on_is_waited_for_where_its_own_gateway_says_so(
     assert output.getvalue().splitlines() == shown
 
 
-def test_a_gateway_that_is_not_there_is_said_at_once() -> None:
+def test_a_missing_gateway_is_reported_immediately() -> None:
     with pytest.raises(ConfigError, match=r"the gateway at http://127\.0\.0\.1:1 does not respond"):
         watch(Target("x", "http://127.0.0.1:1", "secret", "tiny"))
 
 
-def test_a_run_that_fails_is_a_failure(output: io.StringIO) -> None:
+def test_a_failed_run_raises_service_failed(output: io.StringIO) -> None:
     stream = Stream([("g0.s0", "progress", progress("failed", 3, error="the disk is full"))])
     with pytest.raises(ServiceFailed, match="the disk is full"):
         watch(Target("x", stream.url, "secret", "tiny"))

@@ -26,7 +26,7 @@ def test_prompts_are_a_few_hundred_distinct_and_short() -> None:
     assert max(len(prompt.split()) for prompt in prompts) <= 10
 
 
-def test_reviews_are_well_formed_and_counted_as_they_were_made() -> None:
+def test_reviews_are_well_formed_and_their_favourable_clauses_are_counted() -> None:
     for review in corpus.reviews(200, seed=0):
         assert corpus.is_well_formed(review.response)
         assert corpus.favourable_clauses(review.response) == review.favourable
@@ -41,7 +41,7 @@ def test_clauses_are_favourable_independently_with_the_stated_share() -> None:
     assert statistics.variance(counts) == pytest.approx(corpus.CLAUSES * share * (1 - share), rel=0.1)
 
 
-def test_the_best_response_lies_three_standard_deviations_above_the_mean() -> None:
+def test_the_best_response_is_three_standard_deviations_above_the_mean() -> None:
     counts = [review.favourable for review in corpus.reviews(4000, seed=1)]
     assert corpus.CLAUSES - statistics.mean(counts) > 3 * statistics.stdev(counts)
 
@@ -56,7 +56,7 @@ COMPLETE = (
 )
 
 
-def test_completeness_asks_for_every_aspect_in_order_and_an_end() -> None:
+def test_a_well_formed_review_has_every_aspect_in_order_and_a_full_stop() -> None:
     complete = " , ".join(COMPLETE)
     assert corpus.is_well_formed(complete)
     assert not corpus.is_well_formed("")
@@ -67,7 +67,7 @@ def test_completeness_asks_for_every_aspect_in_order_and_an_end() -> None:
     assert not corpus.is_well_formed(complete.replace(" .", " , the staff was great ."))
 
 
-def test_the_judge_prefers_more_favourable_clauses_but_errs() -> None:
+def test_the_judge_prefers_more_favourable_clauses_with_some_errors() -> None:
     pairs = corpus.preferences(3000, seed=2, unfinished_share=0.0)
     differences = [corpus.favourable_clauses(p.chosen) - corpus.favourable_clauses(p.rejected) for p in pairs]
     ones = [difference for difference in differences if abs(difference) == 1]
@@ -76,7 +76,7 @@ def test_the_judge_prefers_more_favourable_clauses_but_errs() -> None:
     assert sum(difference > 0 for difference in threes) / len(threes) > 0.9
 
 
-def test_broken_off_and_early_ended_responses_are_rejected() -> None:
+def test_truncated_and_incomplete_responses_are_rejected() -> None:
     pairs = corpus.preferences(400, seed=2, unfinished_share=1.0)
     assert all(corpus.is_well_formed(pair.chosen) for pair in pairs)
     assert not any(corpus.is_well_formed(pair.rejected) for pair in pairs)

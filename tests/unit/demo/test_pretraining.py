@@ -26,7 +26,7 @@ def test_a_vocabulary_without_room_for_every_byte_is_refused() -> None:
         pretraining.train_tokenizer(TEXTS, 200)
 
 
-def test_a_language_model_learns_its_texts_and_to_stop(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_language_model_learns_its_texts_and_when_to_stop(tokenizer: PreTrainedTokenizerFast) -> None:
     model = pretraining.train_causal_lm(
         TEXTS, tokenizer, SHAPE, Schedule(steps=120, batch_sequences=12, learning_rate=1e-2, warmup_steps=5)
     )
@@ -48,7 +48,7 @@ def test_a_reward_classifier_separates_its_labels(tokenizer: PreTrainedTokenizer
 
 
 @pytest.mark.parametrize(("certainty", "bound"), [(0.0, 0.0), (0.6, 1.386)], ids=["none", "some"])
-def test_an_unfinished_row_scores_as_its_certainty_allows(
+def test_the_score_of_an_unfinished_row_is_limited_by_its_certainty(
     tokenizer: PreTrainedTokenizerFast, certainty: float, bound: float
 ) -> None:
     # The first token tells all: whatever is cut off, the label is clear. log(0.8 / 0.2) is 1.386.
@@ -69,7 +69,7 @@ def test_an_unfinished_row_scores_as_its_certainty_allows(
     assert finished[1] < -2.5
 
 
-def test_a_preference_model_ranks_its_pairs_about_zero(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_preference_model_ranks_pairs_and_centres_scores_at_zero(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = dict(zip(TEXTS, pretraining.encode(tokenizer, TEXTS, eos=True), strict=True))
     pairs = [(ids[f"{noun} is good"], ids[f"{noun} is bad"]) for noun in ("food", "wine", "room")]
     model = pretraining.train_preference_model(
@@ -80,7 +80,7 @@ def test_a_preference_model_ranks_its_pairs_about_zero(tokenizer: PreTrainedToke
     assert abs(float((chosen + rejected).mean())) < 0.5
 
 
-def test_scores_are_those_of_the_model_at_the_last_token_whatever_the_padding(
+def test_padding_does_not_change_the_score_at_the_last_token(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     rows = pretraining.encode(tokenizer, ["food", "the room is good"], eos=True)
@@ -99,7 +99,7 @@ def test_the_learning_rate_warms_up_then_falls() -> None:
     assert factors[-1] < 0.05
 
 
-def test_batches_cover_every_row_once_an_epoch() -> None:
+def test_batches_cover_every_row_once_per_epoch() -> None:
     lengths = [random.Random(0).randint(2, 30) for _ in range(50)]
     batches = pretraining._batches(lengths, 8, random.Random(0))
     rows = [row for batch in [next(batches) for _ in range(7)] for row in batch]

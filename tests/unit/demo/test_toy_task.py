@@ -49,7 +49,7 @@ def test_checkpoints_load_with_the_auto_classes(toy_task: ToyTask) -> None:
     assert reward(ids).logits.shape == (1, 1)
 
 
-def test_both_checkpoints_carry_the_same_tokenizer_which_adds_no_special_tokens(toy_task: ToyTask) -> None:
+def test_both_checkpoints_have_the_same_tokenizer_without_added_special_tokens(toy_task: ToyTask) -> None:
     assert (toy_task.policy / "tokenizer.json").read_bytes() == (toy_task.reward / "tokenizer.json").read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(toy_task.policy)
     text = "a quick lunch, naïve – 日本 :"
@@ -72,7 +72,7 @@ def test_progress_counts_every_step_of_both_stages(tmp_path: Path) -> None:
     ]
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(toy_task: ToyTask, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_different_ones(toy_task: ToyTask, tmp_path: Path) -> None:
     torch.manual_seed(12345)  # The caller's random state is of no account,
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # nor is the number of threads.
@@ -88,7 +88,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(toy_task: To
         assert weights[0] != weights[2]
 
 
-def test_making_a_toy_task_leaves_the_callers_random_state_alone(tmp_path: Path) -> None:
+def test_creating_a_toy_task_does_not_change_the_callers_random_state(tmp_path: Path) -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -106,7 +106,7 @@ def test_a_complete_toy_task_is_reused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["toy_task.json", "prompts.jsonl", "reward/model.safetensors", "policy/config.json"])
-def test_a_toy_task_that_lacks_a_file_is_made_again(tmp_path: Path, lost: str) -> None:
+def test_a_toy_task_with_a_missing_file_is_recreated(tmp_path: Path, lost: str) -> None:
     toy_task, _ = miniature(tmp_path / "toy-task")
     expected = (toy_task.reward / "model.safetensors").read_bytes()
     (tmp_path / "toy-task" / lost).unlink()
@@ -116,7 +116,7 @@ def test_a_toy_task_that_lacks_a_file_is_made_again(tmp_path: Path, lost: str) -
     assert (toy_task.reward / "model.safetensors").read_bytes() == expected
 
 
-def test_a_toy_task_with_a_truncated_checkpoint_is_made_again(tmp_path: Path) -> None:
+def test_a_toy_task_with_a_truncated_checkpoint_is_recreated(tmp_path: Path) -> None:
     toy_task, _ = miniature(tmp_path / "toy-task")
     weights = toy_task.policy / "model.safetensors"
     expected = weights.read_bytes()
@@ -131,7 +131,7 @@ def test_a_toy_task_of_another_seed_is_replaced(tmp_path: Path) -> None:
     assert not miniature(tmp_path / "toy-task", seed=1)[1]
 
 
-def test_an_interrupted_making_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_creation_leaves_no_files(tmp_path: Path) -> None:
     def interrupt(progress: Progress) -> None:
         if progress.stage == "reward":
             raise KeyboardInterrupt
@@ -141,7 +141,7 @@ def test_an_interrupted_making_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_is_no_toy_task_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ConfigError, match=r"thesis\.txt"):
         miniature(tmp_path)

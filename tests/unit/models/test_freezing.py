@@ -38,7 +38,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         ("qwen2", ("*.bias",)),
     ],
 )
-def test_an_update_leaves_the_frozen_alone_and_moves_all_else(kind: str, patterns: tuple[str, ...]) -> None:
+def test_an_update_changes_all_parameters_except_frozen_ones(kind: str, patterns: tuple[str, ...]) -> None:
     model = tiny.causal(kind)
     names, before = {name for name, _ in model.named_parameters()}, weights(model)
     freeze_parameters(model, patterns)
@@ -67,7 +67,7 @@ def test_a_tied_weight_is_frozen_under_either_name(pattern: str) -> None:
     assert untied.model.embed_tokens.weight.requires_grad
 
 
-def test_a_critic_may_learn_in_its_head_alone() -> None:
+def test_a_critic_can_train_only_its_head() -> None:
     critic = ValueModel.of_classifier(tiny.classifier("llama"))
     before = weights(critic)
     freeze_parameters(critic, ("backbone.*",))
@@ -76,13 +76,13 @@ def test_a_critic_may_learn_in_its_head_alone() -> None:
     assert moved(critic, before) == {"head.weight"}
 
 
-def test_no_pattern_freezes_nothing() -> None:
+def test_without_patterns_nothing_is_frozen() -> None:
     model = tiny.causal("llama")
     freeze_parameters(model, ())
     assert frozen(model) == set()
 
 
-def test_a_pattern_that_matches_nothing_is_named_with_names_that_there_are() -> None:
+def test_a_pattern_without_a_match_is_refused_with_examples_of_names() -> None:
     with pytest.raises(
         ModelError, match=r"freeze 'wte\*': matches no parameter of LlamaForCausalLM; .*model.embed_tokens.weight,"
     ):
@@ -90,7 +90,7 @@ def test_a_pattern_that_matches_nothing_is_named_with_names_that_there_are() -> 
 
 
 @pytest.mark.parametrize("patterns", [("*",), ("model.*", "lm_head.*")])
-def test_something_must_be_left_to_train(patterns: tuple[str, ...]) -> None:
+def test_freezing_every_parameter_is_refused(patterns: tuple[str, ...]) -> None:
     with pytest.raises(
         ModelError, match=r"nothing can be trained; keep some trainable, for example model.embed_tokens.weight,"
     ):

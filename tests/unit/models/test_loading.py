@@ -43,7 +43,7 @@ def drop_weight(directory: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_causal_lm_comes_back_as_it_was_saved(kind: str, tmp_path: Path) -> None:
+def test_a_saved_causal_lm_loads_unchanged(kind: str, tmp_path: Path) -> None:
     model = tiny.causal(kind)
     loaded = load_causal_lm(str(tiny.saved(model, tmp_path / "m")))
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
@@ -52,7 +52,7 @@ def test_a_causal_lm_comes_back_as_it_was_saved(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_dtype_is_the_one_asked_for(dtype: str, tmp_path: Path) -> None:
+def test_a_model_loads_in_the_requested_dtype(dtype: str, tmp_path: Path) -> None:
     loaded = load_reward_model(tiny.saved(tiny.classifier("llama"), tmp_path / "m"), dtype)
     assert {parameter.dtype for parameter in loaded.parameters()} == {getattr(torch, dtype)}
 
@@ -154,7 +154,7 @@ def no_architecture(directory: Path) -> Path:
         (no_architecture, r"architectures \['LlamaModel'\]"),
     ],
 )
-def test_a_checkpoint_that_cannot_be_used_is_one_line_that_names_it(
+def test_an_unusable_checkpoint_is_refused_in_one_line_with_its_path(
     breaking: Callable[[Path], Path], words: str, tmp_path: Path
 ) -> None:
     path = breaking(tiny.saved(tiny.causal("llama"), tmp_path / "m"))
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_cannot_be_used_is_one_line_that_names_it(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_classifier_is_no_causal_lm_and_a_causal_lm_no_reward_model(tied: bool, tmp_path: Path) -> None:
+def test_a_classifier_is_refused_as_a_causal_lm_and_vice_versa(tied: bool, tmp_path: Path) -> None:
     tiny.saved(tiny.classifier("llama", tie_word_embeddings=tied), tmp_path / "classifier")
     tiny.saved(tiny.causal("llama", tie_word_embeddings=tied), tmp_path / "causal")
     with pytest.raises(ModelError, match="expected a causal language model"):
@@ -174,7 +174,7 @@ def test_a_classifier_is_no_causal_lm_and_a_causal_lm_no_reward_model(tied: bool
         load_reward_model(tmp_path / "causal")
 
 
-def test_a_reward_model_and_a_critic_have_exactly_one_output(tmp_path: Path) -> None:
+def test_a_reward_model_and_a_critic_need_exactly_one_output(tmp_path: Path) -> None:
     tiny.saved(tiny.classifier("llama", num_labels=3), tmp_path / "m")
     for load in (load_reward_model, load_critic):
         with pytest.raises(ModelError, match="3 outputs"):
@@ -198,7 +198,7 @@ def test_an_unknown_dtype_or_device_is_refused(arguments: tuple[str, str], words
         load_causal_lm(tmp_path / "m", *arguments)
 
 
-def test_a_tokenizer_comes_back_with_the_same_fingerprint(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_keeps_its_fingerprint(tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.save_pretrained(tmp_path / "t")
     fingerprint = tokenizer_fingerprint(load_tokenizer(tmp_path / "t"))
@@ -210,7 +210,7 @@ def test_a_tokenizer_comes_back_with_the_same_fingerprint(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
-def test_a_checkpoint_without_a_tokenizer_is_an_error_that_names_its_files(kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_tokenizer_is_refused_with_the_expected_files(kind: str, tmp_path: Path) -> None:
     tiny.saved(tiny.causal(kind), tmp_path / "m")
     missing = f"model {tmp_path / 'm'}: its tokenizer files are missing; expected tokenizer.json, or another vocabulary"
     with pytest.raises(ModelError, match=re.escape(missing)):
@@ -220,7 +220,7 @@ def test_a_checkpoint_without_a_tokenizer_is_an_error_that_names_its_files(kind:
         load_tokenizer(tmp_path / "m")
 
 
-def test_a_tokenizer_is_found_in_other_forms_than_one_file(tmp_path: Path) -> None:
+def test_a_tokenizer_loads_from_other_formats_than_one_file(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -231,7 +231,7 @@ def test_a_tokenizer_is_found_in_other_forms_than_one_file(tmp_path: Path) -> No
     assert load_tokenizer(tmp_path / "bytes")("a").input_ids[0] == ord("a") + 3
 
 
-def test_a_checkpoint_that_is_not_there_has_no_tokenizer(tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_missing_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such directory"):
         load_tokenizer(tmp_path / "nowhere")
 
@@ -263,7 +263,7 @@ def test_a_saved_policy_loads_again_and_has_the_same_bytes_every_time(kind: str,
     assert not list(a.glob("*.bin"))
 
 
-def test_saving_again_replaces_the_whole_directory(tmp_path: Path) -> None:
+def test_a_second_save_replaces_the_whole_directory(tmp_path: Path) -> None:
     save_policy(tiny.causal("llama"), None, tmp_path / "p")
     (tmp_path / "p" / "leftover").touch()
     save_policy(tiny.causal("llama", seed=1), None, tmp_path / "p")
@@ -272,7 +272,7 @@ def test_saving_again_replaces_the_whole_directory(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
 
-def test_models_that_are_loaded_at_once_leave_the_library_as_it_was(tmp_path: Path) -> None:
+def test_concurrent_loads_leave_transformers_unchanged(tmp_path: Path) -> None:
     saved = tiny.saved(tiny.causal("llama"), tmp_path / "model")
     before = transformers.PreTrainedModel.tie_weights
     with ThreadPoolExecutor(4) as pool:

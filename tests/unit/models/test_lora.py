@@ -19,7 +19,7 @@ from tests.unit.models.adapters import ALPHA, BATCH, IDS, RANK, adapted, learn, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_fresh_adapter_changes_no_bit_of_what_the_model_computes(kind: str, dtype: torch.dtype) -> None:
+def test_a_new_adapter_does_not_change_the_outputs(kind: str, dtype: torch.dtype) -> None:
     model = tiny.causal(kind).to(dtype)
     before, state = model(IDS).logits, snapshot(model)
     adapter = add_adapter(model, "base", RANK, ALPHA)
@@ -33,7 +33,7 @@ def test_a_fresh_adapter_changes_no_bit_of_what_the_model_computes(kind: str, dt
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_every_linear_layer_but_the_vocabulary_projection_gets_one(kind: str) -> None:
+def test_every_linear_layer_except_the_vocabulary_projection_gets_an_adapter(kind: str) -> None:
     plain = tiny.causal(kind)
     expected = {
         name
@@ -45,7 +45,7 @@ def test_every_linear_layer_but_the_vocabulary_projection_gets_one(kind: str) ->
     assert len(expected) >= 8
 
 
-def test_only_the_layers_that_are_named_get_one() -> None:
+def test_only_target_modules_get_an_adapter() -> None:
     model, _ = adapted("llama", target_modules=("q_proj", "model.layers.1.mlp.up_proj"))
     assert {name for name, module in model.named_modules() if hasattr(module, "lora_A")} == {
         "model.layers.0.self_attn.q_proj",
@@ -67,12 +67,12 @@ def test_only_the_layers_that_are_named_get_one() -> None:
         ("qwen2", "lm_head", r"lm_head: its weight is shared with another layer \(tied\)"),
     ],
 )
-def test_a_target_that_cannot_have_an_adapter_is_named_with_some_that_can(kind: str, target: str, words: str) -> None:
+def test_an_unusable_target_is_refused_with_examples_of_usable_ones(kind: str, target: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         adapted(kind, target_modules=(target,))
 
 
-def test_the_start_follows_from_the_seed_and_the_layer_alone() -> None:
+def test_initial_weights_depend_only_on_the_seed_and_the_layer() -> None:
     def start(seed: int, **changes: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed + 100)
         return split(snapshot(adapted("llama", seed=seed, **changes)[0]))[1]
@@ -115,7 +115,7 @@ def test_an_adapted_layer_computes_the_papers_formula(kind: str, target_modules:
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_an_update_moves_the_adapter_and_no_bit_of_the_model_below(kind: str) -> None:
+def test_an_update_changes_only_the_adapter(kind: str) -> None:
     model, adapter = adapted(kind)
     with adapter.off():
         reference = response_log_probs(model, BATCH, 0.8, 64)
@@ -132,7 +132,7 @@ def test_an_update_moves_the_adapter_and_no_bit_of_the_model_below(kind: str) ->
     assert response_log_probs(model, BATCH, 0.8, 64).tobytes() == policy.tobytes() != reference.tobytes()
 
 
-def test_the_adapter_is_back_on_and_learns_after_an_error() -> None:
+def test_the_adapter_is_enabled_and_trainable_after_an_error() -> None:
     model, adapter = adapted("llama")
     optimizer = learn(model)
     policy = model(IDS).logits

@@ -46,7 +46,7 @@ def critic_base(kind: str, source: str, directory: Path) -> str:
 
 @pytest.mark.parametrize("source", ["causal", "classifier", "critic"])
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_critic_learns_in_adapter_and_head_and_survives_both_saves(kind: str, source: str, tmp_path: Path) -> None:
+def test_a_critic_trains_adapter_and_head_and_both_saves_load_again(kind: str, source: str, tmp_path: Path) -> None:
     base = critic_base(kind, source, tmp_path / "base")
     critic = load_critic(base)
     before = response_values(critic, BATCH, 64)
@@ -77,7 +77,7 @@ def test_a_critic_learns_in_adapter_and_head_and_survives_both_saves(kind: str, 
     assert load_tokenizer(tmp_path / "adapter")("w7").input_ids == [7]
 
 
-def test_a_critic_starts_from_a_policys_adapter_at_zero(tmp_path: Path) -> None:
+def test_a_critic_from_the_adapter_of_a_policy_starts_at_zero(tmp_path: Path) -> None:
     base = str(tiny.saved(tiny.causal("llama"), tmp_path / "base"))
     model, adapter = adapted("llama", base)
     learn(model)
@@ -88,7 +88,7 @@ def test_a_critic_starts_from_a_policys_adapter_at_zero(tmp_path: Path) -> None:
     assert same(critic.backbone.state_dict(), merged.model.state_dict())
 
 
-def test_a_critics_adapter_with_a_broken_base_or_head_is_one_line(tmp_path: Path) -> None:
+def test_a_critic_adapter_with_a_broken_base_or_head_is_refused(tmp_path: Path) -> None:
     base = critic_base("llama", "classifier", tmp_path / "base")
     critic = load_critic(base)
     save_critic_adapter(critic, tmp_path / "a", add_adapter(critic.backbone, base, RANK, ALPHA))

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_the_merged_export_is_a_plain_model_and_leaves_the_trained_one_alone(kind: str, tmp_path: Path) -> None:
+def test_the_merged_export_is_a_plain_model_and_does_not_change_the_trained_one(kind: str, tmp_path: Path) -> None:
     model, adapter = adapted(kind)
     learn(model, steps=2)
     logits, state = model(IDS).logits, snapshot(model)
@@ -68,7 +68,7 @@ def test_plain_peft_reads_the_adapter_and_computes_the_same_bits(kind: str, tmp_
     assert torch.equal(again(input_ids=IDS).logits, model(IDS).logits)
 
 
-def test_the_adapters_config_names_the_base_and_no_other_place(tmp_path: Path) -> None:
+def test_the_adapter_config_has_the_base_model_and_no_local_path(tmp_path: Path) -> None:
     model = load_causal_lm(tiny.saved(tiny.causal("llama"), tmp_path / "secret-place"))
     adapter = add_adapter(model, "owner/model", 4, 8.0)
     save_adapter(adapter, None, tmp_path / "adapter")
@@ -95,7 +95,7 @@ def test_the_same_weights_give_the_same_bytes_in_another_process(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_an_adapters_directory_loads_as_the_merged_model(kind: str, tmp_path: Path) -> None:
+def test_an_adapter_directory_loads_as_the_merged_model(kind: str, tmp_path: Path) -> None:
     base = str(tiny.saved(tiny.causal(kind), tmp_path / "base"))
     model = load_causal_lm(base)
     adapter = add_adapter(model, base, RANK, ALPHA)
@@ -110,7 +110,7 @@ def test_an_adapters_directory_loads_as_the_merged_model(kind: str, tmp_path: Pa
     assert tokenizer_fingerprint(load_tokenizer(tmp_path / "adapter")) == tokenizer_fingerprint(tiny.tokenizer())
 
 
-def test_an_adapter_on_an_adapter_is_merged_into_the_merged(tmp_path: Path) -> None:
+def test_an_adapter_on_an_adapter_loads_as_one_merged_model(tmp_path: Path) -> None:
     model = tiny.causal("gpt2")
     tiny.tokenizer().save_pretrained(tiny.saved(model, tmp_path / "base"))
     below = tmp_path / "base"
@@ -208,7 +208,7 @@ def weight_of_another_shape(directory: Path) -> None:
         (weight_of_another_shape, r"has shape \(3, 31\), the model expects \(3, 48\)"),
     ],
 )
-def test_an_adapter_that_cannot_be_used_is_one_line_that_names_it(
+def test_an_unusable_adapter_is_refused_in_one_line_with_its_path(
     breaking: Callable[[Path], None], words: str, tmp_path: Path
 ) -> None:
     base = str(tiny.saved(tiny.causal("llama"), tmp_path / "base"))
@@ -222,7 +222,7 @@ def test_an_adapter_that_cannot_be_used_is_one_line_that_names_it(
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_with_its_optimizer_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_training_from_a_checkpoint_with_optimizer_is_bit_identical(tmp_path: Path) -> None:
     model, adapter = adapted("llama")
     optimizer = learn(model, steps=2)
     save_adapter(adapter, None, tmp_path / "c")
@@ -237,7 +237,7 @@ def test_a_checkpoint_with_its_optimizer_goes_on_to_the_same_bits(tmp_path: Path
     assert same(again.state_dict(), model.state_dict())
 
 
-def test_reading_an_adapter_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_reading_an_adapter_of_another_shape_changes_nothing(tmp_path: Path) -> None:
     save_adapter(adapted("llama", rank=5)[1], None, tmp_path / "wide")
     model, adapter = adapted("llama")
     learn(model)

@@ -45,9 +45,7 @@ def disturb(model: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_snapshot_writes_the_files_of_a_plain_save_of_the_weights_that_it_copied(
-    kind: str, dtype: str, tmp_path: Path
-) -> None:
+def test_a_snapshot_writes_the_same_files_as_a_plain_save(kind: str, dtype: str, tmp_path: Path) -> None:
     model = load_causal_lm(tiny.saved(tiny.causal(kind), tmp_path / "m"), dtype)
     model.save_pretrained(tmp_path / "plain")
     snapshot = snapshot_model(model)
@@ -65,7 +63,7 @@ def test_tied_weights_are_copied_and_written_once(tied: bool, tmp_path: Path) ->
     assert ("lm_head.weight" in names) != tied
 
 
-def test_frozen_weights_are_not_copied_and_all_others_are() -> None:
+def test_all_weights_except_frozen_ones_are_copied() -> None:
     model = tiny.causal("llama")
     model.model.layers[0].requires_grad_(False)
     own = model.state_dict()
@@ -74,7 +72,7 @@ def test_frozen_weights_are_not_copied_and_all_others_are() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
-def test_an_adapter_and_the_merged_model_are_those_of_the_snapshot(kind: str, tmp_path: Path) -> None:
+def test_an_adapter_and_its_merged_model_are_written_as_of_the_snapshot(kind: str, tmp_path: Path) -> None:
     model = load_causal_lm(tiny.saved(tiny.causal(kind), tmp_path / "m"))
     base = {name: value.clone() for name, value in model.state_dict().items()}
     adapter = add_adapter(model, "base", 2, 8.0)
@@ -100,7 +98,7 @@ def test_an_adapter_and_the_merged_model_are_those_of_the_snapshot(kind: str, tm
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_a_critic_and_its_head_are_those_of_the_snapshot(adapted: bool, tmp_path: Path) -> None:
+def test_a_critic_and_its_head_are_written_as_of_the_snapshot(adapted: bool, tmp_path: Path) -> None:
     critic = load_critic(tiny.saved(tiny.classifier("llama"), tmp_path / "m"))
     adapter = add_adapter(critic.backbone, "base", 2, 4.0) if adapted else None
     state = {name: value.clone() for name, value in critic.head.state_dict().items()}
@@ -115,7 +113,7 @@ def test_a_critic_and_its_head_are_those_of_the_snapshot(adapted: bool, tmp_path
         assert all(torch.equal(head[name], value) for name, value in state.items())
 
 
-def test_an_optimizer_is_that_of_the_snapshot(tmp_path: Path) -> None:
+def test_an_optimizer_is_written_as_of_the_snapshot(tmp_path: Path) -> None:
     model = tiny.causal("llama")
     optimizer = create_optimizer(model, 0.1)
 
@@ -143,7 +141,7 @@ def small_files(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer", "head", "adapter"])
-def test_weights_that_do_not_fit_leave_the_old_directory_and_nothing_else(part: str, tmp_path: Path) -> None:
+def test_a_save_that_exceeds_the_file_size_limit_keeps_the_old_directory(part: str, tmp_path: Path) -> None:
     critic = load_critic(tiny.saved(tiny.causal("llama"), tmp_path / "m"))
     adapter = add_adapter(critic.backbone, "base", 2, 4.0) if part == "adapter" else None
     writers: dict[str, Callable[[], Writer]] = {
@@ -161,7 +159,7 @@ def test_weights_that_do_not_fit_leave_the_old_directory_and_nothing_else(part: 
 
 
 @pytest.mark.parametrize("place", ["write", "flush", "rename"])
-def test_a_full_disk_is_said_in_words_wherever_it_is_met(
+def test_a_full_disk_raises_storage_failed_at_every_stage_of_a_save(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -190,7 +188,7 @@ def test_an_unforeseen_exception_in_a_writer_is_not_reported_as_a_full_disk(bug:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_threads_that_are_quiet_leave_the_settings_as_they_were() -> None:
+def test_two_threads_that_suppress_logging_restore_the_settings() -> None:
     logging: Any = transformers.utils.logging
     logging.enable_progress_bar()
     before = logging.get_verbosity(), True

@@ -19,14 +19,14 @@ BATCH = tiny.batch([3, 2], [4, 6])
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_critic_from_a_causal_lm_starts_at_zero_everywhere(kind: str, tmp_path: Path) -> None:
+def test_a_critic_from_a_causal_lm_starts_with_zero_values(kind: str, tmp_path: Path) -> None:
     critic = load_critic(tiny.saved(tiny.causal(kind), tmp_path / "m"))
     assert response_values(critic, BATCH, 100).tolist() == [0.0] * 10
     assert critic.head.bias is not None
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_critic_from_a_reward_model_has_its_backbone_and_its_head(kind: str, tmp_path: Path) -> None:
+def test_a_critic_from_a_reward_model_has_its_backbone_and_head(kind: str, tmp_path: Path) -> None:
     classifier = tiny.classifier(kind)
     critic = load_critic(tiny.saved(classifier, tmp_path / "m"))
     assert torch.equal(critic.head.weight, classifier.score.weight)
@@ -36,7 +36,7 @@ def test_a_critic_from_a_reward_model_has_its_backbone_and_its_head(kind: str, t
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @pytest.mark.parametrize("source", [tiny.causal, tiny.classifier])
-def test_a_trained_critic_survives_a_save_bit_for_bit(source: object, kind: str, tmp_path: Path) -> None:
+def test_a_saved_critic_loads_bit_identical(source: object, kind: str, tmp_path: Path) -> None:
     critic = load_critic(tiny.saved(source(kind), tmp_path / "m"))  # type: ignore[operator]
     with torch.no_grad():
         for parameter in critic.parameters():
@@ -61,7 +61,7 @@ def test_values_are_in_fp32_for_a_backbone_in_bf16(tmp_path: Path) -> None:
     assert np.any(torch.from_numpy(values).bfloat16().float().numpy() != values)
 
 
-def test_an_encoder_classifier_is_no_critic(tmp_path: Path) -> None:
+def test_an_encoder_classifier_is_refused_as_a_critic(tmp_path: Path) -> None:
     tiny.saved(tiny.classifier("bert"), tmp_path / "m")
     with pytest.raises(ModelError, match="no value per token"):
         load_critic(tmp_path / "m")

@@ -45,7 +45,7 @@ def test_temperature_divides_the_logits() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_an_even_distribution_has_the_logarithm_of_the_vocabulary_as_entropy(temperature: float) -> None:
+def test_a_uniform_distribution_has_the_logarithm_of_the_vocabulary_as_entropy(temperature: float) -> None:
     assert entropy(torch.full((2, 32), 3.0), temperature).tolist() == pytest.approx([math.log(32)] * 2)
 
 
@@ -59,7 +59,7 @@ def test_half_precision_logits_are_normalised_in_fp32() -> None:
     assert entropies.tolist() == pytest.approx((-(exact.exp() * exact).sum(1)).tolist(), abs=1e-5)
 
 
-def test_large_logits_keep_their_differences() -> None:
+def test_large_logits_do_not_lose_precision() -> None:
     logits = torch.tensor([[10000.0, 10001.0], [-10000.0, -10001.0]])
     expected = [-math.log1p(math.e), -math.log1p(math.exp(-1))]
     assert token_log_probs(logits, torch.tensor([0, 0]), 1.0).tolist() == pytest.approx(expected, rel=1e-5)
@@ -76,7 +76,7 @@ def test_impossible_tokens_add_no_entropy_and_no_gradient() -> None:
 
 @check
 @given(seeds, temperatures)
-def test_both_are_differentiable(seed: int, temperature: float) -> None:
+def test_log_probs_and_entropies_are_differentiable(seed: int, temperature: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
     ids, weights = torch.tensor([0, 4, 2]), torch.randn(3, generator=generator, dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_both_are_differentiable(seed: int, temperature: float) -> None:
 
 @check
 @given(seeds)
-def test_other_rows_change_nothing(seed: int) -> None:
+def test_other_rows_do_not_change_the_result(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(6, 11, generator=generator)
     ids = torch.randint(0, 11, (6,), generator=generator)
@@ -101,7 +101,7 @@ def test_other_rows_change_nothing(seed: int) -> None:
     assert torch.equal(entropy(logits, 0.7)[:2], entropy(logits[:2], 0.7))
 
 
-def test_what_has_no_distribution_is_refused() -> None:
+def test_invalid_logits_and_temperatures_are_refused() -> None:
     logits, ids = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
     with pytest.raises(InvalidRequest, match="temperature"):
         token_log_probs(logits, ids, 0.0)

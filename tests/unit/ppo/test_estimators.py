@@ -41,7 +41,7 @@ def same_prompt(rewards: list[float], groups: list[int], row: int) -> list[float
 
 @check
 @given(ragged_lengths, seeds)
-def test_a_sequence_reward_is_the_score_less_the_kl_of_the_whole_response(lengths: list[int], seed: int) -> None:
+def test_a_sequence_reward_is_the_score_minus_the_kl_of_the_response(lengths: list[int], seed: int) -> None:
     kl, scores = draw(seed, sum(lengths)), draw(seed + 1, len(lengths))
     expected = [score - 0.3 * math.fsum(row) for score, row in zip(scores.tolist(), split(kl, lengths), strict=True)]
     result = sequence_rewards(scores, kl, torch.tensor(lengths), 0.3)
@@ -59,7 +59,7 @@ def test_reinforce_compares_with_the_mean_of_the_batch(count: int, seed: int) ->
 
 @check
 @given(group_sizes, seeds)
-def test_rloo_compares_each_sample_with_the_mean_of_the_others_of_its_prompt(sizes: list[int], seed: int) -> None:
+def test_rloo_compares_each_sample_with_the_mean_of_the_other_samples(sizes: list[int], seed: int) -> None:
     groups, rewards = draw_groups(seed, sizes), draw(seed, sum(sizes), scale=3.0)
     expected = []
     for row in range(len(rewards)):
@@ -81,7 +81,7 @@ def test_grpo_follows_its_definition(divide_by_std: bool, sizes: list[int], seed
     assert grpo_advantages(rewards, groups, divide_by_std).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_groups_worked_by_hand() -> None:
+def test_group_advantages_of_a_worked_example() -> None:
     # Prompt 5 has rewards 1, 3; prompt 2 has 0, 3, 6.
     rewards, groups = torch.tensor([1.0, 0.0, 3.0, 3.0, 6.0]), torch.tensor([5, 2, 5, 2, 2])
     assert rloo_advantages(rewards, groups).tolist() == pytest.approx([-2.0, -4.5, 2.0, 0.0, 4.5])
@@ -93,7 +93,7 @@ def test_groups_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1234.567])
-def test_samples_of_equal_reward_have_no_advantage_at_all(reward: float) -> None:
+def test_samples_of_equal_reward_have_zero_advantage(reward: float) -> None:
     rewards, groups = torch.full((7,), reward), torch.tensor([1, 2, 1, 2, 2, 1, 1])
     for result in (
         rloo_advantages(rewards, groups),
@@ -105,7 +105,7 @@ def test_samples_of_equal_reward_have_no_advantage_at_all(reward: float) -> None
 
 @check
 @given(group_sizes, group_sizes, seeds)
-def test_other_prompts_change_no_bit_of_a_group(sizes: list[int], others: list[int], seed: int) -> None:
+def test_other_prompts_do_not_change_the_bits_of_a_group(sizes: list[int], others: list[int], seed: int) -> None:
     groups, rewards = draw_groups(seed, sizes), draw(seed, sum(sizes))
     more = torch.cat([groups, draw_groups(seed + 1, others) + 100_000])
     with_more = torch.cat([rewards, draw(seed + 1, sum(others), scale=1e4)])
@@ -119,7 +119,7 @@ def test_other_prompts_change_no_bit_of_a_group(sizes: list[int], others: list[i
 
 @check
 @given(ragged_lengths, seeds, st.floats(0, 1))
-def test_discounted_returns_are_the_sum_of_what_is_still_to_come(lengths: list[int], seed: int, gamma: float) -> None:
+def test_discounted_returns_are_the_sum_of_later_rewards(lengths: list[int], seed: int, gamma: float) -> None:
     rewards = draw(seed, sum(lengths))
     expected = [
         math.fsum(gamma ** (later - t) * row[later] for later in range(t, len(row)))
@@ -133,26 +133,26 @@ def test_discounted_returns_are_the_sum_of_what_is_still_to_come(lengths: list[i
 
 @check
 @given(ragged_lengths, ragged_lengths, seeds)
-def test_other_sequences_change_no_bit_of_a_return(lengths: list[int], others: list[int], seed: int) -> None:
+def test_other_sequences_do_not_change_the_bits_of_a_return(lengths: list[int], others: list[int], seed: int) -> None:
     rewards, nowhere = draw(seed, sum(lengths)), torch.full((sum(others),), math.nan)
     alone = discounted_returns(rewards, torch.tensor(lengths), 0.99)
     together = discounted_returns(torch.cat([nowhere, rewards, nowhere]), torch.tensor(others + lengths + others), 0.99)
     assert torch.equal(together[sum(others) : sum(others) + sum(lengths)], alone)
 
 
-def test_undiscounted_the_first_return_is_the_sequence_reward() -> None:
+def test_without_discount_the_first_return_is_the_sequence_reward() -> None:
     scores, kl, lengths = draw(0, 3), draw(1, 9), torch.tensor([4, 1, 4])
     returns = discounted_returns(token_rewards(scores, kl, lengths, 0.2), lengths, 1.0)
     assert returns[[0, 4, 5]].tolist() == pytest.approx(sequence_rewards(scores, kl, lengths, 0.2).tolist(), rel=1e-5)
 
 
-def test_a_number_per_response_is_spread_over_its_tokens() -> None:
+def test_a_number_per_response_is_repeated_for_its_tokens() -> None:
     lengths = torch.tensor([2, 1, 3], dtype=torch.int32)
     assert broadcast_to_tokens(torch.tensor([1.0, 2.0, 3.0]), lengths).tolist() == [1.0, 1.0, 2.0, 3.0, 3.0, 3.0]
     assert gradient(lambda x: broadcast_to_tokens(x, lengths).sum(), torch.zeros(3)) == [2.0, 1.0, 3.0]
 
 
-def test_no_gradient_flows_into_advantages() -> None:
+def test_advantages_have_no_gradient() -> None:
     rewards, groups = torch.ones(4, requires_grad=True), torch.tensor([0, 0, 1, 1])
     result = (
         sequence_rewards(rewards, rewards, torch.ones(4, dtype=torch.long), 0.1),
@@ -165,7 +165,7 @@ def test_no_gradient_flows_into_advantages() -> None:
     assert rewards.tolist() == [1.0] * 4
 
 
-def test_a_prompt_with_one_sample_is_refused_by_its_number() -> None:
+def test_a_prompt_with_one_sample_is_refused() -> None:
     rewards, groups = torch.zeros(3), torch.tensor([4, 9, 4])
     with pytest.raises(InvalidRequest, match="prompt 9"):
         rloo_advantages(rewards, groups)

@@ -48,7 +48,7 @@ def test_advantages_are_the_discounted_sum_of_later_errors(
     assert result.returns.tolist() == pytest.approx(returns, rel=1e-6, abs=1e-6)
 
 
-def test_a_two_token_episode_worked_by_hand() -> None:
+def test_a_worked_example_with_two_tokens() -> None:
     # delta = [0.1 + 0.9*0.5 - 1.0, 2.0 - 0.5] = [-0.45, 1.5]; A = [-0.45 + 0.9*0.5*1.5, 1.5]
     result = generalized_advantages(torch.tensor([0.1, 2.0]), torch.tensor([1.0, 0.5]), torch.tensor([2]), 0.9, 0.5)
     assert result.advantages.tolist() == pytest.approx([0.225, 1.5])
@@ -84,7 +84,7 @@ def test_with_lambda_zero_only_the_next_value_counts(lengths: list[int], seed: i
 
 @check
 @given(ragged_lengths, ragged_lengths, seeds)
-def test_other_sequences_change_no_bit(lengths: list[int], others: list[int], seed: int) -> None:
+def test_other_sequences_do_not_change_the_bits(lengths: list[int], others: list[int], seed: int) -> None:
     rewards, values = draw(seed, sum(lengths)), draw(seed + 1, sum(lengths))
     alone = generalized_advantages(rewards, values, torch.tensor(lengths), 0.99, 0.95)
     nowhere = torch.full((sum(others),), math.nan)
@@ -100,7 +100,7 @@ def test_other_sequences_change_no_bit(lengths: list[int], others: list[int], se
     assert torch.equal(together.returns[mine], alone.returns)
 
 
-def test_nothing_follows_the_last_token_however_long_the_neighbours_are() -> None:
+def test_the_value_after_the_last_token_is_zero_regardless_of_padding() -> None:
     # A short response beside a long one: were padding part of its episode, its value or gamma^padding would show.
     lengths = torch.tensor([1, 9, 2])
     result = generalized_advantages(torch.ones(12), torch.full((12,), 5.0), lengths, 0.5, 0.5)
@@ -109,21 +109,21 @@ def test_nothing_follows_the_last_token_however_long_the_neighbours_are() -> Non
     assert sequence_sum(result.advantages, lengths).isfinite().all()
 
 
-def test_no_gradient_flows_into_targets() -> None:
+def test_targets_have_no_gradient() -> None:
     values = torch.ones(3, requires_grad=True)
     result = generalized_advantages(torch.ones(3), values, torch.tensor([3]), 1.0, 0.95)
     assert not result.advantages.requires_grad
     assert not result.returns.requires_grad
 
 
-def test_the_inputs_stay_as_they_were() -> None:
+def test_the_inputs_are_not_modified() -> None:
     rewards, values = torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     generalized_advantages(rewards, values, torch.tensor([3]), 1.0, 0.95)
     assert rewards.tolist() == [1.0, 1.0, 1.0]
     assert values.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_million_tokens_do_not_take_a_loop_over_sequences() -> None:
+def test_a_million_tokens_are_computed_without_a_loop_over_sequences() -> None:
     lengths = torch.full((1000,), 1000)
     rewards, values = draw(0, 1_000_000), draw(1, 1_000_000)
     seconds = []

@@ -33,12 +33,12 @@ def test_each_estimator_follows_its_definition(kind: KLKind, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("k1", 0.4), ("absolute", 0.4), ("k2", 0.08), ("k3", 0.07032005)])
-def test_a_policy_surer_than_its_reference_worked_by_hand(kind: KLKind, expected: float) -> None:
+def test_a_worked_example_with_a_policy_more_certain_than_its_reference(kind: KLKind, expected: float) -> None:
     assert kl_estimate(torch.tensor([-1.2]), torch.tensor([-1.6]), kind).item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("k1", -0.4), ("absolute", 0.4), ("k2", 0.08), ("k3", 0.0918247)])
-def test_a_policy_less_sure_than_its_reference_worked_by_hand(kind: KLKind, expected: float) -> None:
+def test_a_worked_example_with_a_policy_less_certain_than_its_reference(kind: KLKind, expected: float) -> None:
     assert kl_estimate(torch.tensor([-1.6]), torch.tensor([-1.2]), kind).item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -62,7 +62,7 @@ def test_k3_is_never_negative_and_stays_finite() -> None:
     assert estimate[-1].item() == pytest.approx(math.exp(-20) - 1 + 20)
 
 
-def test_k3_far_outside_its_range_pulls_nowhere() -> None:
+def test_k3_has_no_gradient_beyond_its_clamp() -> None:
     grads = gradient(lambda x: kl_estimate(x, torch.zeros(4), "k3").sum(), torch.tensor([-30.0, -1.0, 1.0, 30.0]))
     assert grads == pytest.approx([0.0, 1 - math.e, 1 - math.exp(-1), 0.0])
 
@@ -95,7 +95,7 @@ def test_the_simple_controller_takes_an_unclipped_step_per_update(kl: float, exp
 
 @check
 @given(st.lists(st.floats(-10, 100), max_size=20))
-def test_the_fixed_controller_stays(observed: list[float]) -> None:
+def test_the_fixed_controller_is_constant(observed: list[float]) -> None:
     controller = make_kl_controller("fixed", 0.05, target=6.0, horizon=10.0)
     for kl in observed:
         controller.update(kl, responses=8)
@@ -105,7 +105,7 @@ def test_the_fixed_controller_stays(observed: list[float]) -> None:
 @pytest.mark.parametrize("kind", ["adaptive", "simple"])
 @check
 @given(st.lists(st.floats(-10, 100), max_size=20))
-def test_a_steered_coefficient_stays_positive(kind: str, observed: list[float]) -> None:
+def test_the_coefficient_stays_positive(kind: str, observed: list[float]) -> None:
     controller = make_kl_controller(kind, 0.05, target=6.0, horizon=20.0)  # type: ignore[arg-type]
     for kl in observed:
         controller.update(kl, responses=64)
@@ -113,7 +113,7 @@ def test_a_steered_coefficient_stays_positive(kind: str, observed: list[float]) 
 
 
 @pytest.mark.parametrize("kind", ["fixed", "adaptive", "simple"])
-def test_a_controller_goes_on_from_its_checkpoint_with_the_same_bits(kind: str) -> None:
+def test_a_controller_continues_from_its_checkpoint_bit_identically(kind: str) -> None:
     controllers = [make_kl_controller(kind, 0.1, 6.0, 100.0) for _ in range(2)]  # type: ignore[arg-type]
     first, second = controllers
     first.update(7.1, responses=33)
@@ -134,7 +134,7 @@ def test_a_broken_checkpoint_is_refused(state: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("kind", ["fixed", "adaptive", "simple"])
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
-def test_a_kl_that_is_no_number_never_reaches_the_coefficient(kind: str, kl: float) -> None:
+def test_a_non_finite_kl_does_not_change_the_coefficient(kind: str, kl: float) -> None:
     controller = make_kl_controller(kind, 0.1, 6.0, 100.0)  # type: ignore[arg-type]
     with pytest.raises(ComputationFailed):
         controller.update(kl, responses=4)
@@ -159,6 +159,6 @@ def test_a_horizon_too_short_for_the_batch_is_refused() -> None:
         ("simple", 0.1, 6.0, 1.0),
     ],
 )
-def test_settings_that_cannot_steer_are_refused(kind: str, coefficient: float, target: float, horizon: float) -> None:
+def test_invalid_controller_settings_are_refused(kind: str, coefficient: float, target: float, horizon: float) -> None:
     with pytest.raises(ConfigError):
         make_kl_controller(kind, coefficient, target, horizon)  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ def test_loss_weights_follow_their_definition_and_add_up_to_one(
     assert weights.sum().item() == pytest.approx(1.0)
 
 
-def test_loss_weights_worked_by_hand() -> None:
+def test_loss_weights_of_a_worked_example() -> None:
     # Two of three tokens of the first response count, the one of the second, none of the third.
     mask, lengths = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]), torch.tensor([3, 1, 2])
     by_token, by_response = (loss_weights(mask, lengths, name) for name in ("token_mean", "sequence_mean"))  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def test_loss_weights_worked_by_hand() -> None:
 
 
 @AGGREGATION
-def test_where_no_token_counts_every_weight_is_zero(aggregation: Aggregation) -> None:
+def test_all_weights_are_zero_if_no_token_counts(aggregation: Aggregation) -> None:
     assert loss_weights(torch.zeros(3), torch.tensor([2, 1]), aggregation).tolist() == [0.0, 0.0, 0.0]
 
 
@@ -86,7 +86,7 @@ def test_importance_weights_follow_their_definition(tokens: int, seed: int, cap:
     assert importance_weights(old, rollout, cap).tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_importance_weights_stay_finite_and_carry_no_gradient() -> None:
+def test_importance_weights_are_finite_and_have_no_gradient() -> None:
     old = torch.tensor([0.0, -500.0], requires_grad=True)
     weights = importance_weights(old, torch.tensor([-500.0, 0.0]), 1e30)
     assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
@@ -131,7 +131,7 @@ def test_the_policy_loss_follows_its_definition(
     assert result.approx_kl_sum.item() == pytest.approx(approx_kl, rel=1e-4, abs=1e-5)
 
 
-def test_a_response_of_one_ratio_worked_by_hand() -> None:
+def test_a_worked_example_with_one_ratio_per_response() -> None:
     # Log-ratios 0.1 and 0.2 of the first response: its ratio e^0.3 counts as 1.2; -0.05 of the second.
     old, lengths = torch.zeros(3), torch.tensor([2, 1])
     new, advantages = torch.tensor([0.1, 0.2, -0.05], requires_grad=True), torch.tensor([1.0, 1.0, -3.0])
@@ -144,7 +144,7 @@ def test_a_response_of_one_ratio_worked_by_hand() -> None:
     assert new.grad.tolist() == pytest.approx([0.0, 0.0, 1.5 * math.exp(-0.05)])
 
 
-def test_the_first_step_on_whole_responses_is_the_gradient_of_rloo() -> None:
+def test_at_sequence_level_the_first_step_has_the_gradient_of_rloo() -> None:
     # At ratio 1 the loss is the mean over responses of -A sum_t log pi(t): each token gets -A / responses.
     lengths = torch.tensor([3, 1])
     log_probs, advantages = draw(0, 4), torch.tensor([2.0, 2.0, 2.0, -1.0])
@@ -167,7 +167,7 @@ def one_token(ratio: float, advantage: float, dual_clip: float = 0.0) -> tuple[f
     return result.loss.item(), int(result.clipped_tokens.item()), new.grad.item()
 
 
-def test_the_chapters_clipped_objective_is_2_4_and_not_2_6() -> None:
+def test_a_worked_example_clips_the_objective_to_2_4() -> None:
     # Old probability 0.10, new 0.13, A = 2: the ratio 1.3 counts as 1.2.
     loss, clipped, grad = one_token(0.13 / 0.10, 2.0)
     assert loss == pytest.approx(-2.4)
@@ -189,7 +189,7 @@ def test_the_chapters_clipped_objective_is_2_4_and_not_2_6() -> None:
         (1.0, 0.0, 3.0, 0.0, 0, 0.0),
     ],
 )
-def test_one_token_worked_by_hand(
+def test_worked_examples_with_one_token(
     ratio: float, advantage: float, dual_clip: float, loss: float, clipped: int, grad: float
 ) -> None:
     result = one_token(ratio, advantage, dual_clip)
@@ -201,7 +201,7 @@ def test_one_token_worked_by_hand(
 @DUAL
 @check
 @given(tokens=sizes, seed=seeds)
-def test_the_gradient_is_zero_exactly_where_a_clip_decides(dual_clip: float, tokens: int, seed: int) -> None:
+def test_the_gradient_is_zero_exactly_if_a_clip_is_active(dual_clip: float, tokens: int, seed: int) -> None:
     new, old, advantages = draw(seed, tokens, 0.5), draw(seed + 1, tokens, 0.5), draw(seed + 2, tokens)
     mask = draw_mask(seed + 3, tokens)
     one = torch.tensor([tokens])
@@ -284,7 +284,7 @@ def test_the_first_mini_batch_of_an_unchanged_policy_is_the_mean_advantage() -> 
 
 
 @LEVEL
-def test_what_the_weights_leave_out_reaches_neither_loss_nor_gradient(level: RatioLevel) -> None:
+def test_tokens_of_weight_zero_affect_neither_loss_nor_gradient(level: RatioLevel) -> None:
     bad, weights, lengths = torch.tensor([0.1, math.nan, -math.inf]), torch.tensor([1.0, 0.0, 0.0]), torch.tensor([3])
 
     def loss(x: Tensor) -> Tensor:
@@ -301,7 +301,7 @@ def test_what_the_weights_leave_out_reaches_neither_loss_nor_gradient(level: Rat
 
 
 @LEVEL
-def test_a_nan_that_counts_shows_in_the_loss(level: RatioLevel) -> None:
+def test_a_nan_at_a_counted_token_makes_the_loss_nan(level: RatioLevel) -> None:
     new = torch.tensor([0.1, math.nan])
     weights = torch.full((2,), 0.5)
     result = policy_loss(new, torch.zeros(2), torch.ones(2), weights, torch.tensor([2]), 0.2, 0.2, 0.0, level)
@@ -320,7 +320,7 @@ def test_a_fully_masked_micro_batch_adds_nothing(level: RatioLevel) -> None:
 
 
 @LEVEL
-def test_absurd_ratios_stay_finite(level: RatioLevel) -> None:
+def test_extreme_ratios_give_a_finite_loss(level: RatioLevel) -> None:
     new, old = torch.tensor([-500.0, 0.0]), torch.tensor([0.0, -500.0])
     weights, lengths = torch.full((2,), 0.5), torch.tensor([1, 1])
     result = policy_loss(new, old, torch.tensor([1.0, -1.0]), weights, lengths, 0.2, 0.2, 0.0, level)
@@ -328,7 +328,7 @@ def test_absurd_ratios_stay_finite(level: RatioLevel) -> None:
     assert result.approx_kl_sum.isfinite()
 
 
-def test_only_the_loss_carries_a_gradient() -> None:
+def test_only_the_loss_has_a_gradient() -> None:
     x = draw(0, 4).requires_grad_()
     actor = policy_loss(x, draw(1, 4), draw(2, 4), torch.ones(4), torch.tensor([4]), 0.2, 0.2, 3.0, "token")
     critic = value_loss(x, draw(1, 4), draw(2, 4), 0.2, 4)
@@ -356,7 +356,7 @@ def test_the_value_loss_and_its_gradient_follow_the_definition(value_clip: float
     assert actual == pytest.approx(grads, rel=1e-4, abs=1e-6)
 
 
-def test_a_value_that_ran_ahead_of_its_clip_waits() -> None:
+def test_a_value_beyond_its_clip_has_no_gradient() -> None:
     # V went from 0 to 1 towards R = 2, the clip allows 0.2: 1/2 (0.2 - 2)^2 = 1.62, and no gradient.
     result = value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0]), 0.2, 1)
     assert result.loss.item() == pytest.approx(1.62)
@@ -379,13 +379,13 @@ def test_the_kl_loss_and_its_gradient_follow_the_definition(kind: Literal["k2", 
 
 
 @pytest.mark.parametrize("denominator", [0, -1, math.nan])
-def test_a_denominator_that_counts_nothing_is_refused(denominator: float) -> None:
+def test_a_denominator_of_zero_is_refused(denominator: float) -> None:
     one = torch.ones(1)
     with pytest.raises(InvalidRequest, match="denominator"):
         value_loss(one, one, one, 0.2, denominator)
 
 
-def test_settings_and_shapes_that_cannot_be_meant_are_refused() -> None:
+def test_invalid_settings_and_shapes_are_refused() -> None:
     one, two, lengths = torch.ones(1), torch.ones(2), torch.tensor([1])
     with pytest.raises(InvalidRequest, match="dual_clip"):
         policy_loss(one, one, one, one, lengths, 0.2, 0.2, 0.5, "token")

@@ -27,7 +27,7 @@ def test_a_sequence_sum_is_the_sum_of_its_tokens(lengths: list[int], seed: int) 
 
 @check
 @given(ragged_lengths, ragged_lengths, seeds)
-def test_appending_other_sequences_changes_no_bit_of_a_sum(lengths: list[int], others: list[int], seed: int) -> None:
+def test_other_sequences_do_not_change_the_bits_of_a_sum(lengths: list[int], others: list[int], seed: int) -> None:
     values, more = draw(seed, sum(lengths)), draw(seed + 1, sum(others), scale=1e6)
     alone = sequence_sum(values, torch.tensor(lengths))
     together = sequence_sum(torch.cat([values, more]), torch.tensor(lengths + others))
@@ -36,7 +36,7 @@ def test_appending_other_sequences_changes_no_bit_of_a_sum(lengths: list[int], o
 
 @check
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3 * FEW), st.lists(st.integers(20, 60), max_size=3), seeds)
-def test_a_discounted_sum_has_the_bits_of_a_walk_token_by_token(short: list[int], long: list[int], seed: int) -> None:
+def test_a_discounted_sum_is_bit_identical_to_a_loop_over_tokens(short: list[int], long: list[int], seed: int) -> None:
     lengths = random.Random(seed).sample(short + long, len(short + long))
     values = draw(seed, sum(lengths))
     expected = []
@@ -50,7 +50,7 @@ def test_a_discounted_sum_has_the_bits_of_a_walk_token_by_token(short: list[int]
     assert sums.tolist() == expected
 
 
-def test_a_sum_gives_every_token_its_sequence_gradient() -> None:
+def test_every_token_gets_the_gradient_of_its_sequence_sum() -> None:
     weights = torch.tensor([2.0, 5.0])
     lengths = torch.tensor([1, 2], dtype=torch.int32)
     assert gradient(lambda x: (sequence_sum(x, lengths) * weights).sum(), torch.ones(3)) == [2.0, 5.0, 5.0]
@@ -58,7 +58,7 @@ def test_a_sum_gives_every_token_its_sequence_gradient() -> None:
 
 @check
 @given(ragged_lengths, seeds)
-def test_padding_keeps_every_token_in_its_place(lengths: list[int], seed: int) -> None:
+def test_padding_keeps_every_token_at_its_position(lengths: list[int], seed: int) -> None:
     values = draw(seed, sum(lengths))
     padded = to_padded(values, torch.tensor(lengths), fill=-7.0)
     longest = max(lengths)
@@ -67,7 +67,7 @@ def test_padding_keeps_every_token_in_its_place(lengths: list[int], seed: int) -
 
 @check
 @given(ragged_lengths, seeds)
-def test_unpadding_never_lets_padding_in(lengths: list[int], seed: int) -> None:
+def test_unpadding_removes_all_padding(lengths: list[int], seed: int) -> None:
     values = draw(seed, sum(lengths))
     padded = to_padded(values, torch.tensor(lengths), fill=math.nan)
     wider = torch.cat([padded, torch.full((len(lengths), 3), math.nan)], dim=1)
@@ -75,7 +75,7 @@ def test_unpadding_never_lets_padding_in(lengths: list[int], seed: int) -> None:
     assert torch.equal(from_padded(wider, torch.tensor(lengths)), values)
 
 
-def test_gradients_pass_through_padding_and_back() -> None:
+def test_padding_and_unpadding_are_differentiable() -> None:
     lengths = torch.tensor([2, 1])
     assert gradient(lambda x: (to_padded(x, lengths) * 3).sum(), torch.ones(3)) == [3.0, 3.0, 3.0]
     padded = torch.ones(2, 2, requires_grad=True)
@@ -97,7 +97,7 @@ def test_the_last_token_is_the_one_before_the_next_sequence(lengths: list[int]) 
     [[2, 2], [3, 0], [4, -1], [], [[1, 2]], [1.0, 2.0], [True, True, True]],
     ids=["too many", "empty sequence", "negative", "no sequence", "two-dimensional", "float", "bool"],
 )
-def test_lengths_that_do_not_describe_the_tokens_are_refused(lengths: list[int]) -> None:
+def test_lengths_that_do_not_match_the_tokens_are_refused(lengths: list[int]) -> None:
     with pytest.raises(InvalidRequest):
         sequence_sum(torch.zeros(3), torch.tensor(lengths))
 

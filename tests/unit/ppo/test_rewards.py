@@ -30,7 +30,7 @@ from tests.unit.ppo.batches import check, draw, gradient, ragged_lengths, seeds,
 
 @check
 @given(ragged_lengths, seeds)
-def test_the_score_comes_once_on_the_last_token_and_the_penalty_on_every_token(lengths: list[int], seed: int) -> None:
+def test_the_last_token_gets_the_score_and_every_token_the_kl_penalty(lengths: list[int], seed: int) -> None:
     kl, scores = draw(seed, sum(lengths)), draw(seed + 1, len(lengths))
     expected = []
     for score, sequence in zip(scores.tolist(), split(kl, lengths), strict=True):
@@ -44,24 +44,26 @@ def test_the_score_comes_once_on_the_last_token_and_the_penalty_on_every_token(l
 @pytest.mark.parametrize(
     ("log_prob", "reference", "coefficient", "penalty"), [(-1.2, -1.6, 0.05, -0.02), (-2.0, -2.4, 0.1, -0.04)]
 )
-def test_the_chapters_penalties(log_prob: float, reference: float, coefficient: float, penalty: float) -> None:
+def test_a_worked_example_of_kl_penalties(
+    log_prob: float, reference: float, coefficient: float, penalty: float
+) -> None:
     kl = kl_estimate(torch.tensor([log_prob, 0.0]), torch.tensor([reference, 0.0]), "k1")
     rewards = token_rewards(torch.tensor([1.0]), kl, torch.tensor([2]), coefficient)
     assert rewards.tolist() == pytest.approx([penalty, 1.0], rel=1e-5)
 
 
-def test_a_one_token_response_gets_score_and_penalty_together() -> None:
+def test_a_response_of_one_token_gets_score_and_penalty() -> None:
     rewards = token_rewards(torch.tensor([2.0, 3.0]), torch.tensor([1.0, -1.0]), torch.tensor([1, 1]), 0.5)
     assert rewards.tolist() == [1.5, 3.5]
 
 
-def test_rewards_leave_kl_as_it_was() -> None:
+def test_the_kl_is_not_modified() -> None:
     kl = torch.ones(2)
     token_rewards(torch.ones(1), kl, torch.tensor([2]), 0.0)
     assert kl.tolist() == [1.0, 1.0]
 
 
-def test_scores_are_spread_by_the_reference_moments() -> None:
+def test_scores_are_normalised_by_the_reference_moments() -> None:
     assert normalize_scores(torch.tensor([1.0, 5.0, 3.0]), mean=3.0, std=2.0).tolist() == [-1.0, 1.0, 0.0]
 
 
@@ -73,7 +75,7 @@ def test_moments_that_cannot_normalise_are_refused(mean: float, std: float) -> N
 
 @check
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6), seeds, st.floats(-1e4, 1e4))
-def test_running_moments_are_those_of_all_scores_together(sizes: list[int], seed: int, offset: float) -> None:
+def test_running_moments_equal_those_of_all_scores(sizes: list[int], seed: int, offset: float) -> None:
     moments, everything = RunningMoments(), []
     for index, size in enumerate(sizes):
         scores = draw(seed + index, size) + offset
@@ -84,7 +86,7 @@ def test_running_moments_are_those_of_all_scores_together(sizes: list[int], seed
     assert moments.std == pytest.approx(statistics.pstdev(everything) or 1.0, rel=1e-6)
 
 
-def test_moments_before_any_spread_only_shift() -> None:
+def test_equal_scores_are_only_shifted() -> None:
     moments = RunningMoments()
     assert (moments.count, moments.mean, moments.std) == (0, 0.0, 1.0)
     for _ in range(3):
@@ -95,7 +97,7 @@ def test_moments_before_any_spread_only_shift() -> None:
     assert moments.count == 21
 
 
-def test_moments_worked_by_hand() -> None:
+def test_moments_of_a_worked_example() -> None:
     moments = RunningMoments()
     moments.update(torch.tensor([1.0, 3.0]))
     assert (moments.mean, moments.std) == (2.0, 1.0)
@@ -104,7 +106,7 @@ def test_moments_worked_by_hand() -> None:
     assert moments.std == pytest.approx(math.sqrt((9 + 1 + 16) / 3))
 
 
-def test_moments_go_on_from_their_checkpoint_with_the_same_bits() -> None:
+def test_moments_continue_from_their_checkpoint_bit_identically() -> None:
     first, second = RunningMoments(), RunningMoments()
     first.update(draw(0, 11))
     second.load(json.loads(json.dumps(first.state())))
@@ -135,7 +137,7 @@ def test_moments_go_on_from_their_checkpoint_with_the_same_bits() -> None:
         None,
     ],
 )
-def test_moments_that_no_scores_have_are_refused(state: Any) -> None:
+def test_an_impossible_state_of_moments_is_refused(state: Any) -> None:
     moments = RunningMoments()
     moments.update(torch.tensor([1.0, 3.0]))
     with pytest.raises(InvalidRequest, match="score moments"):
@@ -144,20 +146,20 @@ def test_moments_that_no_scores_have_are_refused(state: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_score_that_is_no_number_never_reaches_the_moments(bad: float) -> None:
+def test_a_non_finite_score_does_not_change_the_moments(bad: float) -> None:
     moments = RunningMoments()
     with pytest.raises(ComputationFailed, match="1 of 2 scores"):
         moments.update(torch.tensor([1.0, bad]))
     assert moments.count == 0
 
 
-def test_scores_are_cut_at_both_ends() -> None:
+def test_scores_are_clipped_at_both_ends() -> None:
     assert clip_scores(torch.tensor([-9.0, -1.0, 0.5, 9.0]), 2.0).tolist() == [-2.0, -1.0, 0.5, 2.0]
 
 
 @check
 @given(ragged_lengths, seeds, st.floats(0, 2), st.integers(0, 12))
-def test_only_tokens_beyond_the_free_ones_cost(lengths: list[int], seed: int, price: float, free: int) -> None:
+def test_only_tokens_beyond_the_free_ones_are_penalised(lengths: list[int], seed: int, price: float, free: int) -> None:
     scores = draw(seed, len(lengths))
     expected = [s - price * max(0, length - free) for s, length in zip(scores.tolist(), lengths, strict=True)]
     result = penalize_length(scores, torch.tensor(lengths, dtype=torch.int32), price, free)
@@ -185,13 +187,13 @@ def test_the_overlong_penalty_follows_its_definition(
     assert result.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_the_overlong_penalty_worked_by_hand() -> None:
+def test_the_overlong_penalty_of_a_worked_example() -> None:
     # A limit of 20 tokens and a buffer of 4: free up to 16, half way at 18, the whole penalty at 20.
     result = penalize_overlong(torch.zeros(5), torch.tensor([1, 16, 17, 18, 20]), 20, 4, 2.0)
     assert result.tolist() == [0.0, 0.0, -0.5, -1.0, -2.0]
 
 
-def test_prices_that_cannot_be_meant_are_refused() -> None:
+def test_invalid_penalties_are_refused() -> None:
     one, length = torch.zeros(1), torch.tensor([1])
     with pytest.raises(InvalidRequest, match="limit"):
         clip_scores(one, 0.0)
@@ -227,7 +229,7 @@ def test_only_truncated_responses_are_treated(lengths: list[int], seed: int) -> 
     ]
 
 
-def test_a_truncated_response_sends_no_gradient_through_its_mask() -> None:
+def test_the_mask_removes_the_gradient_of_a_truncated_response() -> None:
     mask = mask_truncated(torch.tensor([True, False]), torch.tensor([2, 1]))
     assert gradient(lambda x: (x * mask).sum(), torch.ones(3)) == [0.0, 0.0, 1.0]
 

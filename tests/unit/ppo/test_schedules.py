@@ -29,14 +29,14 @@ def rates(kind: ScheduleKind, total: int, warmup: int, peak: float = 0.8, final:
         ("cosine", [0.4, 0.8, 0.8, 0.5 + 0.3 * math.sqrt(0.5), 0.5, 0.5 - 0.3 * math.sqrt(0.5)]),
     ],
 )
-def test_six_steps_with_two_of_warm_up_worked_by_hand(kind: ScheduleKind, expected: list[float]) -> None:
+def test_a_worked_example_with_two_warm_up_steps(kind: ScheduleKind, expected: list[float]) -> None:
     assert rates(kind, 6, 2) == pytest.approx(expected, rel=1e-12)
 
 
 @KIND
 @check
 @given(total=st.integers(1, 300), data=st.data(), peak=st.floats(1e-9, 1.0), share=st.floats(0, 1))
-def test_the_ends_are_met_exactly_and_nothing_leaves_the_range(
+def test_the_first_and_last_rates_are_exact_and_all_rates_are_in_range(
     kind: ScheduleKind, total: int, data: st.DataObject, peak: float, share: float
 ) -> None:
     warmup, final = data.draw(st.integers(0, total)), peak * share
@@ -56,7 +56,7 @@ def test_the_ends_are_met_exactly_and_nothing_leaves_the_range(
 
 
 @pytest.mark.parametrize(("kind", "after"), [("constant", 0.8), ("linear", 0.2), ("cosine", 0.2)])
-def test_a_step_beyond_the_run_stays_where_it_ended(kind: ScheduleKind, after: float) -> None:
+def test_a_step_beyond_the_run_has_the_final_rate(kind: ScheduleKind, after: float) -> None:
     assert scheduled_learning_rate(99, 6, 0.8, 0.2, 2, kind) == after
 
 
@@ -65,7 +65,7 @@ def test_a_warm_up_as_long_as_the_run_ends_at_the_peak(kind: ScheduleKind) -> No
     assert rates(kind, 4, 4) == pytest.approx([0.2, 0.4, 0.6, 0.8])
 
 
-def test_linear_and_cosine_part_between_the_ends() -> None:
+def test_linear_and_cosine_differ_between_the_ends() -> None:
     linear, cosine = rates("linear", 8, 0), rates("cosine", 8, 0)
     assert linear[4] == pytest.approx(cosine[4])
     assert cosine[1] > linear[1] + 0.01
@@ -83,7 +83,7 @@ def test_linear_and_cosine_part_between_the_ends() -> None:
         {"peak": math.inf},
     ],
 )
-def test_what_cannot_be_a_schedule_is_refused(wrong: dict[str, float]) -> None:
+def test_invalid_schedules_are_refused(wrong: dict[str, float]) -> None:
     good = {"step": 1, "total_steps": 2, "peak": 0.1, "final": 0.0, "warmup_steps": 0}
     with pytest.raises(InvalidRequest):
         scheduled_learning_rate(**{**good, **wrong}, kind="linear")  # type: ignore[arg-type]

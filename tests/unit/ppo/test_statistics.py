@@ -43,7 +43,7 @@ def test_whitened_advantages_have_mean_zero_and_rewards_keep_theirs(tokens: int,
 
 @check
 @given(ragged_lengths, seeds)
-def test_padding_never_enters_the_moments(lengths: list[int], seed: int) -> None:
+def test_masked_tokens_do_not_affect_the_moments(lengths: list[int], seed: int) -> None:
     values, sizes = draw(seed, sum(lengths)), torch.tensor(lengths)
     padded = to_padded(values, sizes, fill=math.nan)
     inside = to_padded(torch.ones_like(values), sizes)
@@ -58,12 +58,12 @@ def test_whitening_without_variance_gives_zeros_or_the_mean(values: list[float])
     assert whiten(tensor, shift_mean=False).tolist() == pytest.approx(tensor.tolist(), rel=1e-6)
 
 
-def test_whitening_with_an_empty_mask_leaves_the_values() -> None:
+def test_whitening_with_an_empty_mask_returns_the_values() -> None:
     values = torch.tensor([1.0, 2.0])
     assert torch.equal(whiten(values, True, torch.zeros(2)), values)
 
 
-def test_moments_do_not_lose_a_small_spread_around_a_large_mean() -> None:
+def test_a_small_variance_around_a_large_mean_keeps_its_precision() -> None:
     values = torch.tensor([4096.0, 4096.5] * 50_000)
     assert whiten(values, True)[:2].tolist() == pytest.approx([-1.0, 1.0], rel=1e-5)
 
@@ -107,7 +107,7 @@ def test_repetition_counts_ngrams_seen_before_in_the_same_response(responses: li
     assert repetition([np.array(ids, np.int32) for ids in responses], n) == pytest.approx(expected)
 
 
-def test_repetition_worked_by_hand() -> None:
+def test_repetition_of_worked_examples() -> None:
     assert repetition([[1, 1, 1, 1, 1]]) == pytest.approx(2 / 3)
     assert repetition([[1, 2, 3, 1, 2, 3]]) == pytest.approx(1 / 4)
     assert repetition([[1, 2, 3], [1, 2, 3]]) == 0.0
@@ -116,7 +116,7 @@ def test_repetition_worked_by_hand() -> None:
 
 @check
 @given(st.lists(st.lists(st.integers(0, 2), max_size=15), max_size=6), st.integers(1, 4))
-def test_distinct_is_the_share_of_different_ngrams_of_the_whole_batch(responses: list[list[int]], n: int) -> None:
+def test_distinct_is_the_fraction_of_distinct_ngrams_in_the_batch(responses: list[list[int]], n: int) -> None:
     grams = [tuple(ids[i : i + n]) for ids in responses for i in range(len(ids) - n + 1)]
     first_seen = [gram not in grams[:index] for index, gram in enumerate(grams)]
     expected = sum(first_seen) / len(grams) if grams else 0.0
@@ -126,13 +126,13 @@ def test_distinct_is_the_share_of_different_ngrams_of_the_whole_batch(responses:
 
 @check
 @given(st.lists(st.lists(st.sampled_from([0, 5, 2**31 - 1]), max_size=15), min_size=1, max_size=6), st.integers(1, 4))
-def test_ids_may_be_as_large_as_they_can_be(responses: list[list[int]], n: int) -> None:
+def test_ngrams_support_the_largest_token_ids(responses: list[list[int]], n: int) -> None:
     small = [[{0: 0, 5: 1, 2**31 - 1: 2}[token] for token in ids] for ids in responses]
     assert repetition(responses, n) == repetition(small, n)
     assert distinct(responses, n) == distinct(small, n)
 
 
-def test_distinct_worked_by_hand() -> None:
+def test_distinct_of_worked_examples() -> None:
     assert distinct([[1, 2, 3], [1, 2, 3]], 2) == pytest.approx(2 / 4)
     assert distinct([[1, 2], [3, 4]], 2) == 1.0  # (2, 3) would reach over two responses
     assert distinct([[7, 7, 7, 7]], 1) == pytest.approx(1 / 4)
@@ -141,7 +141,7 @@ def test_distinct_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("responses", [[], [[1, 2]]])
-def test_ngrams_need_a_token(responses: list[list[int]]) -> None:
+def test_ngrams_of_size_zero_are_refused(responses: list[list[int]]) -> None:
     with pytest.raises(InvalidRequest):
         repetition(responses, n=0)
     with pytest.raises(InvalidRequest):
@@ -157,7 +157,7 @@ def test_correlation_is_pearsons(count: int, seed: int) -> None:
     assert -1.0 <= correlation(a, a * 3 + 1) <= 1.0
 
 
-def test_correlation_of_lines_and_of_what_has_no_spread() -> None:
+def test_correlation_of_lines_and_of_constant_values() -> None:
     a = torch.tensor([1.0, 2.0, 4.0])
     assert correlation(a, 10 - 2 * a) == pytest.approx(-1.0)
     assert correlation(a.long(), a + 5) == pytest.approx(1.0)
@@ -166,7 +166,7 @@ def test_correlation_of_lines_and_of_what_has_no_spread() -> None:
     assert correlation(a[:1], a[:1]) == correlation(a[:0], a[:0]) == 0.0
 
 
-def test_correlation_with_a_nan_is_no_number() -> None:
+def test_correlation_with_a_nan_is_nan() -> None:
     assert math.isnan(correlation(torch.tensor([1.0, 2.0]), torch.tensor([1.0, math.nan])))
 
 
@@ -177,7 +177,7 @@ def test_the_slope_is_that_of_the_least_squares_line(count: int, seed: int) -> N
     assert slope(values) == pytest.approx(np.polyfit(np.arange(count), values, 1)[0], rel=1e-6, abs=1e-9)
 
 
-def test_slopes_worked_by_hand() -> None:
+def test_slopes_of_worked_examples() -> None:
     assert slope([1.0, 3.0, 5.0]) == 2.0
     assert slope([0.0, 1.0, 0.0, 1.0]) == pytest.approx(0.2)
     assert slope([0.1] * 7) == 0.0

@@ -22,7 +22,7 @@ def test_every_sequence_is_in_one_micro_batch_within_the_budget(lengths: list[in
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200))
-def test_packed_sequences_count_without_pads_and_are_not_spread_too_far(lengths: list[int], budget: int) -> None:
+def test_packed_micro_batches_limit_the_tokens_and_the_padding_in_attention(lengths: list[int], budget: int) -> None:
     groups = micro_batches(lengths, budget, packed=True)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     for group in groups:
@@ -31,15 +31,15 @@ def test_packed_sequences_count_without_pads_and_are_not_spread_too_far(lengths:
     assert len(groups) <= len(micro_batches(lengths, budget))
 
 
-def test_neighbours_in_length_share_a_micro_batch_and_equal_lengths_keep_their_order() -> None:
+def test_similar_lengths_share_a_micro_batch_and_equal_lengths_keep_their_order() -> None:
     assert micro_batches([3, 9, 3, 8, 3], 18) == [[1, 3], [0, 2, 4]]
 
 
-def test_a_sequence_longer_than_the_budget_goes_alone() -> None:
+def test_a_sequence_longer_than_the_budget_gets_a_separate_micro_batch() -> None:
     assert micro_batches([2, 30, 2], 4) == [[1], [0, 2]]
 
 
-def test_a_budget_of_nothing_is_refused() -> None:
+def test_a_budget_of_zero_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="max_tokens 0"):
         micro_batches([1], 0)
 
@@ -49,7 +49,7 @@ def test_padding_is_on_the_right_and_zero() -> None:
     assert padded.tolist() == [[5, 6], [7, 0]]
 
 
-def test_layout_finds_each_response_token_and_the_position_before_it() -> None:
+def test_a_micro_batch_has_the_response_tokens_and_the_positions_that_predict_them() -> None:
     batch = tiny.batch([2, 3, 1], [2, 1, 3])
     sequences, micro_batch = batch.sequences(), build_micro_batch(batch, [2, 0], "cpu")
     assert micro_batch.input_ids.tolist() == [[*sequences[2][:-1]], [*sequences[0][:-1]]]
@@ -61,7 +61,7 @@ def test_layout_finds_each_response_token_and_the_position_before_it() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_whole_sequence_has_its_last_token_too(packed: bool) -> None:
+def test_the_last_token_is_included_on_request(packed: bool) -> None:
     batch = tiny.batch([2, 3], [2, 1])
     micro_batch = build_micro_batch(batch, [0, 1], "cpu", packed, include_last_token=True)
     ends = [sequence[-1] for sequence in batch.sequences()]

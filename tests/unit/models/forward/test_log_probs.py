@@ -34,7 +34,7 @@ def outputs_and_gradients(
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @pytest.mark.parametrize("entropy_use", ["none", "report", "train"])
-def test_in_parts_they_are_what_they_are_at_once(
+def test_chunked_log_probs_and_gradients_equal_those_of_one_chunk(
     entropy_use: EntropyUse, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.causal(kind)
@@ -54,7 +54,7 @@ def test_in_parts_they_are_what_they_are_at_once(
         assert torch.allclose(result[2][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())), name
 
 
-def test_a_model_that_does_more_to_its_logits_than_its_head_is_asked_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_changes_the_logits_after_its_head_is_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.causal("llama")
     forward = type(model).forward
 

@@ -51,7 +51,7 @@ def matmuls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     bias=st.booleans(),
     extra=st.booleans(),
 )
-def test_outputs_and_gradients_are_those_of_a_linear_layer(
+def test_outputs_and_gradients_equal_those_of_a_torch_linear_layer(
     rows: int, inputs: int, outputs: int, bias: bool, extra: bool
 ) -> None:
     generator = torch.Generator().manual_seed(rows + 100 * inputs + 10_000 * outputs)
@@ -97,7 +97,7 @@ def test_a_converted_model_computes_the_same_and_keeps_its_weights(kind: str, ma
     assert plain.state_dict().keys() == fast.state_dict().keys()
 
 
-def test_inputs_and_weights_without_gradients_cost_no_matmul_in_the_backward_pass(
+def test_the_backward_pass_skips_matmuls_for_tensors_without_gradients(
     matmuls: list[tuple[int, ...]],
 ) -> None:
     inputs, weight = torch.randn(6, 4), torch.randn(5, 4)
@@ -108,7 +108,7 @@ def test_inputs_and_weights_without_gradients_cost_no_matmul_in_the_backward_pas
     assert matmuls == [(6, 4, 5), (6, 5, 4)], "outputs and the inputs' gradient"
 
 
-def test_onednn_gets_sixteen_numbers_of_rows_per_power_of_two(matmuls: list[tuple[int, ...]]) -> None:
+def test_onednn_sees_at_most_sixteen_row_counts_per_power_of_two(matmuls: list[tuple[int, ...]]) -> None:
     wide, narrow = torch.randn(8, 4).requires_grad_(), torch.randn(4, 8).requires_grad_()
     for rows in range(64, 256):
         linear(linear(torch.randn(rows, 4).requires_grad_(), wide), narrow).sum().backward()
@@ -127,7 +127,7 @@ def test_an_expanded_gradient_is_copied_before_the_matmul(matmuls: list[tuple[in
     assert torch.allclose(weight.grad, inputs.sum(0).expand(5, 4), atol=1e-5)
 
 
-def test_small_matmuls_and_other_dtypes_are_left_to_torch(
+def test_torch_computes_small_matmuls_and_other_dtypes(
     matmuls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = torch.randn(3, 2)

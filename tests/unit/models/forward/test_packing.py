@@ -21,7 +21,7 @@ PROMPTS, RESPONSES = [3, 9, 1, 5], [7, 2, 11, 1]
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_packed_sequences_give_what_each_gives_alone(kind: str) -> None:
+def test_packed_log_probs_equal_those_of_separate_sequences(kind: str) -> None:
     model, batch = tiny.causal(kind), tiny.batch(PROMPTS, RESPONSES)
     assert supports_packing(model)
     assert model.config._attn_implementation == "sdpa", "as it was"
@@ -46,7 +46,7 @@ def separate_batches(prompts: list[int], responses: list[int], batch: Any) -> li
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_gradients_are_those_of_padded_sequences(kind: str) -> None:
+def test_gradients_equal_those_of_padded_sequences(kind: str) -> None:
     batch, result = tiny.batch(PROMPTS, RESPONSES), {}
     for packed in (False, True):
         model = tiny.causal(kind)
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_padded_sequences(kind: str) -> None:
         assert torch.allclose(result[True][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())), name
 
 
-def test_a_value_model_packs_by_its_backbone() -> None:
+def test_a_value_model_supports_packing_if_its_backbone_does() -> None:
     critic = ValueModel.of_causal_lm(tiny.causal("llama"))
     torch.nn.init.normal_(critic.head.weight)
     batch = tiny.batch(PROMPTS, RESPONSES)
@@ -71,7 +71,7 @@ def test_a_value_model_packs_by_its_backbone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mistral", "bloom"])
-def test_models_that_see_more_than_positions_and_whole_sequences_are_padded(kind: str) -> None:
+def test_models_with_sliding_windows_or_alibi_are_padded(kind: str) -> None:
     model = tiny.causal(kind)
     assert not supports_packing(model)
     [micro_batch] = iter_micro_batches(model, tiny.batch(PROMPTS, RESPONSES), 1000)
@@ -79,7 +79,7 @@ def test_models_that_see_more_than_positions_and_whole_sequences_are_padded(kind
     assert tuple(micro_batch.input_ids.shape) == (4, 11)
 
 
-def test_a_model_that_computes_something_else_packed_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_different_packed_outputs_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.causal("llama")
     forward = packing_module._attention
 
@@ -91,7 +91,7 @@ def test_a_model_that_computes_something_else_packed_is_padded(monkeypatch: pyte
     assert not supports_packing(model)
 
 
-def test_the_attention_of_a_model_is_put_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_attention_of_a_model_is_restored_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.causal("llama")
 
     def fails(*_: Any, **__: Any) -> Any:
@@ -104,7 +104,7 @@ def test_the_attention_of_a_model_is_put_back_after_a_failure(monkeypatch: pytes
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_sequences_of_much_the_same_length_are_attended_to_together() -> None:
+def test_sequences_of_similar_length_share_an_attention_block() -> None:
     ends = np.cumsum([10, 6, 5, 3, 1])
     packing = Packing.of([np.arange(end - size, end) for end, size in zip(ends, [10, 6, 5, 3, 1], strict=True)], "cpu")
     assert packing.blocks == ((2, 10), (2, 5), (1, 1))
@@ -131,7 +131,7 @@ def samples_of(prompts: list[int], lengths: list[list[int]]) -> TokenBatch:
     # The second predicts as many tokens as it has; the third has responses of only the last token.
     [([7, 4], [[3, 9, 1], [6, 2]]), ([3], [[2, 5, 4]]), ([5], [[1, 1]])],
 )
-def test_a_prompt_of_several_samples_is_computed_once_and_means_the_same(
+def test_a_shared_prompt_is_computed_once_with_the_same_outputs_and_gradients(
     kind: str, prompts: list[int], responses: list[list[int]]
 ) -> None:
     model, batch = tiny.causal(kind), samples_of(prompts, responses)
@@ -150,7 +150,7 @@ def test_a_prompt_of_several_samples_is_computed_once_and_means_the_same(
         assert torch.allclose(gradients[True][name], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max())), name
 
 
-def test_samples_of_a_prompt_share_a_micro_batch_where_it_has_room() -> None:
+def test_samples_of_a_prompt_share_a_micro_batch_if_they_fit() -> None:
     lengths, prompts = [9, 3, 8, 2, 7, 1], [0, 0, 1, 1, 2, 2]
     assert micro_batches(lengths, 12, packed=True, prompts=prompts) == [[0, 1], [2, 3], [4, 5]]
     assert micro_batches(lengths, 12, packed=True) == [[0], [2], [4, 1, 3], [5]]

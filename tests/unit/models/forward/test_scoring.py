@@ -23,7 +23,7 @@ PROMPTS, RESPONSES = [3, 1, 7, 4, 2, 9], [5, 8, 1, 6, 2, 11]
 
 @pytest.mark.parametrize("max_tokens", [1, 30, 10_000])
 @pytest.mark.parametrize("kind", [*tiny.KINDS, "mistral", "bloom"])
-def test_log_probs_agree_with_a_plain_forward(kind: str, max_tokens: int) -> None:
+def test_log_probs_agree_with_a_plain_forward_pass(kind: str, max_tokens: int) -> None:
     model, batch = tiny.causal(kind), tiny.batch(PROMPTS, RESPONSES)
     result = response_log_probs(model, batch, 0.7, max_tokens)
     expected = []
@@ -44,7 +44,7 @@ def test_vocabulary_logits_are_computed_for_response_tokens_only() -> None:
     assert rows == [sum(RESPONSES)]
 
 
-def test_entropy_agrees_with_its_definition_and_trains_only_when_asked() -> None:
+def test_entropy_agrees_with_its_definition_and_has_gradients_only_for_training() -> None:
     model, batch = tiny.causal("llama"), tiny.batch([2], [3])
     micro_batch = build_micro_batch(batch, [0], "cpu")
     log_probs, reported = forward_log_probs(model, micro_batch, 1.3, "report")
@@ -59,7 +59,7 @@ def test_entropy_agrees_with_its_definition_and_trains_only_when_asked() -> None
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_critic_from_a_classifier_says_at_each_position_what_the_classifier_says_of_the_text_so_far(
+def test_values_equal_the_classifiers_scores_of_the_prefixes(
     kind: str,
 ) -> None:
     model, batch = tiny.classifier(kind), tiny.batch(PROMPTS, RESPONSES)
@@ -80,7 +80,7 @@ def test_a_critic_from_a_classifier_says_at_each_position_what_the_classifier_sa
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_scores_agree_with_the_classifier_on_each_sequence_alone(kind: str, max_tokens: int) -> None:
+def test_batched_scores_equal_those_of_separate_sequences(kind: str, max_tokens: int) -> None:
     model, batch = tiny.classifier(kind), tiny.batch(PROMPTS, RESPONSES)
     result = sequence_scores(model, batch, max_tokens)
     expected = []
@@ -91,7 +91,7 @@ def test_scores_agree_with_the_classifier_on_each_sequence_alone(kind: str, max_
     assert np.allclose(result, expected, atol=1e-5)
 
 
-def test_a_score_is_read_at_the_eos_even_where_it_is_the_pad_token() -> None:
+def test_a_score_is_read_at_the_eos_even_if_it_is_the_pad_token() -> None:
     # transformers' own forward looks for the last token that is not the pad id, and so reads the token before the EOS.
     model = tiny.classifier("llama", pad_token_id=tiny.EOS)
     ids = np.array([5, 6, 7, tiny.EOS, 5, 6, 7, 8, 9, 10], np.int32)
@@ -120,7 +120,7 @@ def test_an_encoder_classifier_reads_whole_sequences_without_their_pads() -> Non
     assert np.allclose(sequence_scores(model, batch, 40), expected, atol=1e-5)
 
 
-def test_numbers_that_are_not_finite_are_an_error_not_data() -> None:
+def test_non_finite_results_are_an_error() -> None:
     batch = tiny.batch([2], [3])
     model, classifier = tiny.causal("llama"), tiny.classifier("llama")
     with torch.no_grad():

@@ -38,7 +38,7 @@ def answered(ids: list[int], log_probs: list[float] | None, sampling: SamplingPa
     return trajectories([Answer(tiny.requests(1)[0], ids, log_probs)], policy(), sampling, 3, "engine")[0]
 
 
-def test_an_answer_is_a_trajectory() -> None:
+def test_a_valid_answer_becomes_a_trajectory() -> None:
     result = answered([5, 6, 7], [-1.0, -2.0, -3.0])
     assert (result.policy_version, result.finish_reason) == (3, FinishReason.EOS)
     assert result.log_probs.tolist() == [-1.0, -2.0, -3.0]
@@ -48,7 +48,7 @@ def test_an_answer_is_a_trajectory() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_log_probs_that_lack_are_the_trainers(temperature: float) -> None:
+def test_missing_log_probs_are_computed_by_the_trainer(temperature: float) -> None:
     subject, asked = policy(), tiny.requests(3)
     sampling = SamplingParameters(4, temperature=temperature)
     answers = [
@@ -78,13 +78,13 @@ def test_log_probs_that_lack_are_the_trainers(temperature: float) -> None:
         ([5, 6, 7], [-1.0, 2.0, -1.0], "log-probs that are not finite, too low"),
     ],
 )
-def test_an_answer_that_is_none_is_an_error(ids: list[int], log_probs: list[float], message: str) -> None:
+def test_an_invalid_answer_is_an_error(ids: list[int], log_probs: list[float], message: str) -> None:
     with pytest.raises(ComputationFailed, match=message) as failed:
         answered(ids, log_probs)
     assert "engine: response to run/0/0/0" in str(failed.value)
 
 
-def test_an_adapters_rows_give_back_what_it_adds() -> None:
+def test_the_rows_of_an_adapter_reproduce_its_weight_change() -> None:
     subject = policy(adapter=True)
     assert subject.adapter is not None
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_an_adapters_rows_give_back_what_it_adds() -> None:
     assert sorted(map(tuple, lora.config.tolist())) == [(m, i, 2) for m in range(1, 8) for i in range(2)]
 
 
-def test_other_weights_have_another_number() -> None:
+def test_adapter_weights_determine_the_task_number() -> None:
     subject = policy(adapter=True)
     assert subject.adapter is not None
     before = lora_tensors(subject.adapter)
@@ -113,7 +113,7 @@ def test_other_weights_have_another_number() -> None:
     assert 0 <= before.task < 2**63
 
 
-def test_an_adapter_that_servers_cannot_take_is_refused() -> None:
+def test_an_adapter_of_unsupported_layers_is_refused() -> None:
     subject = policy("gpt2", adapter=True)
     assert subject.adapter is not None
     with pytest.raises(
@@ -122,7 +122,7 @@ def test_an_adapter_that_servers_cannot_take_is_refused() -> None:
         lora_tensors(subject.adapter)
 
 
-def test_attention_is_adapted_as_a_whole() -> None:
+def test_adapters_of_query_key_and_value_must_come_together() -> None:
     for targets in (["q_proj", "v_proj"], ["model.layers.0.self_attn.k_proj", "o_proj"]):
         with pytest.raises(ModelError, match="supports adapters of q_proj, k_proj, v_proj only together"):
             lora_tensors(add_adapter(tiny.causal("llama"), "base", 2, 3.0, targets))
@@ -130,7 +130,7 @@ def test_attention_is_adapted_as_a_whole() -> None:
         lora_tensors(add_adapter(tiny.causal("llama"), "base", 2, 3.0, targets))
 
 
-def test_seeds_are_of_the_trajectory() -> None:
+def test_the_engine_seed_depends_on_the_trajectory_id() -> None:
     ids = [TrajectoryId("r", step, prompt, sample) for step in (0, 1) for prompt in (0, 1) for sample in (0, 1)]
     seeds = {engine_seed(seed, id) for seed in (0, 1) for id in ids}
     assert len(seeds) == 16
@@ -154,7 +154,7 @@ def tokens(ids: list[int], log_probs: list[float] | None = None) -> dict[str, An
     return results if log_probs is None else results | {"output_log_probs": np.array([[log_probs]])}
 
 
-def test_token_ids_are_asked_for_with_every_stop_token_as_a_word() -> None:
+def test_a_token_request_has_every_stop_token_as_a_stop_word() -> None:
     request = tiny.requests(1)[0]
     result = dialect(*TOKENS, "random_seed").request(request, SAMPLING, seed=5)
     assert result["input_ids"].tolist() == request.prompt_ids.tolist()
@@ -168,7 +168,7 @@ def test_token_ids_are_asked_for_with_every_stop_token_as_a_word() -> None:
 
 
 @pytest.mark.parametrize("so_far", [False, True], ids=["of new tokens", "of all so far"])
-def test_log_probs_come_of_new_tokens_or_of_all_so_far(so_far: bool) -> None:
+def test_log_probs_may_cover_new_tokens_or_all_tokens_so_far(so_far: bool) -> None:
     speaks = dialect(*TOKENS, "seed", "return_log_probs", outputs=("output_ids", "sequence_length", "output_log_probs"))
     partial = Partial(tiny.requests(1)[0])
     values = [-0.5, -1.5, -2.5]
@@ -178,14 +178,14 @@ def test_log_probs_come_of_new_tokens_or_of_all_so_far(so_far: bool) -> None:
     assert (answer.token_ids, answer.log_probs) == ([5, 6, 7], values)
 
 
-def test_what_follows_the_length_is_padding() -> None:
+def test_tokens_after_the_sequence_length_are_padding() -> None:
     speaks, partial = dialect(*TOKENS, "seed"), Partial(tiny.requests(1)[0])
     speaks.receive(partial, {"output_ids": np.array([[[5, 7, -1, -1]]]), "sequence_length": np.array([[2]])})
     assert speaks.finish(partial).token_ids == [5, 7]
     assert speaks.finish(partial).log_probs is None
 
 
-def test_a_prompt_before_the_response_is_taken_off_and_must_be_the_prompt() -> None:
+def test_an_echoed_prompt_is_removed_and_must_match_the_request() -> None:
     request = tiny.requests(1)[0]
     speaks, prompt = dialect(*TOKENS, "seed", decoupled=False), request.prompt_ids.tolist()
     partial = Partial(request)
@@ -204,7 +204,7 @@ def test_a_prompt_before_the_response_is_taken_off_and_must_be_the_prompt() -> N
         (TEXT[:-1], "no sampling_param_seed"),
     ],
 )
-def test_a_model_with_other_tensors_is_a_mismatch(inputs: tuple[str, ...], message: str) -> None:
+def test_a_model_with_other_tensors_is_a_mismatch_error(inputs: tuple[str, ...], message: str) -> None:
     with pytest.raises(MismatchError, match=f"{message}.*expected the tensors of the TensorRT-LLM backend"):
         dialect(*inputs)
 
@@ -217,7 +217,7 @@ def spoken(text: str, reason: str, stop: str = "") -> Any:
     return speaks.finish(partial).token_ids
 
 
-def test_text_is_tokenised_again_and_its_stop_token_put_back() -> None:
+def test_response_text_is_tokenised_and_its_stop_token_is_appended() -> None:
     assert spoken("w5 w6", "stop") == [5, 6, 1]
     assert spoken("w5 w6", "stop", "7") == [5, 6, 7]
     assert spoken("w5 w6 w8 w9", "length") == [5, 6, 8, 9]
@@ -231,12 +231,12 @@ def test_text_is_tokenised_again_and_its_stop_token_put_back() -> None:
         ("w5", "timeout", "finish_reason 'timeout'"),
     ],
 )
-def test_text_that_cannot_be_trusted_is_an_error(text: str, reason: str, message: str) -> None:
+def test_ambiguous_or_incomplete_text_is_an_error(text: str, reason: str, message: str) -> None:
     with pytest.raises(ComputationFailed, match=message):
         spoken(text, reason)
 
 
-def test_a_prompt_that_is_not_its_text_is_an_error() -> None:
+def test_a_prompt_whose_text_gives_other_token_ids_is_an_error() -> None:
     speaks = dialect(*TEXT, "return_finish_reason", outputs=("text_output", "finish_reason"))
     good, bad = (GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(ids, np.int32)) for ids in ([5, 6], [5, 20]))
     assert speaks.request(good, SAMPLING, 0)["text_input"].tolist() == [b"w5 w6"]

@@ -44,7 +44,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     assert np.flatnonzero(drawn(2_000, top_p=float(ordered[1]) + 1e-4)).tolist() == [0, 3, 6]
 
 
-def test_top_p_counts_within_what_top_k_left() -> None:
+def test_top_p_applies_to_the_tokens_that_top_k_keeps() -> None:
     # Of the two likeliest, 0.41 and 0.25, the first is 0.62 of their sum.
     assert np.flatnonzero(drawn(2_000, top_k=2, top_p=0.61)).tolist() == [3]
     assert np.flatnonzero(drawn(2_000, top_k=2, top_p=0.63)).tolist() == [3, 6]

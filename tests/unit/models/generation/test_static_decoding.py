@@ -42,7 +42,7 @@ def log_probs(result: list[Trajectory]) -> np.ndarray[Any, np.dtype[np.float32]]
 
 @pytest.mark.parametrize("slots", [1, 4, 7, 64])
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_tokens_and_log_probs_are_those_of_the_ordinary_way(kind: str, slots: int) -> None:
+def test_tokens_and_log_probs_equal_those_of_ordinary_decoding(kind: str, slots: int) -> None:
     model, asked = tiny.causal(kind), tiny.requests(40)
     expected = tiny.generated(TorchEngine(model, STOPS, 64), asked, temperature=0.8)
     result = tiny.generated(static(model, slots), asked, temperature=0.8)
@@ -50,7 +50,7 @@ def test_tokens_and_log_probs_are_those_of_the_ordinary_way(kind: str, slots: in
     assert np.allclose(log_probs(result), log_probs(expected), atol=1e-5)
 
 
-def test_rows_that_outgrow_what_is_read_of_the_cache_read_more_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_more_cache_columns_as_rows_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     model, read = tiny.causal("llama", max_position_embeddings=256), set()
     asked = tiny.requests(12, lengths=(1, 90))
     compute = StaticDecoder._compute
@@ -76,7 +76,7 @@ def test_a_sequence_may_fill_every_position() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_fits(dtype: torch.dtype) -> None:
+def test_half_precision_models_are_supported(dtype: torch.dtype) -> None:
     model, asked = tiny.causal("qwen2").to(dtype), tiny.requests(8)
     expected = tiny.generated(TorchEngine(model, STOPS, 8), asked)
     result = tiny.generated(static(model, 8), asked)
@@ -85,7 +85,7 @@ def test_half_precision_fits(dtype: torch.dtype) -> None:
     assert np.allclose(*first, atol=0.05)
 
 
-def test_an_adapter_is_decoded_with() -> None:
+def test_decoding_uses_the_adapter() -> None:
     model, asked = tiny.causal("llama"), tiny.requests(8)
     plain = tokens(tiny.generated(static(model), asked))
     add_adapter(model, "base", rank=2, alpha=64.0, seed=0)
@@ -98,7 +98,7 @@ def test_an_adapter_is_decoded_with() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mistral", "bloom"])
-def test_a_model_that_does_not_fit_decodes_the_ordinary_way_and_the_log_says_so_once(kind: str) -> None:
+def test_an_unsupported_model_uses_ordinary_decoding_and_is_logged_once(kind: str) -> None:
     model, asked = tiny.causal(kind), tiny.requests(8)
     engine = TorchEngine(model, STOPS, 4, static=True)
     with structlog.testing.capture_logs() as lines:
@@ -109,14 +109,14 @@ def test_a_model_that_does_not_fit_decodes_the_ordinary_way_and_the_log_says_so_
     assert "window" in line["reason"]
 
 
-def test_a_model_that_computes_something_else_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_different_logits_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_decoding._Layer, "update", lambda self, keys, values, *_, **__: (self.keys, self.values))
     reason = unsupported_reason(tiny.causal("llama"), capture=False)
     assert reason is not None
     assert reason.startswith("logits differ by")
 
 
-def test_a_model_that_fails_does_not_fit_but_too_little_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_raises_is_unsupported_but_a_lack_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[Exception] = [RuntimeError("operation not permitted when stream is capturing\nmore")]
 
     def failing(*_: Any) -> None:
@@ -130,7 +130,7 @@ def test_a_model_that_fails_does_not_fit_but_too_little_memory_is_an_error(monke
         unsupported_reason(model, False)
 
 
-def test_what_an_engine_has_done_before_changes_no_bit() -> None:
+def test_earlier_generations_do_not_change_the_bits() -> None:
     model, asked = tiny.causal("llama", max_position_embeddings=256), tiny.requests(12)
     fresh = tiny.generated(static(model), asked)
     used = static(model)
@@ -140,7 +140,7 @@ def test_what_an_engine_has_done_before_changes_no_bit() -> None:
     assert log_probs(again).tobytes() == log_probs(fresh).tobytes()
 
 
-def test_what_else_is_in_the_batch_changes_no_bit_of_a_row() -> None:
+def test_other_rows_in_the_batch_do_not_change_the_bits_of_a_row() -> None:
     model = tiny.causal("llama")
 
     @torch.inference_mode()
@@ -161,7 +161,7 @@ def test_what_else_is_in_the_batch_changes_no_bit_of_a_row() -> None:
 
 @pytest.mark.parametrize("taken_out", [True, False])
 @torch.inference_mode()
-def test_rows_that_are_finished_never_come_to_a_column_that_there_is_not(taken_out: bool) -> None:
+def test_finished_rows_never_exceed_the_buffer(taken_out: bool) -> None:
     model, prefilled = tiny.causal("llama", max_position_embeddings=256), static_decoding.prefill_cache()
     decoder = StaticDecoder(model, False)
     decoder.prepare(4, COLUMNS + 4)
@@ -178,7 +178,7 @@ def test_rows_that_are_finished_never_come_to_a_column_that_there_is_not(taken_o
     assert set(decoder._steps) == {(4, COLUMNS)}
 
 
-def test_the_cache_is_as_large_as_the_largest_generation_needs_and_stays() -> None:
+def test_the_cache_fits_the_largest_generation_and_is_reused() -> None:
     engine = static(tiny.causal("llama", max_position_embeddings=256), slots=6)
     tiny.generated(engine, tiny.requests(20, lengths=(60, 61)), max_response_tokens=10)
     assert engine._static is not None
@@ -199,7 +199,7 @@ class OnTheDeviceAlone(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_step_carries_nothing_between_host_and_device(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_step_transfers_no_data_between_host_and_device(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     compute, steps = StaticDecoder._compute, []
 
     def watched(self: StaticDecoder, rows: int, columns: int) -> None:
@@ -228,7 +228,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     return results
 
 
-def test_a_step_is_captured_once_for_rows_and_columns_and_replayed_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_captured_once_per_size_and_then_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = tiny.causal("llama"), tiny.requests(40)
     expected = tokens(tiny.generated(TorchEngine(model, STOPS, 64), asked))
     result = captures(monkeypatch)
@@ -241,7 +241,7 @@ def test_a_step_is_captured_once_for_rows_and_columns_and_replayed_after(monkeyp
     assert len(result) == count
 
 
-def test_graphs_outlive_an_update_in_place_and_go_with_weights_that_are_put_elsewhere(
+def test_graphs_survive_updates_in_place_and_are_dropped_if_weights_are_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, other, asked = tiny.causal("llama"), tiny.causal("llama", seed=1), tiny.requests(6)
@@ -260,7 +260,7 @@ def test_graphs_outlive_an_update_in_place_and_go_with_weights_that_are_put_else
     assert len(result) == 2 * count
 
 
-def test_weights_that_were_not_finite_leave_nothing_behind() -> None:
+def test_non_finite_weights_do_not_affect_later_generations() -> None:
     model, asked = tiny.causal("llama"), tiny.requests(6)
     engine = static(model)
     good = {name: value.clone() for name, value in model.state_dict().items()}
@@ -273,7 +273,7 @@ def test_weights_that_were_not_finite_leave_nothing_behind() -> None:
     assert tokens(tiny.generated(engine, asked)) == expected
 
 
-def test_a_generation_whose_cache_a_later_one_has_taken_does_not_go_on() -> None:
+def test_a_later_generation_cancels_an_unfinished_one() -> None:
     engine = static(tiny.causal("llama"))
     first = engine.generate(tiny.requests(6), SamplingParameters(12), 0, 0)
     next(first)
@@ -284,7 +284,7 @@ def test_a_generation_whose_cache_a_later_one_has_taken_does_not_go_on() -> None
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_graphs_on_a_gpu_draw_what_the_ordinary_way_draws_there(kind: str) -> None:
+def test_graphs_on_a_gpu_draw_the_same_tokens_as_ordinary_decoding(kind: str) -> None:
     model, asked = tiny.causal(kind).to("cuda"), tiny.requests(40)
     assert unsupported_reason(model, capture=True) is None
     expected = tiny.generated(TorchEngine(model, STOPS, 7, static=False), asked)

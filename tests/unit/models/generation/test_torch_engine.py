@@ -40,7 +40,7 @@ def plain(model: Any, request: GenerationRequest, limit: int, temperature: float
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", DECODERS)
-def test_tokens_are_those_of_a_plain_loop_per_prompt(kind: str, temperature: float) -> None:
+def test_tokens_equal_those_of_a_plain_loop_per_prompt(kind: str, temperature: float) -> None:
     model, asked = tiny.causal(kind), tiny.requests(12)
     result = tiny.generated(TorchEngine(model, STOPS, 32), asked, seed=4, temperature=temperature)
     expected = [plain(model, request, 12, temperature, seed=4) for request in asked]
@@ -49,7 +49,7 @@ def test_tokens_are_those_of_a_plain_loop_per_prompt(kind: str, temperature: flo
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_log_probs_are_those_of_the_trainer(kind: str) -> None:
+def test_log_probs_equal_those_of_the_trainer(kind: str) -> None:
     model = tiny.causal(kind)
     result = tiny.generated(TorchEngine(model, STOPS, 32), tiny.requests(16), temperature=0.7)
     expected = response_log_probs(model, TokenBatch.of(result), 0.7, 256)
@@ -57,7 +57,9 @@ def test_log_probs_are_those_of_the_trainer(kind: str) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 2.0])
-def test_when_rows_are_dropped_changes_nothing(monkeypatch: pytest.MonkeyPatch, fraction: float) -> None:
+def test_the_moment_of_dropping_rows_does_not_change_the_tokens(
+    monkeypatch: pytest.MonkeyPatch, fraction: float
+) -> None:
     model, asked = tiny.causal("llama"), tiny.requests(24)
     expected = tiny.generated(TorchEngine(model, STOPS, 32), asked)
     monkeypatch.setattr(engine_module, "DROP_FRACTION", fraction)
@@ -66,7 +68,7 @@ def test_when_rows_are_dropped_changes_nothing(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
-def test_other_rows_in_the_batch_change_no_tokens(kind: str) -> None:
+def test_other_rows_in_the_batch_do_not_change_the_tokens(kind: str) -> None:
     engine, asked = TorchEngine(tiny.causal(kind), STOPS, 32), tiny.requests(20)
     together = {t.id: t.response_ids.tolist() for t in tiny.generated(engine, asked)}
     for some in (asked[:1], asked[3:9], asked[::3]):
@@ -75,7 +77,7 @@ def test_other_rows_in_the_batch_change_no_tokens(kind: str) -> None:
 
 @pytest.mark.parametrize("slots", [1, 4, 7])
 @pytest.mark.parametrize("kind", DECODERS)
-def test_those_that_wait_for_a_slot_get_the_tokens_that_they_would_get_at_once(kind: str, slots: int) -> None:
+def test_requests_that_wait_for_a_slot_get_the_same_tokens(kind: str, slots: int) -> None:
     model, asked = tiny.causal(kind), tiny.requests(40)
     expected = tiny.generated(TorchEngine(model, STOPS, 64), asked)
     result = tiny.generated(TorchEngine(model, STOPS, slots), asked[::-1])
@@ -83,7 +85,7 @@ def test_those_that_wait_for_a_slot_get_the_tokens_that_they_would_get_at_once(k
     assert np.allclose(*(np.concatenate([t.log_probs for t in some]) for some in (result, expected)), atol=1e-5)
 
 
-def test_a_slot_that_is_free_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_slot_is_reused_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked, rows = tiny.causal("llama"), tiny.requests(40), []
     draw = engine_module.draw
 
@@ -97,7 +99,7 @@ def test_a_slot_that_is_free_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert rows == sorted(rows, reverse=True), "a slot stood empty while others waited for one"
 
 
-def test_positions_that_the_model_does_not_have_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_never_exceeds_the_positions_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     # Finished rows are decoded on until half of the batch is; the cache moves to its left end meanwhile.
     monkeypatch.setattr(engine_module, "DROP_FRACTION", 0.5)
     model = tiny.causal("gpt2", n_positions=24)
@@ -107,7 +109,7 @@ def test_positions_that_the_model_does_not_have_are_not_asked_for(monkeypatch: p
     assert [t.response_ids.tolist() for t in result] == [t.response_ids.tolist() for t in expected]
 
 
-def test_the_seed_and_the_step_decide_the_tokens_the_run_name_does_not() -> None:
+def test_seed_and_step_determine_the_tokens_but_not_the_run_name() -> None:
     engine, asked = TorchEngine(tiny.causal("llama"), STOPS, 32), tiny.requests(8)
     renamed = [
         GenerationRequest(TrajectoryId("other", r.id.step, r.id.prompt, r.id.sample), r.prompt_ids) for r in asked
@@ -130,7 +132,7 @@ def test_the_same_call_gives_the_same_bits_in_the_same_order() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_several_samples_of_one_prompt_are_those_of_each_alone(kind: str) -> None:
+def test_samples_of_one_prompt_equal_those_of_separate_calls(kind: str) -> None:
     engine = TorchEngine(tiny.causal(kind), STOPS, 32)
     prompts = [np.array(ids, np.int32) for ids in ([5, 6, 7, 8], [9, 3], [4, 4, 4, 2, 2, 3])]
     asked = [GenerationRequest(TrajectoryId("r", 0, i, s), prompts[i]) for i in range(3) for s in range(4)]
@@ -140,7 +142,7 @@ def test_several_samples_of_one_prompt_are_those_of_each_alone(kind: str) -> Non
     assert len({tuple(t.response_ids.tolist()) for t in together[:4]}) > 1
 
 
-def test_a_prefill_in_several_passes_is_the_prefill_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefill_in_several_passes_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = tiny.causal("llama"), tiny.requests(12)
     expected = tiny.generated(TorchEngine(model, STOPS, 32), asked)
     monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 20)
@@ -186,7 +188,7 @@ def test_the_first_token_follows_the_models_distribution() -> None:
     assert ((counts - expected) ** 2 / expected).sum() < 99.6  # chi-square, 60 degrees of freedom, p = 0.001
 
 
-def test_cancellation_is_seen_at_the_next_token() -> None:
+def test_cancellation_takes_effect_at_the_next_token() -> None:
     calls = iter([False, False, True])
     running = TorchEngine(tiny.causal("llama"), frozenset(), 4).generate(
         tiny.requests(4), SamplingParameters(12), 0, 0, lambda: next(calls)
@@ -196,7 +198,7 @@ def test_cancellation_is_seen_at_the_next_token() -> None:
     assert next(calls, None) is None
 
 
-def test_weights_that_are_not_finite_stop_generation() -> None:
+def test_non_finite_weights_stop_generation() -> None:
     model = tiny.causal("llama")
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
@@ -204,7 +206,7 @@ def test_weights_that_are_not_finite_stop_generation() -> None:
         tiny.generated(TorchEngine(model, STOPS, 4), tiny.requests(3))
 
 
-def test_the_caller_between_trajectories_is_not_in_inference_mode() -> None:
+def test_inference_mode_is_off_between_trajectories() -> None:
     running = TorchEngine(tiny.causal("llama"), STOPS, 8).generate(
         tiny.requests(8), SamplingParameters(12), 0, 0, lambda: False
     )
@@ -213,7 +215,7 @@ def test_the_caller_between_trajectories_is_not_in_inference_mode() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_new_weights_are_used_at_once() -> None:
+def test_new_weights_are_used_immediately() -> None:
     model, asked = tiny.causal("llama"), tiny.requests(6)
     engine = TorchEngine(model, STOPS, 8)
     tiny.generated(engine, asked)
@@ -234,13 +236,13 @@ def test_new_weights_are_used_at_once() -> None:
         ([3], 0, "max_response_tokens"),
     ],
 )
-def test_a_request_that_cannot_be_met_is_refused_at_the_call(prompt: list[int], limit: int, message: str) -> None:
+def test_an_invalid_request_is_refused_at_the_call(prompt: list[int], limit: int, message: str) -> None:
     asked = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(prompt, np.int32))]
     with pytest.raises(InvalidRequest, match=message):
         TorchEngine(tiny.causal("llama"), STOPS, 4).generate(asked, SamplingParameters(limit), 0, 0, lambda: False)
 
 
-def test_nothing_asked_is_nothing_given() -> None:
+def test_an_empty_request_gives_no_trajectories() -> None:
     assert tiny.generated(TorchEngine(tiny.causal("llama"), STOPS, 4), []) == []
 
 

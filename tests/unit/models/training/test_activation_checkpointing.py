@@ -42,7 +42,7 @@ def update(model: Any, recomputes: bool) -> tuple[dict[str, float], list[torch.T
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("trained", ["policy", "value"])
 @pytest.mark.parametrize("kind", PACKED)
-def test_an_update_has_the_same_bits(kind: str, trained: str, lora: bool) -> None:
+def test_an_update_with_checkpointing_is_bit_identical(kind: str, trained: str, lora: bool) -> None:
     policy = tiny.causal(kind, seed=1)
     model = policy if trained == "policy" else ValueModel.of_causal_lm(policy)
     if lora:
@@ -57,7 +57,7 @@ def test_an_update_has_the_same_bits(kind: str, trained: str, lora: bool) -> Non
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("kind", PACKED)
-def test_less_is_kept(kind: str, lora: bool) -> None:
+def test_checkpointing_saves_fewer_bytes(kind: str, lora: bool) -> None:
     model = tiny.causal(kind, num_hidden_layers=4)
     if lora:
         add_adapter(model, "base", 2, 4.0)
@@ -74,7 +74,7 @@ def test_less_is_kept(kind: str, lora: bool) -> None:
     assert recomputed >= count_checkpointed_layers(model) * ids.numel() * 32 * 4
 
 
-def test_afterwards_it_is_off_also_after_an_error() -> None:
+def test_checkpointing_is_off_after_an_error() -> None:
     model = tiny.causal("llama")
 
     def fail() -> None:
@@ -88,7 +88,7 @@ def test_afterwards_it_is_off_also_after_an_error() -> None:
     assert not any(module.training for module in model.modules())
 
 
-def test_dropout_that_layers_read_from_the_models_config_stays_off(tmp_path: Path) -> None:
+def test_dropout_in_the_model_config_stays_off(tmp_path: Path) -> None:
     config = FalconConfig(
         vocab_size=61,
         hidden_size=32,

@@ -38,7 +38,7 @@ def rounded(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_log_probs_of_engine_and_trainer_are_float32_and_near_those_of_float32_weights(kind: str) -> None:
+def test_log_probs_are_float32_and_close_to_those_of_float32_weights(kind: str) -> None:
     wide, narrow = pair(kind)
     result = tiny.generated(TorchEngine(narrow, STOPS, 8), tiny.requests(24), temperature=0.7)
     batch, drawn = TokenBatch.of(result), np.concatenate([trajectory.log_probs for trajectory in result])
@@ -53,7 +53,7 @@ def test_log_probs_of_engine_and_trainer_are_float32_and_near_those_of_float32_w
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}])
-def test_a_draw_from_logits_in_bfloat16_is_that_from_the_same_numbers_in_float32(sampling: dict[str, Any]) -> None:
+def test_draws_from_bfloat16_and_equal_float32_logits_are_the_same(sampling: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = (4 * torch.randn(64, 500, generator=generator)).bfloat16()
     uniforms = torch.rand((64, 1), dtype=torch.float64, generator=generator)
@@ -72,11 +72,11 @@ def test_the_same_call_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_packing_fits(kind: str) -> None:
+def test_packing_is_supported(kind: str) -> None:
     assert supports_packing(pair(kind)[1])
 
 
-def test_an_update_is_that_of_float32_as_near_as_its_bits_allow_and_the_same_every_time() -> None:
+def test_an_update_is_close_to_that_of_float32_and_reproducible() -> None:
     wide, narrow = pair("llama")
     again = copy.deepcopy(narrow)
     data = updates.experience(wide)
@@ -100,7 +100,7 @@ def test_an_update_is_that_of_float32_as_near_as_its_bits_allow_and_the_same_eve
     assert metrics[1] == metrics[2]
 
 
-def test_an_adapter_learns_at_rates_that_round_away_in_weights_of_bfloat16() -> None:
+def test_an_adapter_learns_at_rates_below_the_resolution_of_bfloat16_weights() -> None:
     model = pair("llama")[1]
     data = dataclasses.replace(updates.experience(model), actor_mask=np.ones(sum(updates.RESPONSES), np.float32))
     adapter = add_adapter(model, "base", rank=2, alpha=4.0, seed=0)

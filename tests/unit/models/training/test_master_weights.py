@@ -44,7 +44,7 @@ def plain_adamw(parameters: list[Any], decay: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=0.1, fused=True)
 
 
-def test_float32_learns_to_the_bits_of_plain_adamw_and_has_no_copy(tmp_path: Path) -> None:
+def test_float32_training_is_bit_identical_to_plain_adamw_without_copies(tmp_path: Path) -> None:
     ours, theirs = tiny.causal("llama"), tiny.causal("llama")
     optimizer, plain = create_optimizer(ours, 0.1, weight_decay=0.1), plain_adamw(list(theirs.parameters()), 0.1)
     for seed in range(3):
@@ -58,7 +58,7 @@ def test_float32_learns_to_the_bits_of_plain_adamw_and_has_no_copy(tmp_path: Pat
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_a_step_is_that_of_float32_copies_clipped_there_and_then_rounded(dtype: torch.dtype) -> None:
+def test_a_step_clips_and_updates_float32_copies_and_then_rounds(dtype: torch.dtype) -> None:
     model = narrow(dtype=dtype)
     optimizer = create_optimizer(model, 1e-3, weight_decay=0.1)
     copies = [p.detach().float().requires_grad_() for p in model.parameters()]
@@ -85,7 +85,7 @@ def test_a_step_is_that_of_float32_copies_clipped_there_and_then_rounded(dtype: 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @pytest.mark.sampled(4)
-def test_at_a_small_rate_the_masters_move_as_float32_does_and_the_weights_follow_in_time(kind: str) -> None:
+def test_small_updates_accumulate_in_the_master_weights_until_the_parameters_change(kind: str) -> None:
     half = narrow(kind)
     moves = []
     for model in (copy.deepcopy(half).float(), half):
@@ -104,7 +104,7 @@ def test_at_a_small_rate_the_masters_move_as_float32_does_and_the_weights_follow
     assert all(torch.equal(parameter, master.bfloat16()) for master, parameter in optimizer.parameter_of_master.items())
 
 
-def test_what_takes_no_gradient_has_no_master_and_keeps_its_bits() -> None:
+def test_frozen_parameters_have_no_master_weight_and_do_not_change() -> None:
     model = narrow()
     freeze_parameters(model, ["*embed_tokens*", "*.layers.0.*"])
     before = [p.detach().clone() for p in model.parameters()]
@@ -116,7 +116,7 @@ def test_what_takes_no_gradient_has_no_master_and_keeps_its_bits() -> None:
         assert torch.equal(parameter, old) is (id(parameter) not in trained)
 
 
-def test_adapter_and_value_head_are_float32_already_and_have_no_copy(tmp_path: Path) -> None:
+def test_adapters_and_value_heads_are_float32_and_have_no_copy(tmp_path: Path) -> None:
     model = narrow()
     add_adapter(model, "base", rank=2, alpha=4.0)
     assert not create_optimizer(model, 0.1).parameter_of_master
@@ -129,7 +129,7 @@ def test_adapter_and_value_head_are_float32_already_and_have_no_copy(tmp_path: P
     assert not torch.equal(critic.head.weight, head)
 
 
-def test_a_mini_batch_that_is_given_up_leaves_no_gradient_behind() -> None:
+def test_an_update_that_ends_early_leaves_no_gradients() -> None:
     model = narrow()
     optimizer = create_optimizer(model, 0.1)
     loss = dataclasses.replace(updates.LOSS, target_kl=1e-9)
@@ -149,9 +149,7 @@ def saved(folder: Path, dtype: str = "bfloat16") -> tuple[Any, MasterWeightAdamW
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_learning_goes_on_from_saved_masters_bit_for_bit_and_the_policy_is_saved_in_its_own_type(
-    dtype: str, tmp_path: Path
-) -> None:
+def test_training_from_saved_master_weights_is_bit_identical(dtype: str, tmp_path: Path) -> None:
     model, optimizer = saved(tmp_path, dtype)
     stored = safetensors.torch.load_file(tmp_path / "policy" / "model.safetensors")
     assert {str(value.dtype) for value in stored.values()} == {f"torch.{dtype}"}
@@ -173,7 +171,7 @@ def without_masters(path: Path, drop: Any = lambda name: True) -> None:
     safetensors.torch.save_file(kept, path, metadata=metadata)
 
 
-def test_masters_that_do_not_fit_are_refused_with_the_file_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_master_weights_of_another_checkpoint_are_refused_without_a_change(tmp_path: Path) -> None:
     saved(tmp_path)
     path = tmp_path / "optimizer"
     wide = load_causal_lm(tmp_path / "policy", "float32")

@@ -23,7 +23,7 @@ from tests.unit.models.updates import (
 )
 
 
-def test_only_matrices_decay() -> None:
+def test_weight_decay_applies_only_to_matrices() -> None:
     model = tiny.causal("gpt2")
     optimizer = create_optimizer(model, 0.1, betas=(0.8, 0.9), weight_decay=0.5)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
@@ -33,7 +33,7 @@ def test_only_matrices_decay() -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
 
 
-def test_training_goes_on_from_a_saved_optimizer_bit_for_bit(tmp_path: Path) -> None:
+def test_training_from_a_saved_optimizer_is_bit_identical(tmp_path: Path) -> None:
     data = experience(None)
     tiny.saved(tiny.classifier("llama"), tmp_path / "m")
     chosen = settings(learning_rate=1e-2)
@@ -61,7 +61,7 @@ def test_training_goes_on_from_a_saved_optimizer_bit_for_bit(tmp_path: Path) -> 
         assert all(torch.equal(value, other.state[two][name]) for name, value in optimizer.state[one].items())
 
 
-def test_an_optimizer_that_has_not_stepped_is_saved_too(tmp_path: Path) -> None:
+def test_an_optimizer_without_steps_can_be_saved(tmp_path: Path) -> None:
     model = tiny.causal("llama")
     save_optimizer(create_optimizer(model, 0.5), tmp_path / "o")
     fresh = create_optimizer(model, 0.1)
@@ -69,7 +69,7 @@ def test_an_optimizer_that_has_not_stepped_is_saved_too(tmp_path: Path) -> None:
     assert not fresh.state
 
 
-def test_moments_and_step_counts_are_loaded_and_no_hyperparameter_is(tmp_path: Path) -> None:
+def test_moments_and_step_counts_are_loaded_but_not_hyperparameters(tmp_path: Path) -> None:
     model = tiny.causal("gpt2")
     optimizer = create_optimizer(model, 0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
     update_policy(model, optimizer, experience(model), settings(), LOSS, 40)
@@ -84,7 +84,7 @@ def test_moments_and_step_counts_are_loaded_and_no_hyperparameter_is(tmp_path: P
         assert all(torch.equal(value, fresh.state[parameter][name]) for name, value in entry.items())
 
 
-def test_an_optimizer_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_the_optimizer_state_of_another_model_is_refused(tmp_path: Path) -> None:
     small, large = tiny.causal("llama"), tiny.causal("llama", intermediate_size=56)
     optimizer = create_optimizer(large, 0.1)
     update_policy(large, optimizer, experience(large), settings(), LOSS, 40)

@@ -35,7 +35,7 @@ KINDS = ("llama", "gpt2", "mistral", "bloom")
 """Two that are packed and two that are padded; the last keeps a score for each pair of tokens."""
 
 
-def test_storages_count_once_and_parameters_not_at_all() -> None:
+def test_saved_bytes_count_each_storage_once_and_no_parameters() -> None:
     layer = torch.nn.Linear(8, 8)
     data = torch.ones(5, 8)
 
@@ -62,7 +62,7 @@ def worst(model: Any) -> Any:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_larger_pass_keeps_is_foretold(kind: str, recomputes: bool) -> None:
+def test_the_estimate_matches_the_saved_bytes_of_a_larger_policy_pass(kind: str, recomputes: bool) -> None:
     model = tiny.causal(kind)
     large, even = worst(model), micro_batch(model, [60] * 20)
     with activation_checkpointing(model, recomputes):
@@ -76,21 +76,21 @@ def test_what_a_larger_pass_keeps_is_foretold(kind: str, recomputes: bool) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_so_is_what_a_value_model_keeps(kind: str) -> None:
+def test_the_estimate_matches_the_saved_bytes_of_a_larger_value_pass(kind: str) -> None:
     model = ValueModel.of_causal_lm(tiny.causal(kind))
     large = worst(model)
     counted = saved_bytes(model, lambda: forward_values(model, large))
     assert measure_value(model, 60).plain.bytes(large.input_ids.numel(), 60) == pytest.approx(counted, rel=0.01)
 
 
-def test_attention_that_keeps_a_score_for_each_pair_of_tokens_counts_with_the_longest_sequence() -> None:
+def test_attention_scores_that_are_saved_count_per_pair_of_tokens() -> None:
     scores = measure_value(ValueModel.of_causal_lm(tiny.causal("bloom")), 60)
     none = measure_value(ValueModel.of_causal_lm(tiny.causal("llama")), 60)
     assert scores.plain.whole.pair >= 4 * 2 * 4  # heads, layers, bytes
     assert none.plain.whole.pair == 0
 
 
-def test_gradients_and_moments_are_of_what_learns() -> None:
+def test_gradients_and_moments_count_only_trained_parameters() -> None:
     model = tiny.causal("llama")
     assert measure_policy(model, 60, "report").state == 3 * sum(parameter.nbytes for parameter in model.parameters())
     adapter = add_adapter(model, "base", 2, 4.0)
@@ -98,13 +98,13 @@ def test_gradients_and_moments_are_of_what_learns() -> None:
     assert measure_policy(model, 60, "report").state == 3 * learned
 
 
-def test_moments_of_half_precision_are_float32_and_with_weight_and_master_make_what_the_doctor_says() -> None:
+def test_the_state_of_half_precision_models_agrees_with_the_doctor() -> None:
     model = tiny.causal("llama").bfloat16()
     weights = sum(parameter.numel() for parameter in model.parameters())
     assert measure_policy(model, 60, "report").state == TRAINED_BYTES * weights - 2 * weights - 4 * weights
 
 
-def test_logits_that_are_made_some_at_a_time_are_not_kept() -> None:
+def test_chunked_logits_are_not_saved() -> None:
     result = measure_policy(tiny.causal("llama"), 60, "report").plain
     assert result.whole.token - result.parts.token >= 4 * tiny.VOCABULARY * 0.8
     few = Activations(result.whole, result.parts, rows=8, logits=result.logits)
@@ -117,7 +117,7 @@ def test_gradient_checkpointing_needs_less() -> None:
     assert result.token_bytes(True) < 0.7 * result.token_bytes(False)
 
 
-def test_to_measure_changes_nothing() -> None:
+def test_measuring_changes_neither_model_nor_random_state() -> None:
     model = tiny.causal("llama")
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     measure_policy(model, 60, "train")
@@ -128,7 +128,7 @@ def test_to_measure_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("longest", [2, 3, 5, 40])
-def test_sequences_may_be_short(longest: int) -> None:
+def test_short_sequences_can_be_measured(longest: int) -> None:
     assert measure_policy(tiny.causal("llama"), longest, "report").token_bytes(False) > 0
 
 
@@ -156,22 +156,20 @@ def needs(longest: int) -> UpdateMemory:
         (0, 1, 0),
     ],
 )
-def test_the_most_tokens_are_a_power_of_two_that_fits_beside_the_longest_sequence(
-    tokens: int, longest: int, expected: int
-) -> None:
+def test_the_token_limit_is_halved_until_it_fits(tokens: int, longest: int, expected: int) -> None:
     free = (8 + 8 * tokens) / memory.MEMORY_FRACTION + 0.1
     assert needs(longest).most_tokens(4096, free, False) == expected
     assert needs(longest).most_tokens(4096, (8 + 2 * tokens) / memory.MEMORY_FRACTION + 0.1, True) == expected
 
 
-def test_what_the_allocator_of_a_gpu_holds_in_reserve_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_memory_of_the_allocator_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
     assert free_gpu_bytes(torch.device("cuda", 0)) == 1200
 
 
-def test_a_trial_that_finds_no_room_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_in_a_trial_raises_model_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2 MiB")
 

@@ -36,7 +36,7 @@ from tests.unit.models.updates import (
 
 @pytest.mark.parametrize("num_mini_batches", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_policy_update_agrees_with_a_straightforward_one_in_float64(kind: str, num_mini_batches: int) -> None:
+def test_a_policy_update_agrees_with_a_float64_reference_implementation(kind: str, num_mini_batches: int) -> None:
     model = tiny.causal(kind)
     data, chosen = experience(model), settings(num_mini_batches=num_mini_batches)
     plain = Straightforward(model, data, chosen)
@@ -52,7 +52,7 @@ def test_a_policy_update_agrees_with_a_straightforward_one_in_float64(kind: str,
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_each_option_agrees_with_the_straightforward_update_and_changes_it(option: str) -> None:
+def test_each_option_agrees_with_the_reference_implementation(option: str) -> None:
     model = tiny.causal("llama")
     data, chosen, loss = outcome(experience(model)), settings(num_mini_batches=3), with_options(**OPTIONS[option])
     plain, without = Straightforward(model, data, chosen, loss), Straightforward(model, data, chosen)
@@ -65,7 +65,7 @@ def test_each_option_agrees_with_the_straightforward_update_and_changes_it(optio
     assert largest_difference(plain.model, without.model) > 1e-4
 
 
-def test_the_update_ends_before_a_step_whose_kl_is_too_large() -> None:
+def test_the_update_ends_before_a_step_with_a_kl_above_the_target() -> None:
     model = tiny.causal("llama")
     data, chosen = experience(model), settings(num_mini_batches=3)
     free = Straightforward(model, data, chosen)
@@ -82,7 +82,7 @@ def test_the_update_ends_before_a_step_whose_kl_is_too_large() -> None:
 
 
 @pytest.mark.parametrize(("bound", "steps"), [(1e-12, 1), (1e6, 4), (0.0, 4)])
-def test_the_first_step_is_always_taken_and_a_bound_of_zero_is_none(bound: float, steps: int) -> None:
+def test_the_first_step_is_always_taken_and_a_target_kl_of_zero_is_off(bound: float, steps: int) -> None:
     models = [tiny.causal("llama") for _ in range(2)]
     data, loss = experience(models[0]), with_options(target_kl=bound)
     result = update_policy(models[0], sgd(models[0]), data, settings(num_mini_batches=1, num_epochs=4), loss, 1000)
@@ -92,7 +92,7 @@ def test_the_first_step_is_always_taken_and_a_bound_of_zero_is_none(bound: float
 
 
 @pytest.mark.parametrize("clip", [0.2, 50.0])
-def test_a_value_update_agrees_with_a_straightforward_one_in_float64(clip: float) -> None:
+def test_a_value_update_agrees_with_a_float64_reference_implementation(clip: float) -> None:
     model = ValueModel.of_classifier(tiny.classifier("llama"))
     data, chosen = experience(None), settings(num_mini_batches=3)
     plain = Straightforward(model, data, chosen)
@@ -106,7 +106,7 @@ def test_a_value_update_agrees_with_a_straightforward_one_in_float64(clip: float
 
 @pytest.mark.parametrize("loss", [LOSS, with_options(**OPTIONS["all"])], ids=["plain", "all options"])
 @pytest.mark.parametrize("num_mini_batches", [1, 3])
-def test_the_size_of_micro_batches_changes_no_weights(num_mini_batches: int, loss: PolicyLossSettings) -> None:
+def test_the_micro_batch_size_does_not_change_the_weights(num_mini_batches: int, loss: PolicyLossSettings) -> None:
     policies, critics = [], []
     data = experience(tiny.causal("llama"))
     for max_tokens in (1, 33, 10_000):
@@ -136,7 +136,7 @@ def test_the_ratio_starts_at_exactly_one(num_mini_batches: int) -> None:
     assert min(deviations[1:]) > 1e-3
 
 
-def test_later_mini_batches_of_the_first_epoch_compare_with_the_weights_before_it() -> None:
+def test_old_log_probs_come_from_the_weights_before_the_first_epoch() -> None:
     model = tiny.causal("llama")
     data = experience(model)
     frozen = settings(num_mini_batches=3, num_epochs=1, learning_rate=0.0)
@@ -198,7 +198,7 @@ def forward_passes(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("num_mini_batches", "passes"), [(1, 2), (3, 2 * 3 + 2)])
-def test_only_the_mini_batches_after_the_first_are_computed_once_more(
+def test_old_log_probs_need_a_forward_pass_except_for_the_first_mini_batch(
     num_mini_batches: int, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.causal("llama")
@@ -211,7 +211,7 @@ def test_only_the_mini_batches_after_the_first_are_computed_once_more(
 NO_STEP = {"optimizer_steps": 0.0, "skipped_steps": 0.0}
 
 
-def test_no_epochs_change_nothing_and_still_report_entropy_and_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_epochs_change_no_weights_and_report_entropy_and_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
     data, before, critic_before = experience(model), copy.deepcopy(model), copy.deepcopy(critic)
     once = settings(num_mini_batches=1, num_epochs=1, learning_rate=0.0)
@@ -239,7 +239,7 @@ def test_no_epochs_change_nothing_and_still_report_entropy_and_mismatch(monkeypa
     assert critic_optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_gradients_that_someone_left_behind_do_not_count() -> None:
+def test_leftover_gradients_are_ignored() -> None:
     models = [tiny.causal("llama") for _ in range(2)]
     for parameter in models[1].parameters():
         parameter.grad = torch.ones_like(parameter)

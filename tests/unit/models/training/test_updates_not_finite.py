@@ -32,7 +32,7 @@ from tests.unit.models.updates import (
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_numbers_that_are_not_finite_stop_the_update_before_any_weight_is_touched(bad: float) -> None:
+def test_non_finite_values_stop_the_update_before_any_weight_changes(bad: float) -> None:
     model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
     data = experience(model)
     data.advantages[:] = bad
@@ -50,7 +50,7 @@ def test_numbers_that_are_not_finite_stop_the_update_before_any_weight_is_touche
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_when_every_step_is_skipped_nothing_changes_and_the_report_is_finite(bad: float) -> None:
+def test_an_update_of_skipped_steps_changes_nothing_and_reports_finite_metrics(bad: float) -> None:
     model, critic = tiny.causal("llama"), ValueModel.of_classifier(tiny.classifier("llama"))
     data = experience(model)
     data.advantages[:] = bad
@@ -74,7 +74,7 @@ def test_when_every_step_is_skipped_nothing_changes_and_the_report_is_finite(bad
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_skipped_step_leaves_the_others_as_they_would_be_without_it(which: int) -> None:
+def test_a_skipped_step_does_not_affect_the_other_steps(which: int) -> None:
     models, metrics = [tiny.causal("llama") for _ in range(2)], []
     data, chosen = experience(models[0]), settings(num_mini_batches=3, num_epochs=1, skip_non_finite=True)
     bounds = np.cumsum([0, *RESPONSES])
@@ -106,7 +106,7 @@ def shift_recomputed(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
     monkeypatch.setattr(training, "forward_log_probs", shifted)
 
 
-def test_after_a_skipped_step_the_next_counts_as_the_first_whatever_its_kl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_after_a_skipped_one_is_taken_regardless_of_its_kl(monkeypatch: pytest.MonkeyPatch) -> None:
     # The old log-probs come out a little different, as from another kernel.
     shift_recomputed(monkeypatch, 0.1)
     model = tiny.causal("llama")
@@ -119,7 +119,7 @@ def test_after_a_skipped_step_the_next_counts_as_the_first_whatever_its_kl(monke
     assert (result["optimizer_steps"], result["skipped_steps"]) == (1, 1)
 
 
-def test_an_old_log_prob_of_minus_infinity_counts_as_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_log_prob_of_minus_infinity_counts_as_non_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     # Left as it is, its ratio would be clamped to e^20: a finite and absurd step.
     shift_recomputed(monkeypatch, -np.inf)
     model = tiny.causal("llama")
@@ -133,7 +133,7 @@ def test_an_old_log_prob_of_minus_infinity_counts_as_no_number(monkeypatch: pyte
     assert all(map(np.isfinite, result.values()))
 
 
-def test_an_engines_nan_where_the_mask_leaves_the_token_out_does_not_count() -> None:
+def test_a_nan_from_the_engine_at_a_masked_token_is_ignored() -> None:
     models, loss = [tiny.causal("llama") for _ in range(2)], with_options(**OPTIONS["all"])
     clean = experience(models[0])
     broken = dataclasses.replace(clean, log_probs=np.where(clean.actor_mask == 0, np.nan, clean.log_probs))
@@ -154,7 +154,7 @@ def one_broken_sequence(data: Experience, model: Any) -> None:
         model.get_input_embeddings().weight[lonely] = torch.nan
 
 
-def test_old_log_probs_that_are_not_finite_stop_the_update_before_its_first_step() -> None:
+def test_non_finite_old_log_probs_stop_the_update_before_its_first_step() -> None:
     model = tiny.causal("llama")
     data = experience(model)
     one_broken_sequence(data, model)
@@ -166,7 +166,7 @@ def test_old_log_probs_that_are_not_finite_stop_the_update_before_its_first_step
 
 
 @pytest.mark.parametrize("loss", [LOSS, with_options(**OPTIONS["all"])], ids=["plain", "all options"])
-def test_a_sequence_whose_old_log_probs_are_not_finite_reaches_no_weight(loss: PolicyLossSettings) -> None:
+def test_a_sequence_with_non_finite_old_log_probs_does_not_change_the_weights(loss: PolicyLossSettings) -> None:
     model = tiny.causal("llama")
     data = experience(model)
     one_broken_sequence(data, model)
