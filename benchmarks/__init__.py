@@ -1,1 +1,1 @@
-"""Measurements that Quartet's documentation quotes. Each is a command of its own that writes its table into the page."""
+"""Benchmarks that the documentation quotes. Each is a separate command that writes its table into a page."""

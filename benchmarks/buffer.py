@@ -2,7 +2,8 @@
 
 `make buffer`, or python -m benchmarks.buffer. Uses the embedded Redis as `quartet train` starts it, with an append-only file that
 is flushed to the disk every second. One process appends as the actor does, another reads and acknowledges as the orchestrator
-does. Writes the results below build/ and a table to docs/performance.md. Exits with 1 if trajectories are slower than LIMIT.
+does. Writes the results below build/ and a table to docs/performance.md. The exit status is 1 if fewer than LIMIT trajectories
+pass per second.
 """
 
 from __future__ import annotations
@@ -101,12 +102,12 @@ def trajectories(count: int) -> Iterator[Trajectory]:
 def write(url: str, count: int) -> int:
     """Run the writer: start after a line on standard input, and print the times of start and end."""
     stream = RolloutStream(connect(url), url, RUN)
-    made = list(trajectories(count))
+    batch = list(trajectories(count))
     print("ready", flush=True)
     sys.stdin.readline()
     start = time.monotonic()
     for first in range(0, count, FLUSH):
-        stream.append(made[first : first + FLUSH])
+        stream.append(batch[first : first + FLUSH])
     print(json.dumps([start, time.monotonic()]), flush=True)
     return 0
 
@@ -149,8 +150,8 @@ def table(rounds: Sequence[Stream], sealed: Sequence[Sealed], where: str) -> str
     rates = [each.rate for each in rounds]
     writes = [each.trajectories / each.write for each in rounds]
     lines = [
-        f"{where}. {rounds[0].trajectories:,} trajectories of {PROMPT + RESPONSE:,} tokens a round, appended by {FLUSH}, read by "
-        f"{READ}; at least {LIMIT:,} per second are required.",
+        f"{where}. {rounds[0].trajectories:,} trajectories of {PROMPT + RESPONSE:,} tokens per round, appended in batches of "
+        f"{FLUSH}, read in batches of {READ}; at least {LIMIT:,} per second are required.",
         "",
         "| trajectories per second | best | median | minimum |",
         "|---|---|---|---|",

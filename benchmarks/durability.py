@@ -1,7 +1,7 @@
-"""What durability costs a run to which nothing happens: seconds of a step, part by part, measured where they are spent.
+"""Cost of durability in a run without faults: its share of each step, by part.
 
-`make durability-cost`, or python -m benchmarks.durability. Writes its figures below build/, its table into docs/durability.md.
-Exits 1 when all parts together take 3 % of a step or more.
+`make durability-cost`, or python -m benchmarks.durability. Reads the durations that the orchestrator logs. Writes the results
+below build/ and a table into docs/durability.md. The exit status is 1 if all parts together take 3 % of a step or more.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from quartet.types import Role
 
 RUN = "durability-cost"
 CHECKPOINTS = 3
-"""Of a measured run, whatever its config says: so many are enough to know what one costs."""
+"""Checkpoints of the measured run, regardless of its config: enough to measure the cost of one."""
 WARM_UP = 3
-"""First steps left out: caches fill, pages are touched for the first time."""
+"""First steps to leave out: they fill caches and allocate memory."""
 LIMIT = 0.03
-"""Of a step, for all parts together."""
+"""Maximum share of a step for all parts together."""
 POLL = 0.2
-"""Seconds between questions to actor and critic."""
+"""Seconds between two status requests to actor and critic."""
 IN_EACH_STEP = {
     "seal": "sealing the experience in Redis",
     "lease": "renewing the lease",
-    "commit": "trajectories and metrics to the disk (fsync)",
-    "acknowledge": "freeing the step's trajectories in Redis",
+    "commit": "writing trajectories and metrics to disk (fsync)",
+    "acknowledge": "acknowledging the step's trajectories in Redis",
 }
-"""Parts of every step, by their name in the orchestrator's log."""
+"""Parts of every step, by the name of the duration in the orchestrator's log."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What durability costs. Seconds; ``parts`` are medians over the steps, the others are of one checkpoint.
+    """Cost of durability in seconds. ``parts`` are medians over the steps; the others describe one checkpoint.
 
-    ``copies``: for which a model's compute thread is held, the longer of actor and critic. ``waits``: for which the orchestrator
-    waits until they are written. ``slower``: by which the step during which they are written is longer than the others.
+    ``copies``: the time for which a model's compute thread copies its weights, the longer of actor and critic. ``waits``: the
+    time for which the orchestrator waits until the copies are written. ``slower``: the extra time of the step that writes them.
+    ``every``: steps between two checkpoints.
     """
 
     step: float
@@ -62,12 +63,12 @@ class Cost:
 
     @property
     def checkpoint(self) -> float:
-        """Of one checkpoint, all in all: the step that is longer has waited and was held back in it."""
+        """Return the cost of one checkpoint. ``slower`` already includes ``copies`` and ``waits``."""
         return max(self.copies + self.waits, self.slower)
 
     @property
     def share(self) -> float:
-        """Of a step's time, the checkpoint spread over the steps from one to the next."""
+        """Return the share of a step, with the cost of a checkpoint spread over the steps between two checkpoints."""
         return (sum(self.parts.values()) + self.checkpoint / self.every) / self.step
 
 
@@ -96,13 +97,13 @@ def _check_models(config: Config) -> None:
     model = Path(config.actor.model)
     if str(config.actor.model).startswith("build/") and not model.exists():
         raise ConfigError(
-            f"actor.model {model}: is not there; make it with python examples/reviews/prepare.py POSITIVE NEGATIVE "
-            f"{model.parent}, which make acceptance does, too, or give another --config"
+            f"actor.model {model}: not found; create it with python examples/reviews/prepare.py POSITIVE NEGATIVE "
+            f"{model.parent} or make acceptance, or pass another --config"
         )
 
 
 def measure(config: Config, path: Path, steps: int, folder: Path) -> Cost:
-    """Run ``steps`` of the config at ``path`` with CHECKPOINTS checkpoints. Raises ConfigError when the run fails."""
+    """Run ``steps`` steps of the config at ``path`` with CHECKPOINTS checkpoints. Raises ConfigError if the run fails."""
     every = steps // CHECKPOINTS
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -116,7 +117,7 @@ def measure(config: Config, path: Path, steps: int, folder: Path) -> Cost:
 
 
 def _held_by_saves(command: list[str], files: RunFiles, every: int, steps: int, log: Path) -> dict[Role, float]:
-    """Run the command. Gives the seconds for which the copies of the checkpoint of step ``every`` held actor and critic."""
+    """Run the command, and return the seconds for which actor and critic copied the checkpoint of step ``every``."""
     held: dict[Role, float] = {}
     with log.open("wb") as output:
         run = subprocess.Popen(
@@ -138,7 +139,7 @@ def _held_by_saves(command: list[str], files: RunFiles, every: int, steps: int, 
 
 
 def _busy_with_saves(files: RunFiles) -> dict[Role, float]:
-    """Return what actor and critic say of their time, as long as they are there."""
+    """Return the seconds that actor and critic spent on saves, or nothing if a service does not respond."""
     try:
         addresses = json.loads(files.services.read_text())
     except (OSError, ValueError):
@@ -157,7 +158,7 @@ def _busy_with_saves(files: RunFiles) -> dict[Role, float]:
 
 
 def logged_seconds(log: str) -> list[dict[str, float]]:
-    """Return what the orchestrator says of each step that it has committed, by name."""
+    """Return the durations that the orchestrator logged for each committed step, by name."""
     lines = [line for line in log.splitlines() if "event='step committed'" in line]
     return [
         {name: float(value) for name, value in re.findall(r"\b(step|\w*seconds)=([-+.e\d]+)", line)} for line in lines
@@ -165,7 +166,10 @@ def logged_seconds(log: str) -> list[dict[str, float]]:
 
 
 def cost_of(steps: Sequence[dict[str, float]], held: dict[Role, float], measured_every: int, every: int) -> Cost:
-    """``steps`` as logged, of a run with a checkpoint after every ``measured_every``; ``every`` is the config's own."""
+    """Compute the cost from the logged ``steps`` of a run with a checkpoint every ``measured_every`` steps.
+
+    ``every``: steps between two checkpoints in the config.
+    """
     warm = [step for step in steps if step["step"] > WARM_UP]
     # The step after a checkpoint is the one during which it is written.
     after = [step for step in warm if step["step"] % measured_every == 1]
@@ -182,25 +186,25 @@ def cost_of(steps: Sequence[dict[str, float]], held: dict[Role, float], measured
 
 
 def table(cost: Cost, config: Path, steps: int) -> str:
-    """Return what the page says."""
+    """Return the table for the page."""
 
     def row(what: str, seconds: float) -> str:
         return f"| {what} | {1000 * seconds:.2f} | {100 * seconds / cost.step:.3f} % |"
 
     each = cost.checkpoint / cost.every
     lines = [
-        f"`{config}`, {steps} steps on {os.cpu_count()} CPU cores; a step takes {cost.step:.2f} s (median). "
-        f"All in all durability costs **{100 * cost.share:.2f} %** of it.",
+        f"`{config}`, {steps} steps on {os.cpu_count()} CPU cores. A step takes {cost.step:.2f} s (median). "
+        f"Durability takes **{100 * cost.share:.2f} %** of it.",
         "",
-        "| part | ms per step | of a step |",
+        "| part | ms per step | share of a step |",
         "|---|---|---|",
         *(row(what, cost.parts[name]) for name, what in IN_EACH_STEP.items()),
         row(f"a checkpoint every {cost.every} steps", each),
         row("together", sum(cost.parts.values()) + each),
         "",
-        f"One checkpoint: the copies hold a model's compute thread for {1000 * cost.copies:.0f} ms, the orchestrator waits for "
-        f"{1000 * cost.waits:.0f} ms, and the step during which it is written is {1000 * cost.slower:.0f} ms longer than the "
-        f"others; the larger of these counts: {1000 * cost.checkpoint:.0f} ms.",
+        f"One checkpoint costs {1000 * cost.checkpoint:.0f} ms: copies keep a model's compute thread busy for "
+        f"{1000 * cost.copies:.0f} ms, and the orchestrator waits for {1000 * cost.waits:.0f} ms. The step that writes it takes "
+        f"{1000 * cost.slower:.0f} ms longer than the others, which counts instead if it is more than both together.",
     ]
     return "\n".join(lines)
 

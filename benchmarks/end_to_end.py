@@ -1,9 +1,8 @@
-"""Quartet's services and TRL's trainer on the same checkpoints, prompts and settings: episodes and tokens a second, in pairs.
+"""Episodes and tokens per second of Quartet's services and TRL's trainers, on the same checkpoints, prompts and settings.
 
-`make end-to-end`, or python -m benchmarks.end_to_end. The two sides run in turn, several times, so that a machine that is
-faster at one time than at another is so for both. TRL is in a separate environment, whose Python is called. Writes the
-results below build/, the table into docs/performance.md. Where the configs have the models on a GPU (configs/gpu), TRL has it as
-well, and the table is only printed.
+`make end-to-end`, or python -m benchmarks.end_to_end. The two sides run alternately, several times, so that variations of the
+machine affect both. TRL runs in a separate Python environment. Writes the results below build/ and the table into
+docs/performance.md. If the configs put the models on a GPU (configs/gpu), TRL uses it, too, and the table is only printed.
 """
 
 from __future__ import annotations
@@ -28,35 +27,35 @@ from quartet.errors import ConfigError
 from quartet.run_directory.run_files import RunFiles
 
 WARM_UP = 2
-"""First steps left out on both sides: caches fill, memory is touched for the first time."""
+"""First steps to leave out on both sides: they fill caches and allocate memory."""
 CONFIGS = ("configs/reviews/ppo.yaml", "configs/reviews/rloo.yaml")
 RUN = "end-to-end"
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What one run did after its warm-up."""
+    """Speed and reward of one run, without its first steps."""
 
     episodes: float
     """Per second."""
     tokens: float
     """Response tokens per second, up to the first EOS."""
     seconds: float
-    """Of a step, on average."""
+    """Mean duration of a step."""
     reward: float
-    """Mean of the last half of its steps, less what responses without an end cost, as TRL has it."""
+    """Mean over the last half of the steps. Responses without EOS count with their penalty, as in TRL."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One run of each side, one after the other."""
+    """One run of each side."""
 
     quartet: Speed
     trl: Speed
 
     @property
     def ratio(self) -> float:
-        """Quartet's episodes a second over TRL's."""
+        """Return Quartet's episodes per second over TRL's."""
         return self.quartet.episodes / self.trl.episodes
 
 
@@ -64,26 +63,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("end_to_end", __doc__)
     parser.add_argument("--config", action="append", type=Path, help="may be repeated")
     parser.add_argument("--steps", type=positive, default=16)
-    parser.add_argument("--pairs", type=positive, default=3, help="each with a separate seed")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in the config of both sides")
-    parser.add_argument("--trl", type=Path, default=Path("build/parity-venv/bin/python"), help="a Python that has TRL")
+    parser.add_argument("--pairs", type=positive, default=3, help="pairs of runs, each with a separate seed")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override the config of both sides"
+    )
+    parser.add_argument(
+        "--trl", type=Path, default=Path("build/parity-venv/bin/python"), help="Python interpreter with TRL"
+    )
     add_shared(parser, "build/end-to-end", kept="runs and results are")
     options = parser.parse_args(arguments)
     paths = options.config or [Path(path) for path in CONFIGS]
     results: dict[str, list[Pair]] = {}
     try:
         if options.steps <= WARM_UP:
-            raise ConfigError(f"--steps {options.steps}: expected more than the {WARM_UP} of the warm-up")
+            raise ConfigError(
+                f"--steps {options.steps}: expected more than {WARM_UP}, because the first {WARM_UP} are left out"
+            )
         configs = [load_config(path, options.set) for path in paths]
         devices = {machine.device_of(config, path) for config, path in zip(configs, paths, strict=True)}
         dtypes = {config.actor.dtype for config in configs}
         if len(devices) > 1 or len(dtypes) > 1:
-            raise ConfigError(f"--config: {', '.join(map(str, paths))} differ in device or dtype; give them one by one")
+            raise ConfigError(f"--config: {', '.join(map(str, paths))} differ in device or dtype; run them separately")
         for config, path in zip(configs, paths, strict=True):
             _check(config, path)
         (device,), (dtype,) = devices, dtypes
         if not options.trl.exists():
-            raise ConfigError(f"--trl {options.trl}: is not there; make parity makes an environment that has TRL")
+            raise ConfigError(f"--trl {options.trl}: not found; make parity creates an environment with TRL")
         where = machine.describe(device)
         shutil.rmtree(options.folder, ignore_errors=True)
         options.folder.mkdir(parents=True)
@@ -92,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 settings = [*options.set, f"run.seed={number}"]
                 pair = measure(path, settings, options.steps, options.trl, options.folder / f"{path.stem}-{number}")
                 results.setdefault(str(path), []).append(pair)
-                print(f"{path}: {pair.ratio:.2f} times TRL's episodes a second", flush=True)
+                print(f"{path}: {pair.ratio:.2f} times TRL's episodes per second", flush=True)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -107,15 +112,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(config: Config, path: Path) -> None:
     if config.algorithm.estimator not in ("gae", "rloo"):
-        raise ConfigError(f"{path}: algorithm.estimator {config.algorithm.estimator}: TRL is compared on gae and rloo")
+        raise ConfigError(f"{path}: algorithm.estimator {config.algorithm.estimator}: the comparison needs gae or rloo")
     if not Path(config.actor.model).is_dir():
         raise ConfigError(
-            f"{path}: actor.model {config.actor.model}: is not there; make it as the first lines of {path} say"
+            f"{path}: actor.model {config.actor.model}: not found; see the comment at the start of {path}"
         )
 
 
 def measure(path: Path, settings: Sequence[str], steps: int, trl: Path, folder: Path) -> Pair:
-    """One run of each side below ``folder``, with ``settings`` in both. Raises ConfigError when one fails."""
+    """Run both sides below ``folder`` with the overrides ``settings``. Raises ConfigError if a run fails."""
     folder.mkdir()
     return Pair(_quartet(path, settings, steps, folder), _trl(path, settings, steps, trl, folder))
 
@@ -140,18 +145,18 @@ def _trl(path: Path, settings: Sequence[str], steps: int, python: Path, folder: 
 
 
 def _run(command: list[str], log: Path) -> None:
-    # Each side divides the cores as it thinks best.
+    # Each side chooses its own number of threads.
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     with log.open("wb") as output:
-        done = subprocess.run(
+        result = subprocess.run(
             tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
         )
-    if done.returncode:
-        raise ConfigError(f"{' '.join(command[:3])} ended with status {done.returncode}; see {log}")
+    if result.returncode:
+        raise ConfigError(f"{' '.join(command[:3])} ended with status {result.returncode}; see {log}")
 
 
 def speed_of_quartet(log: str, metrics: Sequence[dict[str, float]], config: Config) -> Speed:
-    """From when each step was committed, by the orchestrator's log, and what it was about."""
+    """Compute the speed from the times of the commits in the orchestrator's log, and the metrics of the steps."""
     ends = [
         datetime.fromisoformat(stamp).timestamp()
         for stamp in re.findall(r"timestamp='([^']+)'.*event='step committed'", log)
@@ -168,7 +173,7 @@ def speed_of_quartet(log: str, metrics: Sequence[dict[str, float]], config: Conf
 
 
 def speed_of_trl(steps: Sequence[dict[str, float]]) -> Speed:
-    """From what ``benchmarks.trl_training`` wrote."""
+    """Compute the speed from the lines that ``benchmarks.trl_training`` wrote."""
     warm = steps[WARM_UP:]
     seconds = sum(step["seconds"] for step in warm)
     return Speed(
@@ -180,13 +185,13 @@ def speed_of_trl(steps: Sequence[dict[str, float]]) -> Speed:
 
 
 def table(results: dict[str, list[Pair]], steps: int, dtype: str, where: str) -> str:
-    """Return what the page says: medians over the pairs."""
+    """Return the table for the page: medians over the pairs."""
     lines = [
-        f"{where}. {steps} steps a run, {dtype}, the first {WARM_UP} steps left out; medians, and of reward and "
-        "ratio the least and the most, of pairs of different seeds. The reward is the mean of the last half of the steps.",
+        f"{where}. {steps} steps per run, {dtype}, without the first {WARM_UP} steps. Each pair has another seed. Medians; "
+        "reward and speedup also have their range. The reward is the mean over the last half of the steps.",
         "",
-        "| config | pairs | seconds a step, TRL | Quartet | episodes/s, TRL | Quartet | tokens/s, TRL | Quartet "
-        "| reward, TRL | Quartet | times TRL |",
+        "| config | pairs | seconds per step, TRL | Quartet | episodes/s, TRL | Quartet | tokens/s, TRL | Quartet "
+        "| reward, TRL | Quartet | speedup |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for path, pairs in results.items():

@@ -1,7 +1,7 @@
-"""Generalized advantages of a million response tokens: milliseconds, by how the tokens are shared out among responses.
+"""Duration of GAE for a million response tokens, for several distributions of response lengths.
 
-`make gae`, or python -m benchmarks.gae. Writes the results below build/, the table into docs/performance.md. Exits 1 when the
-best of several calls takes longer than it should.
+`make gae`, or python -m benchmarks.gae. Writes the results below build/ and the table into docs/performance.md. The exit status
+is 1 if the best of several calls takes LIMIT or longer.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from benchmarks.options import add_shared, page_of, parser_of, positive
 from quartet.ppo.gae import generalized_advantages
 
 LIMIT = 0.05
-"""Seconds for a million tokens."""
+"""Maximum seconds for a million tokens."""
 KINDS = {
-    "many short": "1 to 63 tokens",
-    "few long, many short": "1 % of 4,000 to 8,000 tokens, the others 16 to 512",
-    "few very long": "0.1 % of 32,768 tokens, the others 16 to 512",
-    "equal": "1,000 tokens each",
+    "many short": "1 to 63",
+    "few long, many short": "4,000 to 8,000 in 1 %, else 16 to 512",
+    "few very long": "32,768 in 0.1 %, else 16 to 512",
+    "equal": "1,000",
 }
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one kind of batch; ``seconds`` of each call."""
+    """One kind of batch, and the seconds of each call."""
 
     kind: str
     tokens: int
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=positive, default=1_000_000)
     add_shared(parser, "build/gae", rounds=30)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # As the orchestrator has it.
+    torch.set_num_threads(1)  # As in the orchestrator.
     where = machine.describe()
     results = [measure(kind, lengths_of(kind, options.tokens), options.rounds) for kind in KINDS]
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -60,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def lengths_of(kind: str, tokens: int) -> NDArray[np.int64]:
-    """Lengths of responses of one of the KINDS that add up to ``tokens``; always the same."""
+    """Return lengths of responses of one of the KINDS that add up to ``tokens``, from a fixed seed."""
     random = np.random.default_rng(0)
-    count = tokens  # More than enough: each has at least one.
+    count = tokens  # An upper bound: each response has at least one token.
     usual = random.integers(16, 513, count)
-    drawn = {
+    sampled = {
         "many short": lambda: random.integers(1, 64, count),
         "few long, many short": lambda: np.where(
             random.random(count) < 0.01, random.integers(4000, 8001, count), usual
@@ -72,15 +72,15 @@ def lengths_of(kind: str, tokens: int) -> NDArray[np.int64]:
         "few very long": lambda: np.where(random.random(count) < 0.001, 32_768, usual),
         "equal": lambda: np.full(count, 1000),
     }[kind]()
-    ends = np.cumsum(drawn)
+    ends = np.cumsum(sampled)
     last = int(np.searchsorted(ends, tokens))
-    result = drawn[: last + 1].astype(np.int64)
+    result = sampled[: last + 1].astype(np.int64)
     result[-1] -= ends[last] - tokens
     return result
 
 
 def measure(kind: str, lengths: NDArray[np.int64], rounds: int) -> Result:
-    """Call it so many times, after one that is not counted."""
+    """Time ``rounds`` calls, after a warm-up call."""
     tokens, sizes = int(lengths.sum()), torch.from_numpy(lengths)
     rewards, values = torch.randn(tokens), torch.randn(tokens)
     seconds = []
@@ -92,12 +92,12 @@ def measure(kind: str, lengths: NDArray[np.int64], rounds: int) -> Result:
 
 
 def table(results: Sequence[Result], where: str) -> str:
-    """Return what the page says."""
+    """Return the table for the page."""
     lines = [
-        f"{results[0].tokens:,} tokens, one thread; {where}. At most {1000 * LIMIT:.0f} ms for a million tokens, the best of "
-        f"{len(results[0].seconds)} calls.",
+        f"{where}. {results[0].tokens:,} tokens, one thread. The best of {len(results[0].seconds)} calls may take at most "
+        f"{1000 * LIMIT:.0f} ms for a million tokens.",
         "",
-        "| responses | of | longest | ms, best | median |",
+        "| responses | tokens per response | longest | best, ms | median, ms |",
         "|---|---|---|---|---|",
     ]
     for result in results:

@@ -1,9 +1,9 @@
 """Load the gateway with 100 event streams and 50 requests per second while a run trains on the same cores.
 
-`make gateway-load`, or python -m benchmarks.gateway. The run continues throughout; the load is switched on and off in turns, so
-that both are measured in one run. Counts events that a stream lost, the requests' latency, by how much the run slows down, and
-the gateway's and the load's own shares of the processors. Exits 1 when an event is lost, a request fails, p99 is 500 ms or more,
-or the run slows down by more than those shares.
+`make gateway-load`, or python -m benchmarks.gateway. The load is switched on and off alternately during one run. Measures lost
+events, the latency of requests, the slowdown of the run, and the CPU shares of gateway and load. Writes the results below build/
+and a table into docs/gateway.md. The exit status is 1 if an event is lost, a request fails, the 99th percentile of the latency is
+500 ms or more, or the run slows down by more than those shares.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ STEPS = 100_000
 
 
 @dataclass
-class Turn:
-    """A period with the load on or off: durations of its steps, and CPU seconds by owner."""
+class Period:
+    """A period with the load on or off: durations of its steps, and CPU seconds of gateway, run and load."""
 
     loaded: bool
     seconds: float
@@ -64,14 +64,14 @@ class Load:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("gateway", __doc__)
-    parser.add_argument("--turns", type=positive, default=6, help="number of periods with and without load")
+    parser.add_argument("--periods", type=positive, default=6, help="number of periods, every second with load")
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of a period in seconds")
     add_shared(parser, "build/gateway-load", Path("docs/gateway.md"), kept="the run is")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
-    turns, load = _run(options.folder.absolute(), options.turns, options.seconds)
-    report = _report(turns, load)
+    periods, load = _run(options.folder.absolute(), options.periods, options.seconds)
+    report = _report(periods, load)
     (options.folder / "gateway.json").write_text(json.dumps(report, indent=1) + "\n")
     text = _table(report)
     print(text)
@@ -99,14 +99,14 @@ def _config(folder: Path) -> Path:
     return path
 
 
-def _run(folder: Path, turns: int, seconds: float) -> tuple[list[Turn], Load]:
+def _run(folder: Path, periods: int, seconds: float) -> tuple[list[Period], Load]:
     command = [str(Path(sys.executable).with_name("quartet")), "train", str(_config(folder))]
     root = folder / "runs" / RUN
     with (folder / "train.log").open("wb") as output:
         process = subprocess.Popen(tied_to_parent(command), stdout=output, stderr=subprocess.STDOUT)
         try:
             _wait_until((root / "metrics.jsonl").exists, process, folder / "train.log")
-            return asyncio.run(_measure(root, process.pid, turns, seconds))
+            return asyncio.run(_measure(root, process.pid, periods, seconds))
         finally:
             process.terminate()
             process.wait(60)
@@ -116,31 +116,31 @@ def _wait_until(condition: Any, process: subprocess.Popen[bytes], log: Path) -> 
     deadline = time.monotonic() + 300
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the run did not begin: {log.read_text(errors='replace')[-2000:]}")
+            raise RuntimeError(f"the run did not start: {log.read_text(errors='replace')[-2000:]}")
         time.sleep(0.1)
 
 
-async def _measure(root: Path, pid: int, turns: int, seconds: float) -> tuple[list[Turn], Load]:
+async def _measure(root: Path, pid: int, periods: int, seconds: float) -> tuple[list[Period], Load]:
     gateway = json.loads((root / "gateway.json").read_text())
     headers = {"Authorization": f"Bearer {gateway['token']}"}
     limits = httpx2.Limits(max_connections=STREAMS + 64)
     results, load = [], Load()
     async with httpx2.AsyncClient(base_url=gateway["url"], headers=headers, limits=limits, timeout=60) as client:
         await asyncio.sleep(5)
-        for number in range(turns):
+        for number in range(periods):
             loaded = number % 2 == 1
-            results.append(await _turn(root, pid, loaded, seconds, client, load))
+            results.append(await _period(root, pid, loaded, seconds, client, load))
     return results, load
 
 
-async def _turn(root: Path, pid: int, loaded: bool, seconds: float, client: Any, load: Load) -> Turn:
+async def _period(root: Path, pid: int, loaded: bool, seconds: float, client: Any, load: Load) -> Period:
     streams: list[asyncio.Task[None]] = []
     if loaded:
         first = len(load.streams)
         for _ in range(STREAMS):
-            seen: list[int] = []
-            load.streams.append(seen)
-            streams.append(asyncio.create_task(_stream(client, seen)))
+            received: list[int] = []
+            load.streams.append(received)
+            streams.append(asyncio.create_task(_stream(client, received)))
             await asyncio.sleep(0.02)
         await asyncio.sleep(1)
     cpu, began, steps = _cpu(pid), time.monotonic(), len(_steps(root))
@@ -156,14 +156,14 @@ async def _turn(root: Path, pid: int, loaded: bool, seconds: float, client: Any,
         for task in streams:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-        for seen in load.streams[first:]:
-            expected = list(range(seen[0] if seen else 1, last + 1))
-            if seen[: len(expected)] != expected:
+        for received in load.streams[first:]:
+            expected = list(range(received[0] if received else 1, last + 1))
+            if received[: len(expected)] != expected:
                 load.failures["a stream lost an event"] += 1
-    return Turn(loaded, took, done[1:], {name: after[name] - cpu.get(name, 0.0) for name in after})
+    return Period(loaded, took, done[1:], {name: after[name] - cpu.get(name, 0.0) for name in after})
 
 
-async def _stream(client: Any, seen: list[int]) -> None:
+async def _stream(client: Any, received: list[int]) -> None:
     async with client.stream("GET", f"/api/v1/runs/{RUN}/events", timeout=None) as response:
         response.raise_for_status()
         event = ""
@@ -171,7 +171,7 @@ async def _stream(client: Any, seen: list[int]) -> None:
             if line.startswith("event:"):
                 event = line.removeprefix("event:").strip()
             elif line.startswith("data:") and event == "step":
-                seen.append(int(json.loads(line.removeprefix("data:"))["step"]))
+                received.append(int(json.loads(line.removeprefix("data:"))["step"]))
 
 
 async def _requests(client: Any, seconds: float, load: Load) -> None:
@@ -209,7 +209,7 @@ def _steps(root: Path) -> list[float]:
 
 
 def _cpu(pid: int) -> dict[str, float]:
-    """Return the CPU seconds so far: of the gateway, of the run's other processes, and of this load."""
+    """Return the CPU seconds so far of the gateway, the other processes of the run, and this process."""
     results = {"gateway": 0.0, "run": 0.0}
     parent = psutil.Process(pid)
     for process in [parent, *parent.children(recursive=True)]:
@@ -223,23 +223,23 @@ def _cpu(pid: int) -> dict[str, float]:
     return {**results, "load": own.user + own.system}
 
 
-def _report(turns: list[Turn], load: Load) -> dict[str, Any]:
-    def of(loaded: bool) -> list[Turn]:
-        return [turn for turn in turns if turn.loaded is loaded]
+def _report(periods: list[Period], load: Load) -> dict[str, Any]:
+    def of(loaded: bool) -> list[Period]:
+        return [period for period in periods if period.loaded is loaded]
 
-    def rate(part: list[Turn]) -> float:
+    def rate(part: list[Period]) -> float:
         """Return the steps per second over whole periods, including the time between steps."""
-        return sum(len(turn.steps) + 1 for turn in part) / sum(turn.seconds for turn in part)
+        return sum(len(period.steps) + 1 for period in part) / sum(period.seconds for period in part)
 
-    def share(name: str, part: list[Turn]) -> float:
-        return sum(turn.cpu[name] for turn in part) / sum(turn.seconds for turn in part) / (os.cpu_count() or 1)
+    def share(name: str, part: list[Period]) -> float:
+        return sum(period.cpu[name] for period in part) / sum(period.seconds for period in part) / (os.cpu_count() or 1)
 
     ordered = sorted(load.latencies)
     return {
         "cores": os.cpu_count(),
         "streams": STREAMS,
         "requests": len(ordered),
-        "events": sum(len(seen) for seen in load.streams),
+        "events": sum(len(steps) for steps in load.streams),
         "failures": dict(load.failures),
         "p50": statistics.median(ordered),
         "p99": ordered[int(len(ordered) * 0.99)],
@@ -253,36 +253,36 @@ def _report(turns: list[Turn], load: Load) -> dict[str, Any]:
 
 def _table(report: dict[str, Any]) -> str:
     rows = [
-        ("event streams, requests a second", f"{report['streams']}, {REQUESTS}"),
+        ("event streams, requests per second", f"{report['streams']}, {REQUESTS}"),
         (
-            "events delivered, lost by a stream",
+            "delivered events, streams that lost an event",
             f"{report['events']}, {report['failures'].get('a stream lost an event', 0)}",
         ),
-        ("requests, failed", f"{report['requests']}, {sum(report['failures'].values())}"),
+        ("requests, failed requests", f"{report['requests']}, {sum(report['failures'].values())}"),
         (
-            "latency: median, 99 of 100, slowest",
+            "latency: median, 99th percentile, maximum",
             f"{report['p50'] * 1000:.0f}, {report['p99'] * 1000:.0f}, {report['slowest'] * 1000:.0f} ms",
         ),
-        ("steps a second fall by", f"{report['slowdown']:.1%}"),
+        ("slowdown of the run", f"{report['slowdown']:.1%}"),
         (
-            "the gateway's share of the cores",
-            f"{report['gateway_share']:.1%} (without the load {report['gateway_share_idle']:.1%})",
+            "CPU share of the gateway",
+            f"{report['gateway_share']:.1%} (without load {report['gateway_share_idle']:.1%})",
         ),
-        ("the load's own share", f"{report['load_share']:.1%}"),
+        ("CPU share of the load", f"{report['load_share']:.1%}"),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]) + (
-        f"\n\nOn {report['cores']} cores, which run, gateway and load share; the load on and off in turns."
+        f"\n\nRun, gateway and load share {report['cores']} cores. The load is switched on and off alternately."
     )
 
 
 def _problems(report: dict[str, Any]) -> list[str]:
-    results = [f"{what}, {count} times" for what, count in report["failures"].items()]
+    results = [f"{failure}: {count} times" for failure, count in report["failures"].items()]
     if report["p99"] >= LIMIT:
-        results.append(f"99 of 100 requests took up to {report['p99']:.3f} s; expected less than {LIMIT} s")
+        results.append(f"the 99th percentile of the latency is {report['p99']:.3f} s; expected less than {LIMIT} s")
     if report["slowdown"] > report["gateway_share"] + report["load_share"] + 0.02:
         results.append(
-            f"the run slowed by {report['slowdown']:.1%}, more than gateway ({report['gateway_share']:.1%}) and load "
-            f"({report['load_share']:.1%}) take of the processors"
+            f"the run slowed down by {report['slowdown']:.1%}, more than the CPU shares of gateway "
+            f"({report['gateway_share']:.1%}) and load ({report['load_share']:.1%})"
         )
     return results
 

@@ -1,7 +1,7 @@
-"""Measure the response time of metrics requests for a long run: complete HTTP requests on files as a run writes them.
+"""Response times of metrics requests for a long run: complete HTTP requests on files that have the format of a run.
 
-`make gateway-metrics`, or python -m benchmarks.gateway_metrics. Prints the results as JSON, in milliseconds. Exits
-with status 1 if the median time of the dashboard's request, with a warm cache, is `LIMIT` or more.
+`make gateway-metrics`, or python -m benchmarks.gateway_metrics. Prints the results as JSON, in milliseconds, and writes a table
+into docs/gateway.md. The exit status is 1 if the median time of the dashboard's request, with a warm cache, is LIMIT or more.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from quartet.config import parse_config
 from quartet.run_directory.run_files import RunFiles
 
 LIMIT = 100.0
-"""Milliseconds."""
+"""Maximum median time of the dashboard's request, in milliseconds."""
 TOKEN = "a token of this benchmark".replace(" ", "-")
 NAMES = [f"metric_{number:02d}" for number in range(30)]
-QUESTIONS = {
+REQUESTS = {
     "12 metrics, 600 points": f"/runs/long/metrics?names={','.join(NAMES[:12])}&points=600",
     "30 metrics, 1000 points": "/runs/long/metrics?points=1000",
     "1 metric, the last 1000 steps": f"/runs/long/metrics?names={NAMES[0]}&first=99001",
@@ -61,12 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def table(report: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     rows = [
-        f"| {name} | {results['median']} | {results['p95']} |" for name, results in report.items() if name in QUESTIONS
+        f"| {name} | {results['median']} | {results['p95']} |" for name, results in report.items() if name in REQUESTS
     ]
-    cold = report["first answer, which reads the file"]["once"]
-    return "\n".join(["| question | median, ms | 95 of 100, ms |", "|---|---|---|", *rows]) + (
+    cold = report["first response, which includes reading the file"]["once"]
+    return "\n".join(["| request | median, ms | 95th percentile, ms |", "|---|---|---|", *rows]) + (
         f"\n\n{report['steps']:,} steps of {report['metrics']} metrics, {report['file_megabytes']} MB. The first "
-        f"answer, which reads the file, took {cold / 1000:.1f} s."
+        f"response, which includes reading the file, took {cold / 1000:.1f} s."
     )
 
 
@@ -98,21 +98,21 @@ def measure(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
         with os.fdopen(reader) as pipe:
             address = json.loads(pipe.readline())["address"]
         connection = http.client.HTTPConnection(address, timeout=60)
-        cold = ask(connection, QUESTIONS[DASHBOARD])
+        cold = request(connection, REQUESTS[DASHBOARD])
         report = {}
-        for name, path in QUESTIONS.items():
-            times = sorted(ask(connection, path) for _ in range(repeats))
+        for name, path in REQUESTS.items():
+            times = sorted(request(connection, path) for _ in range(repeats))
             report[name] = {
                 "median": round(statistics.median(times), 2),
                 "p95": round(times[min(len(times) - 1, math.ceil(0.95 * len(times)) - 1)], 2),
             }
-        return {"first answer, which reads the file": {"once": round(cold, 1)}, **report}
+        return {"first response, which includes reading the file": {"once": round(cold, 1)}, **report}
     finally:
         gateway.terminate()
         gateway.wait()
 
 
-def ask(connection: http.client.HTTPConnection, path: str) -> float:
+def request(connection: http.client.HTTPConnection, path: str) -> float:
     """Return the milliseconds until the complete response. Raises RuntimeError if it is an error."""
     started = time.perf_counter()
     connection.request("GET", f"/api/v1{path}", headers={"authorization": f"Bearer {TOKEN}"})

@@ -1,9 +1,9 @@
-"""Generation: the torch engine beside transformers' own ways, on the same prompts, until each response's natural end.
+"""Generated tokens per second of the torch engine and of transformers, on the same prompts.
 
-`make generation`, or python -m benchmarks.generation. Real tokens a second, those up to a response's end, with one thread. The
-contenders run in turn, several times. The floor is what reading the weights once a token costs, and the cache as it grows: no
-engine is faster on this memory. Writes the results below build/, the table into docs/performance.md. Where the config has the
-actor on a GPU (configs/gpu) that is what is measured, and the table is only printed.
+`make generation`, or python -m benchmarks.generation. Counts the tokens up to the end of each response, with one thread. The
+engines run alternately, several times. The memory limit is the rate at which memory delivers the weights once per token, and the
+key-value cache as it grows; no engine can be faster. Writes the results below build/ and the table into docs/performance.md. If
+the config puts the actor on a GPU (configs/gpu), measures that GPU and only prints the table.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from quartet.models.weights.loading import load_causal_lm, load_tokenizer, stop_
 from quartet.types import GenerationRequest, SamplingParameters, TrajectoryId
 
 COUNTS = (1, 8, 64, 256)
-"""Prompts at once, if nothing else is asked for."""
+"""Numbers of concurrent prompts, by default."""
 CONTENDERS = ("quartet", "generate()", "continuous batching")
-"""The last two are transformers'. Its continuous batching has a manager that stays, as for a run of many steps."""
+"""The last two belong to transformers. Its continuous-batching manager is persistent, as in a run of many steps."""
 CALLS = 128
-"""Responses of a round, at least: a single one is over too soon to be measured."""
+"""Minimum number of responses per round, because a single one is too short to measure."""
 
 
 @dataclass
 class Result:
-    """Of one number of prompts: real tokens a second, a figure a round."""
+    """Tokens per second for one number of prompts, with an item per round, and the limit by memory bandwidth."""
 
     prompts: int
     rates: dict[str, list[float]] = field(default_factory=dict)
-    floor: float = 0.0
+    memory_limit: float = 0.0
 
     def ratios(self, other: str) -> list[float]:
-        """Quartet's rate over the other's, round by round."""
+        """Return Quartet's rate over that of ``other``, for each round."""
         return [ours / theirs for ours, theirs in zip(self.rates["quartet"], self.rates[other], strict=True)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("generation", __doc__)
     parser.add_argument(
-        "--config", type=Path, default=Path("configs/reviews/ppo.yaml"), help="whose policy and prompts"
+        "--config", type=Path, default=Path("configs/reviews/ppo.yaml"), help="config with the policy and prompts"
     )
-    parser.add_argument("--prompts", action="append", type=positive, help="at once; may be repeated")
-    parser.add_argument("--tokens", type=positive, default=48, help="longest response")
+    parser.add_argument("--prompts", action="append", type=positive, help="concurrent prompts; may be repeated")
+    parser.add_argument("--tokens", type=positive, default=48, help="maximum length of a response")
     add_shared(parser, "build/generation", rounds=5, threads=True)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bandwidth = memory_bandwidth(device)
     results = [measure(model, stops, prompts[:count], options.tokens, options.rounds) for count in counts]
     for result in results:
-        result.floor = floor(model, prompts[: result.prompts], options.tokens, bandwidth)
+        result.memory_limit = memory_limit(model, prompts[: result.prompts], options.tokens, bandwidth)
     options.folder.mkdir(parents=True, exist_ok=True)
     report = {"machine": where, "bandwidth": bandwidth, "results": [asdict(result) for result in results]}
     (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_prompts(path: Path, tokenizer: Any, model: Any, stops: frozenset[int], count: int) -> list[Any]:
-    """The token ids of the first ``count`` prompts of a file. Raises DataError."""
+    """Return the token ids of the first ``count`` prompts of a file. Raises DataError if the file is invalid."""
     encoder = PromptEncoder.of(tokenizer, str(path))
     lines = iterate_prompt_lines(path)
     result = encode_prompts(path, lines, encoder, stops, vocabulary_size(model), 512, limit=count).prompts
@@ -97,7 +97,7 @@ def read_prompts(path: Path, tokenizer: Any, model: Any, stops: frozenset[int], 
 
 
 def memory_bandwidth(device: str = "cpu") -> float:
-    """Bytes a second that one thread, all, or a GPU read from memory, the best of a few passes: 256 MiB, 4 GiB of a GPU's."""
+    """Return the bytes per second read from memory, the best of a few passes over 256 MiB, or 4 GiB on a GPU."""
     data = torch.ones((64 if device == "cpu" else 1024) * 2**20, device=device)
     seconds = []
     for _ in range(5):
@@ -109,8 +109,8 @@ def memory_bandwidth(device: str = "cpu") -> float:
     return data.numel() * data.element_size() / min(seconds)
 
 
-def floor(model: Any, prompts: Sequence[Any], tokens: int, bandwidth: float) -> float:
-    """Tokens a second if nothing but reading took time: the weights at every token, and each row's keys and values so far."""
+def memory_limit(model: Any, prompts: Sequence[Any], tokens: int, bandwidth: float) -> float:
+    """Return the tokens per second if only reading took time: the weights and all keys and values, once per token."""
     config = model.config.get_text_config()
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -121,9 +121,9 @@ def floor(model: Any, prompts: Sequence[Any], tokens: int, bandwidth: float) -> 
 
 
 def measure(model: Any, stops: frozenset[int], prompts: Sequence[Any], tokens: int, rounds: int) -> Result:
-    """Each contender in turn, after one round that is not counted."""
+    """Measure all contenders alternately, after a warm-up round."""
     paged, engine = copy.deepcopy(model), TorchEngine(model, stops, max_concurrent_sequences=256)
-    ways: dict[str, Callable[[int], int]] = {
+    generate: dict[str, Callable[[int], int]] = {
         "quartet": lambda seed: _quartet(engine, prompts, tokens, seed),
         "generate()": lambda seed: _generate(model, stops, prompts, tokens, seed),
         "continuous batching": lambda seed: _continuous(paged, stops, prompts, tokens, seed),
@@ -133,16 +133,18 @@ def measure(model: Any, stops: frozenset[int], prompts: Sequence[Any], tokens: i
     for number in range(rounds + 1):
         for name in CONTENDERS:
             start = time.perf_counter()
-            made = sum(ways[name](number * calls + call) for call in range(calls if name in CONTENDERS[:2] else 1))
+            tokens_made = sum(
+                generate[name](number * calls + call) for call in range(calls if name in CONTENDERS[:2] else 1)
+            )
             if number:
-                result.rates[name].append(made / (time.perf_counter() - start))
+                result.rates[name].append(tokens_made / (time.perf_counter() - start))
     paged.destroy_cached_continuous_batching_manager()
     return result
 
 
 def _quartet(engine: TorchEngine, prompts: Sequence[Any], tokens: int, seed: int) -> int:
-    asked = [GenerationRequest(TrajectoryId("r", 1, index, 0), ids) for index, ids in enumerate(prompts)]
-    return sum(len(result.response_ids) for result in engine.generate(asked, SamplingParameters(tokens), seed, 0))
+    requests = [GenerationRequest(TrajectoryId("r", 1, index, 0), ids) for index, ids in enumerate(prompts)]
+    return sum(len(result.response_ids) for result in engine.generate(requests, SamplingParameters(tokens), seed, 0))
 
 
 def _sampling(model: Any, stops: frozenset[int], tokens: int) -> Any:
@@ -165,43 +167,42 @@ def _generate(model: Any, stops: frozenset[int], prompts: Sequence[Any], tokens:
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
         mask[row, longest - len(prompt) :] = 1
-    made = model.generate(ids, attention_mask=mask, generation_config=_sampling(model, stops, tokens))[:, longest:]
-    return _real(made, stops)
+    generated = model.generate(ids, attention_mask=mask, generation_config=_sampling(model, stops, tokens))[:, longest:]
+    return _count_tokens(generated, stops)
 
 
-def _real(made: torch.Tensor, stops: frozenset[int]) -> int:
-    """Tokens up to each row's first stop."""
-    stopped = torch.isin(made, torch.tensor(sorted(stops), device=made.device))
+def _count_tokens(generated: torch.Tensor, stops: frozenset[int]) -> int:
+    """Return the number of tokens up to the first stop token of each row."""
+    stopped = torch.isin(generated, torch.tensor(sorted(stops), device=generated.device))
     before = stopped.long().cumsum(1) - stopped.long()
     return int((before == 0).sum())
 
 
 def _continuous(model: Any, stops: frozenset[int], prompts: Sequence[Any], tokens: int, seed: int) -> int:
     torch.manual_seed(seed)
-    asked = [prompt.tolist() for prompt in prompts]
-    made = model.generate_batch(asked, _sampling(model, stops, tokens), progress_bar=False, persistent_manager=True)
-    return sum(len(output.generated_tokens) for output in made.values())
+    ids = [prompt.tolist() for prompt in prompts]
+    outputs = model.generate_batch(ids, _sampling(model, stops, tokens), progress_bar=False, persistent_manager=True)
+    return sum(len(output.generated_tokens) for output in outputs.values())
 
 
 def table(results: Sequence[Result], tokens: int, threads: int, bandwidth: float, where: str) -> str:
-    """Return what the page says: medians over the rounds."""
+    """Return the table for the page: medians over the rounds."""
     lines = [
-        f"{where}. At most {tokens} tokens, natural ends, {threads} CPU threads, {bandwidth / 1e9:.1f} GB/s of memory; real "
-        "tokens a second, medians, and of the ratios the least and the most.",
+        f"{where}. At most {tokens} tokens per response, CPU threads: {threads}, memory bandwidth: {bandwidth / 1e9:.1f} GB/s. "
+        "Medians of tokens per second; speedups of Quartet also have their range.",
         "",
-        f"| prompts | {' | '.join(CONTENDERS)} | {' | '.join(f'times {name}' for name in CONTENDERS[1:])} | of the floor |",
+        f"| prompts | {' | '.join(CONTENDERS)} | {' | '.join(f'over {name}' for name in CONTENDERS[1:])} | of the memory limit |",
         "|" + "---|" * (2 * len(CONTENDERS) + 1),
     ]
     for result in results:
         rates = {name: statistics.median(rates) for name, rates in result.rates.items()}
-        times = [
+        speedups = [
             f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
             for ratios in (result.ratios(name) for name in CONTENDERS[1:])
         ]
         cells = [f"{rates[name]:.0f}" for name in CONTENDERS]
-        lines.append(
-            f"| {result.prompts} | {' | '.join(cells)} | {' | '.join(times)} | {100 * rates['quartet'] / result.floor:.1f} % |"
-        )
+        share = 100 * rates["quartet"] / result.memory_limit
+        lines.append(f"| {result.prompts} | {' | '.join(cells)} | {' | '.join(speedups)} | {share:.1f} % |")
     return "\n".join(lines)
 
 

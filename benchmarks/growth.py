@@ -1,9 +1,9 @@
-"""Growth: how a step's seconds grow with its batch, its responses' length and the model's size, beside what is in proportion.
+"""Growth of a step's duration with the number of prompts, the length of responses and the size of the model.
 
-`make growth`, or python -m benchmarks.growth. One process, one thread, random weights, responses that all have the full length. A
-step is that of REINFORCE with a reward that costs nothing, its parts one after the other: generation, the reference's log-probs,
-advantages, an update of one epoch; services and buffer are `make orchestration`'s. Writes the results below build/, the tables
-into docs/performance.md.
+`make growth`, or python -m benchmarks.growth. Uses one process, one thread, random weights, and responses of the maximum length.
+A step uses REINFORCE with a reward that takes no time. It runs generation, the reference's log-probs, advantages and an update of
+one epoch in sequence; `make orchestration` measures services and buffer. Writes the results below build/ and the tables into
+docs/performance.md.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ VOCABULARY = 2_048
 PROMPT = 8
 """Tokens of each prompt."""
 MODELS = {"1M": (128, 2), "5M": (256, 5), "20M": (512, 6), "60M": (768, 8)}
-"""Width and layers of a Llama, by about how many parameters it has."""
+"""Width and layers of a Llama, by its approximate number of parameters."""
 PHASES = ("generation", "update", "step")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A step's size: ``prompts`` with one response each, of so many ``tokens``."""
+    """Size of a step: ``prompts``, with one response of ``tokens`` tokens each, and a model."""
 
     prompts: int = 64
     tokens: int = 32
@@ -64,27 +64,27 @@ AXES: dict[str, tuple[Point, ...]] = {
     "tokens": tuple(Point(tokens=count) for count in (16, 32, 64, 128, 256)),
     "model": tuple(Point(prompts=16, model=name) for name in MODELS),
 }
-"""What grows along each axis, by the name of the field; all else stays."""
+"""Points of each axis, by the name of the field that grows. The other fields are constant."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one point: the model's parameters, and seconds of each phase, medians over the rounds."""
+    """Parameters of the model at one point, and the median seconds of each phase."""
 
     point: Point
     parameters: int
     seconds: dict[str, float]
 
     def rate(self, phase: str) -> float:
-        """Response tokens a second."""
+        """Return the response tokens per second of a phase."""
         return self.point.prompts * self.point.tokens / self.seconds[phase]
 
     def growth(self, first: Result, axis: str, phase: str) -> float:
-        """Seconds over those of ``first`` grown in proportion: 1 is proportional, less is better."""
+        """Return the seconds over those of ``first`` scaled by the size: 1 is proportional growth, less is better."""
         return self.seconds[phase] / first.seconds[phase] * first.size(axis) / self.size(axis)
 
     def size(self, axis: str) -> int:
-        """Return what grows along the axis, as a number."""
+        """Return the size along an axis."""
         return self.parameters if axis == "model" else int(getattr(self.point, axis))
 
 
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     report = {
         "machine": where,
-        "results": {axis: [asdict(result) for result in actual] for axis, actual in results.items()},
+        "results": {axis: [asdict(result) for result in measured] for axis, measured in results.items()},
     }
     (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     text = tables(results, where, options.threads)
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def policy(name: str) -> Any:
-    """A Llama of random weights, always the same."""
+    """Return a Llama with random weights from a fixed seed."""
     width, layers = MODELS[name]
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -124,7 +124,7 @@ def policy(name: str) -> Any:
 
 
 def measure(point: Point, rounds: int) -> Result:
-    """Step of one size, after one that is not counted."""
+    """Measure steps at one point, after a warm-up step."""
     model = policy(point.model)
     step = Step(point, model)
     timed = [step.seconds(number) for number in range(rounds + 1)][1:]
@@ -133,28 +133,28 @@ def measure(point: Point, rounds: int) -> Result:
 
 
 class Step:
-    """One step after the other on one model."""
+    """Steps on one model at one point."""
 
     def __init__(self, point: Point, model: Any) -> None:
         self._point, self._config = point, _config(point)
         self._model, self._reference = model, copy.deepcopy(model)
         self._engine = TorchEngine(model, frozenset(), self._config.rollout.max_concurrent_sequences)
         self._optimizer = create_optimizer(model, self._config.actor.learning_rate)
-        drawn = np.random.default_rng(0).integers(0, VOCABULARY, (point.prompts, PROMPT)).astype(np.int32)
-        self._prompts = list(drawn)
+        ids = np.random.default_rng(0).integers(0, VOCABULARY, (point.prompts, PROMPT)).astype(np.int32)
+        self._prompts = list(ids)
 
     def seconds(self, step: int) -> dict[str, float]:
-        """Take a step; how long each phase took."""
+        """Run a step. Return the seconds of each phase."""
         start = time.perf_counter()
         generated = self._generate(step)
-        made = time.perf_counter()
+        generation_end = time.perf_counter()
         experience = self._experience(generated, step)
-        updating = time.perf_counter()
+        update_start = time.perf_counter()
         actor, algorithm = self._config.actor, self._config.algorithm
         settings, loss = optimization_at(self._config, actor, 1), policy_loss_of(algorithm, 1.0)
         update_policy(self._model, self._optimizer, experience, settings, loss, actor.max_forward_tokens)
         end = time.perf_counter()
-        return {"generation": made - start, "update": end - updating, "step": end - start}
+        return {"generation": generation_end - start, "update": end - update_start, "step": end - start}
 
     def _generate(self, step: int) -> list[Trajectory]:
         requests = [
@@ -192,25 +192,25 @@ def _config(point: Point) -> Config:
 
 
 def tables(results: dict[str, list[Result]], where: str, threads: int) -> str:
-    """Return what the page says: a table for each axis."""
+    """Return a table for each axis."""
     lines = [
-        f"{where}; {threads} of {os.cpu_count()} cores, float32. Prompts of {PROMPT} tokens; seconds, response tokens a second, "
-        "and in bold the seconds over those of the first row grown in proportion: 1 is proportional, less is better."
+        f"{where}; {threads} of {os.cpu_count()} cores, float32, prompts of {PROMPT} tokens. tokens/s counts response tokens. "
+        "The growth compares the seconds with those of the first row, scaled by the size: 1 is proportional, less is better."
     ]
-    for axis, actual in results.items():
-        first = actual[0]
-        lines += ["", f"| {axis} | of | " + " | ".join(f"{phase}, s | tokens/s | growth" for phase in PHASES) + " |"]
+    for axis, measured in results.items():
+        first = measured[0]
+        lines += ["", f"| {axis} | at | " + " | ".join(f"{phase}, s | tokens/s | growth" for phase in PHASES) + " |"]
         lines.append("|" + "---|" * (2 + 3 * len(PHASES)))
-        for result in actual:
+        for result in measured:
             point = result.point
             others = {"prompts": f"{point.prompts} prompts", "tokens": f"{point.tokens} tokens", "model": point.model}
-            of = ", ".join(text for name, text in others.items() if name != axis)
+            constant = ", ".join(text for name, text in others.items() if name != axis)
             cells = [
                 f"{result.seconds[phase]:.3f} | {result.rate(phase):,.0f} | **{result.growth(first, axis, phase):.2f}**"
                 for phase in PHASES
             ]
             shown = f"{result.parameters / 1e6:.1f}M" if axis == "model" else str(result.size(axis))
-            lines.append(f"| {shown} | {of} | {' | '.join(cells)} |")
+            lines.append(f"| {shown} | {constant} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

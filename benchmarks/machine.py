@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on, in words."""
+"""A description of the machine that a benchmark runs on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quartet.topology import available_cores
 
 
 def describe(device: str = "cpu") -> str:
-    """Processor, cores that this process may use, memory, and how busy the machine is with other work; the GPU, if it is one."""
+    """Return the processor, the cores that this process may use, memory, load average, and the GPU if ``device`` is one."""
     kind = _value(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     host = f"{kind}, {available_cores()} cores, {memory:.0f} GiB of memory, load {os.getloadavg()[0]:.1f} before"
@@ -25,7 +25,7 @@ def describe(device: str = "cpu") -> str:
 
 
 def device_of(config: Config, path: Path) -> str:
-    """Return where the config has its policy compute: cpu, or cuda:N. Raises ConfigError where there is no such GPU."""
+    """Return the actor's device in the config: cpu or cuda:N. Raises ConfigError if the machine has no such GPU."""
     devices = config.services.actor.devices
     if not devices:
         return "cpu"
@@ -34,15 +34,16 @@ def device_of(config: Config, path: Path) -> str:
     if devices[0] >= torch.cuda.device_count():
         rollout, count = config.rollout, config.rollout.prompts_per_step * config.rollout.samples_per_prompt
         raise ConfigError(
-            f"no GPU here: {path} asks for CUDA device {devices[0]}, and there are {torch.cuda.device_count()}; run it on a "
-            f"machine that has it. What would be run: {config.actor.model} in {config.actor.dtype}, {count} responses of at most "
-            f"{rollout.max_response_tokens} tokens a step to prompts of at most {config.data.max_prompt_tokens}"
+            f"no GPU here: {path} needs CUDA device {devices[0]}, but this machine has {torch.cuda.device_count()} CUDA devices; "
+            f"use a machine with that device. The benchmark uses {config.actor.model} in {config.actor.dtype}, {count} "
+            f"responses of at most {rollout.max_response_tokens} tokens per step, and prompts of at most "
+            f"{config.data.max_prompt_tokens} tokens"
         )
     return f"cuda:{devices[0]}"
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if device != "cpu":
         import torch
 
@@ -50,7 +51,7 @@ def synchronize(device: str) -> None:
 
 
 def _value(path: Path, name: str) -> str:
-    """Return what stands behind the first ``name :`` of a file; empty where there is none."""
+    """Return the value after the first ``name :`` in a file, or an empty string."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

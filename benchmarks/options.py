@@ -1,4 +1,4 @@
-"""The command line that the benchmarks have in common."""
+"""Command-line options that the benchmarks share."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 PERFORMANCE = Path("docs/performance.md")
-_ELSEWHERE = ("folder", "page")
-"""Options that change nothing of what is measured."""
+_OUTPUT_OPTIONS = ("folder", "page")
+"""Options that do not change the measurement."""
 
 
 def positive(text: str) -> int:
-    """A number of something that there has to be."""
+    """Parse an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number}: expected at least 1")
@@ -20,7 +20,7 @@ def positive(text: str) -> int:
 
 
 def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of a benchmark, which says of itself what its module does."""
+    """Return the parser of a benchmark. ``description`` is the docstring of its module."""
     return argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -37,30 +37,30 @@ def add_shared(
     rounds: int | None = None,
     threads: bool = False,
 ) -> None:
-    """Add the options of most benchmarks. ``kept``: the files in ``folder``, for the help; ``page``: see ``add_page``."""
+    """Add the options of most benchmarks. ``kept``: subject and verb of the help for ``--folder``; ``page``: see ``add_page``."""
     if rounds is not None:
         parser.add_argument("--rounds", type=positive, default=rounds)
     if threads:
         parser.add_argument("--threads", type=positive, default=1)
-    parser.add_argument("--folder", type=Path, default=Path(folder), help=f"where {kept} kept")
+    parser.add_argument("--folder", type=Path, default=Path(folder), help=f"folder in which {kept} kept")
     add_page(parser, page)
 
 
 def add_page(parser: argparse.ArgumentParser, page: Path) -> None:
-    """Add the option ``--page``. The table goes to ``page`` by default if all other options have their defaults."""
+    """Add the option ``--page``. Its default is ``page`` if all other options have their defaults."""
     parser.add_argument(
-        "--page", type=Path, help=f"where to write the table (default: {page}, if no other option is given)"
+        "--page", type=Path, help=f"page to write the table to (default: {page}, if no other option is given)"
     )
     parser.set_defaults(usual_page=page)
 
 
 def page_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Path | None:
-    """Return where the table goes: ``--page``, or the default page; None if other options would change the table."""
+    """Return the page for the table: ``--page`` or the default page, or None if other options change the table."""
     if options.page is not None:
         result: Path = options.page
         return result
     usual = vars(parser.parse_args([]))
-    if all(getattr(options, name) == value for name, value in usual.items() if name not in _ELSEWHERE):
+    if all(getattr(options, name) == value for name, value in usual.items() if name not in _OUTPUT_OPTIONS):
         page: Path = options.usual_page
         return page
     print(

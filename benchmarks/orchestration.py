@@ -1,11 +1,11 @@
-"""What the orchestrator adds to a step: its wall time over the critical path of model services that only sleep.
+"""Overhead of the orchestrator per step: wall time over the critical path, with simulated model services.
 
-`make orchestration`, or python -m benchmarks.orchestration. A simulated cluster: the services take a stated time for each token
-(`benchmarks/simulated.py`), everything else is real: gRPC, the embedded Redis, the orchestrator with all that it writes down. The
-replicas of reward and reference are as fast together as one alone would have to be, so a larger cluster stands for larger models.
-The critical path is the step's time if nothing but the services took any: generation, scoring as soon as a batch is complete and
-a replica is free, update. Writes the results below build/, the table into docs/performance.md. Exits 1 when the orchestrator
-adds more than it should.
+`make orchestration`, or python -m benchmarks.orchestration. The services sleep for a stated time per token
+(`benchmarks/simulated.py`). gRPC, the embedded Redis, and the orchestrator with its files are real. All replicas of reward and
+reference together have the same throughput in every case, so more replicas stand for larger models. The critical path is the
+duration of a step in which only the services take time: generation, scoring as soon as a batch is complete and a replica is free,
+and the update. Writes the results below build/ and the table into docs/performance.md. The exit status is 1 if a step at 1 or 64
+replicas takes more than LIMIT times the critical path.
 """
 
 from __future__ import annotations
@@ -42,38 +42,40 @@ from quartet.telemetry.logs import configure_logs
 from quartet.types import Alert, Role
 
 LIMIT = 1.05
-"""Of the critical path, at 1 and 64 replicas."""
+"""Maximum wall time over the critical path."""
 LIMITED = (1, 64)
+"""Numbers of replicas to which the limit applies."""
 REPLICAS = (1, 8, 64, 256)
 TOKENS = (100_000, 1_000_000, 10_000_000)
-"""Response tokens of a step, about: those of the growth curve."""
+"""Approximate response tokens per step, with 64 replicas."""
 USUAL = 1_000_000
-PROMPT, LONGEST = 100, 1_600
-"""Tokens of each prompt, and of the longest response; the mean is 1,000."""
+"""Approximate response tokens per step, for every number of replicas."""
+PROMPT, MAX_RESPONSE = 100, 1_600
+"""Tokens of each prompt, and of the longest response. The mean response has 1,000."""
 SCORE_BATCH = 4
 STEPS = 3
-"""Of a run. The first is left out; a run of larger steps than usual has that one alone, with a commit that nothing hides."""
+"""Steps per run. The first is left out, except in runs with more than USUAL tokens per step, which have one step."""
 SEED = 0
 STATED = Times(generate=10e-6, score=8e-6, values=8e-6, update=5e-6)
-"""``score`` is of all replicas together."""
+"""Seconds per token; ``score`` is for all replicas together."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A cluster and a step on it."""
+    """Number of replicas, and size of a step."""
 
     replicas: int
     trajectories: int
 
     @property
     def times(self) -> Times:
-        """Of each service."""
+        """Return the seconds per token of each service."""
         return Times(STATED.generate, STATED.score * self.replicas, STATED.values, STATED.update)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds from one commit to the next; ``cpu`` is the orchestrator's own processor time."""
+    """Seconds from one commit to the next; ``cpu`` is the CPU time of the orchestrator."""
 
     wall: float
     critical: float
@@ -82,13 +84,13 @@ class Step:
 
     @property
     def ratio(self) -> float:
-        """Wall time over the critical path."""
+        """Return the wall time over the critical path."""
         return self.wall / self.critical
 
 
 @dataclass(frozen=True)
 class Result:
-    """The steps of one case after the first, or that one alone, and the most memory that the orchestrator has had, in bytes."""
+    """The measured steps of one case, and the peak memory of the orchestrator in bytes."""
 
     case: Case
     steps: list[Step]
@@ -96,7 +98,7 @@ class Result:
 
     @property
     def best(self) -> Step:
-        """The step that other work on the machine held up the least."""
+        """Return the step with the lowest ratio, which other work on the machine delayed the least."""
         return min(self.steps, key=lambda step: step.ratio)
 
 
@@ -104,12 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("orchestration", __doc__)
     parser.add_argument("--replicas", type=positive, nargs="*", default=REPLICAS)
     parser.add_argument(
-        "--tokens", type=positive, nargs="*", default=TOKENS, help="of the growth curve, with 64 replicas"
+        "--tokens", type=positive, nargs="*", default=TOKENS, help="response tokens per step, with 64 replicas"
     )
     parser.add_argument("--steps", type=positive, default=STEPS)
     add_shared(parser, "build/orchestration")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # As the orchestrator has it.
+    torch.set_num_threads(1)  # As in the orchestrator.
     where = machine.describe()
     cases = [Case(count, USUAL // 1_000) for count in options.replicas]
     cases += [Case(64, tokens // 1_000) for tokens in options.tokens if tokens != USUAL or 64 not in options.replicas]
@@ -134,23 +136,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def critical_path(lengths: Sequence[int], prompt: int, batch: int, count: int, times: Times) -> float:
-    """Seconds of a step in which nothing takes time but the services.
+    """Return the seconds of a step in which only the services take time.
 
-    ``lengths`` of the responses in the order in which they finish. Batches are scored in that order, each by the replica that is
-    free first; reward and reference have ``count`` each, the critic is one. The updates come after the last score.
+    ``lengths``: lengths of the responses in the order in which they finish. Batches are scored in this order, each by the replica
+    that is free first. Reward and reference have ``count`` replicas each, the critic has one. The updates follow the last score.
     """
     finished, total = [], 0
     for length in lengths:
         total += length
         finished.append(total * times.generate)
     batches = [range(first, min(first + batch, len(lengths))) for first in range(0, len(lengths), batch)]
-    arrivals = [(finished[places[-1]], sum(prompt + lengths[place] for place in places)) for places in batches]
+    arrivals = [(finished[indices[-1]], sum(prompt + lengths[index] for index in indices)) for indices in batches]
     scored = max(_last_end(arrivals, times.score, count), _last_end(arrivals, times.values, 1))
     return scored + total * times.update
 
 
 def _last_end(arrivals: Sequence[tuple[float, int]], seconds: float, count: int) -> float:
-    """Return when the last of (when it comes, tokens) is through."""
+    """Return the time at which the last batch is scored. ``arrivals``: time and number of tokens of each batch."""
     free = [0.0] * count
     for arrival, tokens in arrivals:
         heapq.heappush(free, max(arrival, heapq.heappop(free)) + tokens * seconds)
@@ -158,25 +160,25 @@ def _last_end(arrivals: Sequence[tuple[float, int]], seconds: float, count: int)
 
 
 class Clock:
-    """Read the clocks before the first step and at every commit."""
+    """Board observer that reads wall and CPU time before the first step and at every commit."""
 
     def __init__(self) -> None:
         self.times: list[tuple[float, float]] = []
 
-    def look(self) -> None:
-        """Notes wall and processor time."""
+    def record(self) -> None:
+        """Record wall time and CPU time."""
         self.times.append((time.perf_counter(), time.process_time()))
 
     def step(self, metrics: dict[str, float]) -> None:
-        """A step was committed."""
-        self.look()
+        """Record the time of a committed step."""
+        self.record()
 
     def alert(self, alert: Alert) -> None:
-        """Return what the guards think of it does not matter."""
+        """Ignore alerts."""
 
 
 def measure(case: Case, steps: int, folder: Path) -> Result:
-    """Run so many steps. Raises what the run fails with."""
+    """Run ``steps`` steps of a case. Raises the error of the run if it fails."""
     root = folder / "run"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
@@ -191,16 +193,16 @@ def measure(case: Case, steps: int, folder: Path) -> Result:
         files.write_config(config.to_yaml())
         board, clock = ProgressBoard(config.run.name, steps), Clock()
         board.observer = clock
-        TrainingRun(config, server.url, board, RunControl(files, persist=False), clock.look).run()
+        TrainingRun(config, server.url, board, RunControl(files, persist=False), clock.record).run()
     shutil.rmtree(root)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pairs = zip(clock.times, clock.times[1:], strict=False)
-    actual = [_step(case, number, *pair) for number, pair in enumerate(pairs, 1)]
-    return Result(case, actual[1:] or actual, memory)
+    measured = [_step(case, number, *pair) for number, pair in enumerate(pairs, 1)]
+    return Result(case, measured[1:] or measured, memory)
 
 
 def _step(case: Case, number: int, before: tuple[float, float], after: tuple[float, float]) -> Step:
-    lengths = response_lengths(prompt_order(SEED, number - 1, case.trajectories), LONGEST)
+    lengths = response_lengths(prompt_order(SEED, number - 1, case.trajectories), MAX_RESPONSE)
     critical = critical_path(lengths, PROMPT, SCORE_BATCH, case.replicas, case.times)
     return Step(after[0] - before[0], critical, after[1] - before[1], sum(lengths))
 
@@ -217,7 +219,7 @@ def _config(case: Case, steps: int, root: Path, url: str) -> Config:
             "data": {"prompts": str(prompts), "max_prompt_tokens": PROMPT},
             "rollout": {
                 "prompts_per_step": case.trajectories,
-                "max_response_tokens": LONGEST,
+                "max_response_tokens": MAX_RESPONSE,
                 "score_batch_size": SCORE_BATCH,
             },
             "actor": {"model": str(root / "policy")},
@@ -231,17 +233,18 @@ def _config(case: Case, steps: int, root: Path, url: str) -> Config:
 
 
 def addressed(config: Config, addresses: Mapping[Role, Sequence[str]]) -> Config:
-    """The config with the addresses of the services. Several are as a name that stands for them all."""
+    """Return the config with the addresses of the services. Several replicas share one address."""
     services = config.services
-    for role, places in addresses.items():
-        address = places[0] if len(places) == 1 else f"ipv4:{','.join(places)}"
+    for role, replica_addresses in addresses.items():
+        one, *others = replica_addresses
+        address = f"ipv4:{','.join(replica_addresses)}" if others else one
         service = getattr(services, role).model_copy(update={"address": address})
         services = services.model_copy(update={role: service})
     return config.model_copy(update={"services": services})
 
 
 def _tokenizer() -> Any:
-    """Of VOCABULARY tokens, each of one to three letters: a model's is as large."""
+    """Return a tokenizer of VOCABULARY tokens with one to three letters, as large as that of a real model."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = islice(chain(letters, (a + b + c for a in letters for b in letters for c in letters)), VOCABULARY)
     backend = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
@@ -250,26 +253,27 @@ def _tokenizer() -> Any:
 
 
 def table(results: Sequence[Result], where: str) -> str:
-    """Return what the page says: of each case its best step."""
+    """Return the table for the page, with the best step of each case."""
     stated = {name: f"{1e6 * seconds:g} µs" for name, seconds in asdict(STATED).items()}
     lines = [
-        f"{where}; the services are on it, too. Stated times: generation {stated['generate']} a response token, reward and "
-        f"reference {stated['score']} a token with all replicas together, the critic {stated['values']} a token, each update "
-        f"{stated['update']} a response token. Responses of {LONGEST // 4} to {LONGEST:,} tokens, scored by {SCORE_BATCH}. The "
-        f"best step of each run after its first, in brackets the worst; above {USUAL:,} tokens the first, with its commit, which "
-        f"others have beside the next generation. At most {LIMIT:g} times the critical path is allowed at 1 and 64 replicas.",
+        f"{where}; the services run on it, too. Stated times: generation {stated['generate']} per response token, reward and "
+        f"reference {stated['score']} per token for all replicas together, the critic {stated['values']} per token, each update "
+        f"{stated['update']} per response token. Responses have {MAX_RESPONSE // 4} to {MAX_RESPONSE:,} tokens and are scored in "
+        f"batches of {SCORE_BATCH}. Each row shows the best step of a run after its first, and the ratio of the worst one in "
+        f"brackets. Runs with more than {USUAL:,} tokens per step have one step, whose commit does not overlap with the next "
+        f"generation. At 1 and 64 replicas, at most {LIMIT:g} times the critical path is allowed.",
         "",
-        "| replicas | response tokens | trajectories | critical path, s | wall, s | times | added, s "
-        "| own CPU s per 1,000 trajectories | memory, MiB |",
+        "| replicas | response tokens | trajectories | critical path, s | wall, s | wall / critical path | overhead, s "
+        "| orchestrator CPU s per 1,000 trajectories | memory, MiB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         case, step = result.case, result.best
         worst = max(each.ratio for each in result.steps)
-        own = 1000 * step.cpu / case.trajectories
+        cpu = 1000 * step.cpu / case.trajectories
         lines.append(
             f"| {case.replicas} | {step.tokens:,} | {case.trajectories:,} | {step.critical:.2f} | {step.wall:.2f} "
-            f"| **{step.ratio:.3f}** ({worst:.3f}) | {step.wall - step.critical:.2f} | {own:.2f} | {result.memory / 2**20:,.0f} |"
+            f"| **{step.ratio:.3f}** ({worst:.3f}) | {step.wall - step.critical:.2f} | {cpu:.2f} | {result.memory / 2**20:,.0f} |"
         )
     return "\n".join(lines)
 

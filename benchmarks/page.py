@@ -1,4 +1,4 @@
-"""The part of a page that a benchmark writes: between two marks; the rest is written by hand."""
+"""The part of a page that a benchmark writes, between two marks. The rest of the page is written by hand."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from pathlib import Path
 
 
 def begin(name: str) -> str:
-    """The mark before what a benchmark writes."""
+    """Return the mark before the part that a benchmark writes."""
     return f"<!-- {name}: what follows is written by make {name} -->"
 
 
 def end(name: str) -> str:
-    """The mark after it."""
+    """Return the mark after the part that a benchmark writes."""
     return f"<!-- {name}: end -->"
 
 
 def write(page: Path | None, name: str, text: str) -> None:
-    """Put ``text`` between the marks of ``name``, after its command; nowhere without a page.
+    """Write the command and ``text`` between the marks of ``name``; do nothing if ``page`` is None.
 
-    Raises ValueError when the page has lost a mark.
+    Raises ValueError if the page has lost a mark.
     """
     if page is None:
         return

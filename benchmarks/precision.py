@@ -1,8 +1,9 @@
-"""bfloat16 beside float32 on a CPU: tokens a second of the torch engine, seconds of a policy's update, one thread.
+"""bfloat16 compared with float32 on a CPU: tokens per second of the torch engine, and seconds per policy update.
 
-`make precision`, or python -m benchmarks.precision. For the review policy, and for one of the shape of Qwen2 0.5B with 4 of
-its 24 layers and random weights; the two types take turns. And how near the float32 masters of bfloat16 weights move to where
-float32 weights do, in an update of the review policy. Writes the results below build/, the table into docs/performance.md.
+`make precision`, or python -m benchmarks.precision. Uses one thread, and alternates between the dtypes. The models are the review
+policy, and one with the shape of Qwen2 0.5B, 4 of its 24 layers and random weights. A second table compares one update of float32
+weights, of the float32 master weights of bfloat16 weights, and of the bfloat16 weights. Writes the results below build/ and the
+tables into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -38,30 +39,29 @@ HALF = (
     "actor.model=build/half/policy",
     "reward.model=build/half/reward",
 )
-"""What of the review config another model changes."""
-
+"""Changes to the review config for the other model."""
 
 RATES = (3.4e-5, 1e-6)
-"""Learning rates at which the moves of an update are compared."""
+"""Learning rates at which the changes by an update are compared."""
 
 
 @dataclass(frozen=True)
-class Moves:
-    """Part of the weights that one update moves: of float32 weights, of bfloat16 weights' masters, of bfloat16 weights.
+class WeightChanges:
+    """Fractions of the weights that one update changes, and the cosine of two changes.
 
-    And the cosine of the first two moves.
+    ``master``: the float32 master weights of ``bfloat16``. ``cosine``: of the changes of ``float32`` and ``master``.
     """
 
     learning_rate: float
     float32: float
-    masters: float
+    master: float
     bfloat16: float
     cosine: float
 
 
 @dataclass
 class Result:
-    """Of one model: by type, tokens generated a second and seconds of an update, a figure a round."""
+    """Generated tokens per second and seconds per update of one model: a list by dtype, with an item per round."""
 
     name: str
     prompts: int
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measure("reviews", (), 64, 48, False, options.rounds),
             measure("Qwen2 0.5B, 4 layers", HALF, 16, 32, True, options.rounds),
         ]
-        actual = [moves(rate) for rate in RATES]
+        changes = [weight_changes(rate) for rate in RATES]
     except QuartetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -91,17 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": where,
         "peaks": peaks,
         "results": [asdict(result) for result in results],
-        "moves": [asdict(one) for one in actual],
+        "weight_changes": [asdict(change) for change in changes],
     }
     (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(results, actual, peaks, options.threads, where)
+    text = table(results, changes, peaks, options.threads, where)
     print(text)
     page.write(page_of(parser, options), "precision", text)
     return 0
 
 
 def measure(name: str, overrides: Sequence[str], prompts: int, tokens: int, full: bool, rounds: int) -> Result:
-    """Both types in turn, after a round that is not counted. ``full``: experience as long as the config allows."""
+    """Measure both dtypes in turn, after a warm-up round. ``full``: sequences have the maximum length of the config."""
     sides = {
         dtype: _Side(load_config(REVIEWS, [*overrides, f"actor.dtype={dtype}"]), prompts, full) for dtype in DTYPES
     }
@@ -116,20 +116,22 @@ def measure(name: str, overrides: Sequence[str], prompts: int, tokens: int, full
 
 
 class _Side:
-    """The policy in one type: one to generate with, and an update of another."""
+    """The policy in one dtype: a model to generate with, and the update of another copy."""
 
     def __init__(self, config: Config, prompts: int, full: bool) -> None:
         model, tokenizer = load_causal_lm(config.actor.model, config.actor.dtype), load_tokenizer(config.actor.model)
         stops = stop_token_ids(model, tokenizer)
-        result = read_prompts(Path(config.data.prompts), tokenizer, model, stops, prompts)
-        self._requests = [GenerationRequest(TrajectoryId("r", 1, index, 0), ids) for index, ids in enumerate(result)]
+        prompt_ids = read_prompts(Path(config.data.prompts), tokenizer, model, stops, prompts)
+        self._requests = [
+            GenerationRequest(TrajectoryId("r", 1, index, 0), ids) for index, ids in enumerate(prompt_ids)
+        ]
         self._engine = TorchEngine(model, stops, prompts)
         self._work: Work = of_policy(config, "cpu", full)
 
     def rate(self, tokens: int, seed: int) -> float:
         start = time.perf_counter()
-        made = self._engine.generate(self._requests, SamplingParameters(tokens, ignore_eos=True), seed, 0)
-        return sum(len(trajectory.response_ids) for trajectory in made) / (time.perf_counter() - start)
+        trajectories = self._engine.generate(self._requests, SamplingParameters(tokens, ignore_eos=True), seed, 0)
+        return sum(len(trajectory.response_ids) for trajectory in trajectories) / (time.perf_counter() - start)
 
     def seconds(self) -> float:
         start = time.perf_counter()
@@ -137,54 +139,56 @@ class _Side:
         return time.perf_counter() - start
 
 
-def moves(rate: float) -> Moves:
-    """One update of the review policy in each type, from the same weights as far as it can hold them."""
-    (wide, _), (masters, parameter_of_master) = (_moves(dtype, rate) for dtype in DTYPES)
-    parts = (float((move != 0).double().mean()) for move in (wide, masters, parameter_of_master))
-    return Moves(rate, *parts, float(torch.cosine_similarity(wide, masters, dim=0)))
+def weight_changes(rate: float) -> WeightChanges:
+    """Take one update of the review policy in each dtype, from the same weights up to rounding."""
+    (float32, _), (master, bfloat16) = (_changes(dtype, rate) for dtype in DTYPES)
+    fractions = (float((change != 0).double().mean()) for change in (float32, master, bfloat16))
+    return WeightChanges(rate, *fractions, float(torch.cosine_similarity(float32, master, dim=0)))
 
 
-def _moves(dtype: str, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of what the steps are taken in, and of the same weights as the model has them."""
+def _changes(dtype: str, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the changes of the weights that the optimizer updates, and of the model's parameters."""
     work = of_policy(load_config(REVIEWS, [f"actor.dtype={dtype}", f"actor.learning_rate={rate}"]), "cpu", False)
     weights = work.optimizer.stepped_parameters()
-    seen = [work.optimizer.parameter_of_master.get(weight, weight) for weight in weights]
-    before = _flat(weights), _flat(seen)
+    parameters = [work.optimizer.parameter_of_master.get(weight, weight) for weight in weights]
+    before = _flat(weights), _flat(parameters)
     work.take()
-    return _flat(weights) - before[0], _flat(seen) - before[1]
+    return _flat(weights) - before[0], _flat(parameters) - before[1]
 
 
 def _flat(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([weight.detach().double().flatten() for weight in weights])
 
 
-def table(results: Sequence[Result], actual: Sequence[Moves], peaks: dict[str, float], threads: int, where: str) -> str:
-    """Return what the page says: medians over the rounds, and how many times as fast bfloat16 is."""
-    wide, narrow = DTYPES
+def table(
+    results: Sequence[Result], changes: Sequence[WeightChanges], peaks: dict[str, float], threads: int, where: str
+) -> str:
+    """Return the tables for the page: medians over the rounds, and the speedup by bfloat16."""
+    float32, bfloat16 = DTYPES
     lines = [
-        f"{where}. {threads} CPU threads; matmul peak {peaks[wide] / 1e9:.0f} GFLOP/s in {wide}, {peaks[narrow] / 1e9:.0f} in "
-        f"{narrow}. Medians, and of the ratios the least and the most; above 1 bfloat16 is the faster.",
+        f"{where}. CPU threads: {threads}. Matmul peak: {peaks[float32] / 1e9:.0f} GFLOP/s in {float32}, "
+        f"{peaks[bfloat16] / 1e9:.0f} in {bfloat16}. Medians; the speedup by {bfloat16} also has its range.",
         "",
-        f"| model | what | {wide} | {narrow} | times |",
+        f"| model | measurement | {float32} | {bfloat16} | speedup |",
         "|---|---|---|---|---|",
     ]
     for result in results:
         rates = result.rates
-        ratios = [half / whole for whole, half in zip(rates[wide], rates[narrow], strict=True)]
+        ratios = [half / full for full, half in zip(rates[float32], rates[bfloat16], strict=True)]
         what = f"generation, {result.prompts} x {result.tokens} tokens, tokens/s"
         lines.append(_row(result.name, what, rates, ratios, 0))
         updates = result.updates
-        ratios = [whole / half for whole, half in zip(updates[wide], updates[narrow], strict=True)]
+        ratios = [full / half for full, half in zip(updates[float32], updates[bfloat16], strict=True)]
         lines.append(_row(result.name, "update, seconds", updates, ratios, 2))
     lines += [
         "",
-        f"| learning rate, one update of the review policy | weights that move, {wide} | {narrow}, masters | their rounding | "
-        "cosine of the first two moves |",
+        f"| learning rate, one update of the review policy | changed weights, {float32} | master weights | {bfloat16} | "
+        f"cosine of the changes, {float32} and master weights |",
         "|---|---|---|---|---|",
     ]
-    for one in actual:
-        parts = " | ".join(f"{100 * part:.1f} %" for part in (one.float32, one.masters, one.bfloat16))
-        lines.append(f"| {one.learning_rate:g} | {parts} | {one.cosine:.2f} |")
+    for change in changes:
+        cells = " | ".join(f"{100 * part:.1f} %" for part in (change.float32, change.master, change.bfloat16))
+        lines.append(f"| {change.learning_rate:g} | {cells} | {change.cosine:.2f} |")
     return "\n".join(lines)
 
 

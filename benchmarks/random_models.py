@@ -1,7 +1,7 @@
-"""Models of the shape of Qwen2 0.5B with random weights, and prompts of random words: what the benchmarks run on a GPU.
+"""Models with the shape of Qwen2 0.5B and random weights, and prompts of random words, for the benchmarks on a GPU.
 
-python -m benchmarks.random_models OUT writes OUT/policy, OUT/reward and OUT/prompts.jsonl, for configs/gpu. Speed does not ask
-what the weights are; that responses hardly ever end by themselves makes every run the same work. Every word is a token.
+python -m benchmarks.random_models OUT writes OUT/policy, OUT/reward and OUT/prompts.jsonl, for configs/gpu. The speed does not
+depend on the values of the weights. Responses almost never end with EOS, so every run does the same work. Every word is a token.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights as they are written")
-    parser.add_argument("--for", dest="config", type=Path, help="only where the GPU is that this config asks for")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the written weights")
+    parser.add_argument(
+        "--for",
+        dest="config",
+        type=Path,
+        help="require the GPU that this config needs",
+    )
     options = parser.parse_args(arguments)
     try:
         if options.config:
@@ -54,12 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words.save_pretrained(options.out / name)
     lines = [json.dumps({"text": text}) + "\n" for text in prompts(options.vocabulary)]
     (options.out / "prompts.jsonl").write_text("".join(lines))
-    print(f"{options.out}: policy and reward of {model.num_parameters() / 1e6:.0f}M weights, {PROMPTS} prompts")
+    print(
+        f"{options.out}: policy and reward model with {model.num_parameters() / 1e6:.0f}M weights each, {PROMPTS} prompts"
+    )
     return 0
 
 
 def shape(layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Any:
-    """The config of Qwen2 0.5B, of so many layers."""
+    """Return the config of Qwen2 0.5B with another number of layers."""
     return transformers.Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=896,
@@ -78,7 +85,7 @@ def shape(layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Any:
 
 
 def tokenizer(vocabulary: int) -> Any:
-    """Words w2, w3, ..., after the EOS and what other words are."""
+    """Return a tokenizer of EOS, an unknown token, and the words w2, w3, ..."""
     words = {"</s>": 0, "<unk>": 1, **{f"w{index}": index for index in range(2, vocabulary)}}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -87,7 +94,7 @@ def tokenizer(vocabulary: int) -> Any:
 
 
 def prompts(vocabulary: int) -> list[str]:
-    """Texts of as many tokens each."""
+    """Return PROMPTS texts of WORDS words each."""
     numbers = np.random.default_rng(0).integers(2, vocabulary, (PROMPTS, WORDS))
     return [" ".join(f"w{number}" for number in row) for row in numbers]
 

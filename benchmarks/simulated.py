@@ -1,8 +1,8 @@
-"""Model services that only sleep: the real servicers around cores that take a stated time for each token.
+"""Simulated model services: the real servicers with models that sleep for a stated time per token.
 
-python -m benchmarks.simulated ROLE --replicas N ... listens on free ports of 127.0.0.1, says where on one line, and serves until
-its parent ends. The actor writes real trajectories to the real buffer; actor and critic read the experience that they are to
-learn from, and sleep instead of learning. What a trajectory is made of follows from its name.
+python -m benchmarks.simulated ROLE --replicas N ... listens on free ports of 127.0.0.1, prints the addresses on one line, and
+serves until its parent ends. The actor writes real trajectories to the real buffer. Actor and critic read the experience of an
+update, and sleep instead of training. The content of a trajectory depends only on its id.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from quartet.types import (
 )
 
 VOCABULARY = 32_000
-"""Token ids that are drawn."""
+"""Number of token ids."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds that each service takes for a token.
+    """Seconds per token of each service.
 
-    ``generate``: of a response, all that are under way together; ``score`` of prompt and response, of one replica of reward or
-    reference; ``values`` the same of the critic; ``update``: of a response, in all passes over it.
+    ``generate``: per response token of all active responses together. ``score``: per token of prompt and response, for one
+    replica of reward or reference. ``values``: the same for the critic. ``update``: per response token, for all passes together.
     """
 
     generate: float = 0.0
@@ -68,14 +68,14 @@ class Times:
 
 
 def response_lengths(prompts: Sequence[int], longest: int) -> list[int]:
-    """Return how long the response to each prompt is: a quarter of ``longest`` up to all of it, by the prompt's index."""
+    """Return the length of the response to each prompt index, from a quarter of ``longest`` to ``longest``."""
     spread = longest - longest // 4
-    # A multiplicative hash: neighbours are far apart, and the mean is that of the range.
+    # A multiplicative hash: neighbours get very different lengths, and the mean is that of the range.
     return [longest // 4 + 1 + (int(prompt) * 2_654_435_761 % 2**32) * spread // 2**32 for prompt in prompts]
 
 
-class Core:
-    """What the sleeping cores share."""
+class SimulatedModel:
+    """Base of the simulated models."""
 
     role: Role
 
@@ -109,8 +109,8 @@ class Core:
         """Do nothing."""
 
 
-class Trained(Core):
-    """Actor or critic."""
+class TrainedModel(SimulatedModel):
+    """Actor or critic, which also updates, saves and restores."""
 
     def update(self, run: str, step: int, leader_epoch: int, settings: Any, loss: Any) -> UpdateResult:
         def apply() -> dict[str, float]:
@@ -128,7 +128,7 @@ class Trained(Core):
         self._updates.restore(run, step, leader_epoch, lambda: None)
 
 
-class SleepingActor(Trained):
+class SimulatedActor(TrainedModel):
     role = Role.ACTOR
 
     def generate(
@@ -141,7 +141,7 @@ class SleepingActor(Trained):
         cancelled: Callable[[], bool],
         begun: Callable[[], None],
     ) -> tuple[int, int]:
-        """Each response is finished when its tokens and those of all before it have had their time."""
+        """Write the responses to the stream in order, each after the time for its tokens and all earlier ones."""
         begun()
         start = time.perf_counter()
         stream = RolloutStream(self._client, self._url, requests[0].id.run)
@@ -150,7 +150,7 @@ class SleepingActor(Trained):
         log_probs = np.full(max(lengths), -1.0, np.float32)
         tokens = 0
         for first in range(0, len(requests), FLUSH):
-            these = range(first, min(first + FLUSH, len(requests)))
+            indices = range(first, min(first + FLUSH, len(requests)))
             finished = [
                 Trajectory(
                     requests[index].id,
@@ -160,17 +160,17 @@ class SleepingActor(Trained):
                     log_probs[: lengths[index]],
                     FinishReason.LENGTH,
                 )
-                for index in these
+                for index in indices
             ]
-            tokens += sum(lengths[index] for index in these)
+            tokens += sum(lengths[index] for index in indices)
             time.sleep(max(0.0, start + tokens * self.times.generate - time.perf_counter()))
             if cancelled():
-                raise Cancelled("generate: the caller went away")
+                raise Cancelled("generate: the caller disconnected")
             stream.append(finished, leader_epoch)
         return len(requests), tokens
 
 
-class SleepingCritic(Trained):
+class SimulatedCritic(TrainedModel):
     role = Role.CRITIC
 
     def values(self, batch: TokenBatch) -> FloatArray:
@@ -178,7 +178,7 @@ class SleepingCritic(Trained):
         return np.zeros(int(batch.response_lengths.sum()), np.float32)
 
 
-class SleepingReference(Core):
+class SimulatedReference(SimulatedModel):
     role = Role.REFERENCE
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
@@ -186,7 +186,7 @@ class SleepingReference(Core):
         return np.full(int(batch.response_lengths.sum()), -1.0, np.float32)
 
 
-class SleepingReward(Core):
+class SimulatedReward(SimulatedModel):
     role = Role.REWARD
 
     def score(self, batch: TokenBatch, fields: Sequence[str], cancelled: Callable[[], bool]) -> Scores:
@@ -195,30 +195,30 @@ class SleepingReward(Core):
 
 
 def hosted(role: Role, times: Times, url: str) -> HostedRole:
-    """One replica of a role."""
+    """Return one replica of a role."""
     compute = ComputeThread()
     if role is Role.ACTOR:
-        return ActorServicer(SleepingActor(times, url), compute, 1, lambda: False)  # type: ignore[arg-type]
+        return ActorServicer(SimulatedActor(times, url), compute, 1, lambda: False)  # type: ignore[arg-type]
     if role is Role.CRITIC:
-        return CriticServicer(SleepingCritic(times, url), compute, 1, lambda: False)  # type: ignore[arg-type]
+        return CriticServicer(SimulatedCritic(times, url), compute, 1, lambda: False)  # type: ignore[arg-type]
     if role is Role.REFERENCE:
-        return ReferenceServicer(SleepingReference(times, url), compute, 1)  # type: ignore[arg-type]
-    return RewardServicer(SleepingReward(times, url), compute, 1)
+        return ReferenceServicer(SimulatedReference(times, url), compute, 1)  # type: ignore[arg-type]
+    return RewardServicer(SimulatedReward(times, url), compute, 1)
 
 
 @contextmanager
 def replicas(role: Role, count: int = 1, times: Times | None = None, url: str = "") -> Iterator[list[str]]:
-    """So many replicas in a separate process; gives the address of each."""
+    """Run ``count`` replicas in a separate process. Yield their addresses."""
     command = [sys.executable, "-m", "benchmarks.simulated", role, "--replicas", str(count), "--url", url]
     for name, seconds in asdict(times or Times()).items():
         command += [f"--{name}", str(seconds)]
     with subprocess.Popen(tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
-            said = process.stdout.readline()
-            if not said:
-                raise RuntimeError(f"the simulated {role} ended with status {process.wait()}; its error stands above")
-            yield json.loads(said)
+            addresses = process.stdout.readline()
+            if not addresses:
+                raise RuntimeError(f"the simulated {role} ended with status {process.wait()}; its error is above")
+            yield json.loads(addresses)
         finally:
             process.terminate()
 
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulated", description=__doc__)
     parser.add_argument("role", type=Role)
     parser.add_argument("--replicas", type=positive, default=1)
-    parser.add_argument("--url", default="", help="of the buffer")
+    parser.add_argument("--url", default="", help="URL of the buffer")
     for name in asdict(Times()):
         parser.add_argument(f"--{name}", type=float, default=0.0)
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
-"""A thousand steps on a tiny model, watched from outside: memory and open files of every process, and the memory of Redis.
+"""A run of 1,000 steps on a tiny model, with samples of the memory and open files of every process and the memory of Redis.
 
-`make soak`, or python -m benchmarks.soak. Writes its samples and its verdict below build/, and its table into docs/durability.md.
-Exits 1 unless everything stays flat.
+`make soak`, or python -m benchmarks.soak. Writes samples and results below build/, and a table into docs/durability.md. The exit
+status is 1 if memory or open files grow.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ CHECKPOINT_EVERY = 50
 INTERVAL = 1.0
 """Seconds between samples."""
 WARM_UP = 0.2
-"""Part of the steps after which memory has to be flat."""
+"""Fraction of the steps after which memory must be flat."""
 ALLOWED = 0.1
-"""Of one step's sealed experience, the smallest form in which trajectories are kept: a process that let go of all but one in ten
-would leak so much with every step. What an allocator does by itself is far below that in a run of this length."""
+"""Maximum growth per step, as a fraction of the sealed experience of one step. A process that keeps one of ten trajectories grows
+that much. The growth caused by the allocator is far below it in a run of this length."""
 SILENCE = 120.0
-"""Seconds without a further step after which the run counts as stalled."""
+"""Seconds without a new step after which the run counts as hung."""
 KIB = 1024
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One look: bytes of resident memory and open files of each process, bytes that Redis uses."""
+    """Resident memory in bytes and open files of each process, and bytes that Redis uses."""
 
     step: int
     seconds: float
@@ -64,7 +64,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Row:
-    """One process: MiB at the end of the warm-up and of the run, KiB per 100 steps, open files at both ends where it has any."""
+    """One process: MiB after the warm-up and at the end, slope in KiB per 100 steps, and open files at both times if known."""
 
     name: str
     mebibytes_first: float
@@ -126,12 +126,12 @@ def _config(folder: Path, steps: int, url: str) -> Path:
 
 
 def _run(folder: Path, steps: int, server: EmbeddedRedis) -> tuple[list[Sample], int]:
-    """The samples of a whole run, and the bytes of one step's sealed experience. Raises RuntimeError when the run fails."""
+    """Run training. Return the samples, and the bytes of one step's sealed experience. Raises RuntimeError if the run fails."""
     config = _config(folder.absolute(), steps, server.url)
     command = [str(Path(sys.executable).with_name("quartet")), "train", str(config)]
     redis = connect(server.url)
     metrics = folder / "runs" / RUN / "metrics.jsonl"
-    step_of, watch = _counter(metrics), _Stall()
+    step_of, watchdog = _counter(metrics), _Watchdog()
     samples: list[Sample] = []
     experience: list[int] = []
     with (folder / "train.log").open("wb") as log:
@@ -140,10 +140,10 @@ def _run(folder: Path, steps: int, server: EmbeddedRedis) -> tuple[list[Sample],
             while run.poll() is None:
                 time.sleep(INTERVAL)
                 step = step_of()
-                watch.look(step)
+                watchdog.check(step)
                 if step:
                     samples.append(
-                        _sample(step, watch.seconds, {**_processes(run.pid), "redis": server.process.pid}, redis)
+                        _sample(step, watchdog.seconds, {**_processes(run.pid), "redis": server.process.pid}, redis)
                     )
                     experience += _experience_bytes(redis)
                 if sys.stdout.isatty():
@@ -159,18 +159,18 @@ def _run(folder: Path, steps: int, server: EmbeddedRedis) -> tuple[list[Sample],
     return samples, int(statistics.median(experience))
 
 
-class _Stall:
-    """Raises RuntimeError when the steps come to a halt."""
+class _Watchdog:
+    """Detector of a run without new steps; ``check`` raises RuntimeError."""
 
     def __init__(self) -> None:
-        self._begun = self._since = time.monotonic()
+        self._started = self._since = time.monotonic()
         self._step = 0
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self._begun
+        return time.monotonic() - self._started
 
-    def look(self, step: int) -> None:
+    def check(self, step: int) -> None:
         now = time.monotonic()
         if step != self._step:
             self._step, self._since = step, now
@@ -179,7 +179,7 @@ class _Stall:
 
 
 def _counter(metrics: Path) -> Callable[[], int]:
-    """Count the lines of a file that grows, without reading any of them twice."""
+    """Return a function that counts the lines of a growing file and reads each line once."""
     read, lines = 0, 0
 
     def count() -> int:
@@ -187,21 +187,21 @@ def _counter(metrics: Path) -> Callable[[], int]:
         if metrics.exists():
             with metrics.open("rb") as file:
                 file.seek(read)
-                news = file.read()
-            read, lines = read + len(news), lines + news.count(b"\n")
+                appended = file.read()
+            read, lines = read + len(appended), lines + appended.count(b"\n")
         return lines
 
     return count
 
 
 def _processes(launcher: int) -> dict[str, int]:
-    """The launcher and its services, by name."""
+    """Return the process ids of the launcher and its services, by name."""
     result = {"launcher": launcher}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            # The command stands in parentheses and may hold anything; the parent is the second field after it.
+            # The command is in parentheses and may contain any character; the parent is the second field after it.
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             line = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except (OSError, IndexError):
@@ -218,27 +218,26 @@ def _sample(step: int, seconds: float, processes: dict[str, int], redis: Redis) 
             status = Path(f"/proc/{pid}/status").read_text()
             files[name] = len(os.listdir(f"/proc/{pid}/fd"))
             resident[name] = KIB * int(status.partition("VmRSS:")[2].split()[0])
-        except (OSError, IndexError):  # It ended just now.
+        except (OSError, IndexError):  # The process has ended.
             continue
     return Sample(step, seconds, resident, files, int(redis.info("memory")["used_memory"]))
 
 
 def _experience_bytes(redis: Redis) -> list[int]:
     keys = list(redis.scan_iter(match=f"quartet:{RUN}:experience:*", count=1000))
-    # None where it was freed just now.
+    # None if the key was freed in the meantime.
     return [int(redis.memory_usage(keys[0], samples=0) or 0)] if keys else []
 
 
 def rows_of(samples: Sequence[Sample], steps: int) -> list[Row]:
-    """A row for each process, and one for what Redis says that it uses. Samples of the warm-up are left out."""
+    """Return a row for each process, and one for the memory that Redis reports, without the samples of the warm-up."""
     warm = [sample for sample in samples if sample.step >= WARM_UP * steps]
     names = sorted(set.intersection(*(set(sample.resident) for sample in warm[: len(warm) // 2])))
     rows = []
     for name in names:
-        kept = [sample for sample in warm if name in sample.resident and name in sample.files]
-        rows.append(
-            _row(name, kept, [sample.resident[name] for sample in kept], [sample.files[name] for sample in kept])
-        )
+        present = [sample for sample in warm if name in sample.resident and name in sample.files]
+        memory = [sample.resident[name] for sample in present]
+        rows.append(_row(name, present, memory, [sample.files[name] for sample in present]))
     rows.append(_row("redis, used_memory", warm, [sample.redis_used for sample in warm], None))
     return rows
 
@@ -257,14 +256,14 @@ def _row(name: str, samples: Sequence[Sample], memory: Sequence[int], files: Seq
 
 
 def slope(steps: Sequence[int], values: Sequence[int]) -> float:
-    """Median of the slopes between all pairs (Theil 1950, Sen 1968): memory that is given back for a moment does not tilt it."""
+    """Return the median slope between all pairs of samples (Theil 1950, Sen 1968), which ignores short drops of memory."""
     x, y = np.asarray(steps, np.float64), np.asarray(values, np.float64)
     later, earlier = np.nonzero(x[:, None] > x[None, :])
     return float(np.median((y[later] - y[earlier]) / (x[later] - x[earlier])))
 
 
 def faults_of(rows: Sequence[Row], bound: float) -> list[str]:
-    """Return what is not flat, in words; ``bound`` in KiB per 100 steps."""
+    """Return a message for each process that grows. ``bound``: maximum slope in KiB per 100 steps."""
     result = [
         f"{row.name}: memory rises by {row.slope:.0f} KiB per 100 steps, at most {bound:.0f} are allowed"
         for row in rows
@@ -278,15 +277,15 @@ def faults_of(rows: Sequence[Row], bound: float) -> list[str]:
 
 
 def table(rows: Sequence[Row], steps: int, seconds: float, experience: int, bound: float, faults: Sequence[str]) -> str:
-    """Return what the page says."""
+    """Return the table for the page."""
     lines = [
-        f"{steps} steps in {seconds / 60:.0f} minutes on {os.cpu_count()} CPU cores, {seconds / steps:.2f} s each: "
+        f"{steps} steps in {seconds / 60:.0f} minutes on {os.cpu_count()} CPU cores, {seconds / steps:.2f} s per step: "
         + ("memory and open files stay flat." if not faults else f"**not flat**: {'; '.join(faults)}."),
         "",
-        f"A step's sealed experience has {experience / KIB:.0f} KiB, so a leak of one in ten trajectories would show as "
+        f"The sealed experience of a step has {experience / KIB:.0f} KiB. A leak of one in ten trajectories has a slope of "
         f"{bound:.0f} KiB per 100 steps.",
         "",
-        "| process | MiB after warm-up | MiB at the end | slope, KiB per 100 steps | open files, after warm-up and at the end |",
+        "| process | MiB after warm-up | MiB at the end | slope, KiB per 100 steps | open files after warm-up, at the end |",
         "|---|---|---|---|---|",
     ]
     for row in rows:

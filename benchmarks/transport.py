@@ -1,9 +1,9 @@
-"""Codec and RPC: gigabytes a second of what travels between the processes, and calls a second.
+"""Gigabytes per second of codec and RPC, and calls per second.
 
-`make transport`, or python -m benchmarks.transport. The codec: arrays to the bytes of their message, and back to arrays that are
-checked. RPC: the reference's method over real gRPC on loopback, with a server in a separate process that answers at once; what
-is counted goes both ways. Writes the results below build/, the table into docs/performance.md. Exits 1 when the codec is slower
-than it should be.
+`make transport`, or python -m benchmarks.transport. The codec encodes arrays to the bytes of a message, and decodes and checks
+them. RPC calls the reference over real gRPC on loopback; the server in a separate process responds at once. Bytes count in both
+directions. Writes the results below build/ and the table into docs/performance.md. The exit status is 1 if the codec is slower
+than LIMIT.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from quartet.types import Experience, FloatArray, Role, TokenBatch
 from quartet.v1 import tensor_pb2, trajectory_pb2
 
 LIMIT = 1e9
-"""Bytes a second of the codec, at the sizes that a step has."""
+"""Minimum bytes per second of the codec, at the sizes in a step."""
 MEBIBYTE = 2**20
 SIZES = (1, 4, 64, 256)
 """MiB of a tensor, a batch or a request."""
-TRAVELLING = 16
-"""MiB that a message has at most in a usual step: a batch of 16 sequences of 200,000 tokens. Larger ones are timed, too."""
+MAX_USUAL_MESSAGE = 16
+"""MiB of the largest message in a usual step: 16 sequences of 200,000 tokens. LIMIT does not apply to larger ones."""
 EXPERIENCES = (100_000, 1_000_000, 10_000_000)
 """Response tokens."""
 LENGTH = 1_000
-"""Tokens of a sequence: a tenth of it the prompt."""
+"""Tokens of a sequence. A tenth of it is the prompt."""
 SMALL_CALLS = 500
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Of one kind of message of ``size`` bytes: the best of several times, in seconds."""
+    """The best seconds to write and to read a message of ``size`` bytes."""
 
     kind: str
     size: int
@@ -51,13 +51,13 @@ class Rate:
 
     @property
     def slower(self) -> float:
-        """Bytes a second of the slower way."""
+        """Return the bytes per second of the slower direction."""
         return self.size / max(self.write, self.read)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A unary call with so many bytes there and back together; ``seconds`` is the best of several."""
+    """A unary call. ``size``: bytes of request and response. ``seconds``: the best of several calls."""
 
     size: int
     seconds: float
@@ -68,35 +68,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_shared(parser, "build/transport", rounds=9)
     options = parser.parse_args(arguments)
     where = machine.describe()
-    # The largest first: malloc keeps what it has had before, as in a process that has been at work for a while.
+    # The largest first, so that malloc has memory to reuse, as in a process that has run for a while.
     rates = [
         rate
         for size in reversed(SIZES)
         for rate in (batch_rate(size, options.rounds), tensor_rate(size, options.rounds))
     ][::-1]
     rates += [experience_rate(tokens, options.rounds) for tokens in EXPERIENCES]
-    calls, each_second = rpc(options.rounds)
+    calls, calls_per_second = rpc(options.rounds)
     options.folder.mkdir(parents=True, exist_ok=True)
     report = {
         "machine": where,
         "codec": [asdict(rate) for rate in rates],
         "rpc": [asdict(call) for call in calls],
-        "calls_per_second": each_second,
+        "calls_per_second": calls_per_second,
     }
     (options.folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(rates, calls, each_second, where)
+    text = table(rates, calls, calls_per_second, where)
     print(text)
     page.write(page_of(parser, options), "transport", text)
     return 0 if all(rate.slower >= LIMIT for rate in rates if counts(rate)) else 1
 
 
 def counts(rate: Rate) -> bool:
-    """Return whether the limit is for it: experience of any size, and what a usual step sends at once."""
-    return rate.kind == "experience" or rate.size <= TRAVELLING * MEBIBYTE
+    """Return whether LIMIT applies: to experience of any size, and to messages of a usual step."""
+    return rate.kind == "experience" or rate.size <= MAX_USUAL_MESSAGE * MEBIBYTE
 
 
 def best(rounds: int, work: Callable[[], object]) -> float:
-    """The shortest time of ``work``, in seconds, after one that is not counted."""
+    """Return the shortest duration of ``work`` in seconds, after a warm-up call."""
     seconds = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -106,12 +106,12 @@ def best(rounds: int, work: Callable[[], object]) -> float:
 
 
 def floats(count: int, seed: int = 0) -> FloatArray:
-    """Return this many numbers, the same for a seed."""
+    """Return random numbers of a seed, float32 [count]."""
     return np.random.default_rng(seed).random(count, np.float32)
 
 
 def batch_of(tokens: int) -> TokenBatch:
-    """Sequences of LENGTH, the last one longer, with so many tokens in all."""
+    """Return a batch with this many tokens in sequences of LENGTH; the last one may be longer."""
     count = max(1, tokens // LENGTH)
     prompts = np.full(count, LENGTH // 10, np.int32)
     responses = np.full(count, LENGTH - LENGTH // 10, np.int32)
@@ -121,10 +121,10 @@ def batch_of(tokens: int) -> TokenBatch:
 
 
 def experience_of(tokens: int) -> Experience:
-    """Experience of so many response tokens."""
+    """Return experience with about this many response tokens."""
     batch = batch_of(tokens * 10 // 9)
     tokens = int(batch.response_lengths.sum())
-    # Six different arrays: equal ones would be stored once.
+    # Six different arrays, because equal ones are stored once.
     names = ("log_probs", "reference_log_probs", "values", "advantages", "returns", "actor_mask")
     return Experience(
         run="transport",
@@ -147,7 +147,7 @@ def tensor_rate(size: int, rounds: int) -> Rate:
 
 
 def batch_rate(size: int, rounds: int) -> Rate:
-    """Ragged sequences with ``size`` MiB of token ids."""
+    """Measure a token batch with ``size`` MiB of token ids."""
     batch = batch_of(size * MEBIBYTE // 4)
     data = codec.batch_to_proto(batch).SerializeToString()
     write = best(rounds, lambda: codec.batch_to_proto(batch).SerializeToString())
@@ -156,10 +156,10 @@ def batch_rate(size: int, rounds: int) -> Rate:
 
 
 def experience_rate(tokens: int, rounds: int) -> Rate:
-    """A step's experience of so many response tokens."""
+    """Measure the experience of a step with this many response tokens."""
     experience = experience_of(tokens)
     encoded = codec.encode_experience(experience)
-    # As Redis hands them out: separate bytes.
+    # Separate bytes objects, as Redis returns them.
     chunks = {name: bytes(chunk) for name, chunk in encoded.chunks.items()}
     size = len(encoded.manifest) + sum(map(len, chunks.values()))
     write = best(rounds, lambda: codec.encode_experience(experience))
@@ -167,17 +167,17 @@ def experience_rate(tokens: int, rounds: int) -> Rate:
 
 
 def rpc(rounds: int) -> tuple[list[Call], float]:
-    """Unary calls by size, and how many small ones one caller makes in a second, one after the other."""
+    """Measure unary calls of several sizes, and the number of small calls per second in sequence."""
     with replicas(Role.REFERENCE) as [address]:
         client = ReferenceClient(address, TimeoutsConfig())
         client.wait_until_ready()
         calls = []
         for size in SIZES:
-            # A little less than the most that a message may have.
+            # The largest message stays slightly below the size limit.
             batch = batch_of(min(size * MEBIBYTE, MAX_MESSAGE_BYTES - MEBIBYTE) // 4)
-            answer = client.log_probs(batch, 1.0).result()
+            response = client.log_probs(batch, 1.0).result()
             seconds = best(rounds if size < 64 else 3, lambda batch=batch: client.log_probs(batch, 1.0).result())
-            calls.append(Call(batch.token_ids.nbytes + answer.nbytes, seconds))
+            calls.append(Call(batch.token_ids.nbytes + response.nbytes, seconds))
         small = batch_of(LENGTH)
 
         def many() -> None:
@@ -187,11 +187,12 @@ def rpc(rounds: int) -> tuple[list[Call], float]:
         return calls, SMALL_CALLS / best(3, many)
 
 
-def table(rates: Sequence[Rate], calls: Sequence[Call], each_second: float, where: str) -> str:
-    """Return what the page says: the best of several."""
+def table(rates: Sequence[Rate], calls: Sequence[Call], calls_per_second: float, where: str) -> str:
+    """Return the tables for the page, with the best of several measurements."""
     lines = [
-        f"{where}. GB/s, the best of several; at least {LIMIT / 1e9:g} is asked of the codec both ways, for messages of up to "
-        f"{TRAVELLING} MiB and for experience of any size. Larger ones are bound by the kernel's handing out of fresh memory.",
+        f"{where}. GB/s, the best of several measurements. The codec must reach {LIMIT / 1e9:g} in both directions, for messages "
+        f"of up to {MAX_USUAL_MESSAGE} MiB and for experience of any size. Larger messages are limited by the kernel, which "
+        "allocates new memory for them.",
         "",
         "| message | MB | write | read |",
         "|---|---|---|---|",
@@ -199,10 +200,10 @@ def table(rates: Sequence[Rate], calls: Sequence[Call], each_second: float, wher
     for rate in rates:
         write, read = rate.size / rate.write / 1e9, rate.size / rate.read / 1e9
         lines.append(f"| {rate.kind} | {rate.size / 1e6:.1f} | {write:.2f} | {read:.2f} |")
-    lines += ["", "| unary call, there and back | ms | GB/s |", "|---|---|---|"]
+    lines += ["", "| unary call, request and response | ms | GB/s |", "|---|---|---|"]
     for call in calls:
         lines.append(f"| {call.size / 1e6:.1f} MB | {1000 * call.seconds:.1f} | {call.size / call.seconds / 1e9:.2f} |")
-    lines += ["", f"Calls of one sequence of {LENGTH:,} tokens, one after the other: **{each_second:.0f}** a second."]
+    lines += ["", f"Calls with one sequence of {LENGTH:,} tokens, in sequence: **{calls_per_second:.0f}** per second."]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""A config of Quartet's in the words of TRL's trainers, for whatever compares the two; how a batch is split is up to each."""
+"""Translation of a Quartet config to arguments of TRL's trainers. The caller adds the batch sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quartet.config import Config
 
 
 def ppo_settings(config: Config, folder: str) -> dict[str, Any]:
-    """Of a PPOConfig that writes into ``folder``."""
+    """Return arguments of a PPOConfig whose output directory is ``folder``."""
     algorithm = config.algorithm
     return {
         **_common(config, folder),
@@ -29,7 +29,7 @@ def ppo_settings(config: Config, folder: str) -> dict[str, Any]:
 
 
 def rloo_settings(config: Config, folder: str) -> dict[str, Any]:
-    """Of an RLOOConfig that writes into ``folder``."""
+    """Return arguments of an RLOOConfig whose output directory is ``folder``."""
     return {
         **_common(config, folder),
         "num_generations": config.rollout.samples_per_prompt,

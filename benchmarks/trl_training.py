@@ -1,9 +1,9 @@
-"""TRL's trainers on a config of Quartet's, timed step by step.
+"""Training with TRL on a Quartet config, with the duration of each step.
 
-python -m benchmarks.trl_training CONFIG STEPS OUT [KEY=VALUE...], for an environment that has TRL: `make parity` makes one, and
-benchmarks.end_to_end calls this in it. PPO for the estimator gae, RLOO for rloo; in the actor's dtype, on all cores of the CPU or
-on the actor's GPU. On the CPU a mini-batch goes through the model in one piece, the fastest way that TRL has; on a GPU, where its
-logits would not fit, in pieces of as many tokens as Quartet's. OUT gets a JSON object a step.
+python -m benchmarks.trl_training CONFIG STEPS OUT [KEY=VALUE...] needs an environment with TRL. `make parity` creates it, and
+benchmarks.end_to_end runs this module in it. The estimator gae selects PPO, rloo selects RLOO. Training uses the actor's dtype,
+and all CPU cores or the actor's GPU. On the CPU, each forward pass has a whole mini-batch, which is fastest for TRL. On a GPU,
+whose memory is too small for those logits, it has as many tokens as Quartet's. OUT gets a JSON object per step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Clock:
         self._out, self._since = out, time.perf_counter()
 
     def step(self, responses: int, tokens: int, reward: float) -> None:
-        """A step has ended: so many responses, their tokens up to the first EOS, and their mean score."""
+        """Record a step. ``tokens``: response tokens up to the first EOS. ``reward``: mean score."""
         now = time.perf_counter()
         line = {"seconds": now - self._since, "responses": responses, "response_tokens": tokens, "reward_mean": reward}
         with self._out.open("a", encoding="utf-8") as file:
@@ -38,7 +38,7 @@ class Clock:
 
 
 def main(path: str, steps: str, out: str, *settings: str) -> None:
-    """Train for so many steps, with ``settings`` in place of the config's."""
+    """Train for ``steps`` steps. ``settings`` override the config."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     config = load_config(Path(path), list(settings))
     os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.services.actor.devices))}
@@ -53,14 +53,16 @@ def main(path: str, steps: str, out: str, *settings: str) -> None:
 
 
 def _rows(config: Config) -> int:
-    """Sequences that go through the model at once: a divisor of the mini-batch."""
+    """Return the sequences per forward pass, a divisor of the mini-batch."""
     rollout = config.rollout
-    whole = rollout.prompts_per_step * rollout.samples_per_prompt // config.algorithm.num_mini_batches
+    mini_batch = rollout.prompts_per_step * rollout.samples_per_prompt // config.algorithm.num_mini_batches
     if not config.services.actor.devices:
-        return whole
+        return mini_batch
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     return max(
-        n for n in range(1, whole + 1) if whole % n == 0 and (n == 1 or n * longest <= config.actor.max_forward_tokens)
+        n
+        for n in range(1, mini_batch + 1)
+        if mini_batch % n == 0 and (n == 1 or n * longest <= config.actor.max_forward_tokens)
     )
 
 
@@ -90,11 +92,11 @@ def _ppo(config: Config, steps: int, folder: str, clock: Clock) -> None:
     import datasets
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    class Timed(PPOTrainer):  # type: ignore[misc]
+    class TimedTrainer(PPOTrainer):  # type: ignore[misc]
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-            result = sys._getframe(1).f_locals
-            tokens = int((~result["padding_mask"]).sum())
-            clock.step(len(result["responses"]), tokens, float(result["scores"].mean()))
+            variables = sys._getframe(1).f_locals
+            tokens = int((~variables["padding_mask"]).sum())
+            clock.step(len(variables["responses"]), tokens, float(variables["scores"].mean()))
 
     batch, rows = config.rollout.prompts_per_step, _rows(config)
     settings = PPOConfig(
@@ -106,7 +108,7 @@ def _ppo(config: Config, steps: int, folder: str, clock: Clock) -> None:
     )
     tokenizer = _tokenizer(config)
     prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in _texts(config)]
-    trainer = Timed(
+    trainer = TimedTrainer(
         args=settings,
         processing_class=tokenizer,
         model=_model("CausalLM", config.actor.model, config.actor.dtype),
@@ -126,23 +128,23 @@ def _rloo(config: Config, steps: int, folder: str, clock: Clock) -> None:
     algorithm, rollout = config.algorithm, config.rollout
     responses = rollout.prompts_per_step * rollout.samples_per_prompt
     updates, rows = algorithm.num_epochs * algorithm.num_mini_batches, _rows(config)
-    seen: dict[str, float] = {}
+    last_step: dict[str, float] = {}
 
-    class Timed(RLOOTrainer):  # type: ignore[misc]
+    class TimedTrainer(RLOOTrainer):  # type: ignore[misc]
         def _generate_and_score_completions(self, inputs: Any) -> Any:
-            made = super()._generate_and_score_completions(inputs)
-            seen["tokens"] = int(made["completion_mask"].sum())
-            return made
+            generated = super()._generate_and_score_completions(inputs)
+            last_step["tokens"] = int(generated["completion_mask"].sum())
+            return generated
 
         def _calculate_rewards(self, *arguments: Any) -> Any:
             rewards = super()._calculate_rewards(*arguments)
-            seen["reward"] = float(rewards.mean())
+            last_step["reward"] = float(rewards.mean())
             return rewards
 
-    class Told(transformers.TrainerCallback):  # type: ignore[misc]
+    class StepTimer(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
             if state.global_step % updates == 0:
-                clock.step(responses, int(seen["tokens"]), seen["reward"])
+                clock.step(responses, int(last_step["tokens"]), last_step["reward"])
 
     settings = RLOOConfig(
         **rloo_settings(config, folder),
@@ -152,19 +154,19 @@ def _rloo(config: Config, steps: int, folder: str, clock: Clock) -> None:
         max_steps=updates * steps,
     )
     tokenizer = _tokenizer(config)
-    trainer = Timed(
+    trainer = TimedTrainer(
         args=settings,
         processing_class=tokenizer,
         model=_model("CausalLM", config.actor.model, config.actor.dtype),
         reward_funcs=_scorer(config, tokenizer),
         train_dataset=datasets.Dataset.from_dict({"prompt": _texts(config)}),
-        callbacks=[Told()],
+        callbacks=[StepTimer()],
     )
     trainer.train()
 
 
 def _scorer(config: Config, tokenizer: Any) -> Callable[..., list[float]]:
-    """The reward model on the very token ids, in one padded batch; TRL's own way would drop EOS."""
+    """Return a reward function that scores the token ids in one padded batch. TRL itself drops EOS."""
     import torch
 
     model = _model("SequenceClassification", config.reward.model, config.reward.dtype).eval()

@@ -1,9 +1,9 @@
-"""Updates: share of the measured matmul peak (MFU), packed beside padded, with as many tokens as a step has.
+"""Duration of updates with packed and padded sequences, and their share of the measured matmul peak (MFU).
 
-`make update`, or python -m benchmarks.update. One process, one step's experience of random tokens whose lengths are spread as
-those of responses that end by themselves; packed and padded in turn. FLOPs are counted as in the literature, 6 for each weight
-that a real token meets on the way there and back; attention is left out. Writes the results below build/, the table into
-docs/performance.md. Where the config has the actor on a GPU (configs/gpu) it is measured there, and the table is only printed.
+`make update`, or python -m benchmarks.update. Updates a model in one process on the experience of one step: random tokens, with
+geometrically distributed response lengths. Packed and padded updates alternate. The FLOP count is 6 per weight and token, without
+padding and attention, as usual in the literature. Writes the results below build/ and the table into docs/performance.md. If the
+config puts the actor on a GPU (configs/gpu), measures that GPU and only prints the table.
 """
 
 from __future__ import annotations
@@ -41,25 +41,27 @@ STEP = 1
 
 @dataclass(frozen=True)
 class Result:
-    """Of one model: seconds of an update, a figure a round."""
+    """Seconds per update of one model, with an item per round."""
 
     name: str
     tokens: int
     response_tokens: int
     flops: float
-    """Of one update, of real tokens alone."""
+    """FLOPs of one update, without padding."""
     packed: list[float]
     padded: list[float]
 
     def rate(self) -> float:
-        """FLOP/s of the median packed update."""
+        """Return the FLOP/s of the median packed update."""
         return self.flops / statistics.median(self.packed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("update", __doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/reviews/ppo.yaml"))
-    parser.add_argument("--full", action="store_true", help="every prompt and response as long as the config allows")
+    parser.add_argument(
+        "--full", action="store_true", help="use the maximum length of the config for every prompt and response"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, for example run.onednn_linear=true"
     )
@@ -89,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def matmul_peak(device: str = "cpu", dtype: str = "float32") -> float:
-    """FLOP/s of large matmuls, the best of several sizes."""
+    """Return the FLOP/s of large matmuls, the best of several sizes."""
     best = 0.0
     for size in (512, 1024, 2048) if device == "cpu" else (4096, 8192):
         a, b = (torch.randn(size, size, device=device).to(DTYPES[dtype]) for _ in range(2))
@@ -102,10 +104,10 @@ def matmul_peak(device: str = "cpu", dtype: str = "float32") -> float:
     return best
 
 
-def experience(config: Config, model: Any, full: bool = False) -> Experience:
-    """A step's experience of random tokens: prompts of 5 to 12, responses that end with probability 1/20 at each token.
+def make_experience(config: Config, model: Any, full: bool = False) -> Experience:
+    """Return the experience of a step with random tokens: prompts of 5 to 12, responses that end at each with probability 1/20.
 
-    The samples of a prompt share it. ``full``: prompts and responses are as long as the config allows.
+    The samples of a prompt share it. ``full``: prompts and responses have the maximum length of the config.
     """
     generator = np.random.default_rng(0)
     rollout = config.rollout
@@ -119,16 +121,16 @@ def experience(config: Config, model: Any, full: bool = False) -> Experience:
             np.full(count, n, np.int32) for n in (config.data.max_prompt_tokens, rollout.max_response_tokens)
         )
     top, tokens = vocabulary_size(model), int(responses.sum())
-    asked = [generator.integers(3, top, size) for size in prompts[:: rollout.samples_per_prompt]]
-    answers = np.split(generator.integers(3, top, tokens), np.cumsum(responses)[:-1])
-    pairs = [(asked[index // rollout.samples_per_prompt], answer) for index, answer in enumerate(answers)]
+    prompt_ids = [generator.integers(3, top, size) for size in prompts[:: rollout.samples_per_prompt]]
+    response_ids = np.split(generator.integers(3, top, tokens), np.cumsum(responses)[:-1])
+    pairs = [(prompt_ids[index // rollout.samples_per_prompt], ids) for index, ids in enumerate(response_ids)]
     ids = np.concatenate([part for pair in pairs for part in pair]).astype(np.int32)
 
-    def drawn() -> np.ndarray[Any, np.dtype[np.float32]]:
+    def random_values() -> np.ndarray[Any, np.dtype[np.float32]]:
         return generator.normal(size=tokens).astype(np.float32)
 
     batch = TokenBatch(ids, prompts, responses)
-    log_probs = response_log_probs(model, batch, 1.0, 16384) if hasattr(model, "lm_head") else drawn()
+    log_probs = response_log_probs(model, batch, 1.0, 16384) if hasattr(model, "lm_head") else random_values()
     return Experience(
         run="benchmark",
         step=STEP,
@@ -138,66 +140,66 @@ def experience(config: Config, model: Any, full: bool = False) -> Experience:
         scores=np.zeros(count, np.float32),
         log_probs=log_probs,
         reference_log_probs=log_probs,
-        values=drawn(),
-        advantages=drawn(),
-        returns=drawn(),
+        values=random_values(),
+        advantages=random_values(),
+        returns=random_values(),
         actor_mask=np.ones(tokens, np.float32),
     )
 
 
 @dataclass(frozen=True)
 class Work:
-    """An update that can be taken again and again, and what it is about."""
+    """An update that can be repeated, its optimizer and its experience."""
 
     optimizer: MasterWeightAdamW
     take: Callable[[], None]
-    learned: Experience
+    experience: Experience
     flops: float
 
     def timed(self, name: str, device: str, rounds: int) -> Result:
-        """Seconds of each round, packed and padded in turn, after one that is not counted."""
-        tokens, responses = len(self.learned.batch.token_ids), len(self.learned.advantages)
+        """Measure packed and padded updates alternately, after a warm-up round."""
+        tokens, responses = len(self.experience.batch.token_ids), len(self.experience.advantages)
         return Result(name, tokens, responses, self.flops, *_timed(self.take, device, rounds))
 
 
 def of_policy(config: Config, device: str, full: bool) -> Work:
-    """The policy's update."""
+    """Return the update of the policy."""
     model = load_causal_lm(config.actor.model, config.actor.dtype, device)
     optimizer = create_optimizer(model, config.actor.learning_rate)
-    learned = experience(config, model, full)
+    experience = make_experience(config, model, full)
     settings, loss = optimization_at(config, config.actor, STEP), policy_loss_of(config.algorithm, 1.0)
     head = model.get_output_embeddings().weight.numel()
     body = _weights(model.base_model)
 
     def update() -> None:
-        update_policy(model, optimizer, learned, settings, loss, config.actor.max_forward_tokens)
+        update_policy(model, optimizer, experience, settings, loss, config.actor.max_forward_tokens)
 
-    multiplications = body * distinct_tokens(learned.batch, config) + head * len(learned.advantages)
-    return Work(optimizer, update, learned, 6.0 * settings.num_epochs * multiplications)
+    multiplications = body * distinct_tokens(experience.batch, config) + head * len(experience.advantages)
+    return Work(optimizer, update, experience, 6.0 * settings.num_epochs * multiplications)
 
 
 def of_critic(config: Config, device: str, full: bool) -> Work:
-    """The value model's update."""
+    """Return the update of the value model."""
     model = load_critic(config.critic.model or str(config.reward.model), config.critic.dtype, device)
     optimizer = create_optimizer(model, config.critic.learning_rate)
-    learned = experience(config, model, full)
+    experience = make_experience(config, model, full)
     settings, loss = optimization_at(config, config.critic, STEP), value_loss_of(config.algorithm)
 
     def update() -> None:
-        update_value(model, optimizer, learned, settings, loss, config.critic.max_forward_tokens)
+        update_value(model, optimizer, experience, settings, loss, config.critic.max_forward_tokens)
 
-    multiplications = _weights(model.backbone) * distinct_tokens(learned.batch, config)
-    return Work(optimizer, update, learned, 6.0 * settings.num_epochs * multiplications)
+    multiplications = _weights(model.backbone) * distinct_tokens(experience.batch, config)
+    return Work(optimizer, update, experience, 6.0 * settings.num_epochs * multiplications)
 
 
 def distinct_tokens(batch: TokenBatch, config: Config) -> int:
-    """Tokens that a model has to compute: a prompt of several samples once, and no last token, which predicts nothing."""
+    """Return the tokens that a model must compute: each shared prompt once, and not the last token of a response."""
     prompts = int(batch.prompt_lengths[:: config.rollout.samples_per_prompt].sum())
     return prompts + int(batch.response_lengths.sum()) - len(batch)
 
 
 def _weights(backbone: Any) -> int:
-    """Weights that a token is multiplied with: all matrices but the embedding, which is looked up."""
+    """Return the weights in matmuls: all matrices except the embedding, which is a lookup."""
     embedding = backbone.get_input_embeddings().weight
     return sum(p.numel() for p in backbone.parameters() if p.ndim > 1 and p is not embedding)
 
@@ -225,12 +227,12 @@ def _packing(packed: bool) -> Iterator[None]:
 
 
 def table(results: Sequence[Result], peak: float, dtype: str, threads: int, where: str) -> str:
-    """Return what the page says: medians over the rounds."""
+    """Return the table for the page: medians over the rounds."""
     lines = [
-        f"{where}. {threads} CPU threads, {dtype}, matmul peak {peak / 1e9:.0f} GFLOP/s; medians, and of the ratio the least and "
-        "the most.",
+        f"{where}. CPU threads: {threads}, {dtype}, matmul peak: {peak / 1e9:.0f} GFLOP/s. Medians; the speedup also has its "
+        "range.",
         "",
-        "| model | tokens | of them responses | seconds, padded | packed | times padded | MFU, packed |",
+        "| model | tokens | response tokens | seconds, padded | seconds, packed | speedup | MFU, packed |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in results:

@@ -149,7 +149,7 @@ def test_steps_are_taken_with_simulated_services(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(orchestration, "replicas", within)
     result = orchestration.measure(orchestration.Case(2, 6), 2, tmp_path)
     [step] = result.steps
-    assert step.tokens > 6 * orchestration.LONGEST // 4
+    assert step.tokens > 6 * orchestration.MAX_RESPONSE // 4
     assert step.ratio >= 1.0
 
 
@@ -169,7 +169,7 @@ def test_lengths_add_up_to_the_tokens_that_were_asked_for_and_stay_the_same(kind
 
 def test_gae_is_told_by_its_best_call() -> None:
     result = gae.Result("equal", 2000, 2, 1000, [0.03, 0.02, 0.07])
-    assert "| 2 | 1,000 tokens each | 1,000 | **20.0** | 30.0 |" in gae.table([result], "a machine")
+    assert "| 2 | 1,000 | 1,000 | **20.0** | 30.0 |" in gae.table([result], "a machine")
 
 
 def test_the_codec_is_as_fast_as_its_slower_way_and_large_messages_are_only_shown() -> None:
@@ -181,7 +181,7 @@ def test_the_codec_is_as_fast_as_its_slower_way_and_large_messages_are_only_show
     text = transport.table([small], [transport.Call(3_000_000, 0.002)], 1234.5, "a machine")
     assert "| tensor | 2.0 | 0.50 | 2.00 |" in text
     assert "| 3.0 MB | 2.0 | 1.50 |" in text
-    assert "**1234** a second" in text
+    assert "**1234** per second" in text
 
 
 def test_batches_and_experience_have_the_tokens_that_were_asked_for() -> None:
@@ -279,7 +279,7 @@ def test_trl_has_whole_mini_batches_on_a_cpu_and_as_many_tokens_as_quartet_at_on
 
 def test_tables_begin_with_the_machine_that_they_are_of() -> None:
     where = machine.describe()
-    moves = precision.Moves(1e-5, 1.0, 0.9, 0.25, 0.5)
+    changes = precision.WeightChanges(1e-5, 1.0, 0.9, 0.25, 0.5)
     speed = end_to_end.Speed(2.0, 20.0, 1.0, 0.0)
     half = precision.Result(
         "small", 4, 8, {"float32": [10, 10], "bfloat16": [15, 25]}, {"float32": [2], "bfloat16": [1]}
@@ -290,7 +290,7 @@ def test_tables_begin_with_the_machine_that_they_are_of() -> None:
         ),
         update.table([update.Result("policy", 8, 4, 1e9, [1.0], [2.0])], 1e10, "bfloat16", 1, where),
         end_to_end.table({"ppo.yaml": [end_to_end.Pair(speed, speed)]}, 4, "bfloat16", where),
-        precision.table([half], [moves], {"float32": 1e11, "bfloat16": 4e11}, 1, where),
+        precision.table([half], [changes], {"float32": 1e11, "bfloat16": 4e11}, 1, where),
     ]
     assert all(text.startswith(f"{where}. ") for text in tables)
     assert "| policy | 8 | 4 | 2.000 | 1.000 | **2.00** (2.00 to 2.00) | 10 % |" in tables[1]
@@ -303,9 +303,9 @@ def test_experience_is_as_long_as_the_config_allows_where_that_is_asked_for(tmp_
     random_models.main([str(tmp_path), "--layers", "1", "--vocabulary", "300"])
     small = [f"actor.model={tmp_path}/policy", "rollout.prompts_per_step=3", "rollout.max_response_tokens=4"]
     config = load_config(GPU / "ppo.yaml", small)
-    learned = update.of_policy(config, "cpu", full=True).learned
-    assert learned.batch.prompt_lengths.tolist() == [128] * 3
-    assert learned.batch.response_lengths.tolist() == [4] * 3
+    batch = update.of_policy(config, "cpu", full=True).experience.batch
+    assert batch.prompt_lengths.tolist() == [128] * 3
+    assert batch.response_lengths.tolist() == [4] * 3
 
 
 def test_growth_is_held_against_what_is_in_proportion() -> None:
