@@ -5,8 +5,9 @@ import { h, replace, announce, write } from "../dom.js";
 import { number, whole } from "../format.js";
 
 const MIN_REDRAW_INTERVAL = 500;
-/** The interval between redraws is at least this many times the duration of the last one, which keeps the page responsive. */
-const MIN_INTERVAL_FACTOR = 5;
+const MAX_REDRAW_INTERVAL = 4000;
+/** Within these bounds, the interval between redraws is this many times the duration of the last one: the page stays responsive. */
+const INTERVAL_FACTOR = 5;
 
 /** Charts over the same steps. Calls `onzoom(start, end)` for another range, and `onzoom(null)` for all steps. */
 export class ChartGroup {
@@ -52,7 +53,8 @@ export class ChartGroup {
   schedule() {
     if (this.timer !== null || this.ended) return;
     if (document.hidden) return;
-    const wait = Math.max(0, this.last + Math.max(MIN_REDRAW_INTERVAL, MIN_INTERVAL_FACTOR * this.cost) - performance.now());
+    const interval = Math.min(MAX_REDRAW_INTERVAL, Math.max(MIN_REDRAW_INTERVAL, INTERVAL_FACTOR * this.cost));
+    const wait = Math.max(0, this.last + interval - performance.now());
     this.timer = setTimeout(() => this.redraw(), wait);
   }
 
