@@ -57,7 +57,7 @@ def samples(leak: int = 0, files: int = 0, redis: int = 0) -> list[Sample]:
     ]
 
 
-def test_memory_that_sways_is_flat_and_a_slope_is_what_is_leaked() -> None:
+def test_the_slope_ignores_oscillating_memory_and_measures_a_leak() -> None:
     actor, redis = rows_of(samples(), 1000)
     assert (actor.name, redis.name) == ("actor", "redis, used_memory")
     assert abs(actor.slope) < 1
@@ -69,13 +69,13 @@ def test_memory_that_sways_is_flat_and_a_slope_is_what_is_leaked() -> None:
     assert actor.mebibytes_last - actor.mebibytes_first == pytest.approx(720 * 1024 / KIB**2, abs=0.02)
 
 
-def test_memory_that_is_given_back_for_a_moment_does_not_tilt_the_slope() -> None:
+def test_a_temporary_drop_in_memory_does_not_change_the_slope() -> None:
     steps = list(range(200, 1000, 4))
     values = [10_000 + 3 * step - (5_000_000 if 300 < step < 400 else 0) for step in steps]
     assert soak.slope(steps, values) == pytest.approx(3)
 
 
-def test_a_leak_and_files_that_stay_open_are_faults_with_the_name_of_the_process() -> None:
+def test_leaks_and_open_files_are_reported_with_the_process() -> None:
     [leak] = faults_of(rows_of(samples(leak=1024), 1000), bound=80)
     assert leak == "actor: memory rises by 100 KiB per 100 steps, at most 80 are allowed"
     [files] = faults_of(rows_of(samples(files=1), 1000), bound=80)
@@ -90,7 +90,7 @@ LINE = (
 )
 
 
-def test_the_cost_is_that_of_each_step_and_of_checkpoints_as_often_as_the_config_has_them() -> None:
+def test_the_cost_includes_steps_and_checkpoints_at_the_configured_interval() -> None:
     def line(step: int) -> str:
         after = step % 10 == 1 and step > 1
         return LINE.format(step=step, seconds=2.3 if after else 9.0 if step == 1 else 2.0, wait=0.05 if after else 0.0)
@@ -106,7 +106,7 @@ def test_the_cost_is_that_of_each_step_and_of_checkpoints_as_often_as_the_config
     assert "| together | 14.00 | 0.700 % |" in durability.table(cost, Path("ppo.yaml"), 30)
 
 
-def test_a_benchmark_writes_between_its_marks_and_nowhere_else(tmp_path: Path) -> None:
+def test_a_benchmark_writes_only_between_its_marks(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(f"above\n{page.begin('soak')}\nold\n{page.end('soak')}\nbelow\n")
     page.write(path, "soak", soak.table(rows_of(samples(), 1000), 1000, 200.0, 24_000, 30.0, []))
@@ -121,7 +121,7 @@ def test_a_benchmark_writes_between_its_marks_and_nowhere_else(tmp_path: Path) -
         page.write(path, "cost", "new")
 
 
-def test_a_page_has_only_what_is_measured_as_make_measures_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_with_other_options_are_not_written_to_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     parser = parser_of("gae", None)
     add_shared(parser, "build/gae", rounds=30)
 
@@ -138,7 +138,7 @@ def test_a_page_has_only_what_is_measured_as_make_measures_it(capsys: pytest.Cap
     assert "argument --rounds: 0: expected at least 1" in capsys.readouterr().err
 
 
-def test_steps_are_taken_with_simulated_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_orchestrator_is_measured_with_simulated_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def within(role: Role, count: int, times: simulated.Times, url: str) -> Iterator[list[str]]:
         servers = [Server([simulated.hosted(role, times, url)], "127.0.0.1:0") for _ in range(count)]
@@ -153,26 +153,26 @@ def test_steps_are_taken_with_simulated_services(tmp_path: Path, monkeypatch: py
     assert step.ratio >= 1.0
 
 
-def test_simulated_services_and_writers_are_processes_that_start(redis_url: str) -> None:
+def test_processes_of_simulated_services_and_writers_start(redis_url: str) -> None:
     with simulated.replicas(Role.REWARD) as addresses:
         assert len(addresses) == 1
     assert buffer.stream(redis_url, 2 * buffer.FLUSH).trajectories == 2 * buffer.FLUSH
 
 
 @pytest.mark.parametrize("kind", list(gae.KINDS))
-def test_lengths_add_up_to_the_tokens_that_were_asked_for_and_stay_the_same(kind: str) -> None:
+def test_lengths_are_deterministic_and_add_up_to_the_requested_tokens(kind: str) -> None:
     lengths = gae.lengths_of(kind, 100_000)
     assert lengths.sum() == 100_000
     assert lengths.min() >= 1
     assert lengths.tolist() == gae.lengths_of(kind, 100_000).tolist()
 
 
-def test_gae_is_told_by_its_best_call() -> None:
+def test_the_gae_table_shows_the_best_call() -> None:
     result = gae.Result("equal", 2000, 2, 1000, [0.03, 0.02, 0.07])
     assert "| 2 | 1,000 | 1,000 | **20.0** | 30.0 |" in gae.table([result], "a machine")
 
 
-def test_the_codec_is_as_fast_as_its_slower_way_and_large_messages_are_only_shown() -> None:
+def test_the_codec_rate_is_that_of_the_slower_direction_and_excludes_large_messages() -> None:
     small, large = (transport.Rate("tensor", size, write=0.004, read=0.001) for size in (2_000_000, 200_000_000))
     assert small.slower == pytest.approx(5e8)
     assert transport.counts(small)
@@ -184,12 +184,12 @@ def test_the_codec_is_as_fast_as_its_slower_way_and_large_messages_are_only_show
     assert "**1234** per second" in text
 
 
-def test_batches_and_experience_have_the_tokens_that_were_asked_for() -> None:
+def test_batches_and_experience_have_the_requested_tokens() -> None:
     assert len(transport.batch_of(10_500).token_ids) == 10_500
     assert len(transport.experience_of(9_000).advantages) == pytest.approx(9_000, abs=10)
 
 
-def test_the_buffer_is_as_fast_as_from_the_first_append_to_the_last_read() -> None:
+def test_the_buffer_rate_is_measured_from_the_first_append_to_the_last_read() -> None:
     rounds = [buffer.Stream(1000, write=0.1, all=0.2), buffer.Stream(1000, write=0.05, all=0.25)]
     assert rounds[0].rate == pytest.approx(5000)
     text = buffer.table(rounds, [buffer.Sealed(10, 2_000_000_000, seal=2.0, load=4.0)], "a machine")
@@ -197,7 +197,7 @@ def test_the_buffer_is_as_fast_as_from_the_first_append_to_the_last_read() -> No
     assert "| 10 | 2000 | 2.000 | 1.00 | 4.000 | 0.50 |" in text
 
 
-def test_the_critical_path_is_that_of_the_slowest_service() -> None:
+def test_the_critical_path_follows_the_slowest_service() -> None:
     times = simulated.Times(generate=1.0, score=0.0, values=0.0, update=0.5)
     # Tokens 3, 2, 1: generated after 6 s, then 3 s of updates.
     assert orchestration.critical_path([3, 2, 1], 1, 1, 1, times) == 9.0
@@ -211,7 +211,7 @@ def test_the_critical_path_is_that_of_the_slowest_service() -> None:
     assert orchestration.critical_path([3, 2, 1], 1, 1, 2, simulated.Times(1.0, 0.0, 1.0, 0.5)) == 12.0 + 3.0
 
 
-def test_simulated_responses_are_of_every_length_and_always_the_same() -> None:
+def test_lengths_of_simulated_responses_are_uniform_and_deterministic() -> None:
     lengths = simulated.response_lengths(range(1000), 1600)
     assert (min(lengths), max(lengths)) == (pytest.approx(401, abs=9), pytest.approx(1600, abs=9))
     assert sum(lengths) / 1000 == pytest.approx(1000, rel=0.01)
@@ -220,7 +220,7 @@ def test_simulated_responses_are_of_every_length_and_always_the_same() -> None:
     assert json.dumps(simulated.response_lengths(np.array([7, 3]), 1600)) == str([lengths[7], lengths[3]])
 
 
-def test_the_orchestrator_is_told_by_the_step_that_was_held_up_the_least() -> None:
+def test_the_orchestrator_table_shows_the_step_with_the_least_overhead() -> None:
     case = orchestration.Case(8, 500)
     assert case.times.score == pytest.approx(8 * orchestration.STATED.score)
     steps = [orchestration.Step(5.0, 4.0, 0.5, 500_000), orchestration.Step(4.2, 4.0, 0.25, 500_000)]
@@ -243,7 +243,7 @@ def test_a_gpu_benchmark_without_a_gpu_fails_and_keeps_old_results(
     assert (folder / "results.json").read_text() == "of an earlier run"
 
 
-def test_random_models_are_a_policy_a_reward_and_prompts_of_as_many_tokens(tmp_path: Path) -> None:
+def test_random_models_include_a_policy_a_reward_model_and_prompts_of_equal_length(tmp_path: Path) -> None:
     assert random_models.main([str(tmp_path), "--layers", "1", "--vocabulary", "300"]) == 0
     policy, reward = (load(tmp_path / name, "bfloat16") for load, name in MADE)
     assert policy.config.num_hidden_layers == reward.config.num_hidden_layers == 1
@@ -257,7 +257,7 @@ MADE = ((load_causal_lm, "policy"), (load_reward_model, "reward"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_random_models_for_a_gpu_that_is_not_there_are_not_made(tmp_path: Path) -> None:
+def test_random_models_for_a_missing_gpu_are_not_created(tmp_path: Path) -> None:
     assert random_models.main([str(tmp_path / "out"), "--for", str(GPU / "ppo.yaml")]) == 2
     assert not (tmp_path / "out").exists()
 
@@ -269,15 +269,13 @@ def test_random_models_have_the_shape_of_qwen2() -> None:
 
 
 @pytest.mark.parametrize(("name", "rows"), [("ppo", 16), ("rloo", 16)])
-def test_trl_has_whole_mini_batches_on_a_cpu_and_as_many_tokens_as_quartet_at_once_on_a_gpu(
-    name: str, rows: int
-) -> None:
+def test_trl_uses_the_token_limit_of_quartet_on_a_gpu_and_whole_mini_batches_on_a_cpu(name: str, rows: int) -> None:
     config = load_config(GPU / f"{name}.yaml")
     assert trl_training._rows(config) == rows
     assert trl_training._rows(load_config(GPU / f"{name}.yaml", ["services.actor.devices=[]"])) == 128
 
 
-def test_tables_begin_with_the_machine_that_they_are_of() -> None:
+def test_tables_begin_with_their_machine() -> None:
     where = machine.describe()
     changes = precision.WeightChanges(1e-5, 1.0, 0.9, 0.25, 0.5)
     speed = end_to_end.Speed(2.0, 20.0, 1.0, 0.0)
@@ -299,7 +297,7 @@ def test_tables_begin_with_the_machine_that_they_are_of() -> None:
     assert "| small | update, seconds | 2.00 | 1.00 | **2.00** (2.00 to 2.00) |" in tables[3]
 
 
-def test_experience_is_as_long_as_the_config_allows_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_experience_has_the_maximum_length_on_request(tmp_path: Path) -> None:
     random_models.main([str(tmp_path), "--layers", "1", "--vocabulary", "300"])
     small = [f"actor.model={tmp_path}/policy", "rollout.prompts_per_step=3", "rollout.max_response_tokens=4"]
     config = load_config(GPU / "ppo.yaml", small)
@@ -308,7 +306,7 @@ def test_experience_is_as_long_as_the_config_allows_where_that_is_asked_for(tmp_
     assert batch.response_lengths.tolist() == [4] * 3
 
 
-def test_growth_is_held_against_what_is_in_proportion() -> None:
+def test_growth_is_relative_to_proportional_growth() -> None:
     def result(seconds: float, parameters: int, **point: int) -> growth.Result:
         return growth.Result(growth.Point(**point), parameters, dict.fromkeys(growth.PHASES, seconds))
 
@@ -318,6 +316,6 @@ def test_growth_is_held_against_what_is_in_proportion() -> None:
     assert first.rate("step") == 256
 
 
-def test_a_step_of_the_growth_curve_has_its_phases() -> None:
+def test_a_step_of_the_growth_curve_has_phases() -> None:
     seconds = growth.measure(growth.Point(prompts=2, tokens=2), rounds=1).seconds
     assert seconds["step"] >= seconds["generation"] + seconds["update"] > 0

@@ -82,7 +82,7 @@ def other() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes have names on Linux only")
-def test_a_dead_process_has_ended_whether_reaped_or_not(other: tuple[subprocess.Popen[str], str]) -> None:
+def test_a_dead_process_has_ended_even_before_it_is_reaped(other: tuple[subprocess.Popen[str], str]) -> None:
     process, name = other
     assert not has_ended(name)
     assert not has_ended(this_process())

@@ -38,7 +38,7 @@ def test_the_resolved_yaml_parses_to_the_same_tree(path: Path) -> None:
     assert parse_config(yaml.safe_load(config.to_yaml()), "again") == config
 
 
-def test_the_resolved_yaml_names_every_key(minimal: Path) -> None:
+def test_the_resolved_yaml_contains_every_key(minimal: Path) -> None:
     def keys(tree: dict[str, Any]) -> set[str]:
         inner = {f"{key}.{below}" for key, value in tree.items() if isinstance(value, dict) for below in keys(value)}
         return inner | set(tree)
@@ -138,12 +138,12 @@ def test_the_tree_is_immutable(minimal: Path) -> None:
         ({"guards": {"kl_runaway": {"below": 3}}}, "guards.kl_runaway.below: unknown key; known keys: action, above"),
     ],
 )
-def test_what_does_not_fit_together_is_an_error_before_anything_starts(changes: dict[str, Any], message: str) -> None:
+def test_inconsistent_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config({**REQUIRED, **changes}, "test")
 
 
-def test_the_reference_of_settings_is_the_one_in_the_docs() -> None:
+def test_the_reference_of_settings_in_the_docs_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
     assert page.read_text(encoding="utf-8") == reference(), "run: make docs-reference"
 
@@ -161,7 +161,7 @@ def test_an_estimator_without_critic_needs_no_critic_and_lora_no_reference() -> 
     assert [str(role) for role in model_roles(config)] == ["actor", "reward", "reference"]
 
 
-def test_the_models_of_an_ensemble_are_named_by_their_part() -> None:
+def test_the_models_of_an_ensemble_have_the_names_of_their_parts() -> None:
     parts = [
         {"name": "tone", "model": "t"},
         {"name": "length", "source": "function", "function": "a:b", "weight": -0.5},
@@ -173,7 +173,7 @@ def test_the_models_of_an_ensemble_are_named_by_their_part() -> None:
     assert config.reward.has_functions
 
 
-def test_a_guard_whose_action_is_set_keeps_its_bound() -> None:
+def test_setting_the_action_of_a_guard_keeps_its_bound() -> None:
     guards = parse_config({**REQUIRED, "guards": {"kl_runaway": {"action": "stop"}}}, "test").guards
     assert (guards.kl_runaway.action, guards.kl_runaway.above) == ("stop", 50.0)
 
@@ -188,7 +188,7 @@ def test_a_guard_whose_action_is_set_keeps_its_bound() -> None:
         ("gae", False, False),
     ],
 )
-def test_advantages_are_normalised_as_the_estimator_does_unless_told(
+def test_normalization_of_advantages_defaults_to_that_of_the_estimator(
     estimator: str, chosen: bool | None, normalized: bool
 ) -> None:
     tree = {**REQUIRED, "algorithm": {"estimator": estimator, "normalize_advantages": chosen}}
@@ -197,6 +197,6 @@ def test_advantages_are_normalised_as_the_estimator_does_unless_told(
 
 
 @pytest.mark.parametrize("given", [{"certificate_file": "c.pem"}, {"key_file": "k.pem"}])
-def test_a_certificate_of_the_gateway_goes_with_its_key(given: dict[str, str]) -> None:
+def test_the_gateway_needs_certificate_and_key_together(given: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="certificate_file and key_file: only one of them is given"):
         parse_config({**REQUIRED, "gateway": given}, "test")

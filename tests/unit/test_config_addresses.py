@@ -56,7 +56,7 @@ def test_a_password_is_never_shown(url: str, minimal: Path) -> None:
         "rediss://user@[::1]:6379/0?ssl_ca_certs=/home/a@b/ca.crt&timeout=3",
     ],
 )
-def test_a_url_without_password_is_taken_and_shown_as_it_is(url: str, minimal: Path) -> None:
+def test_a_url_without_password_is_accepted_and_shown_unchanged(url: str, minimal: Path) -> None:
     assert redact_url(url) == url
     assert not is_redacted(url)
     assert yaml.safe_load(load_config(minimal, [f"buffer.url={url}"]).to_yaml())["buffer"]["url"] == url
@@ -101,7 +101,7 @@ def test_a_malformed_url_is_refused_without_its_password(url: str, tmp_path: Pat
         {"mlflow": {"tracking_uri": "postgresql+psycopg2://bob:secret@database/mlflow"}},
     ],
 )
-def test_passwords_of_telemetry_have_no_place_in_a_config(telemetry: dict[str, Any]) -> None:
+def test_passwords_in_telemetry_urls_are_refused(telemetry: dict[str, Any]) -> None:
     tree = {"data": {"prompts": "p"}, "actor": {"model": "a"}, "reward": {"model": "r"}, "telemetry": telemetry}
     with pytest.raises(
         ConfigError, match="expected an address without user and password; give them in the environment"
@@ -112,7 +112,7 @@ def test_passwords_of_telemetry_have_no_place_in_a_config(telemetry: dict[str, A
 
 
 @pytest.mark.parametrize("uri", ["mlruns", "file:///home/a@b/mlruns", "http://[::1]:5000", "http://tracking:5000/a@b"])
-def test_addresses_of_telemetry_without_a_password_are_taken(uri: str) -> None:
+def test_telemetry_urls_without_a_password_are_accepted(uri: str) -> None:
     config = parse_config({**REQUIRED, "telemetry": {"mlflow": {"tracking_uri": uri}}}, "test")
     assert config.telemetry.mlflow is not None
     assert config.telemetry.mlflow.tracking_uri == uri

@@ -109,14 +109,14 @@ def test_a_wrong_value_is_refused_with_file_line_key_and_expectation(name: str, 
     assert expected in said
 
 
-def test_a_missing_key_is_named_with_its_section_and_a_missing_section_with_its_file(tmp_path: Path) -> None:
+def test_missing_keys_and_sections_are_reported_with_their_location(tmp_path: Path) -> None:
     path = write(tmp_path, "data:\n  prompts: p\nactor:\n  dtype: float32\n")
     said = refusal(path)
     assert f"config {path}:3: actor.model: missing; it has no default" in said
     assert f"config {path}: reward: missing; it has no default" in said
 
 
-def test_every_wrong_key_is_named_at_once(tmp_path: Path) -> None:
+def test_all_wrong_keys_are_reported_together(tmp_path: Path) -> None:
     said = refusal(write(tmp_path, MINIMAL + "run:\n  steps: 0\n  seed: -1\n"))
     assert ":8: run.steps" in said
     assert ":9: run.seed" in said
@@ -135,7 +135,7 @@ def test_every_wrong_key_is_named_at_once(tmp_path: Path) -> None:
         ("3: 4\n" + MINIMAL, "config {path}:1: 3: Keys should be strings"),
     ],
 )
-def test_what_is_no_config_is_refused_with_file_and_line(text: str, expected: str, tmp_path: Path) -> None:
+def test_invalid_yaml_is_refused_with_file_and_line(text: str, expected: str, tmp_path: Path) -> None:
     path = write(tmp_path, text)
     assert refusal(path).startswith(expected.format(path=path))
 
@@ -167,7 +167,7 @@ def test_an_override_is_read_as_yaml(override: str, section: str, key: str, valu
     assert getattr(getattr(load_config(minimal, [override]), section), key) == value
 
 
-def test_overrides_reach_nested_keys_and_lists_and_the_last_one_counts(minimal: Path) -> None:
+def test_overrides_set_nested_keys_and_lists_and_the_last_one_wins(minimal: Path) -> None:
     config = load_config(
         minimal,
         [
@@ -186,7 +186,7 @@ def test_overrides_reach_nested_keys_and_lists_and_the_last_one_counts(minimal: 
 
 
 @pytest.mark.parametrize("override", ["run.steps", "=1", "run..steps=1", ".steps=1"])
-def test_an_override_that_is_no_assignment_is_refused(override: str, minimal: Path) -> None:
+def test_an_override_without_an_assignment_is_refused(override: str, minimal: Path) -> None:
     assert refusal(minimal, override) == f"--set {override}: expected KEY.KEY=VALUE, for example run.steps=10"
 
 
@@ -194,7 +194,7 @@ def test_an_override_below_a_value_is_refused(minimal: Path) -> None:
     assert "model is a value, not a section" in refusal(minimal, "actor.model.name=x")
 
 
-def test_a_wrong_override_is_blamed_and_not_the_line_that_it_replaces(tmp_path: Path) -> None:
+def test_a_wrong_override_is_reported_instead_of_the_line_that_it_replaces(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "run:\n  steps: 10\n")
     said = refusal(path, "run.steps=0")
     assert "--set run.steps" in said
@@ -202,7 +202,7 @@ def test_a_wrong_override_is_blamed_and_not_the_line_that_it_replaces(tmp_path: 
     assert "did you mean 'steps'" in refusal(path, "run.stepz=1")
 
 
-def test_a_hash_in_an_override_is_no_comment(tmp_path: Path) -> None:
+def test_a_hash_in_an_override_does_not_start_a_comment(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("data: {prompts: p}\nactor: {model: a}\nreward: {model: r}\n")
     config = load_config(path, ["data.prompts=/tmp/a #b/x.jsonl", "run.name=123"])
@@ -210,7 +210,7 @@ def test_a_hash_in_an_override_is_no_comment(tmp_path: Path) -> None:
     assert config.run.name == "123"
 
 
-def test_a_config_laid_over_another_wins_key_by_key_and_overrides_win_over_both(tmp_path: Path) -> None:
+def test_an_overlay_replaces_single_keys_and_overrides_replace_both(tmp_path: Path) -> None:
     run, above, last = tmp_path / "run.yaml", tmp_path / "above.yaml", tmp_path / "last.yaml"
     run.write_text(
         yaml.safe_dump({**REQUIRED, "services": {"actor": {"devices": [3], "num_threads": 2}}, "run": {"name": "a"}})
@@ -222,7 +222,7 @@ def test_a_config_laid_over_another_wins_key_by_key_and_overrides_win_over_both(
     assert (config.services.critic.num_threads, config.run.name) == (6, "a")
 
 
-def test_what_is_wrong_in_a_config_is_named_by_the_file_that_it_stands_in(tmp_path: Path) -> None:
+def test_an_error_in_an_overlay_is_reported_with_its_file(tmp_path: Path) -> None:
     run, above = tmp_path / "run.yaml", tmp_path / "above.yaml"
     run.write_text(yaml.safe_dump(REQUIRED))
     above.write_text("security:\n  certificats: here\n")

@@ -26,7 +26,7 @@ def keys(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str
             yield from keys(value["items"], f"{prefix}{key}[].")
 
 
-def test_it_has_every_setting_with_its_meaning_and_no_other() -> None:
+def test_the_schema_has_exactly_the_settings_with_their_descriptions() -> None:
     result = dict(keys(SCHEMA))
     sections = {key for key, node in result.items() if node["type"] == "object"}
     assert {setting.name for setting in settings()} - result.keys() == set()
@@ -35,13 +35,13 @@ def test_it_has_every_setting_with_its_meaning_and_no_other() -> None:
         assert result[setting.name]["description"] == setting.meaning
 
 
-def test_no_section_takes_a_key_that_it_does_not_know() -> None:
+def test_every_section_refuses_unknown_keys() -> None:
     sections = [SCHEMA, *(node for _, node in keys(SCHEMA))]
     for node in [*sections, *(node["items"] for node in sections if isinstance(node.get("items"), dict))]:
         assert ("properties" in node) == (node.get("additionalProperties") is False)
 
 
-def test_it_is_plain_draft_07() -> None:
+def test_the_schema_is_plain_draft_07() -> None:
     assert SCHEMA["$schema"] == "http://json-schema.org/draft-07/schema#"
     words = {word for node in [SCHEMA, *(node for _, node in keys(SCHEMA))] for word in node}
     assert words.isdisjoint({"$ref", "$defs", "anyOf", "prefixItems", "format"})
@@ -51,7 +51,7 @@ def test_it_is_plain_draft_07() -> None:
     ]
 
 
-def test_every_whole_number_has_a_bound_that_messages_can_hold() -> None:
+def test_every_integer_has_a_bound_that_fits_into_messages() -> None:
     result = dict(keys(SCHEMA))
     elements = {f"{key}[]": node["items"] for key, node in result.items() if isinstance(node.get("items"), dict)}
     whole = {key: node for key, node in (result | elements).items() if "integer" in node["type"]}
@@ -60,7 +60,7 @@ def test_every_whole_number_has_a_bound_that_messages_can_hold() -> None:
     assert {key for key, node in whole.items() if not 0 < node.get("maximum", 2**31) < 2**31} == set()
 
 
-def test_ranges_choices_and_null_are_those_of_the_tree() -> None:
+def test_ranges_choices_and_null_match_the_config_tree() -> None:
     assert ALGORITHM["estimator"]["examples"] == ["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"]
     for name, known in (("gae", True), ("package.module:function", True), ("ppo", False), ("package:a b", False)):
         assert bool(re.search(ALGORITHM["estimator"]["pattern"], name)) is known
@@ -73,7 +73,7 @@ def test_ranges_choices_and_null_are_those_of_the_tree() -> None:
     assert SCHEMA["required"] == ["data", "actor", "reward"]
 
 
-def test_the_command_prints_it() -> None:
+def test_the_command_prints_the_schema() -> None:
     command = [str(Path(sys.executable).with_name("quartet")), "config", "schema"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(printed.stdout) == SCHEMA

@@ -42,7 +42,7 @@ def prompts_file(tmp_path: Path, *lines: str | bytes) -> Path:
 USER = {"role": "user", "content": "hi"}
 
 
-def test_prompts_of_each_kind_are_read_with_their_line_numbers_and_blank_lines_left_out(tmp_path: Path) -> None:
+def test_prompts_are_read_with_line_numbers_and_blank_lines_are_skipped(tmp_path: Path) -> None:
     path = prompts_file(
         tmp_path, '{"text": "héllo"}', "", "  ", '{"token_ids": [3, 0]}', json.dumps({"messages": [USER], "text": None})
     )
@@ -67,9 +67,7 @@ def test_prompts_of_each_kind_are_read_with_their_line_numbers_and_blank_lines_l
         ),
     ],
 )
-def test_all_that_a_line_says_but_token_ids_are_its_fields_as_compact_json(
-    line: str, fields: str, tmp_path: Path
-) -> None:
+def test_the_fields_are_compact_json_of_everything_except_token_ids(line: str, fields: str, tmp_path: Path) -> None:
     (read,) = read_prompt_lines(prompts_file(tmp_path, line))
     assert read.fields == fields
     (prompt,) = encoded([read], limit=50).prompts
@@ -126,7 +124,7 @@ def test_an_endless_line_is_refused(tmp_path: Path) -> None:
         read_prompt_lines(path)
 
 
-def test_what_goes_with_every_request_for_a_score_has_a_limit(tmp_path: Path) -> None:
+def test_the_size_of_text_fields_and_messages_is_limited(tmp_path: Path) -> None:
     fitting = "a" * (MAX_FIELDS_BYTES - len('{"text":""}'))
     assert len(read_prompt_lines(prompts_file(tmp_path, json.dumps({"text": fitting})))) == 1
     with pytest.raises(DataError, match=rf":1: {MAX_FIELDS_BYTES + 2} bytes of text and fields, expected at most"):
@@ -189,21 +187,21 @@ def test_prompts_keep_their_text_ids_and_line_as_index() -> None:
     assert result.notes == []
 
 
-def test_messages_are_what_the_template_writes_and_counted() -> None:
+def test_messages_are_formatted_by_the_chat_template_and_counted() -> None:
     lines = [PromptLine(1, token_ids=(1,)), PromptLine(2, messages=(USER,)), PromptLine(3, token_ids=(2,))]
     result = encoded(lines, limit=20)
     assert result.prompts[1].token_ids.tolist() == ids_of("u:hi;a:")
     assert result.notes == ["1 of 3 prompts are messages, written out by the chat template of policies/a"]
 
 
-def test_messages_that_end_with_the_assistants_are_noted() -> None:
+def test_messages_that_end_with_the_assistant_are_noted() -> None:
     answered = (USER, {"role": "assistant", "content": "oh"})
     result = encoded([PromptLine(1, messages=answered), PromptLine(2, messages=(*answered, USER))], limit=50)
     assert result.prompts[0].token_ids.tolist() == ids_of("u:hi;a:oh;a:")
     assert result.notes[1] == ("1 of 2 prompts end with a message of the assistant; the response is a new one after it")
 
 
-def test_plain_text_beside_a_chat_template_is_used_as_it_is_and_noted() -> None:
+def test_plain_text_with_a_chat_template_is_used_unchanged_and_noted() -> None:
     lines = [PromptLine(1, "ab"), PromptLine(2, token_ids=(1,)), PromptLine(3, "c")]
     result = encoded(lines, encoder=CHAT)
     assert [prompt.token_ids.tolist() for prompt in result.prompts] == [[97, 98], [1], [99]]
@@ -214,14 +212,14 @@ def test_plain_text_beside_a_chat_template_is_used_as_it_is_and_noted() -> None:
     assert encoded(lines).notes == []
 
 
-def test_messages_without_a_chat_template_are_refused_with_what_to_do() -> None:
+def test_messages_without_a_chat_template_are_refused_with_advice() -> None:
     with pytest.raises(
         DataError, match=r"p\.jsonl:7: messages, but the tokenizer of policies/a has no chat template; give"
     ):
         encode_prompts(Path("p.jsonl"), [PromptLine(7, messages=(USER,))], PLAIN, frozenset(), 128, 9)
 
 
-def test_messages_that_the_template_refuses_are_named_in_one_line() -> None:
+def test_messages_that_the_template_refuses_are_reported_in_one_line() -> None:
     strange = ({"role": "judge", "content": ""},)
     with pytest.raises(DataError) as refused:
         encoded([PromptLine(1, messages=(USER,)), PromptLine(5, messages=strange)])
@@ -250,7 +248,7 @@ def chatting() -> Any:
     return result
 
 
-def test_a_tokenizers_template_opens_the_response_and_its_special_tokens_come_once() -> None:
+def test_the_chat_template_adds_special_tokens_once_and_opens_the_response() -> None:
     encoder = PromptEncoder.of(chatting(), "m")
     assert encoder.texts(["w8 w9"]) == [[5, 8, 9]]
     assert encoder.texts([]) == []
@@ -280,7 +278,7 @@ def test_a_template_without_a_generation_prompt_is_noted() -> None:
     assert UNOPENED in notes(TEMPLATE.replace(opening, ""))
 
 
-def test_a_text_that_writes_out_what_the_tokenizer_begins_with_is_noted() -> None:
+def test_a_text_that_repeats_the_bos_token_of_the_tokenizer_is_noted() -> None:
     encoder = PromptEncoder.of(chatting(), "m")
     lines = [PromptLine(1, "w5 w8"), PromptLine(2, "w8")]
     result = encode_prompts(Path("p"), lines, encoder, frozenset(), tiny.VOCABULARY, 9)
@@ -294,12 +292,12 @@ def test_prompts_over_the_limit_are_dropped_and_counted() -> None:
     assert result.notes == ["3 of 8 prompts are over data.max_prompt_tokens 5 and dropped"]
 
 
-def test_a_data_set_of_which_nothing_is_left_is_refused() -> None:
+def test_a_data_set_without_usable_prompts_is_refused() -> None:
     with pytest.raises(DataError, match=r"all 2 are over data\.max_prompt_tokens 5; raise it"):
         encoded([PromptLine(n, "a" * 6) for n in (1, 2)])
 
 
-def test_an_end_of_sequence_that_the_tokenizer_adds_is_taken_off_but_given_ids_stay() -> None:
+def test_a_final_eos_is_removed_from_text_but_not_from_token_ids() -> None:
     result = encoded([PromptLine(1, "ab$"), PromptLine(2, token_ids=(97, ord("$"))), PromptLine(3, "$")])
     assert [prompt.token_ids.tolist() for prompt in result.prompts] == [[97, 98], [97, ord("$")], [ord("$")]]
     assert result.notes == [
@@ -309,7 +307,7 @@ def test_an_end_of_sequence_that_the_tokenizer_adds_is_taken_off_but_given_ids_s
     ]
 
 
-def test_all_ends_of_a_text_are_taken_off_but_its_first_token_and_the_prompt_counts_once() -> None:
+def test_all_final_eos_tokens_of_a_text_are_removed_except_its_first_token() -> None:
     result = encoded([PromptLine(1, "ab$$$"), PromptLine(2, "a$b$"), PromptLine(3, "$$"), PromptLine(4, "c")])
     assert [prompt.token_ids.tolist() for prompt in result.prompts] == [
         ids_of(text) for text in ("ab", "a$b", "$", "c")
@@ -317,7 +315,7 @@ def test_all_ends_of_a_text_are_taken_off_but_its_first_token_and_the_prompt_cou
     assert result.notes == ["3 of 4 prompts ended with end-of-sequence tokens; they are taken off"]
 
 
-def test_messages_that_end_with_an_end_of_sequence_are_used_as_they_are_and_counted() -> None:
+def test_messages_that_end_with_an_eos_are_used_unchanged_and_counted() -> None:
     def closing(messages: list[dict[str, Any]]) -> list[int]:
         return ids_of(f"{messages[-1]['content']}$")
 
@@ -331,7 +329,7 @@ def test_messages_that_end_with_an_end_of_sequence_are_used_as_they_are_and_coun
     ]
 
 
-def test_texts_that_begin_twice_are_counted() -> None:
+def test_texts_with_two_bos_tokens_are_counted() -> None:
     encoder = PromptEncoder("policies/a", lambda batch: [ids_of(f"^{text}") for text in batch], bos_id=ord("^"))
     lines = [PromptLine(1, "^ab"), PromptLine(2, "ab"), PromptLine(3, "a^^"), PromptLine(4, token_ids=(94, 94, 1))]
     result = encode_prompts(Path("p"), lines, encoder, frozenset(), 128, 9)
@@ -352,14 +350,14 @@ def test_a_prompt_without_tokens_is_refused_with_its_line() -> None:
         encoded([PromptLine(1, "a"), PromptLine(2, "_")])
 
 
-def test_a_limit_takes_the_first_usable_prompts_and_looks_no_further() -> None:
+def test_a_limit_selects_the_first_usable_prompts_and_reads_no_further() -> None:
     lines = [PromptLine(1, "a"), PromptLine(2, "toolong"), PromptLine(3, "b"), PromptLine(4, token_ids=(500,))]
     result = encode_prompts(Path("p.jsonl"), lines, PLAIN, frozenset(), 128, 5, limit=2)
     assert [prompt.index for prompt in result.prompts] == [0, 2]
     assert result.notes == ["1 of 3 prompts are over data.max_prompt_tokens 5 and dropped"]
 
 
-def test_a_large_file_is_tokenised_a_portion_at_a_time_as_it_is_read(tmp_path: Path) -> None:
+def test_a_large_file_is_tokenised_in_parts_while_it_is_read(tmp_path: Path) -> None:
     count = 2 * ENCODE_LINES + 3
     path = prompts_file(tmp_path, *(json.dumps({"text": f"{number}"}) for number in range(count)))
     asked: list[int] = []
@@ -402,12 +400,12 @@ def test_a_pass_repeats_no_prompt_and_covers_all_but_the_remainder(size: int, da
         assert len(set(seen)) == len(seen) == per_step * steps_per_pass
 
 
-def test_passes_leave_out_different_remainders_so_all_prompts_come_up() -> None:
+def test_passes_leave_out_different_prompts() -> None:
     order = PromptOrder(data_set(7), 3, seed=0)
     assert {index for step in range(1, 21) for index in indices(order, step)} == {10 * index for index in range(7)}
 
 
-def test_a_step_takes_the_same_prompts_whatever_was_asked_before() -> None:
+def test_the_prompts_of_a_step_do_not_depend_on_earlier_calls() -> None:
     walked = PromptOrder(data_set(20), 3, seed=5)
     in_order = [indices(walked, step) for step in range(1, 30)]
     fresh = [indices(PromptOrder(data_set(20), 3, seed=5), step) for step in range(29, 0, -1)][::-1]
@@ -416,14 +414,14 @@ def test_a_step_takes_the_same_prompts_whatever_was_asked_before() -> None:
 
 @check
 @given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 2**63 - 1))
-def test_a_run_that_resumes_at_a_step_takes_the_tail_of_the_whole_order(per_step: int, step: int, seed: int) -> None:
+def test_a_resumed_run_continues_the_order(per_step: int, step: int, seed: int) -> None:
     whole = PromptOrder(data_set(17), per_step, seed)
     undisturbed = [indices(whole, number) for number in range(1, 45)]
     resumed = PromptOrder(data_set(17), per_step, seed)
     assert [indices(resumed, number) for number in range(step, 45)] == undisturbed[step - 1 :]
 
 
-def test_seeds_and_passes_differ() -> None:
+def test_the_order_differs_by_seed_and_pass() -> None:
     order, other = PromptOrder(data_set(50), 50, seed=1), PromptOrder(data_set(50), 50, seed=2)
     assert indices(order, 1) != indices(other, 1)
     assert indices(order, 1) != indices(order, 2)

@@ -24,7 +24,7 @@ def config(folder: Path, dtype: torch.dtype, **actor: Any) -> Config:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_learns_is_said_to_take_what_it_keeps(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_trained_models_are_estimated_with_gradients_and_optimizer_state(dtype: torch.dtype, tmp_path: Path) -> None:
     model = tiny.causal("llama", vocab_size=4096).to(dtype)
     optimizer = create_optimizer(model, 0.1)
     update_policy(model, optimizer, updates.experience(model), updates.settings(), updates.LOSS, 1000)
@@ -38,14 +38,14 @@ def test_what_learns_is_said_to_take_what_it_keeps(dtype: torch.dtype, tmp_path:
         assert told == f", about {total / 2**20:.1f} MiB for weights, gradients and optimizer"
 
 
-def test_what_trains_an_adapter_or_nothing_takes_its_weights(tmp_path: Path) -> None:
+def test_models_without_full_training_are_estimated_by_their_weights(tmp_path: Path) -> None:
     chosen = config(tmp_path, torch.bfloat16, lora={"rank": 2})
     size = (tmp_path / "m" / "model.safetensors").stat().st_size
     for role in (Role.ACTOR, Role.REWARD):
         assert _memory(chosen, role) == f", about {size / 2**20:.1f} MiB for weights"
 
 
-def test_weights_that_cannot_be_read_are_not_counted(tmp_path: Path) -> None:
+def test_unreadable_weights_are_not_counted(tmp_path: Path) -> None:
     chosen = config(tmp_path, torch.bfloat16)
     (tmp_path / "m" / "model.safetensors").write_bytes(b"\x10")
     assert not _memory(chosen, Role.ACTOR)

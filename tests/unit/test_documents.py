@@ -158,7 +158,7 @@ def _commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
             yield (*path, name)
 
 
-def test_measured_claims_of_the_readme_stand_in_the_page_that_they_link_to() -> None:
+def test_measured_claims_of_the_readme_are_on_the_linked_page() -> None:
     claims = re.findall(r"- \*\*(.*?)\[`(make [a-z-]+)`\]\((docs/[a-z-]+\.md)\)", TEXTS["README.md"], re.S)
     assert len(claims) >= 3
     for claim, command, page in claims:
@@ -270,7 +270,7 @@ def test_every_built_in_estimator_has_a_recipe_that_is_a_config() -> None:
     assert used >= {"gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"}
 
 
-def test_names_of_other_projects_lead_to_a_setting_or_an_explanation() -> None:
+def test_settings_of_other_projects_map_to_a_setting_or_an_explanation() -> None:
     rows = [row for rows in tables(HYPERPARAMETERS) for row in rows]
     missing = [
         name
@@ -280,7 +280,7 @@ def test_names_of_other_projects_lead_to_a_setting_or_an_explanation() -> None:
     assert not missing
 
 
-def test_every_setting_stands_once_in_the_hyperparameters() -> None:
+def test_every_setting_is_listed_once_in_the_hyperparameters() -> None:
     keys = [row["key"].strip("`") for rows in tables(HYPERPARAMETERS) for row in rows if "key" in row]
     assert len(keys) > 90
     assert len(keys) == len(set(keys))
@@ -293,7 +293,7 @@ def test_ratio_level_sequence_is_not_mapped_to_gspo() -> None:
     assert "not GSPO" in row["why this default"]
 
 
-def test_every_guard_has_a_symptom_with_its_remedy() -> None:
+def test_every_guard_has_a_symptom_and_a_remedy() -> None:
     rows = table(TUNING, "symptom", "cause", "remedy", "guard")
     assert len(rows) >= 15
     assert all(all(row.values()) for row in rows)

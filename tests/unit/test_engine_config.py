@@ -30,14 +30,14 @@ def config(engine: str = "triton", lora: dict[str, Any] | None = None, **changes
 
 
 @pytest.mark.parametrize("url", [URL, "grpc://localhost:1", "grpc://[::1]:8001", "grpcs://triton.example:8001"])
-def test_a_server_is_on_loopback_or_speaks_tls(url: str) -> None:
+def test_a_server_must_be_on_loopback_or_use_tls(url: str) -> None:
     triton = config(lora=LORA, rollout={"triton": {"url": url}}).rollout.triton
     assert triton is not None
     assert triton.encrypted == url.startswith("grpcs")
     assert f"{url.split(':')[0]}://{triton.address}" == url
 
 
-def test_plaintext_goes_further_only_where_that_is_allowed() -> None:
+def test_plaintext_beyond_loopback_must_be_allowed() -> None:
     far = {"triton": {"url": "grpc://triton.example:8001"}}
     with pytest.raises(ConfigError, match=r"rollout\.triton\.url .*not a loopback address.*grpcs://"):
         config(lora=LORA, rollout=far)
@@ -58,7 +58,7 @@ def test_plaintext_goes_further_only_where_that_is_allowed() -> None:
         "grpc://h:0",
     ],
 )
-def test_an_address_of_another_form_is_refused(url: str) -> None:
+def test_a_malformed_server_address_is_refused(url: str) -> None:
     with pytest.raises(
         ConfigError, match=r"rollout\.triton\.url: expected grpc://HOST:PORT, or grpcs://HOST:PORT for TLS"
     ) as refused:
@@ -85,7 +85,7 @@ def test_an_address_of_another_form_is_refused(url: str) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused(given: dict[str, Any], message: str) -> None:
+def test_inconsistent_engine_settings_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**given)
 
@@ -94,7 +94,7 @@ def test_static_weights_need_no_adapter() -> None:
     config(rollout={"triton": {"url": URL, "weights": "static"}})
 
 
-def test_a_run_may_go_on_with_a_server_elsewhere_but_not_with_another_kind() -> None:
+def test_a_run_may_resume_with_another_server_address_but_not_another_engine() -> None:
     here, there, static = (
         fixed_settings(config(lora=LORA, rollout={"triton": {"url": url, "weights": weights}}))
         for url, weights in ((URL, "lora"), ("grpcs://other:1", "lora"), (URL, "static"))
@@ -120,7 +120,7 @@ def checkpoints(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("engine", "package"), [("triton", "tritonclient"), ("tensorrt-llm", "tensorrt_llm")])
-def test_a_package_that_is_missing_is_named_with_where_to_get_it(
+def test_a_missing_package_is_reported_with_installation_advice(
     checkpoints: dict[str, Any], engine: str, package: str
 ) -> None:
     if importlib.util.find_spec(package) is not None:
@@ -137,7 +137,7 @@ def test_a_package_that_is_missing_is_named_with_where_to_get_it(
     check_inputs(parse_config(tree | elsewhere, "test"))
 
 
-def test_a_certificate_authority_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_certificate_authority_is_reported(tmp_path: Path) -> None:
     triton = {"url": "grpcs://h:1", "certificate_authority_file": str(tmp_path / "absent.crt")}
     with pytest.raises(ConfigError, match=r"rollout\.triton\.certificate_authority_file: .*absent\.crt cannot be read"):
         engine_factory(config(lora=LORA, rollout={"triton": triton}), None)
@@ -153,7 +153,7 @@ def test_a_certificate_authority_that_cannot_be_read_is_named(tmp_path: Path) ->
         ({"engine": "torch", "timeouts": {"update_seconds": 1.0}}, "timeouts.update_seconds 1"),
     ],
 )
-def test_stale_policies_need_an_engine_with_weights_of_its_own_and_a_correction(
+def test_off_policy_steps_need_an_engine_with_separate_weights_and_a_correction(
     changes: dict[str, Any], word: str
 ) -> None:
     rollout = {"max_off_policy_steps": 1, **changes.pop("rollout", {})}

@@ -74,7 +74,7 @@ def score(reward: Path, prompt: str, response: list[int]) -> float:
         return float(model.score(model.model(input_ids=torch.tensor([ids + response])).last_hidden_state[0, -1]))
 
 
-def test_a_policy_of_a_run_is_held_against_its_initial_policy_by_the_runs_config(
+def test_a_policy_of_a_run_is_compared_with_its_initial_policy(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "rows.jsonl"
@@ -109,7 +109,7 @@ def test_settings_can_be_changed(folder: Path, capsys: pytest.CaptureFixture[str
         assert means(folder, capsys, change) != usual, change
 
 
-def test_the_initial_policy_is_what_the_run_starts_from_and_the_kl_is_to_the_reference(
+def test_win_rates_use_the_initial_policy_and_the_kl_uses_the_reference(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usual = means(folder, capsys)
@@ -120,7 +120,7 @@ def test_the_initial_policy_is_what_the_run_starts_from_and_the_kl_is_to_the_ref
     assert (itself["eval_win_rate_greedy"], itself["eval_win_rate_sampled"]) == (0.5, 0.5)
 
 
-def test_the_reference_that_the_actor_answers_for_has_the_actors_precision(
+def test_a_reference_served_by_the_actor_has_the_dtype_of_the_actor(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def divergence(*overrides: str) -> float:
@@ -133,15 +133,13 @@ def test_the_reference_that_the_actor_answers_for_has_the_actors_precision(
     assert divergence(lora, "reference.dtype=bfloat16", f"reference.model={folder}/initial") == coarse
 
 
-def test_a_config_may_be_given_for_a_policy_that_lies_anywhere(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_can_be_given_for_a_policy_outside_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     usual = means(folder, capsys)
     evaluate(str(folder / "trained"), folder / "runs/a/config.yaml", [], "cpu", True, None)
     assert json.loads(capsys.readouterr().out) == usual
 
 
-def test_a_person_sees_tables_of_the_means_and_of_responses(
+def test_without_json_tables_of_means_and_responses_are_printed(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -159,7 +157,7 @@ def test_a_person_sees_tables_of_the_means_and_of_responses(
     assert TEXTS[3] not in shown
 
 
-def test_dropped_prompts_are_said_so(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dropped_prompts_are_reported(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "some.jsonl").write_text('{"text": "w3 w4 w5"}\n{"text": "w3"}\n')
     changes = [f"data.validation={tmp_path}/some.jsonl", "data.max_prompt_tokens=2"]
     evaluate(str(folder / "trained"), folder / "runs/a/config.yaml", changes, "cpu", True, None)
@@ -168,7 +166,7 @@ def test_dropped_prompts_are_said_so(folder: Path, tmp_path: Path, capsys: pytes
     assert "eval_kl" in json.loads(printed.out)
 
 
-def test_an_adapter_is_evaluated_as_the_policy_that_it_makes_of_its_base(
+def test_an_adapter_is_evaluated_like_its_merged_model(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = load_causal_lm(folder / "initial")
@@ -218,7 +216,7 @@ def empty(folder: Path, tmp_path: Path) -> str:
         "a typo", "no reward",
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_in_one_line(
+def test_invalid_input_is_refused_in_one_line(
     checkpoint: Any, overrides: list[str], kind: type[ConfigError], said: str, folder: Path, tmp_path: Path
 ) -> None:
     policy = checkpoint(folder, tmp_path) if checkpoint else str(folder / "runs/a/policy")
@@ -228,11 +226,11 @@ def test_bad_input_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_a_policy_outside_any_run_needs_a_config(folder: Path) -> None:
+def test_a_policy_outside_a_run_needs_a_config(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"trained: is not in the directory of a run; give the config with --config"):
         evaluate(str(folder / "trained"), None, [], "cpu", True, None)
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed(folder: Path, tmp_path: Path) -> None:
+def test_an_unwritable_output_is_refused_before_the_evaluation(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--output .*rows\.jsonl: its directory does not exist"):
         evaluate(str(folder / "runs/a/policy"), None, [], "cpu", True, tmp_path / "absent/rows.jsonl")

@@ -57,7 +57,7 @@ def comparisons(count: int = 41, judged: bool = True) -> list[Comparison]:
     ]
 
 
-def test_the_means_are_those_of_the_prompts() -> None:
+def test_metrics_are_means_over_the_prompts() -> None:
     result = comparisons()
 
     def column(kind: str, name: str, whose: str = "policy") -> Any:
@@ -83,16 +83,16 @@ def test_the_means_are_those_of_the_prompts() -> None:
     assert len({round(value, 6) for value in expected.values()}) == len(expected), "no figure stands for another"
 
 
-def test_without_a_judge_there_is_no_judges_win_rate() -> None:
+def test_without_a_judge_there_is_no_judge_win_rate() -> None:
     assert "eval_judge_win_rate" not in summarize(comparisons(judged=False))
 
 
 @pytest.mark.parametrize(("score", "other", "expected"), [(1.0, 0.5, 1.0), (0.5, 0.5, 0.5), (-1.0, 0.5, 0.0)])
-def test_a_tie_counts_half(score: float, other: float, expected: float) -> None:
+def test_a_tie_counts_as_half_a_win(score: float, other: float, expected: float) -> None:
     assert win(score, other) == expected
 
 
-def test_a_figure_that_is_not_finite_is_an_error() -> None:
+def test_a_non_finite_metric_is_an_error() -> None:
     damaged = comparisons(3)
     policy = damaged[1].policy
     damaged[1] = replace(damaged[1], policy=replace(policy, greedy=replace(policy.greedy, score=float("nan"))))
@@ -107,7 +107,7 @@ def trajectory(finish: FinishReason) -> Trajectory:
     )
 
 
-def test_kl_is_the_sum_of_log_ratios_of_a_sampled_response_and_none_of_a_greedy_one() -> None:
+def test_kl_is_the_sum_of_log_ratios_of_sampled_responses_and_none_for_greedy_ones() -> None:
     reference = np.array([-0.25, -2.0, -7.0], np.float32)
     sampled = Response.of(trajectory(FinishReason.EOS), "text", 1.5, reference)
     expected = sum(float(ours) - float(theirs) for ours, theirs in zip((-0.5, -1e-3, -7.25), reference, strict=True))
@@ -115,7 +115,7 @@ def test_kl_is_the_sum_of_log_ratios_of_a_sampled_response_and_none_of_a_greedy_
     assert Response.of(trajectory(FinishReason.LENGTH), "text", 1.5) == Response("text", 1.5, 3, False, None)
 
 
-def test_rows_hold_the_answers_and_give_them_back() -> None:
+def test_responses_can_be_read_back_from_rows() -> None:
     result = comparisons(5)
     rows = [json.loads(json.dumps(row(item))) for item in result]
     assert responses_of(rows, "file") == {item.index: item.policy for item in result}
@@ -145,7 +145,7 @@ def test_rows_hold_the_answers_and_give_them_back() -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("kl", None), ("score_greedy", "high"), ("index", "0"), ("sampled", 3), ("finished_greedy", 1)]
 )
-def test_a_damaged_row_is_named(key: str, value: object) -> None:
+def test_a_damaged_row_is_reported(key: str, value: object) -> None:
     rows = [row(item) for item in comparisons(2)]
     rows[1][key] = value
     with pytest.raises(ConfigError, match=r"evaluation step\.jsonl:2: damaged record"):
@@ -171,7 +171,7 @@ def prompts(*indices: int) -> list[Prompt]:
     return [Prompt(index, np.array([1], np.int32), fields=f'{{"answer":{index}}}') for index in indices]
 
 
-def test_policy_and_initial_policy_are_compared_prompt_by_prompt_and_judged() -> None:
+def test_responses_are_paired_by_prompt_and_judged() -> None:
     results = {item.index: item for item in comparisons(8)}
     policy = {index: item.policy for index, item in results.items()}
     initial = {
@@ -191,7 +191,7 @@ def test_policy_and_initial_policy_are_compared_prompt_by_prompt_and_judged() ->
     assert [item.judge for item in compare(prompts(2), policy, initial, None)] == [None]
 
 
-def test_equal_responses_are_a_tie_that_no_judge_is_asked_about() -> None:
+def test_equal_responses_are_a_tie_without_a_call_of_the_judge() -> None:
     worker = Answering()
     policy = {item.index: item.policy for item in comparisons(3)}
     assert [item.judge for item in compare(prompts(0, 1, 2), policy, policy, Judge("m:f", worker, 5.0))] == [0.5] * 3
@@ -202,7 +202,7 @@ def test_equal_responses_are_a_tie_that_no_judge_is_asked_about() -> None:
     ("answer", "shown"),
     [(True, "True"), (1.01, "1.01"), (-0.1, "-0.1"), (float("nan"), "nan"), (None, "None"), ("better", "a str")],
 )
-def test_a_judge_that_says_anything_else_is_an_error(answer: object, shown: str) -> None:
+def test_an_invalid_verdict_is_an_error(answer: object, shown: str) -> None:
     with pytest.raises(ComputationFailed) as refused:
         Judge("m:f", Answering(answer), 1.0).preference(3, "p", "a", "b", "{}")
     assert str(refused.value) == (
@@ -212,7 +212,7 @@ def test_a_judge_that_says_anything_else_is_an_error(answer: object, shown: str)
 
 
 @pytest.mark.parametrize("change", ["missing", "another prompt"])
-def test_an_initial_policy_that_was_asked_something_else_is_refused(change: str) -> None:
+def test_an_initial_policy_with_other_prompts_is_refused(change: str) -> None:
     policy = {item.index: item.policy for item in comparisons(3)}
     initial = dict(policy)
     if change == "missing":
@@ -225,13 +225,13 @@ def test_an_initial_policy_that_was_asked_something_else_is_refused(change: str)
         compare(prompts(0, 1), policy, initial, None)
 
 
-def test_an_evaluation_draws_as_the_run_does_and_greedily() -> None:
+def test_an_evaluation_uses_greedy_sampling_and_that_of_the_run() -> None:
     rollout = RolloutConfig(max_response_tokens=7, temperature=0.5, top_p=0.9, top_k=4)
     assert run_sampling(rollout) == SamplingParameters(7, 0.5, 0.9, 4)
     assert greedy_sampling(rollout) == SamplingParameters(7, temperature=0.0)
 
 
-def test_its_trajectories_are_of_no_run_that_trains_and_of_no_training_step() -> None:
+def test_ids_of_evaluation_trajectories_differ_from_those_of_training() -> None:
     result = trajectory_id("reviews", prompts(12)[0])
     assert (result.run, result.step, result.prompt, result.sample) == (stream_name("reviews"), 0, 12, 0)
     assert TrajectoryId.parse(str(result)) == result
@@ -251,7 +251,7 @@ def config(tmp_path: Path, validation: Path | None, count: int = 2) -> Config:
     )
 
 
-def test_the_first_usable_validation_prompts_are_taken(tmp_path: Path) -> None:
+def test_the_first_usable_validation_prompts_are_selected(tmp_path: Path) -> None:
     path = tmp_path / "validation.jsonl"
     lines = [{"text": "w3 w4", "answer": 1}, {"text": "w3 w4 w5 w6"}, {"token_ids": [9]}, {"text": "w8"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -263,7 +263,7 @@ def test_the_first_usable_validation_prompts_are_taken(tmp_path: Path) -> None:
     assert [prompt.index for prompt in every.prompts] == [0, 2, 3]
 
 
-def test_validation_prompts_are_needed_and_checked(tmp_path: Path) -> None:
+def test_missing_validation_prompts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.validation: null, so there are no prompts"):
         read_validation_prompts(config(tmp_path, None), tiny.tokenizer(), tiny.VOCABULARY)
     with pytest.raises(DataError, match=r"absent\.jsonl: cannot be read"):

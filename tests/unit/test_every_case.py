@@ -28,6 +28,6 @@ def test_every_case_runs_and_each_failure_is_reported_with_its_values() -> None:
     assert len(failed.value.exceptions[1].exceptions) == 1  # type: ignore[attr-defined]
 
 
-def test_a_family_needs_cases() -> None:
+def test_a_family_without_cases_is_refused() -> None:
     with pytest.raises(AssertionError, match="without cases"):
         every_case("number", [])

@@ -105,7 +105,7 @@ def test_delay_sleeps(tmp_path: Path) -> None:
     assert 0.2 <= time.monotonic() - started < 5
 
 
-def test_kill_ends_the_process_and_only_the_first_time(tmp_path: Path) -> None:
+def test_kill_ends_the_process_only_once(tmp_path: Path) -> None:
     code = "import os; from quartet.failpoints import arm, failpoint; arm(os.environ); failpoint('actor.saving'); print('by')"
     environment = {VARIABLE: "actor.saving=kill", FOLDER_VARIABLE: str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
 

@@ -22,7 +22,7 @@ from quartet.types import SavedFile
 
 
 @pytest.mark.parametrize("relative", ["policy", "checkpoints/.step-000001.partial/actor", "a/./b", "..a", "a..b"])
-def test_a_path_below_the_root_is_that_path(relative: str, tmp_path: Path) -> None:
+def test_a_path_below_the_root_is_accepted(relative: str, tmp_path: Path) -> None:
     assert confine_path(tmp_path, relative) == tmp_path / relative
 
 
@@ -46,7 +46,7 @@ def test_a_link_out_of_the_root_is_refused(tmp_path: Path) -> None:
             confine_path(root, relative)
 
 
-def test_a_link_inside_the_root_and_a_root_that_is_a_link_are_fine(tmp_path: Path) -> None:
+def test_links_inside_the_root_and_a_linked_root_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "real/inner").mkdir(parents=True)
     root = tmp_path / "run"
     root.symlink_to(tmp_path / "real")
@@ -115,7 +115,7 @@ def test_a_failed_durable_write_keeps_the_old_text_and_leaves_no_partial_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_missing_saved_files_are_an_error_that_names_the_shared_directory(tmp_path: Path) -> None:
+def test_missing_saved_files_are_an_error_with_advice_on_the_shared_directory(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"123")
     check_saved_files(tmp_path, [SavedFile("there", 3, "")])
     for file in (SavedFile("there", 4, ""), SavedFile("elsewhere", 3, "")):

@@ -39,7 +39,7 @@ def test_each_note_is_printed_once_and_all_notes_of_a_second_orchestrator_are_pr
     assert news.new_lines(progress(2)) == []
 
 
-def test_each_alert_is_said_once_and_those_of_a_second_orchestrator_all() -> None:
+def test_each_alert_is_printed_once_and_all_alerts_of_a_second_orchestrator_are_printed() -> None:
     news = Messages(Path("runs/tiny"))
     first = Progress("toy", 9, alerts=[alert(1, "collapse"), alert(2, "collapse")])
     assert len(news.new_lines(first)) == 2
@@ -48,7 +48,7 @@ def test_each_alert_is_said_once_and_those_of_a_second_orchestrator_all() -> Non
     assert [line[:25] for line in news.new_lines(second)] == ["guard kl (warn) after ste" for _ in range(3)]
 
 
-def test_of_lists_whose_beginning_is_dropped_each_entry_is_said_once() -> None:
+def test_each_entry_is_printed_once_if_the_start_of_the_list_is_dropped() -> None:
     news = Messages(Path("runs/tiny"))
 
     def said(before: int, notes: str) -> str:
@@ -75,7 +75,7 @@ def test_of_lists_whose_beginning_is_dropped_each_entry_is_said_once() -> None:
 
 
 @pytest.mark.parametrize("kind", [LineView, LiveView])
-def test_what_happened_to_the_processes_is_printed_between_the_steps(kind: type[LineView] | type[LiveView]) -> None:
+def test_messages_about_processes_are_printed_between_steps(kind: type[LineView] | type[LiveView]) -> None:
     output = io.StringIO()
     console = Console(file=output, force_terminal=kind is LiveView, width=120)
     with kind(console, Path("runs/tiny")) as view:
@@ -85,7 +85,7 @@ def test_what_happened_to_the_processes_is_printed_between_the_steps(kind: type[
     assert "critic: killed by SIGKILL; restarted (1 of 5 in a row)" in output.getvalue()
 
 
-def test_a_step_whose_figures_are_not_known_is_no_line() -> None:
+def test_a_step_without_metrics_is_not_printed() -> None:
     output = io.StringIO()
     view = LineView(Console(file=output, width=120), Path("runs/tiny"))
     view.show(progress(3))
@@ -96,7 +96,7 @@ def test_a_step_whose_figures_are_not_known_is_no_line() -> None:
     assert output.getvalue().count("step") == 1
 
 
-def test_steps_that_come_again_after_the_run_went_back_are_printed_again() -> None:
+def test_recomputed_steps_are_printed_again_after_a_rewind() -> None:
     output = io.StringIO()
     with LineView(Console(file=output, width=200), Path("runs/tiny")) as view:
         for step in (1, 2, 3):

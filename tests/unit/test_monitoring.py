@@ -68,17 +68,17 @@ def problem_of(expression: str) -> str:
 
 
 @every_case(("where", "expression"), expressions())
-def test_expressions_are_whole(where: str, expression: str) -> None:
+def test_expressions_have_balanced_brackets_and_quotes(where: str, expression: str) -> None:
     assert problem_of(expression) == ""
     assert re.search(r"\b(quartet|process)_\w+|\bup\b", expression), "asks for nothing"
 
 
 @pytest.mark.parametrize(("broken", "problem"), [("a(b[5m)", ") closes"), ("(a", "( is"), ('a{b="c}', "a quote")])
-def test_what_is_not_whole_is_seen(broken: str, problem: str) -> None:
+def test_unbalanced_expressions_are_detected(broken: str, problem: str) -> None:
     assert problem_of(broken).startswith(problem)
 
 
-def test_rules_have_what_whoever_is_woken_needs() -> None:
+def test_rules_have_a_severity_a_summary_and_a_description() -> None:
     assert len({rule["alert"] for rule in RULES}) == len(RULES)
     for rule in RULES:
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
@@ -86,7 +86,7 @@ def test_rules_have_what_whoever_is_woken_needs() -> None:
         assert all(problem_of(text) == "" for text in rule["annotations"].values())
 
 
-def test_the_states_that_rules_look_for_exist() -> None:
+def test_run_states_in_rules_exist() -> None:
     looked_for = [
         state
         for _, expression in expressions()
@@ -97,7 +97,7 @@ def test_the_states_that_rules_look_for_exist() -> None:
     assert set(looked_for) <= {state.value for state in RunState}
 
 
-def test_prometheus_reads_every_process() -> None:
+def test_prometheus_scrapes_every_process() -> None:
     assert PROMETHEUS["rule_files"] == ["rules.yml"]
     services, gateway = PROMETHEUS["scrape_configs"]
     assert {target["labels"]["role"] for target in services["static_configs"]} == {role.value for role in Role}
@@ -105,7 +105,7 @@ def test_prometheus_reads_every_process() -> None:
     assert gateway["authorization"]["credentials_file"], "a token has no place in a config"
 
 
-def test_the_dashboard_is_whole() -> None:
+def test_dashboard_panels_are_described_and_do_not_overlap() -> None:
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     places = set()
@@ -130,7 +130,7 @@ def test_grafana_finds_the_dashboard_and_prometheus() -> None:
     assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
 
 
-def test_every_metric_that_is_asked_for_is_documented() -> None:
+def test_every_queried_metric_is_documented() -> None:
     documented = set(
         re.findall(r"`(\w+?)(?:\{[^`]*\})?`", (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8"))
     )
@@ -139,7 +139,7 @@ def test_every_metric_that_is_asked_for_is_documented() -> None:
     assert families - documented - from_the_step == {"up"}
 
 
-def test_guards_are_those_of_the_config() -> None:
+def test_guards_in_the_metrics_match_the_config() -> None:
     from quartet.services.orchestrator.telemetry.run_metrics import GUARDS
 
     assert set(GUARDS) == set(GuardsConfig.model_fields) - {"window_steps"}

@@ -39,7 +39,7 @@ def config(models: Path, **services: dict[str, Any]) -> Config:
     return parse_config(tree, "test")
 
 
-def test_what_is_found_is_said_in_one_line_each(models: Path) -> None:
+def test_each_check_is_reported_in_one_line(models: Path) -> None:
     notes = check_inputs(config(models))
     assert notes[0] == f"data.prompts {models}/prompts.jsonl: 2 prompts"
     assert [note.split()[0] for note in notes[1:]] == ["actor.model", "reward.model", "critic.model", "reference.model"]
@@ -47,7 +47,7 @@ def test_what_is_found_is_said_in_one_line_each(models: Path) -> None:
     assert notes[3].endswith("LlamaForSequenceClassification")
 
 
-def test_bad_prompts_are_found(models: Path) -> None:
+def test_invalid_prompts_are_refused(models: Path) -> None:
     (models / "prompts.jsonl").write_text("nonsense\n")
     with pytest.raises(DataError, match=r"prompts\.jsonl:1: not JSON"):
         check_inputs(config(models))
@@ -60,7 +60,7 @@ def with_validation(models: Path, text: str) -> Config:
     return parse_config(tree, "test")
 
 
-def test_validation_prompts_are_read_too(models: Path) -> None:
+def test_validation_prompts_are_checked(models: Path) -> None:
     assert check_inputs(with_validation(models, '{"text": "a"}\n'))[1] == (
         f"data.validation {models}/validation.jsonl: 1 prompts"
     )
@@ -71,7 +71,7 @@ def test_validation_prompts_are_read_too(models: Path) -> None:
 MESSAGES = '{"text": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n'
 
 
-def test_messages_for_a_tokenizer_without_a_chat_template_are_found(models: Path) -> None:
+def test_messages_without_a_chat_template_are_refused(models: Path) -> None:
     (models / "policy/tokenizer_config.json").write_text("{}")
     with pytest.raises(DataError, match=rf"validation\.jsonl:2: messages, but the tokenizer of actor\.model {models}"):
         check_inputs(with_validation(models, MESSAGES))
@@ -81,14 +81,14 @@ def test_messages_for_a_tokenizer_without_a_chat_template_are_found(models: Path
     ("file", "text"),
     [("chat_template.jinja", ""), ("tokenizer_config.json", '{"chat_template": "{{ messages }}"}')],
 )
-def test_messages_for_a_tokenizer_with_a_chat_template_are_counted(file: str, text: str, models: Path) -> None:
+def test_messages_with_a_chat_template_are_counted(file: str, text: str, models: Path) -> None:
     (models / "policy/tokenizer_config.json").write_text("{}")
     (models / "policy" / file).write_text(text)
     notes = check_inputs(with_validation(models, MESSAGES))
     assert notes[1].endswith("validation.jsonl: 2 prompts, 1 of them messages")
 
 
-def test_a_missing_model_is_named_with_its_role(models: Path) -> None:
+def test_a_missing_model_is_reported_with_its_role(models: Path) -> None:
     (models / "reward/config.json").unlink()
     (models / "reward/model.safetensors").unlink()
     (models / "reward/tokenizer.json").unlink()
@@ -109,7 +109,7 @@ def test_a_missing_model_is_named_with_its_role(models: Path) -> None:
         ("tokenizer.json", None, "its tokenizer files are missing; expected tokenizer.json, or another vocabulary"),
     ],
 )
-def test_a_broken_checkpoint_is_named(file: str, contents: str | None, expected: str, models: Path) -> None:
+def test_a_broken_checkpoint_is_reported(file: str, contents: str | None, expected: str, models: Path) -> None:
     if contents is None:
         (models / "policy" / file).unlink()
     else:
@@ -120,7 +120,7 @@ def test_a_broken_checkpoint_is_named(file: str, contents: str | None, expected:
     assert expected in str(refused.value)
 
 
-def test_a_file_where_a_checkpoint_should_be_is_refused(models: Path) -> None:
+def test_a_file_instead_of_a_checkpoint_is_refused(models: Path) -> None:
     tree = config(models).model_dump()
     tree["actor"]["model"] = str(models / "prompts.jsonl")
     with pytest.raises(ModelError, match="no such directory"):
@@ -128,7 +128,7 @@ def test_a_file_where_a_checkpoint_should_be_is_refused(models: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["listen", "metrics_listen", "health_listen"])
-def test_a_taken_port_is_named_with_its_key(models: Path, key: str) -> None:
+def test_a_port_in_use_is_reported_with_its_key(models: Path, key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=rf"services\.reward\.{key} {address}: cannot listen there"):
@@ -142,7 +142,7 @@ def test_an_address_of_another_machine_is_refused(models: Path) -> None:
         check_inputs(config(models, actor={"listen": "192.0.2.1:7000"}))
 
 
-def test_the_model_of_a_service_elsewhere_is_not_looked_for(models: Path) -> None:
+def test_the_model_of_a_remote_service_is_not_checked(models: Path) -> None:
     (models / "policy/config.json").unlink()
     elsewhere = {"address": "far:7001"}
     notes = check_inputs(config(models, actor=elsewhere, reference=elsewhere))
@@ -153,18 +153,18 @@ def test_the_model_of_a_service_elsewhere_is_not_looked_for(models: Path) -> Non
     ("model", "local"),
     [("gpt2", False), ("owner/name", False), ("./gpt2", True), ("/models/a", True), ("~/a", True), ("a/b/c", True)],
 )
-def test_paths_are_told_from_hub_ids(model: str, local: bool) -> None:
+def test_paths_are_distinguished_from_hub_ids(model: str, local: bool) -> None:
     assert looks_local(model) is local
 
 
-def test_a_hub_id_is_left_to_the_service(models: Path) -> None:
+def test_a_hub_id_is_only_noted(models: Path) -> None:
     tree = config(models).model_dump()
     tree["actor"]["model"] = "no-such-owner/no-such-model"
     notes = check_inputs(parse_config(tree, "test"))
     assert notes[1] == "actor.model no-such-owner/no-such-model: hub id, which is loaded when the actor starts"
 
 
-def test_an_adapter_directory_is_a_model_and_its_base_is_named(models: Path) -> None:
+def test_an_adapter_directory_is_reported_with_its_base_model(models: Path) -> None:
     adapter = models / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
@@ -177,7 +177,7 @@ def test_an_adapter_directory_is_a_model_and_its_base_is_named(models: Path) -> 
         check_inputs(parse_config(tree, "test"))
 
 
-def test_every_model_of_an_ensemble_is_looked_at(models: Path) -> None:
+def test_every_model_of_an_ensemble_is_checked(models: Path) -> None:
     tree = config(models).model_dump()
     parts = [{"name": "tone", "model": str(models / "reward")}, {"name": "other", "model": str(models / "absent")}]
     tree["reward"] = {"source": "ensemble", "parts": parts}
@@ -185,7 +185,7 @@ def test_every_model_of_an_ensemble_is_looked_at(models: Path) -> None:
         check_inputs(parse_config(tree, "test"))
 
 
-def test_an_adapter_is_no_reward_model(models: Path) -> None:
+def test_an_adapter_is_refused_as_a_reward_model(models: Path) -> None:
     adapter = models / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
@@ -230,14 +230,14 @@ def with_function(models: Path, function: str, **services: dict[str, Any]) -> Co
         "math", "os.path", "numpy.linalg", "quartet.errors",
     ],
 )  # fmt: skip
-def test_the_module_of_a_function_is_found_and_not_imported(module: str, modules: Path) -> None:
+def test_the_module_of_a_function_is_located_without_importing_it(module: str, modules: Path) -> None:
     before = set(sys.modules)
     note = f"reward.function {module}:f: module exists, and is imported when its process starts"
     assert note in check_inputs(with_function(modules, f"{module}:f"))
     assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("single", "package", "open")}
 
 
-def test_a_package_that_hides_the_users_own_is_named(modules: Path) -> None:
+def test_a_package_that_hides_a_module_of_the_user_is_reported(modules: Path) -> None:
     (modules / "json").mkdir()
     (modules / "json" / "__init__.py").touch()
     (modules / "json" / "mine.py").touch()
@@ -250,7 +250,7 @@ def test_a_package_that_hides_the_users_own_is_named(modules: Path) -> None:
 @pytest.mark.parametrize(
     "module", ["absent", "package.absent", "package.deeper.absent", "open.absent", "open.wide.shut"]
 )
-def test_a_function_of_a_module_that_does_not_exist_is_refused(module: str, modules: Path) -> None:
+def test_a_function_in_a_missing_module_is_refused(module: str, modules: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         check_inputs(with_function(modules, f"{module}:f"))
     said = str(refused.value)
@@ -258,7 +258,7 @@ def test_a_function_of_a_module_that_does_not_exist_is_refused(module: str, modu
     assert "PYTHONPATH" in said
 
 
-def test_functions_of_ensembles_and_judges_are_looked_for_too(modules: Path) -> None:
+def test_functions_of_ensembles_and_judges_are_checked(modules: Path) -> None:
     tree = config(modules).model_dump()
     parts = [{"name": name, "source": "function", "function": f"{name}:f"} for name in ("single", "absent")]
     with pytest.raises(ConfigError, match=r"^reward\.parts\.absent\.function absent:f: no module absent"):
@@ -267,7 +267,7 @@ def test_functions_of_ensembles_and_judges_are_looked_for_too(modules: Path) -> 
         check_inputs(parse_config({**tree, "evaluation": {"judge": "absent.judges:f"}}, "test"))
 
 
-def test_the_function_of_a_reward_elsewhere_is_not_looked_for(modules: Path) -> None:
+def test_the_function_of_a_remote_reward_is_not_checked(modules: Path) -> None:
     check_inputs(with_function(modules, "absent:f", reward={"address": "far:7001"}))
 
 
@@ -312,14 +312,14 @@ RLOO = {"estimator": "rloo"}
          "actor.schedule is constant"),
     ],
 )  # fmt: skip
-def test_settings_that_do_nothing_are_named_with_the_reason(
+def test_settings_without_effect_are_reported_with_the_reason(
     sections: dict[str, Any], keys: str, reason: str, models: Path
 ) -> None:
     given = parse_config(minimal(models, **{"algorithm": RLOO, **sections}), "test")
     assert unused_settings(given) == [f"not used: {keys}: {reason}"]
 
 
-def test_settings_that_do_something_are_not_named(models: Path) -> None:
+def test_settings_with_an_effect_are_not_reported(models: Path) -> None:
     sections: dict[str, Any] = {
         "algorithm": {
             "gae_lambda": 0.9, "value_clip": 0.1, "critic_warmup_steps": 1, "kl_controller": {"kind": "simple", "target": 3.0},
@@ -346,7 +346,7 @@ def test_settings_that_do_something_are_not_named(models: Path) -> None:
     ]
 
 
-def test_a_config_that_gives_every_key_is_told_of_those_that_differ_only(models: Path) -> None:
+def test_in_a_complete_config_only_values_other_than_the_default_are_reported(models: Path) -> None:
     def resolved(**sections: Any) -> Config:
         (models / "config.yaml").write_text(parse_config(minimal(models, **sections), "test").to_yaml())
         return load_config(models / "config.yaml")
@@ -360,6 +360,6 @@ def test_a_config_that_gives_every_key_is_told_of_those_that_differ_only(models:
     ]
 
 
-def test_the_check_ends_with_what_is_not_used(models: Path) -> None:
+def test_the_check_reports_unused_settings_last(models: Path) -> None:
     given = parse_config(minimal(models, algorithm=RLOO, critic={"warmup_steps": 3}), "test")
     assert check_inputs(given)[-1] == f"not used: critic.warmup_steps: {NO_CRITIC}"

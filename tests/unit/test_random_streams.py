@@ -19,7 +19,7 @@ def test_every_part_of_the_key_changes_the_stream() -> None:
     assert len(streams) == len(keys)
 
 
-def test_numbers_are_known_and_stay_the_same_in_every_version() -> None:
+def test_the_numbers_never_change_between_versions() -> None:
     # Written down once: a change here would make every resumed run another run.
     result = uniforms(0, TrajectoryId("r", 0, 0, 0), 3)
     assert result.dtype == np.float64
@@ -36,7 +36,7 @@ def test_numbers_are_uniform_multiples_of_two_to_the_minus_32() -> None:
     assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
 
 
-def test_an_order_is_a_permutation_that_epoch_step_and_seed_change() -> None:
+def test_the_permutation_depends_on_seed_step_and_epoch() -> None:
     orders = [permutation(*key, 50) for key in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]]
     assert all(sorted(order.tolist()) == list(range(50)) for order in orders)
     assert len({tuple(order.tolist()) for order in orders}) == 4

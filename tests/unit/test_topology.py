@@ -128,7 +128,7 @@ def test_a_full_control_group_has_no_free_memory(tmp_path: Path) -> None:
     assert free_memory_bytes(system(tmp_path, 500, limit="9000", used=9500)) == 0
 
 
-def test_a_limit_above_what_is_available_changes_nothing(tmp_path: Path) -> None:
+def test_a_limit_above_the_available_memory_has_no_effect(tmp_path: Path) -> None:
     assert free_memory_bytes(system(tmp_path, 5, limit="900000", used=0)) == 5 * 1024
 
 

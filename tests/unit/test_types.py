@@ -9,13 +9,13 @@ from quartet.errors import InvalidRequest
 from quartet.types import FinishReason, TokenBatch, Trajectory, TrajectoryId
 
 
-def test_an_id_is_its_text_and_back() -> None:
+def test_an_id_can_be_parsed_from_its_text() -> None:
     for identifier in (TrajectoryId("run", 1, 0, 0), TrajectoryId("a/b", 12, 345, 6)):
         assert TrajectoryId.parse(str(identifier)) == identifier
 
 
 @pytest.mark.parametrize("text", ["", "run", "run/1/2", "/1/2/3", "run/1/2/x", "run/1/-2/3", "run/1/2/"])
-def test_what_is_no_id_is_refused(text: str) -> None:
+def test_a_malformed_id_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="expected RUN/STEP/PROMPT/SAMPLE"):
         TrajectoryId.parse(text)
 
@@ -29,7 +29,7 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_a_batch_lays_prompt_and_response_of_each_trajectory_one_after_the_other() -> None:
+def test_a_batch_concatenates_prompt_and_response_of_each_trajectory() -> None:
     def trajectory(prompt: np.ndarray, response: np.ndarray) -> Trajectory:
         log_probs = np.zeros(len(response), np.float32)
         return Trajectory(TrajectoryId("r", 1, 0, 0), 0, prompt, response, log_probs, FinishReason.EOS)
@@ -54,7 +54,9 @@ def test_a_batch_lays_prompt_and_response_of_each_trajectory_one_after_the_other
         (ints(1, 2).reshape(1, 2), ints(1), ints(1)),
     ],
 )
-def test_lengths_that_do_not_fit_are_refused(token_ids: np.ndarray, prompts: np.ndarray, responses: np.ndarray) -> None:
+def test_lengths_that_do_not_match_the_tokens_are_refused(
+    token_ids: np.ndarray, prompts: np.ndarray, responses: np.ndarray
+) -> None:
     with pytest.raises(InvalidRequest):
         TokenBatch(token_ids, prompts, responses)
 

@@ -14,7 +14,7 @@ def applied(log: UpdateLog, step: int, run: str = "run", epoch: int = 1) -> Upda
     return log.record(run, step, {"policy_loss": float(step)})
 
 
-def test_steps_rise_by_one_and_count_the_policy_version() -> None:
+def test_each_step_increases_the_policy_version_by_one() -> None:
     log = UpdateLog()
     assert log.policy_version == 0
     for step in (1, 2, 3):
@@ -22,7 +22,7 @@ def test_steps_rise_by_one_and_count_the_policy_version() -> None:
         assert log.policy_version == step
 
 
-def test_a_repeated_step_answers_with_its_recorded_result() -> None:
+def test_a_repeated_step_returns_its_recorded_result() -> None:
     log = UpdateLog()
     applied(log, 1)
     second = applied(log, 2)
@@ -53,7 +53,7 @@ def test_another_run_is_refused(step: int) -> None:
         log.admit("other", step, 1)
 
 
-def test_an_update_that_failed_may_be_tried_again() -> None:
+def test_a_failed_update_can_be_retried() -> None:
     log = UpdateLog()
     assert log.admit("run", 1, 1) is None
     assert log.admit("run", 1, 1) is None
@@ -71,7 +71,7 @@ def test_a_lower_leader_epoch_is_refused_from_then_on() -> None:
     applied(log, 2, epoch=4)
 
 
-def test_an_update_that_broke_off_half_way_admits_no_other() -> None:
+def test_after_an_interrupted_update_all_updates_are_refused() -> None:
     log = UpdateLog()
     applied(log, 1)
 
@@ -96,7 +96,7 @@ def test_once_applies_an_update_once() -> None:
     assert calls == [1]
 
 
-def test_an_unforeseen_error_in_an_update_leaves_no_model_to_use() -> None:
+def test_after_an_unforeseen_error_the_model_is_broken() -> None:
     log = UpdateLog()
 
     def out_of_memory() -> dict[str, float]:
@@ -108,7 +108,7 @@ def test_an_unforeseen_error_in_an_update_leaves_no_model_to_use() -> None:
         log.check_not_broken()
 
 
-def test_an_update_that_failed_before_it_began_may_be_tried_again() -> None:
+def test_an_update_that_failed_before_any_change_can_be_retried() -> None:
     log = UpdateLog()
 
     def absent() -> dict[str, float]:

@@ -93,7 +93,7 @@ def model(checkpoints: Path, name: str, weight: float) -> dict[str, Any]:
     return {"name": f"model-{name}", "weight": weight, "model": str(checkpoints / name)}
 
 
-def test_the_score_is_the_weighted_sum_and_the_parts_are_kept_unweighted(build: Build, checkpoints: Path) -> None:
+def test_the_score_is_the_weighted_sum_of_the_unweighted_parts(build: Build, checkpoints: Path) -> None:
     parts = [LENGTH, model(checkpoints, "one", 2.5), LENGTHS, model(checkpoints, "two", -0.25)]
     scores = build(*parts).score(BATCH)
     expected = {
@@ -120,7 +120,7 @@ def responses() -> list[np.ndarray]:
     return [sequence[prompt:] for sequence, prompt in pairs]
 
 
-def test_functions_of_an_ensemble_work_at_the_same_time(build: Build) -> None:
+def test_functions_of_an_ensemble_run_concurrently(build: Build) -> None:
     parts = [
         {"name": name, "source": "function", "function": f"scorers:{name}", "batched": True, "timeout_seconds": 30}
         for name in ("first", "second")
@@ -134,7 +134,7 @@ def test_a_sum_beyond_float32_is_an_error(build: Build) -> None:
         build(part).score(BATCH)
 
 
-def test_the_failure_of_one_part_is_that_of_the_ensemble(build: Build, checkpoints: Path) -> None:
+def test_the_failure_of_one_part_fails_the_ensemble(build: Build, checkpoints: Path) -> None:
     failing = {"name": "failing", "source": "function", "function": "scorers:fails"}
     source = build(LENGTHS, model(checkpoints, "one", 1.0), failing)
     with pytest.raises(
@@ -151,7 +151,7 @@ def test_malformed_fields_are_refused_by_every_source(build: Build, checkpoints:
             source.score(BATCH, ["{}", "{}", "3"])
 
 
-def test_the_status_is_that_of_the_narrowest(build: Build, checkpoints: Path) -> None:
+def test_the_status_has_the_strictest_limits_of_the_parts(build: Build, checkpoints: Path) -> None:
     models = [build(model=str(checkpoints / name)).status() for name in ("one", "two")]
     both = build(LENGTH, model(checkpoints, "two", 2.0), model(checkpoints, "one", 1.0)).status()
     assert both.model == "0.3*length + 2*model-two + 1*model-one"
@@ -164,7 +164,7 @@ def test_the_status_is_that_of_the_narrowest(build: Build, checkpoints: Path) ->
     assert both.tokenizer_fingerprint == functions.tokenizer_fingerprint == models[0].tokenizer_fingerprint
 
 
-def test_a_function_reads_with_the_tokenizer_that_is_named(build: Build, checkpoints: Path) -> None:
+def test_a_function_uses_the_configured_tokenizer(build: Build, checkpoints: Path) -> None:
     function = {"source": "function", "function": "scorers:length"}
     prints = [build(**function, tokenizer=name and str(checkpoints / name)).status() for name in (None, "one", "other")]
     fingerprints = [status.tokenizer_fingerprint for status in prints]
@@ -172,7 +172,7 @@ def test_a_function_reads_with_the_tokenizer_that_is_named(build: Build, checkpo
     assert [status.vocabulary_size for status in prints] == [61, 61, 62]
 
 
-def test_a_model_of_another_tokenizer_has_no_place_in_an_ensemble(build: Build, checkpoints: Path) -> None:
+def test_a_model_with_another_tokenizer_is_refused_in_an_ensemble(build: Build, checkpoints: Path) -> None:
     other, one = checkpoints / "other", checkpoints / "one"
     with pytest.raises(MismatchError) as refused:
         build(LENGTH, model(checkpoints, "other", 1.0))
@@ -180,7 +180,7 @@ def test_a_model_of_another_tokenizer_has_no_place_in_an_ensemble(build: Build, 
     build(model(checkpoints, "other", 1.0), tokenizer=str(other))
 
 
-def test_what_was_built_before_a_failure_is_closed(build: Build) -> None:
+def test_sources_built_before_a_failure_are_closed(build: Build) -> None:
     before = children()
     with pytest.raises(
         ConfigError, match=r"reward.parts.missing.function scorers:missing: module scorers has no missing"

@@ -34,7 +34,7 @@ def _checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_every_function_that_the_readme_names_can_be_called() -> None:
+def test_every_function_in_the_readme_can_be_imported() -> None:
     alone, ensemble, judged = configs()
     sources = [alone.reward, *ensemble.reward.parts]
     functions = [source.function for source in sources if source.function] + [judged.evaluation.judge or ""]

@@ -80,7 +80,7 @@ def calls() -> list[Any]:
     return [json.loads(line) for line in Path("calls").read_text().splitlines()]
 
 
-def test_a_function_is_called_with_each_prompt_as_the_policy_saw_it_the_response_and_the_fields(start: Start) -> None:
+def test_a_function_gets_prompt_with_special_tokens_response_and_fields(start: Start) -> None:
     fields = ['{"bonus": 0.5, "answer": ["x", {"y": null}]}', "{}"]
     scores = start("words").score(BATCH, fields)
     assert (scores.total.dtype, scores.total.tolist(), scores.parts) == (np.float32, [1.5, 2.0], {})
@@ -92,12 +92,12 @@ def test_a_batched_function_is_called_once_with_lists(start: Start) -> None:
     assert calls() == [[["w5 w1 w6", "w7"], ["w8", "w9 w10"], [{}, {}]]]
 
 
-def test_without_fields_a_function_sees_empty_ones(start: Start) -> None:
+def test_without_fields_a_function_gets_empty_objects(start: Start) -> None:
     start("words").score(BATCH)
     assert [fields for _, _, fields in calls()] == [{}, {}]
 
 
-def test_token_ids_that_the_tokenizer_does_not_know_have_no_text_and_negative_ones_are_refused(start: Start) -> None:
+def test_unknown_token_ids_have_no_text_and_negative_ids_are_refused(start: Start) -> None:
     reward = start("words")
     ids = np.array([5, 61, 8, 2**31 - 1, 9], np.int32)
     lengths = np.array([2], np.int32), np.array([3], np.int32)
@@ -121,9 +121,7 @@ def test_token_ids_that_the_tokenizer_does_not_know_have_no_text_and_negative_on
         (10**400, "an integer beyond float32"),
     ],
 )
-def test_what_is_no_finite_number_is_an_error_that_names_function_and_sequence(
-    value: Any, expected: str, start: Start
-) -> None:
+def test_a_score_that_is_not_a_finite_number_is_an_error(value: Any, expected: str, start: Start) -> None:
     reward = start("given")
     with pytest.raises(ComputationFailed) as failed:
         reward.score(BATCH, ['{"value": 2}', json.dumps({"value": value})])
@@ -144,7 +142,7 @@ def test_what_is_no_finite_number_is_an_error_that_names_function_and_sequence(
         ([False, 1.0], "a batch of 2: at index 0 returned False, expected a finite number"),
     ],
 )
-def test_a_batched_function_gives_a_finite_number_for_each(value: Any, expected: str, start: Start) -> None:
+def test_a_batched_function_must_return_a_finite_number_per_sequence(value: Any, expected: str, start: Start) -> None:
     reward = start("given_together", batched=True)
     with pytest.raises(ComputationFailed) as failed:
         reward.score(BATCH, [json.dumps({"value": value}), "{}"])
@@ -152,7 +150,7 @@ def test_a_batched_function_gives_a_finite_number_for_each(value: Any, expected:
     assert reward.score(BATCH, ['{"value": [1, 2.5]}', "{}"]).total.tolist() == [1.0, 2.5]
 
 
-def test_an_exception_names_function_and_sequence_but_not_the_text(start: Start) -> None:
+def test_an_exception_is_reported_with_function_and_sequence_but_without_its_text(start: Start) -> None:
     with pytest.raises(ComputationFailed) as failed:
         start("fails_at_w7").score(BATCH)
     where = "reward.function scorers:fails_at_w7, sequence index 1: raised KeyError (scorers.py:"
@@ -160,7 +158,7 @@ def test_an_exception_names_function_and_sequence_but_not_the_text(start: Start)
     assert "w7" not in str(failed.value).replace("fails_at_w7", "")
 
 
-def test_each_call_has_its_timeout_and_the_batch_after_a_timeout_is_scored(start: Start) -> None:
+def test_the_timeout_applies_to_each_call_and_the_next_batch_is_scored(start: Start) -> None:
     reward = start("sleeps_at_w7", timeout_seconds=0.5)
     with pytest.raises(ComputationFailed, match=r"sequence index 1: took longer than 0\.5 s"):
         reward.score(BATCH)
@@ -187,7 +185,7 @@ def test_malformed_fields_are_refused_before_the_function_is_called(
     assert not Path("calls").exists()
 
 
-def test_nothing_more_is_called_when_nobody_waits(start: Start) -> None:
+def test_a_cancelled_batch_makes_no_further_calls(start: Start) -> None:
     with pytest.raises(Cancelled, match="scorers:words: cancelled by its caller"):
         start("words").score(BATCH, cancelled=lambda: Path("calls").exists())
     assert len(calls()) == 1
@@ -200,7 +198,7 @@ def test_the_status_names_the_function_and_its_tokenizer(start: Start) -> None:
     assert len(status.tokenizer_fingerprint) == 64
 
 
-def test_a_missing_function_or_tokenizer_is_the_users_to_mend(start: Start) -> None:
+def test_a_missing_function_or_tokenizer_is_an_error_that_the_user_can_fix(start: Start) -> None:
     with pytest.raises(
         ConfigError, match=r"reward.function scorers:word: module scorers has no word; did you mean words"
     ):

@@ -40,13 +40,13 @@ def start(functions: Path) -> Iterator[Start]:
     assert children() <= before
 
 
-def test_a_file_called_as_a_library_does_not_take_its_place(functions: Path, start: Start) -> None:
+def test_a_file_with_the_name_of_a_library_does_not_hide_it(functions: Path, start: Start) -> None:
     for library in ("json", "queue", "numpy", "quartet"):
         (functions / f"{library}.py").write_text("raise RuntimeError('taken for a library')")
     assert start("echo").call([1], 20) == 1
 
 
-def test_a_function_in_a_file_called_as_a_library_is_told_so(functions: Path) -> None:
+def test_a_function_in_a_file_with_the_name_of_a_library_is_refused(functions: Path) -> None:
     (functions / "json.py").write_text("def score(*_): return 1.0")
     with pytest.raises(
         ConfigError,
@@ -55,7 +55,7 @@ def test_a_function_in_a_file_called_as_a_library_is_told_so(functions: Path) ->
         FunctionWorker("json:score", "reward.function")
 
 
-def test_a_restart_that_times_out_can_be_tried_again(start: Start) -> None:
+def test_a_restart_that_times_out_can_be_retried(start: Start) -> None:
     worker = start("echo")
     assert worker._process is not None
     os.kill(worker._process._child.pid, signal.SIGKILL)
@@ -75,9 +75,7 @@ def test_arguments_and_results_are_json_values(start: Start) -> None:
     assert start("numbers").call([0], 20) == {"one": 0.5, "many": [0, 1, 2], "truth": True}
 
 
-def test_what_a_function_prints_is_no_answer_and_goes_to_standard_error(
-    start: Start, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_output_of_a_function_goes_to_standard_error(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
     worker = start("noisy")
     assert worker.call([7], 20) == [7, ""]
     assert worker.call([8], 20) == [8, ""]
@@ -88,7 +86,9 @@ def test_what_a_function_prints_is_no_answer_and_goes_to_standard_error(
         assert output.err.count(said) == 2
 
 
-def test_a_flood_of_output_neither_blocks_nor_fills_the_log(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_flood_of_output_does_not_block_and_is_limited_in_the_log(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
     worker = start("flood")
     assert worker.call([5_000], 60) == "done"
     worker.close()
@@ -97,12 +97,12 @@ def test_a_flood_of_output_neither_blocks_nor_fills_the_log(start: Start, capfd:
     assert printed.count("the rest is dropped") == 1
 
 
-def test_a_batch_far_larger_than_a_pipe_goes_there_and_back(start: Start) -> None:
+def test_a_batch_larger_than_the_pipe_buffer_is_transferred(start: Start) -> None:
     value = ["é" * 1000] * 2_000
     assert start("echo").call([value], 60) == value
 
 
-def test_what_a_function_raises_is_told_in_one_line_and_its_process_goes_on(start: Start) -> None:
+def test_an_exception_is_reported_in_one_line(start: Start) -> None:
     worker = start("fails")
     with pytest.raises(ComputationFailed) as failed:
         worker.call(["secret"], 20, "sequence index 3")
@@ -117,7 +117,7 @@ def test_what_a_function_raises_is_told_in_one_line_and_its_process_goes_on(star
         start("leaves").call([], 20)
 
 
-def test_the_process_is_the_same_from_call_to_call(start: Start) -> None:
+def test_all_calls_run_in_one_process(start: Start) -> None:
     worker = start("process")
     assert worker.call([], 20) == worker.call([], 20) != os.getpid()
 
@@ -145,7 +145,7 @@ def replaced(start: Start, name: str, timeout: float) -> str:
     return str(failed.value)
 
 
-def test_a_call_that_takes_too_long_is_ended_and_the_next_one_works(start: Start) -> None:
+def test_a_call_that_times_out_is_ended_and_the_next_call_works(start: Start) -> None:
     begun = time.monotonic()
     message = replaced(start, "sleeps", 0.5)
     assert "first:first: took longer than 0.5 s, and was ended; raise its timeout" in message
@@ -160,7 +160,7 @@ def test_a_call_that_takes_too_long_is_ended_and_the_next_one_works(start: Start
         ("dies_and_leaves_a_child", "its process ended with status 5"),
     ],
 )
-def test_a_function_that_ends_its_process_is_named_and_the_next_call_works(
+def test_a_function_that_ends_its_process_is_reported_and_the_next_call_works(
     name: str, expected: str, start: Start
 ) -> None:
     begun = time.monotonic()
@@ -177,7 +177,7 @@ def test_a_process_that_ends_between_calls_is_replaced(start: Start) -> None:
     assert worker.call([], 20) != first
 
 
-def test_a_function_that_is_gone_when_its_process_is_replaced_fails_each_call(start: Start, functions: Path) -> None:
+def test_each_call_fails_while_the_module_of_the_function_is_missing(start: Start, functions: Path) -> None:
     worker = start("dies")
     (functions / "functions.py").rename(functions / "away.py")
     with pytest.raises(ComputationFailed, match="status 3"):
@@ -190,12 +190,12 @@ def test_a_function_that_is_gone_when_its_process_is_replaced_fails_each_call(st
         worker.call([], 20)
 
 
-def test_results_that_are_not_json_are_told_by_their_type(start: Start) -> None:
+def test_results_that_are_not_json_are_refused_with_their_type(start: Start) -> None:
     with pytest.raises(ComputationFailed, match="functions:a_set: returned a value of type set, expected JSON"):
         start("a_set").call([1], 20)
 
 
-def test_an_answer_without_end_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oversized_answer_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function_worker, "MAX_ANSWER_BYTES", 1_000_000)
     worker = start("huge")
     assert len(worker.call([900_000], 20)) == 900_000
@@ -212,7 +212,7 @@ def with_pipe(start: Start, name: str) -> tuple[FunctionWorker, int, int]:
     return worker, process, int(Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[-2])
 
 
-def test_a_function_that_writes_to_the_workers_pipe_is_told_so(start: Start) -> None:
+def test_writing_to_the_pipe_of_the_worker_is_an_error(start: Start) -> None:
     worker, _, descriptor = with_pipe(start, "a_pipe_writer")
     with pytest.raises(ComputationFailed, match="wrote to its worker's pipe"):
         worker.call([descriptor], 20)
@@ -222,7 +222,7 @@ def test_a_function_that_writes_to_the_workers_pipe_is_told_so(start: Start) -> 
     "line",
     ['{"result": 9}', '{"number": 0, "result": 9}', '{"number": 1, "result": 9}', '{"number": 3, "result": 9}', "2"],
 )
-def test_a_line_that_bears_not_the_number_of_the_call_is_no_answer(line: str, start: Start) -> None:
+def test_a_line_without_the_number_of_the_call_is_refused(line: str, start: Start) -> None:
     worker, process, descriptor = with_pipe(start, "writes_and_waits")
     assert worker.call([descriptor, None], 20) == 1
     begun = time.monotonic()
@@ -234,7 +234,7 @@ def test_a_line_that_bears_not_the_number_of_the_call_is_no_answer(line: str, st
     assert worker.call([descriptor, None], 20) == 1
 
 
-def test_an_answer_that_comes_after_its_call_is_not_taken_for_the_next_ones(start: Start) -> None:
+def test_a_late_answer_is_not_mistaken_for_that_of_the_next_call(start: Start) -> None:
     worker, process, descriptor = with_pipe(start, "echo")
     assert worker.call(["first"], 20) == "first"
     with open(f"/proc/{process}/fd/{descriptor}", "wb", buffering=0) as pipe:
@@ -246,7 +246,7 @@ def test_an_answer_that_comes_after_its_call_is_not_taken_for_the_next_ones(star
     assert worker.call(["third"], 20) == "third"
 
 
-def test_a_copy_of_its_process_that_a_function_forks_answers_no_call(start: Start) -> None:
+def test_a_forked_copy_of_the_process_cannot_answer_calls(start: Start) -> None:
     worker, process, descriptor = with_pipe(start, "forks")
     assert [worker.call([descriptor], 20) for _ in range(3)] == ["of the function"] * 3
     assert runs(process)
@@ -262,7 +262,7 @@ MODULES = {
 }
 
 
-def test_a_package_that_hides_the_users_own_is_named(functions: Path) -> None:
+def test_a_package_that_hides_a_module_of_the_user_is_reported(functions: Path) -> None:
     (functions / "json").mkdir()
     (functions / "json" / "mine.py").write_text("def f(): pass")
     with pytest.raises(ConfigError, match=r"No module named 'json\.mine'; .*json/__init__\.py was imported instead of"):
@@ -283,7 +283,7 @@ def test_a_package_that_hides_the_users_own_is_named(functions: Path) -> None:
         ("hangs:f", "took longer than 2 s"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_refused_at_the_start(function: str, expected: str, functions: Path) -> None:
+def test_an_unusable_function_is_refused_at_the_start(function: str, expected: str, functions: Path) -> None:
     for name, text in MODULES.items():
         (functions / f"{name}.py").write_text(text)
     before = children()
@@ -296,9 +296,7 @@ def test_a_function_that_cannot_be_used_is_refused_at_the_start(function: str, e
     assert children() <= before
 
 
-def test_the_process_knows_little_of_quartet_and_nothing_of_its_secrets(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_imports_little_and_gets_no_secrets(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARTET_BUFFER_URL", "redis://:password@host")
     monkeypatch.setenv("OTHER", "value")
     assert start("loaded").call([], 20) == ["quartet", "quartet.rewards", "quartet.user_code"]
@@ -307,7 +305,7 @@ def test_the_process_knows_little_of_quartet_and_nothing_of_its_secrets(
     assert (worker.call(["QUARTET_BUFFER_URL"], 20), worker.call(["OTHER"], 20)) == (None, "value")
 
 
-def test_threads_take_turns(start: Start) -> None:
+def test_concurrent_calls_get_their_own_results(start: Start) -> None:
     worker = start("echo")
     wrong = []
 
@@ -322,7 +320,7 @@ def test_threads_take_turns(start: Start) -> None:
     assert wrong == []
 
 
-def test_a_process_outlives_the_thread_that_made_it_start(start: Start) -> None:
+def test_a_process_outlives_the_thread_whose_call_started_it(start: Start) -> None:
     worker = start("process")
     first = worker.call([], 20)
     os.kill(first, signal.SIGKILL)
@@ -337,7 +335,7 @@ def test_a_process_outlives_the_thread_that_made_it_start(start: Start) -> None:
         assert worker.call([], 20) == results[0]
 
 
-def test_closing_ends_the_process_and_those_that_the_function_started(start: Start) -> None:
+def test_closing_ends_the_process_and_its_child_processes(start: Start) -> None:
     worker = start("starts_a_child")
     child = worker.call([], 20)
     assert runs(child)
@@ -348,7 +346,7 @@ def test_closing_ends_the_process_and_those_that_the_function_started(start: Sta
         worker.call([], 20)
 
 
-def test_closing_ends_a_call_under_way(start: Start, functions: Path) -> None:
+def test_closing_ends_a_running_call(start: Start, functions: Path) -> None:
     worker = start("sleeps")
     raised: list[BaseException] = []
 
@@ -368,7 +366,7 @@ def test_closing_ends_a_call_under_way(start: Start, functions: Path) -> None:
     assert [str(error) for error in raised] == ["reward.function functions:sleeps: closed during the call"]
 
 
-def test_after_ctrl_c_no_answer_is_taken_for_that_of_another_call(start: Start, functions: Path) -> None:
+def test_after_ctrl_c_a_late_answer_is_not_used_for_another_call(start: Start, functions: Path) -> None:
     (functions / "late.py").write_text(
         "import time\nfrom pathlib import Path\n\n"
         "def late(name):\n"
@@ -404,7 +402,7 @@ FunctionWorker("functions:sleeps", "key").call([], 60)
 """
 
 
-def test_a_call_ends_with_the_process_that_made_it(functions: Path) -> None:
+def test_a_call_ends_when_the_calling_process_dies(functions: Path) -> None:
     asleep = functions / "asleep"
     with subprocess.Popen([sys.executable, "-c", PARENT]) as parent:
         wait_for(lambda: asleep.exists() and asleep.read_text() != "")
@@ -420,6 +418,6 @@ print(FunctionWorker("functions:process", "key").call([], 20))
 """
 
 
-def test_a_program_ends_though_it_forgot_to_close(functions: Path) -> None:
+def test_a_program_that_does_not_close_its_worker_ends(functions: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", FORGETS], capture_output=True, text=True, timeout=60, check=True)
     wait_for(lambda: not runs(int(ended.stdout)))

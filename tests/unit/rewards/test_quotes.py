@@ -20,20 +20,20 @@ def raised(arguments: list[str], quotes: bool = False) -> str:
     return said
 
 
-def test_what_an_exception_says_is_left_out_and_its_place_is_told() -> None:
+def test_the_text_of_an_exception_is_omitted_and_its_location_is_reported() -> None:
     expected = r"ValueError \(test_quotes\.py:\d+; the message is left out because it may quote a text\)"
     assert re.fullmatch(expected, raised([PROMPT, RESPONSE]))
 
 
-def test_where_it_was_asked_for_texts_are_quoted() -> None:
+def test_texts_are_quoted_on_request() -> None:
     assert raised([PROMPT, RESPONSE], quotes=True).startswith(f"ValueError: cannot grade {PROMPT} {RESPONSE}")
 
 
-def test_what_is_raised_by_no_line_of_python_is_left_out_too() -> None:
+def test_the_text_of_an_exception_from_c_code_is_omitted() -> None:
     said = json.loads(answer(codecs.encode, 1, [PROMPT, RESPONSE]))["raised"]
     assert said.startswith("LookupError (")
     assert RESPONSE not in said
 
 
-def test_a_function_that_cannot_be_called_so_is_told_why() -> None:
+def test_wrong_arguments_are_reported_with_the_reason() -> None:
     assert raised([PROMPT]) == "TypeError: missing a required argument: 'response', called with 1 arguments"

@@ -23,19 +23,19 @@ def refusal(before: dict[str, Any], now: dict[str, Any]) -> str:
     return str(refused.value)
 
 
-def test_the_setting_that_adds_other_settings_is_named_first() -> None:
+def test_a_changed_setting_is_reported_before_keys_that_depend_on_it() -> None:
     one, other = settings(rollout={"max_off_policy_steps": 1}), settings()
     assert "checkpoint.every_steps" in one.keys() - other.keys()
     assert refusal(one, other).startswith("--resume: rollout.max_off_policy_steps is 0, the run in runs/tiny had 1;")
     assert refusal(other, one).startswith("--resume: rollout.max_off_policy_steps is 1, the run in runs/tiny had 0;")
 
 
-def test_a_changed_setting_is_named_with_both_values() -> None:
+def test_a_changed_setting_is_reported_with_both_values() -> None:
     one, other = (settings(rollout={"max_off_policy_steps": 1}, checkpoint={"every_steps": every}) for every in (10, 5))
     assert refusal(one, other).startswith("--resume: checkpoint.every_steps is 5, the run in runs/tiny had 10;")
 
 
-def test_an_added_or_removed_section_is_named() -> None:
+def test_an_added_or_removed_section_is_reported() -> None:
     adapted = settings(actor={"model": "a", "lora": {"rank": 4}})
     assert refusal(settings(), adapted).startswith("--resume: actor.lora.")
     assert refusal(adapted, settings()).startswith("--resume: actor.lora.")

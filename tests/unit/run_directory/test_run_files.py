@@ -87,7 +87,7 @@ def test_an_earlier_run_is_restored_unless_it_was_deleted(tmp_path: Path) -> Non
     assert names(tmp_path) == ["thesis.tex"]
 
 
-def test_files_of_no_run_are_never_moved_aside(tmp_path: Path) -> None:
+def test_files_that_belong_to_no_run_are_not_moved(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("foo: bar\n")
     (tmp_path / "policy").mkdir()
     with pytest.raises(ConfigError, match="does not belong to a run of Quartet"):
@@ -104,7 +104,7 @@ def test_a_directory_with_an_earlier_run_is_refused(tmp_path: Path) -> None:
     assert read_step_lines(files.metrics) == [{"step": 1, "reward_mean": 0.5}]
 
 
-def test_a_damaged_metrics_line_is_named(tmp_path: Path) -> None:
+def test_a_damaged_metrics_line_is_reported_with_its_number(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n')
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not JSON"):
         read_step_lines(tmp_path / "metrics.jsonl")
@@ -124,7 +124,7 @@ def test_an_evaluation_writes_its_rows_and_a_summary_line(tmp_path: Path) -> Non
     ]
 
 
-def test_an_evaluation_that_is_repeated_replaces_what_an_earlier_attempt_left(tmp_path: Path) -> None:
+def test_a_repeated_evaluation_replaces_the_lines_of_an_earlier_attempt(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     for step in (0, 5, 10):
         files.write_evaluation(step, {"eval_kl": step / 10}, [])
@@ -156,7 +156,7 @@ def test_failed_trajectories_of_truncated_steps_are_removed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("contents", "reason"), [(None, "No such file or directory"), ("{\n", "not JSON Lines")])
-def test_an_evaluation_that_cannot_be_read_back_is_an_error(contents: str | None, reason: str, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_evaluation_is_an_error(contents: str | None, reason: str, tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     if contents is not None:
         files.write_evaluation(0, {}, [])
@@ -193,7 +193,7 @@ def alert(step: int) -> Alert:
 
 
 @pytest.mark.parametrize("attribute", KINDS)
-def test_a_line_that_a_crash_cut_off_is_ignored_and_removed_on_resume(attribute: str, tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_ignored_and_removed_on_resume(attribute: str, tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     path: Path = getattr(files, attribute)
     path.write_text('{"step": 1}\n{"step": 2, "act')
@@ -204,7 +204,7 @@ def test_a_line_that_a_crash_cut_off_is_ignored_and_removed_on_resume(attribute:
 
 @pytest.mark.parametrize("attribute", KINDS)
 @pytest.mark.parametrize("line", ["{", "5", "{}", '{"st\xff'])
-def test_a_damaged_line_is_an_error_that_names_file_and_line(line: str, attribute: str, tmp_path: Path) -> None:
+def test_a_damaged_line_is_an_error_with_file_and_line(line: str, attribute: str, tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     path: Path = getattr(files, attribute)
     path.write_bytes(b'{"step": 1}\n' + line.encode("latin-1") + b"\n")
@@ -214,7 +214,7 @@ def test_a_damaged_line_is_an_error_that_names_file_and_line(line: str, attribut
         files.truncate_after(1)
 
 
-def test_alerts_after_a_cut_off_one_are_read_back(tmp_path: Path) -> None:
+def test_alerts_after_a_truncated_one_can_be_read(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.append_alert(alert(1))
     with files.alerts.open("a") as file:
@@ -225,9 +225,7 @@ def test_alerts_after_a_cut_off_one_are_read_back(tmp_path: Path) -> None:
     assert [line["step"] for line in files.read_alerts(2)] == [2]
 
 
-def test_an_alert_is_flushed_to_the_disk_as_a_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_alert_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = RunFiles(tmp_path)
     files.append_alert(alert(1))
     before, synced = files.alerts.read_bytes(), list[int]()
@@ -256,7 +254,7 @@ WRITES: dict[str, Callable[[RunFiles], Any]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_full_disk_is_an_error_and_leaves_the_files_as_they_were(
+def test_a_full_disk_is_an_error_and_does_not_change_the_files(
     write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = RunFiles(tmp_path)

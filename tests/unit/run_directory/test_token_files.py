@@ -31,7 +31,7 @@ def arrays(values: bool = True) -> dict[str, Any]:
     return results | ({"values": 5 * numbers} if values else {})
 
 
-def test_each_trajectory_has_its_own_part_of_the_arrays(tmp_path: Path) -> None:
+def test_each_trajectory_is_read_from_its_part_of_the_arrays(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.write_tokens(7, arrays())
     second = files.read_tokens(7, 1)
@@ -85,7 +85,7 @@ def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
         files.read_tokens(1, 2)
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_token_files_are_kept(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     for step in (999_998, 999_999, 1_000_000, 1_000_001):
         files.write_tokens(step, arrays(), keep=2)

@@ -17,7 +17,7 @@ from tests.training.observed_runs import Collector
 ROOT = Path(__file__).parents[3]
 
 
-def test_nothing_of_opentelemetry_is_imported_while_traces_are_off() -> None:
+def test_opentelemetry_is_not_imported_if_traces_are_off() -> None:
     code = (
         "import sys\n"
         "from quartet.config import parse_config\n"
