@@ -1,1 +1,1 @@
-"""The Helm chart, rendered by Helm itself and held to what Kubernetes and the design ask for."""
+"""Tests of the Helm chart: Helm renders it, and the manifests are checked against Kubernetes and the design."""

@@ -10,36 +10,38 @@ import helm_python
 from tests.helm.rendering import EXAMPLES, GOLDEN, chart_folder, example, golden_text
 
 WARNING = 2
-"""Of the linter; what is below are its recommendations."""
+"""Severity of the linter. Lower severities are recommendations."""
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status: 0 where all is as it was, 1 where something differs or the linter finds fault."""
+    """Return 0 if all manifests are unchanged, and 1 if one differs or the linter reports a problem."""
     if arguments not in ([], ["--write"]):
         print("usage: python -m tests.helm.golden [--write]", file=sys.stderr)
         return 2
-    fine = True
+    ok = True
     for name in EXAMPLES:
-        fine &= _lint(name)
-        path, now = GOLDEN / f"{name}.yaml", golden_text(name)
+        ok &= _lint(name)
+        path, rendered = GOLDEN / f"{name}.yaml", golden_text(name)
         if arguments:
-            path.write_text(now, encoding="utf-8")
+            path.write_text(rendered, encoding="utf-8")
             continue
         before = path.read_text(encoding="utf-8") if path.exists() else ""
-        if before != now:
-            fine = False
-            lines = difflib.unified_diff(before.splitlines(True), now.splitlines(True), f"{path.name}, kept", "now")
+        if before != rendered:
+            ok = False
+            lines = difflib.unified_diff(
+                before.splitlines(True), rendered.splitlines(True), f"{path.name}, committed", "rendered"
+            )
             sys.stdout.writelines(lines)
     if arguments:
         for path in GOLDEN.glob("*.yaml"):
             if path.stem not in EXAMPLES:
                 path.unlink()
-    if not fine:
+    if not ok:
         print(
-            "error: helm/quartet renders otherwise, see above; if so meant, run make helm-golden and commit",
+            "error: helm/quartet renders other manifests, see above; if intended, run make helm-golden and commit",
             file=sys.stderr,
         )
-    return 0 if fine else 1
+    return 0 if ok else 1
 
 
 def _lint(name: str) -> bool:

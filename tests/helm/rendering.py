@@ -1,4 +1,4 @@
-"""Rendering the chart, as Helm does it; and its manifests as they are kept in golden/, without what is drawn by lot."""
+"""Render the chart with Helm, and normalize the manifests of the examples for golden/."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLES = tuple(sorted(path.stem for path in (CHART / "examples").glob("*.yaml"
 RELEASE, NAMESPACE = "quartet", "rlhf"
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""Ten times as fast where libyaml is there."""
+"""Ten times as fast with libyaml."""
 
 Manifest = dict[str, Any]
 Values = dict[str, Any]
@@ -32,44 +32,44 @@ Values = dict[str, Any]
 
 @cache
 def chart_folder() -> Path:
-    """The chart's folder with files where links are. Helm follows links, too, but writes a line about each whenever it does."""
+    """Return a copy of the chart with files instead of links. Helm follows links, too, but logs a line for each."""
     folder = Path(tempfile.mkdtemp(prefix="quartet-chart-"))
     atexit.register(shutil.rmtree, folder)
-    # The linter wants the folder to have the chart's name.
+    # The linter requires the folder to have the name of the chart.
     return shutil.copytree(CHART, folder / CHART.name)
 
 
 @cache
 def chart() -> helm_python.Chart:
-    """The chart, loaded once."""
+    """Return the chart, loaded once."""
     return helm_python.Chart.load(chart_folder())
 
 
 def example(name: str) -> Values:
-    """The values of an example."""
+    """Return the values of an example."""
     values: Values = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text(encoding="utf-8"))
     return values
 
 
 def changed(name: str, **changes: Any) -> Values:
-    """An example's values with keys of dotted paths set; double underscores stand for the dots."""
+    """Return the values of an example with changed keys. A double underscore in a path stands for a dot."""
     return with_keys(example(name), **changes)
 
 
 def with_keys(values: Values, **changes: Any) -> Values:
-    """The same of any values."""
+    """Return a copy of values with changed keys, like ``changed``."""
     values = deepcopy(values)
     for path, value in changes.items():
         *above, last = path.split("__")
-        place = values
+        parent = values
         for key in above:
-            place = place.setdefault(key, {})
-        place[last] = value
+            parent = parent.setdefault(key, {})
+        parent[last] = value
     return values
 
 
 def texts(values: Values, cluster: helm_python.Config | None = None) -> dict[str, str]:
-    """Return what each template makes of the values; ``cluster``: where it may look things up. Raises helm_python.HelmError."""
+    """Return the text of each rendered template. ``cluster`` serves lookups. Raises helm_python.HelmError."""
     if cluster is None:
         return dict(_rendered(json.dumps(values)))
     return cluster.render(chart(), values, name=RELEASE, namespace=NAMESPACE)
@@ -81,7 +81,7 @@ def _rendered(values: str) -> dict[str, str]:
 
 
 def manifests(values: Values, cluster: helm_python.Config | None = None) -> list[Manifest]:
-    """Every object that the chart makes of the values, those of `helm test` included."""
+    """Return every rendered object, including those of ``helm test``."""
     return [
         document
         for name, text in sorted(texts(values, cluster).items())
@@ -92,36 +92,38 @@ def manifests(values: Values, cluster: helm_python.Config | None = None) -> list
 
 
 def of_kind(result: list[Manifest], kind: str) -> dict[str, Manifest]:
-    """The objects of a kind, by name."""
+    """Return the objects of a kind by name."""
     return {item["metadata"]["name"]: item for item in result if item["kind"] == kind}
 
 
 def pod_templates(result: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Every pod that the objects make: what makes it, and its template (metadata and spec)."""
+    """Yield each pod template (metadata and spec) with the name of its object."""
     for item in result:
-        where, spec = f"{item['kind']}/{item['metadata']['name']}", item.get("spec", {})
+        name, spec = f"{item['kind']}/{item['metadata']['name']}", item.get("spec", {})
         if item["kind"] == "Pod":
-            yield where, item
+            yield name, item
         elif item["kind"] in ("Deployment", "StatefulSet", "Job"):
-            yield where, spec["template"]
+            yield name, spec["template"]
         elif item["kind"] == "LeaderWorkerSet":
             for part in ("leaderTemplate", "workerTemplate"):
-                yield f"{where} {part}", spec["leaderWorkerTemplate"][part]
+                yield f"{name} {part}", spec["leaderWorkerTemplate"][part]
 
 
 def golden_text(name: str) -> str:
-    """An example's manifests as they are kept: in the templates' order, secrets and certificates left out."""
+    """Return the manifests of an example in the order of the templates, with placeholders for generated secrets."""
     parts = []
     for path, text in sorted(texts(example(name)).items()):
-        kept = "\n".join(_kept(line, path) for line in text.splitlines() if line.strip()).removeprefix("---\n")
-        if kept:
-            parts.append(f"--- # {path}\n{kept}\n" if path.endswith(".yaml") else _commented(path, kept))
+        normalized = "\n".join(_normalized(line, path) for line in text.splitlines() if line.strip()).removeprefix(
+            "---\n"
+        )
+        if normalized:
+            parts.append(f"--- # {path}\n{normalized}\n" if path.endswith(".yaml") else _commented(path, normalized))
     return "".join(parts)
 
 
-def _kept(line: str, path: str) -> str:
+def _normalized(line: str, path: str) -> str:
     if path.endswith(("/secrets.yaml", "/certificates.yaml")):
-        return re.sub(r"^(  [\w.-]+): [A-Za-z0-9+/=]{32,}$", r"\1: DRAWN", line)
+        return re.sub(r"^(  [\w.-]+): [A-Za-z0-9+/=]{32,}$", r"\1: GENERATED", line)
     if len(line) > 2000:
         return f"{line[:60]}... # sha256 {hashlib.sha256(line.encode()).hexdigest()}"
     return line

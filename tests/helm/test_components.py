@@ -1,4 +1,4 @@
-"""Which pods a run has, what they are told, and how they begin, end and multiply."""
+"""The pods of a run: roles, mounts, probes, updates, scaling and images."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ RUNS: dict[str, Values] = {
 
 
 def files(values: Values) -> dict[str, str]:
-    """The files of the ConfigMap."""
+    """Return the files of the ConfigMap."""
     result: dict[str, str] = of_kind(manifests(values), "ConfigMap")["quartet-config"]["data"]
     return result
 
 
 def pods(values: Values) -> dict[str, Manifest]:
-    """The pods' specs, by the names of their containers."""
+    """Return the pod specs by the name of their container."""
     specs = [template["spec"] for _, template in pod_templates(manifests(values))]
     return {spec["containers"][0]["name"]: spec for spec in specs}
 
 
 def containers(values: Values) -> dict[str, Manifest]:
-    """The containers, by name."""
+    """Return the containers by name."""
     return {name: spec["containers"][0] for name, spec in pods(values).items()}
 
 
-def told(container: Manifest) -> list[str]:
-    """The roles that a container is told to be."""
+def roles_of(container: Manifest) -> list[str]:
+    """Return the roles in the arguments of a container."""
     if container["command"][-1] != "quartet.services":
         return []
     arguments: list[str] = container["args"]
@@ -66,34 +66,34 @@ def told(container: Manifest) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_roles_that_run_are_those_of_the_config_tree(name: str, tmp_path: Path) -> None:
+def test_the_pods_run_the_roles_of_the_config(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(files(RUNS[name])["config.yaml"], encoding="utf-8")
     config = load_config(path)
-    result = sorted(role for container in containers(RUNS[name]).values() for role in told(container))
+    result = sorted(role for container in containers(RUNS[name]).values() for role in roles_of(container))
     assert result == sorted([*(role.value for role in model_roles(config)), "orchestrator"])
 
 
-def test_roles_that_share_a_pod_share_its_address_and_its_certificate() -> None:
+def test_roles_of_one_pod_share_its_certificate() -> None:
     result = containers(example("cpu-kind"))
-    assert told(result["critic"]) == ["critic", "reward"]
+    assert roles_of(result["critic"]) == ["critic", "reward"]
     assert "reward" not in result
     mounts = {mount["mountPath"] for mount in result["critic"]["volumeMounts"]}
     assert "/certificates/critic" in mounts
 
 
-def test_a_pod_whose_first_role_is_left_out_is_the_process_of_its_next() -> None:
+def test_a_pod_without_its_first_role_uses_the_certificate_of_the_next() -> None:
     values = changed("cpu-kind", config__algorithm={"estimator": "reinforce"})
     result = containers(values)
-    assert told(result["critic"]) == ["reward"]
+    assert roles_of(result["critic"]) == ["reward"]
     mounts = {mount["mountPath"] for mount in result["critic"]["volumeMounts"]}
     assert "/certificates/reward" in mounts
-    places = yaml.safe_load(files(values)["deployment.yaml"])["services"]
-    assert places["reward"]["address"] == "quartet-critic:50051"
-    assert "critic" not in places
+    services = yaml.safe_load(files(values)["deployment.yaml"])["services"]
+    assert services["reward"]["address"] == "quartet-critic:50051"
+    assert "critic" not in services
 
 
-def test_files_are_mounted_by_those_alone_who_need_them() -> None:
+def test_only_pods_that_need_a_volume_mount_it() -> None:
     volumes = {
         template["spec"]["containers"][0]["name"]: _volumes(template)
         for _, template in pod_templates(manifests(example("single-node-4-gpus")))
@@ -118,16 +118,16 @@ def test_files_are_mounted_by_those_alone_who_need_them() -> None:
         assert certificates == {f"secret quartet-certificate-{'gateway' if name == 'test' else name}"}
 
 
-def test_probes_ask_by_grpc_and_wait_for_the_model() -> None:
+def test_probes_use_grpc_and_allow_for_the_load_time() -> None:
     result = containers(changed("single-node-4-gpus", config__timeouts={"load_seconds": 1234}))
     for name in ("actor", "critic", "reward", "reference", "orchestrator"):
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert result[name][probe]["grpc"] == {"port": 9101}
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert result[name][kind]["grpc"] == {"port": 9101}
     assert (
         result["actor"]["startupProbe"]["failureThreshold"] * result["actor"]["startupProbe"]["periodSeconds"] == 1240
     )
-    asked = result["gateway"]["readinessProbe"]["httpGet"]
-    assert asked == {
+    probe = result["gateway"]["readinessProbe"]["httpGet"]
+    assert probe == {
         "path": "/healthz",
         "port": 8080,
         "scheme": "HTTPS",
@@ -136,7 +136,7 @@ def test_probes_ask_by_grpc_and_wait_for_the_model() -> None:
     assert result["gateway"]["livenessProbe"]["tcpSocket"] == {"port": 8080}, "the connection limit must not restart it"
 
 
-def test_pods_end_after_the_step_in_hand() -> None:
+def test_the_termination_grace_period_covers_the_longest_call() -> None:
     values = changed(
         "single-node-4-gpus",
         config__timeouts={"generate_seconds": 100, "update_seconds": 300, "score_seconds": 50},
@@ -157,7 +157,7 @@ def test_pods_end_after_the_step_in_hand() -> None:
         assert results[name]["terminationGracePeriodSeconds"] == grace
 
 
-def test_the_orchestrator_is_a_job_that_a_changed_config_makes_anew() -> None:
+def test_a_changed_config_replaces_the_job_of_the_orchestrator() -> None:
     (job,) = of_kind(manifests(example("cpu-kind")), "Job").values()
     (same,) = of_kind(manifests(example("cpu-kind")), "Job").values()
     (other,) = of_kind(manifests(changed("cpu-kind", config__run={"name": "tiny", "steps": 7})), "Job").values()
@@ -166,7 +166,7 @@ def test_the_orchestrator_is_a_job_that_a_changed_config_makes_anew() -> None:
     assert job["metadata"]["name"] == same["metadata"]["name"] != other["metadata"]["name"]
 
 
-def test_what_trains_is_replaced_and_what_scores_rolls() -> None:
+def test_trained_models_are_recreated_and_other_pods_roll() -> None:
     result = of_kind(manifests(example("single-node-4-gpus")), "Deployment")
     strategies = {name.removeprefix("quartet-"): item["spec"]["strategy"]["type"] for name, item in result.items()}
     assert strategies == {
@@ -178,13 +178,13 @@ def test_what_trains_is_replaced_and_what_scores_rolls() -> None:
     }
 
 
-def test_what_scores_is_found_pod_by_pod() -> None:
+def test_scoring_services_are_headless() -> None:
     result = of_kind(manifests(example("single-node-4-gpus")), "Service")
     headless = {name for name, item in result.items() if item["spec"].get("clusterIP") == "None"}
     assert headless == {"quartet-reward", "quartet-reference"}
 
 
-def test_scaling_leaves_the_number_of_pods_to_who_scales() -> None:
+def test_autoscaled_deployments_have_no_replicas() -> None:
     result = manifests(example("node-8-gpus"))
     deployments = of_kind(result, "Deployment")
     scaled = of_kind(result, "ScaledObject")["quartet-reward"]["spec"]
@@ -199,7 +199,7 @@ def test_scaling_leaves_the_number_of_pods_to_who_scales() -> None:
     assert by_hpa["metrics"][0]["pods"]["metric"]["name"] == "quartet_work_pending"
 
 
-def test_the_figures_that_scale_are_those_of_the_processes() -> None:
+def test_autoscaling_uses_documented_metrics() -> None:
     names = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text(encoding="utf-8")
     scaled = of_kind(manifests(example("node-8-gpus")), "ScaledObject")["quartet-reward"]["spec"]
     query = scaled["triggers"][0]["metadata"]["query"]
@@ -210,13 +210,13 @@ def test_the_figures_that_scale_are_those_of_the_processes() -> None:
         assert f"`{name}{{run}}`" in names or f"`{name}`" in names
 
 
-def test_keda_needs_to_know_where_prometheus_is() -> None:
+def test_keda_requires_the_address_of_prometheus() -> None:
     values = changed("node-8-gpus", components__reward__autoscaling__keda__serverAddress="")
     with pytest.raises(helm_python.HelmError, match=r"components\.reward\.autoscaling\.keda\.serverAddress: needed"):
         manifests(values)
 
 
-def test_nodes_of_one_actor_find_their_leader() -> None:
+def test_the_nodes_of_one_actor_connect_to_their_leader() -> None:
     result = manifests(example("two-node-actor"))
     (group,) = of_kind(result, "LeaderWorkerSet").values()
     template = group["spec"]["leaderWorkerTemplate"]
@@ -225,7 +225,7 @@ def test_nodes_of_one_actor_find_their_leader() -> None:
     assert leader["command"] == worker["command"]
     assert "--nnodes=2" in leader["command"]
     assert "--master-addr=$(LWS_LEADER_ADDRESS)" in leader["command"]
-    # Only the leader answers calls.
+    # Only the leader serves calls.
     assert "readinessProbe" in leader
     assert "readinessProbe" not in worker
     service = of_kind(result, "Service")["quartet-actor"]["spec"]
@@ -233,7 +233,7 @@ def test_nodes_of_one_actor_find_their_leader() -> None:
     assert group["metadata"]["name"] not in of_kind(result, "Service")
 
 
-def test_defaults_hold_for_all_and_a_place_is_replaced_as_a_whole() -> None:
+def test_defaults_apply_to_all_components_and_a_node_selector_replaces_them() -> None:
     results = {
         template["spec"]["containers"][0]["name"]: template["spec"]
         for _, template in pod_templates(manifests(example("node-8-gpus")))
@@ -245,7 +245,7 @@ def test_defaults_hold_for_all_and_a_place_is_replaced_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "wanted"),
+    ("image", "expected"),
     [
         ({}, "quartet:0.1.0-cpu"),
         ({"tag": "7", "variant": ""}, "quartet:7"),
@@ -256,8 +256,10 @@ def test_defaults_hold_for_all_and_a_place_is_replaced_as_a_whole() -> None:
         ({"digest": "sha256:" + "a" * 64}, "quartet@sha256:" + "a" * 64),
     ],
 )
-def test_an_image_is_a_registry_a_name_and_a_version(image: dict[str, Any], wanted: str) -> None:
-    assert containers(changed("cpu-kind", components__actor__image=image))["actor"]["image"] == wanted
+def test_an_image_reference_consists_of_registry_repository_and_tag_or_digest(
+    image: dict[str, Any], expected: str
+) -> None:
+    assert containers(changed("cpu-kind", components__actor__image=image))["actor"]["image"] == expected
 
 
 def _volumes(template: Manifest) -> set[str]:

@@ -1,4 +1,4 @@
-"""The two files that a run's processes read: the user's config as it was written, and what the chart lays over it."""
+"""The two config files of a run: the config of the user, unchanged, and the overlay of the chart."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.helm.test_components import RUNS, containers, files
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_config_comes_through_as_it_was_written(name: str, tmp_path: Path) -> None:
+def test_the_config_of_the_user_is_unchanged(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(files(RUNS[name])["config.yaml"], encoding="utf-8")
     assert load_config(path) == Config.model_validate(RUNS[name]["config"])
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_both_files_are_one_config(name: str, tmp_path: Path) -> None:
+def test_config_and_overlay_load_as_one_config(name: str, tmp_path: Path) -> None:
     for file, text in files(RUNS[name]).items():
         (tmp_path / file).write_text(text, encoding="utf-8")
     config = load_config(tmp_path / "config.yaml", layers=[tmp_path / "deployment.yaml"])
@@ -29,15 +29,18 @@ def test_both_files_are_one_config(name: str, tmp_path: Path) -> None:
     assert all(getattr(config.services, role).address for role in model_roles(config))
 
 
-def test_the_second_file_says_where_everything_is() -> None:
+def test_the_overlay_contains_addresses_secrets_and_certificates() -> None:
     result = yaml.safe_load(files(example("cpu-kind"))["deployment.yaml"])
-    everywhere = {"listen": "0.0.0.0:50051", "metrics_listen": "0.0.0.0:9100", "health_listen": "0.0.0.0:9101"}
-    homes = {"actor": "actor", "critic": "critic", "reward": "critic", "reference": "reference"}
+    listen = {"listen": "0.0.0.0:50051", "metrics_listen": "0.0.0.0:9100", "health_listen": "0.0.0.0:9101"}
+    components = {"actor": "actor", "critic": "critic", "reward": "critic", "reference": "reference"}
     assert result == {
         "run": {"directory": "runs"},
         "services": {
-            **{role: {"address": f"quartet-{home}:50051", "devices": [], **everywhere} for role, home in homes.items()},
-            "orchestrator": {"address": "quartet-orchestrator:50051", **everywhere},
+            **{
+                role: {"address": f"quartet-{component}:50051", "devices": [], **listen}
+                for role, component in components.items()
+            },
+            "orchestrator": {"address": "quartet-orchestrator:50051", **listen},
         },
         "buffer": {
             "url": "rediss://quartet@quartet-redis:6379/0",
@@ -65,26 +68,26 @@ def test_the_second_file_says_where_everything_is() -> None:
     }
 
 
-def test_every_address_is_a_service_that_leads_to_its_pods() -> None:
+def test_every_address_is_a_kubernetes_service_that_selects_pods() -> None:
     for name in EXAMPLES:
         result = manifests(example(name))
         services = of_kind(result, "Service")
         labels = [template["metadata"]["labels"] for _, template in pod_templates(result)]
-        places = yaml.safe_load(files(example(name))["deployment.yaml"])["services"]
-        for place in places.values():
-            host, _, port = place["address"].partition(":")
+        addresses = yaml.safe_load(files(example(name))["deployment.yaml"])["services"]
+        for entry in addresses.values():
+            host, _, port = entry["address"].partition(":")
             service = services[host]["spec"]
             assert int(port) in [item["port"] for item in service["ports"]]
-            # The last is put on by the LeaderWorkerSet's controller.
+            # The controller of the LeaderWorkerSet adds its label to the pods.
             selector = {key: value for key, value in service["selector"].items() if "leaderworkerset" not in key}
             assert any(selector.items() <= item.items() for item in labels)
 
 
-def test_gpus_are_limits_and_devices() -> None:
+def test_gpus_set_limits_and_devices() -> None:
     values = example("two-node-actor")
     result = containers(values)
-    places = yaml.safe_load(files(values)["deployment.yaml"])["services"]
+    services = yaml.safe_load(files(values)["deployment.yaml"])["services"]
     assert result["actor"]["resources"]["limits"]["nvidia.com/gpu"] == 8
-    assert places["actor"]["devices"] == list(range(8))
-    assert places["reward"]["devices"] == []
+    assert services["actor"]["devices"] == list(range(8))
+    assert services["reward"]["devices"] == []
     assert "nvidia.com/gpu" not in result["reward"]["resources"]["limits"]

@@ -1,4 +1,4 @@
-"""Helm refuses invalid values of `config`, and settings that the chart sets itself."""
+"""Helm refuses invalid values of ``config``, and settings that the chart sets itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helm.test_values import refusal
 
 SHIPPED = [*sorted((ROOT / "configs").rglob("*.yaml")), ROOT / "src/quartet/demo/demo.yaml"]
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
+INVALID: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt": ({"algorithm": {"kl_coeficient": 0.1}}, "'/config/algorithm': additional properties 'kl_coeficient'"),
     "deep": ({"guards": {"kl_runaway": {"abov": 1}}}, "'/config/guards/kl_runaway': additional properties 'abov'"),
     "choice": ({"algorithm": {"estimator": "ppo"}}, "does not match pattern '^(gae|reinforce|"),
@@ -39,53 +39,53 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_the_tree_refuses_is_refused_with_its_path(case: str) -> None:
-    sections, said = WRONG[case]
+@pytest.mark.parametrize("case", INVALID)
+def test_values_that_the_config_refuses_are_refused_with_their_path(case: str) -> None:
+    sections, message = INVALID[case]
     values = changed("cpu-kind")
     values["config"] |= sections
-    assert said in refusal(values)
+    assert message in refusal(values)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_shipped_config_is_taken(path: Path) -> None:
+def test_every_shipped_config_is_valid(path: Path) -> None:
     chart().validate_schema({"config": helm_python.values_from_yaml(path.read_text(encoding="utf-8"))})
 
 
-def test_a_config_as_resolved_is_taken(tmp_path: Path) -> None:
+def test_a_resolved_config_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(files(changed("cpu-kind"))["config.yaml"], encoding="utf-8")
     chart().validate_schema({"config": yaml.safe_load(load_config(path).to_yaml())})
 
 
-def test_null_that_means_something_comes_through(tmp_path: Path) -> None:
+def test_a_meaningful_null_is_preserved(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(files(changed("cpu-kind", config__algorithm={"importance_sampling_cap": None}))["config.yaml"])
     assert load_config(path).algorithm.importance_sampling_cap is None
 
 
-def test_the_schema_is_that_of_the_tree() -> None:
-    kept = values_schema.SCHEMA.read_text(encoding="utf-8")
-    assert kept == values_schema.generated(kept), "run make helm-schema and commit"
+def test_the_schema_matches_the_config() -> None:
+    committed = values_schema.SCHEMA.read_text(encoding="utf-8")
+    assert committed == values_schema.generated(committed), "run make helm-schema and commit"
     assert values_schema.main([]) == 0
 
 
-def test_a_schema_of_another_tree_is_found(
+def test_an_outdated_schema_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "values.schema.json"
     other.write_text((CHART / "values.schema.json").read_text(encoding="utf-8").replace('"rloo", ', ""))
     monkeypatch.setattr(values_schema, "SCHEMA", other)
     assert values_schema.main([]) == 1
-    said = capsys.readouterr()
-    assert '+              "examples": ["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"]' in said.out
-    assert "make helm-schema" in said.err
+    output = capsys.readouterr()
+    assert '+              "examples": ["gae", "reinforce", "rloo", "grpo", "reinforce_plus_plus"]' in output.out
+    assert "make helm-schema" in output.err
     assert values_schema.main(["--write"]) == 0
     assert values_schema.main([]) == 0
 
 
 def keys_of(node: dict[str, Any], path: str = "config") -> set[str]:
-    """Every key below a part of the config, by its path."""
+    """Return the paths of all keys below a part of the config."""
     below = [
         keys_of(value, f"{path}__{key}") if isinstance(value, dict) else {f"{path}__{key}"}
         for key, value in node.items()
@@ -93,13 +93,13 @@ def keys_of(node: dict[str, Any], path: str = "config") -> set[str]:
     return set().union(*below)
 
 
-EVERYTHING: dict[str, Any] = Config.model_validate(changed("cpu-kind")["config"]).model_dump(mode="json")
+FULL_CONFIG: dict[str, Any] = Config.model_validate(changed("cpu-kind")["config"]).model_dump(mode="json")
 SECTIONS = ("buffer", "security", "gateway", "services")
-FREE = {"config__gateway__max_requests_per_second"}
-FREE |= {f"config__services__{role}__num_threads" for role in ("actor", "critic", "reward", "reference")}
-OWNED = keys_of({section: EVERYTHING[section] for section in SECTIONS}) - FREE
-OWNED |= {"config__run__directory", "config__timeouts__drain_seconds"}
-# What is right as a value of a key, by the word that its name ends with; of others, a path.
+ALLOWED = {"config__gateway__max_requests_per_second"}
+ALLOWED |= {f"config__services__{role}__num_threads" for role in ("actor", "critic", "reward", "reference")}
+CHART_KEYS = keys_of({section: FULL_CONFIG[section] for section in SECTIONS}) - ALLOWED
+CHART_KEYS |= {"config__run__directory", "config__timeouts__drain_seconds"}
+# Valid values by the last part of the key. Other keys have a path as their value.
 VALUES: dict[str, Any] = {
     "listen": "h:1",
     "metrics_listen": "h:1",
@@ -108,8 +108,8 @@ VALUES: dict[str, Any] = {
     "devices": [0],
 }
 VALUES |= {"enabled": True, "start_runs": False, "allow_plaintext": False, "allowed_hosts": ["h"], "drain_seconds": 10}
-# With all of these the chart sets the fewest keys.
-FEWEST = {
+# With these values, the chart sets the fewest keys.
+MINIMAL = {
     "components__gateway": None,
     "components__reference": None,
     "config__actor": {"model": "m", "lora": {}},
@@ -118,25 +118,25 @@ FEWEST = {
 }
 
 
-@every_case("setting", [{}, FEWEST], ids=["most", "fewest"])
-@every_case("path", sorted(OWNED))
-def test_what_is_the_chart_s_to_set_is_refused_whether_it_sets_it_or_not(path: str, setting: dict[str, Any]) -> None:
+@every_case("setting", [{}, MINIMAL], ids=["default", "minimal"])
+@every_case("path", sorted(CHART_KEYS))
+def test_keys_of_the_chart_are_refused_even_if_it_does_not_set_them(path: str, setting: dict[str, Any]) -> None:
     value = VALUES.get(path.rpartition("__")[2], "/models/x")
-    said = refusal(changed("cpu-kind", **setting, **{path: value}))
-    assert f"{path.replace('__', '.')}: the chart sets it; remove it, and see " in said
+    message = refusal(changed("cpu-kind", **setting, **{path: value}))
+    assert f"{path.replace('__', '.')}: the chart sets it; remove it, and see " in message
 
 
-@pytest.mark.parametrize("setting", [{}, FEWEST], ids=["most", "fewest"])
-def test_null_and_an_empty_list_say_nothing(setting: dict[str, Any]) -> None:
-    nothing = {"config__services__actor__address": None, "config__gateway__allowed_hosts": []}
-    assert manifests(changed("cpu-kind", **setting, **nothing))
+@pytest.mark.parametrize("setting", [{}, MINIMAL], ids=["default", "minimal"])
+def test_null_and_an_empty_list_of_a_chart_key_are_accepted(setting: dict[str, Any]) -> None:
+    empty = {"config__services__actor__address": None, "config__gateway__allowed_hosts": []}
+    assert manifests(changed("cpu-kind", **setting, **empty))
 
 
-def test_the_rate_of_the_gateway_is_given_in_one_place() -> None:
-    said = refusal(
+def test_the_rate_limit_of_the_gateway_cannot_be_set_twice() -> None:
+    message = refusal(
         changed("cpu-kind", gateway__maxRequestsPerSecond=50, config__gateway={"max_requests_per_second": 5})
     )
-    assert "config.gateway.max_requests_per_second: the chart sets it; remove it, and see gateway" in said
+    assert "config.gateway.max_requests_per_second: the chart sets it; remove it, and see gateway" in message
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_the_rate_of_the_gateway_is_given_in_one_place() -> None:
         ("config__run__directory", "elsewhere", "storage.runs"),
     ],
 )
-def test_what_is_refused_says_what_to_set_instead(path: str, value: object, instead: str) -> None:
-    said = refusal(changed("cpu-kind", **{path: value}))
-    assert instead in said.partition("remove it, and see ")[2]
+def test_a_refused_key_names_its_replacement(path: str, value: object, instead: str) -> None:
+    message = refusal(changed("cpu-kind", **{path: value}))
+    assert instead in message.partition("remove it, and see ")[2]
 
 
 TELEMETRY = [
@@ -167,13 +167,13 @@ TELEMETRY = [
 
 @every_case("key", ["otlp_endpoint", "mlflow.tracking_uri"])
 @every_case("address", TELEMETRY)
-def test_a_telemetry_address_with_a_password_is_refused_as_the_tree_does_and_not_quoted(address: str, key: str) -> None:
+def test_a_telemetry_address_with_a_password_is_refused_and_not_quoted(address: str, key: str) -> None:
     telemetry = {"otlp_endpoint": address} if key == "otlp_endpoint" else {"mlflow": {"tracking_uri": address}}
     values = changed("cpu-kind", config__telemetry=telemetry)
     assert "telemetry" in str(invalid_keys(values["config"]))
-    said = refusal(values)
-    assert f"config.telemetry.{key}: contains a user, a password" in said
-    assert "sesame" not in said
+    message = refusal(values)
+    assert f"config.telemetry.{key}: contains a user, a password" in message
+    assert "sesame" not in message
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,11 @@ def test_a_telemetry_address_with_a_password_is_refused_as_the_tree_does_and_not
         {"mlflow": None},
     ],
 )
-def test_telemetry_addresses_without_a_password_are_taken(telemetry: dict[str, Any]) -> None:
+def test_telemetry_addresses_without_a_password_are_accepted(telemetry: dict[str, Any]) -> None:
     assert manifests(changed("cpu-kind", config__telemetry=telemetry))
 
 
-def test_what_the_chart_leaves_alone_is_taken() -> None:
+def test_keys_that_the_chart_does_not_set_are_accepted() -> None:
     values = changed(
         "cpu-kind", config__services={"actor": {"num_threads": 3}}, config__gateway={"max_requests_per_second": 5}
     )

@@ -1,4 +1,4 @@
-"""`helm test`, run for real: the pod's own script, its addresses led to listeners here."""
+"""The script of ``helm test`` with addresses of local listeners, and mutual TLS with the certificates of the chart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return what the chart makes, as pods have it."""
+    """The certificates of the chart as pods mount them."""
     folder: Path = tmp_path_factory.mktemp("certificates")
     for name, item in of_kind(manifests(example("cpu-kind")), "Secret").items():
         process = name.removeprefix("quartet-certificate-")
@@ -39,19 +39,19 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class _Healthy(BaseHTTPRequestHandler):
+class _HealthHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/healthz" else 404)
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Return nothing."""
+        """Disable the log."""
 
 
 @contextmanager
 def gateway(certificates: Path) -> Iterator[int]:
-    """Answer /healthz over TLS with the gateway's certificate."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Healthy)
+    """Serve /healthz over TLS with the certificate of the gateway; yield the port."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _HealthHandler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificates / "gateway/tls.crt", certificates / "gateway/tls.key")
     server.socket = context.wrap_socket(server.socket, server_side=True)
@@ -66,7 +66,7 @@ def gateway(certificates: Path) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("serving", [True, False])
-def test_helm_test_asks_everybody(certificates: Path, serving: bool) -> None:
+def test_helm_test_checks_every_process(certificates: Path, serving: bool) -> None:
     pod = of_kind(manifests(example("cpu-kind")), "Pod")["quartet-test"]
     (container,) = pod["spec"]["containers"]
     servicer = health.HealthServicer()
@@ -79,21 +79,21 @@ def test_helm_test_asks_everybody(certificates: Path, serving: bool) -> None:
             script = script.replace(f"quartet-{name}:9101", listener.address)
         script = script.replace("quartet-gateway:8080", f"localhost:{port}").replace("/certificates", str(certificates))
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        ended = subprocess.run(
+        result = subprocess.run(
             [*container["command"], script], env=environment, capture_output=True, text=True, timeout=60, check=False
         )
     listener.stop()
-    assert (ended.returncode == 0) == serving, ended.stderr
-    assert ended.stdout.count(" serves") == (4 if serving else 0)
-    assert ("/healthz 200" in ended.stdout) == serving
+    assert (result.returncode == 0) == serving, result.stderr
+    assert result.stdout.count(" serves") == (4 if serving else 0)
+    assert ("/healthz 200" in result.stdout) == serving
 
 
 @pytest.mark.parametrize(
-    ("caller", "answer"),
+    ("caller", "expected"),
     [("orchestrator", None), ("gateway", None), ("operator", None), ("critic", grpc.StatusCode.PERMISSION_DENIED)],
 )
-def test_the_processes_know_one_another_by_the_charts_certificates(
-    certificates: Path, caller: str, answer: grpc.StatusCode | None
+def test_the_certificates_of_the_chart_authenticate_callers(
+    certificates: Path, caller: str, expected: grpc.StatusCode | None
 ) -> None:
     security = SecurityConfig(certificates=certificates)
     actor = Credentials("actor", security)
@@ -106,11 +106,11 @@ def test_the_processes_know_one_another_by_the_charts_certificates(
     try:
         with Credentials(caller, security).channel("actor", f"127.0.0.1:{port}") as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
-            if answer is None:
+            if expected is None:
                 assert check(health_pb2.HealthCheckRequest(), timeout=5).status == SERVING
             else:
-                with pytest.raises(grpc.RpcError) as refused:
+                with pytest.raises(grpc.RpcError) as error:
                     check(health_pb2.HealthCheckRequest(), timeout=5)
-                assert refused.value.code() is answer
+                assert error.value.code() is expected
     finally:
         server.stop(None).wait()

@@ -1,4 +1,4 @@
-"""The edges that the NetworkPolicies let through are those of the design, and no others."""
+"""The NetworkPolicies permit exactly the connections of the design."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from quartet.types import Role
 from tests.helm.rendering import EXAMPLES, Manifest, Values, changed, example, manifests, of_kind, pod_templates, texts
 
 ROLES = tuple(str(role) for role in Role)
-OF_EVERYBODY = ("quartet.v1.StatusService", "grpc.health.v1.Health")
+SHARED_SERVICES = ("quartet.v1.StatusService", "grpc.health.v1.Health")
 BUFFER_USERS = ("actor", "critic", "orchestrator", "gateway")
 GRPC, METRICS, HEALTH, GATEWAY, ANY = 50051, 9100, 9101, 8080, 0
 
 Edge = tuple[str, str, int]
 
 
-def design(values: Values, homes: dict[str, str]) -> set[Edge]:
-    """The edges between pods that the design has; ``homes``: the component in which each role of this run is."""
+def expected_edges(values: Values, components: dict[str, str]) -> set[Edge]:
+    """Return the connections of the design. ``components`` maps each role of the run to its component."""
     edges = {
-        (homes[caller], homes[role], GRPC)
+        (components[caller], components[role], GRPC)
         for role in ROLES
-        if role in homes
+        if role in components
         for method, callers in CALLERS.items()
-        if method.partition("/")[0] in (f"quartet.v1.{role.capitalize()}Service", *OF_EVERYBODY)
+        if method.partition("/")[0] in (f"quartet.v1.{role.capitalize()}Service", *SHARED_SERVICES)
         for caller in callers
         # The operator connects through kubectl, and no component calls itself.
-        if caller in homes and caller != role
+        if caller in components and caller != role
     }
     port = 6379 if values.get("redis", {}).get("enabled", True) else 6380
-    edges |= {(homes[role], "redis", port) for role in BUFFER_USERS if role in homes}
-    watched = values.get("monitoring", {}).get("serviceMonitor", {}).get("enabled")
-    for component in set(homes.values()):
-        front = component == "gateway"
-        edges.add(("test", component, GATEWAY if front else HEALTH))
-        if watched:
-            edges.add(("prometheus", component, GATEWAY if front else METRICS))
+    edges |= {(components[role], "redis", port) for role in BUFFER_USERS if role in components}
+    has_monitor = values.get("monitoring", {}).get("serviceMonitor", {}).get("enabled")
+    for component in set(components.values()):
+        is_gateway = component == "gateway"
+        edges.add(("test", component, GATEWAY if is_gateway else HEALTH))
+        if has_monitor:
+            edges.add(("prometheus", component, GATEWAY if is_gateway else METRICS))
     if values.get("ingress", {}).get("enabled"):
         edges.add(("ingress", "gateway", GATEWAY))
     for name, component in values.get("components", {}).items():
@@ -48,7 +48,7 @@ def design(values: Values, homes: dict[str, str]) -> set[Edge]:
 
 
 class Cluster:
-    """The pods of a rendered example and what its policies let through, as a network plugin would see it."""
+    """The pods and NetworkPolicies of a rendered example, evaluated like a network plugin does."""
 
     def __init__(self, results: list[Manifest], values: Values) -> None:
         self.pods = {
@@ -65,11 +65,11 @@ class Cluster:
         self.cidrs = values.get("redis", {}).get("external", {}).get("cidrs", [])
 
     def edges(self, direction: str) -> set[Edge]:
-        """Return what the rules of one direction, "ingress" or "egress", let through."""
+        """Return the connections that the rules of one direction ("ingress" or "egress") permit."""
         return {edge for policy in self.policies for edge in self._of(policy, direction)}
 
     def isolated(self, component: str) -> set[str]:
-        """The directions in which a pod is let do nothing but what a rule says."""
+        """Return the directions in which a pod is limited to the rules."""
         return {
             kind
             for policy in self.policies
@@ -78,15 +78,15 @@ class Cluster:
         }
 
     def _of(self, policy: Manifest, direction: str) -> Iterator[Edge]:
-        far = "from" if direction == "ingress" else "to"
+        side = "from" if direction == "ingress" else "to"
         for component in self._selected(policy["spec"]["podSelector"]):
             for rule in policy["spec"].get(direction) or []:
-                assert rule[far], "an empty list of peers would admit every pod"
-                for peer in (name for item in rule[far] for name in self._service_clients(item)):
+                assert rule[side], "an empty list of peers would admit every pod"
+                for peer in (name for item in rule[side] for name in self._peers(item)):
                     for port in [item["port"] for item in rule.get("ports", [])] or [ANY]:
                         yield (peer, component, port) if direction == "ingress" else (component, peer, port)
 
-    def _service_clients(self, peer: dict[str, Any]) -> list[str]:
+    def _peers(self, peer: dict[str, Any]) -> list[str]:
         if "ipBlock" in peer:
             assert peer["ipBlock"]["cidr"] in self.cidrs
             return ["redis"]
@@ -96,21 +96,21 @@ class Cluster:
 
     def _selected(self, selector: dict[str, Any]) -> list[str]:
         assert set(selector) == {"matchLabels"}, "an empty selector would mean every pod of the namespace"
-        wanted = selector["matchLabels"].items()
-        return [name for name, pod in self.pods.items() if wanted <= pod["metadata"]["labels"].items()]
+        expected = selector["matchLabels"].items()
+        return [name for name, pod in self.pods.items() if expected <= pod["metadata"]["labels"].items()]
 
 
-def homes_of(cluster: Cluster) -> dict[str, str]:
-    """The component in which each role is, by what its container is told to run."""
-    homes = {}
+def components_of(cluster: Cluster) -> dict[str, str]:
+    """Return the component of each role, from the commands of the containers."""
+    components = {}
     for component, template in cluster.pods.items():
         container = template["spec"]["containers"][0]
         if container["command"][-1] == "quartet.services":
             for role in container["args"][: container["args"].index("--config")]:
-                homes[role] = component
+                components[role] = component
         elif container["command"][-1] == "quartet.gateway":
-            homes["gateway"] = component
-    return homes
+            components["gateway"] = component
+    return components
 
 
 CASES: dict[str, Values] = {
@@ -127,22 +127,22 @@ CASES: dict[str, Values] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_edges_are_those_of_the_design(case: str) -> None:
+def test_policies_permit_exactly_the_connections_of_the_design(case: str) -> None:
     values = CASES[case]
     cluster = Cluster(manifests(values), values)
-    wanted = design(values, homes_of(cluster))
+    expected = expected_edges(values, components_of(cluster))
     names = {*cluster.pods, "redis"}
-    outside = {edge for edge in wanted if edge[0] not in cluster.pods}
-    redis_outside = {edge for edge in wanted if edge[1] == "redis" and "redis" not in cluster.pods}
-    # Each edge between two pods of ours has to be let out here and let in there.
-    assert cluster.edges("ingress") == wanted - redis_outside
+    outside = {edge for edge in expected if edge[0] not in cluster.pods}
+    redis_outside = {edge for edge in expected if edge[1] == "redis" and "redis" not in cluster.pods}
+    # A connection between two pods needs an egress rule of one and an ingress rule of the other.
+    assert cluster.edges("ingress") == expected - redis_outside
     dns = {(name, "dns", 53) for name in cluster.pods}
-    assert cluster.edges("egress") == (wanted - outside) | dns
-    assert {edge[1] for edge in wanted} <= names
+    assert cluster.edges("egress") == (expected - outside) | dns
+    assert {edge[1] for edge in expected} <= names
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_pod_is_denied_what_no_rule_lets_through(name: str) -> None:
+def test_every_pod_denies_connections_by_default(name: str) -> None:
     cluster = Cluster(manifests(example(name)), example(name))
     for component in cluster.pods:
         assert cluster.isolated(component) == {"Ingress", "Egress"}
@@ -152,32 +152,32 @@ def test_every_pod_is_denied_what_no_rule_lets_through(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_edge_ends_at_a_port_that_is_open_there(name: str) -> None:
+def test_every_permitted_port_is_a_port_of_its_container(name: str) -> None:
     cluster = Cluster(manifests(example(name)), example(name))
     for _, component, port in cluster.edges("ingress"):
-        open_there = {item["containerPort"] for item in cluster.pods[component]["spec"]["containers"][0]["ports"]}
-        assert port in open_there | {ANY}
+        container_ports = {item["containerPort"] for item in cluster.pods[component]["spec"]["containers"][0]["ports"]}
+        assert port in container_ports | {ANY}
 
 
-def test_who_only_scores_cannot_reach_redis_nor_the_outside() -> None:
+def test_scoring_services_cannot_connect_to_redis_or_outside() -> None:
     cluster = Cluster(manifests(example("single-node-4-gpus")), example("single-node-4-gpus"))
-    leaving = {edge for edge in cluster.edges("egress") if edge[0] in ("reward", "reference")}
-    assert leaving == {("reward", "dns", 53), ("reference", "dns", 53)}
+    outgoing = {edge for edge in cluster.edges("egress") if edge[0] in ("reward", "reference")}
+    assert outgoing == {("reward", "dns", 53), ("reference", "dns", 53)}
 
 
-def test_a_reward_server_elsewhere_can_be_let_through() -> None:
+def test_extra_egress_permits_an_external_reward_server() -> None:
     rule = {"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}], "ports": [{"protocol": "TCP", "port": 443}]}
     result = of_kind(manifests(changed("single-node-4-gpus", components__reward__extraEgress=[rule])), "NetworkPolicy")
     assert rule in result["quartet-reward"]["spec"]["egress"]
     assert rule not in (result["quartet-reference"]["spec"]["egress"] or [])
 
 
-def test_no_policy_is_left_where_they_are_switched_off() -> None:
+def test_network_policies_can_be_disabled() -> None:
     assert of_kind(manifests(changed("cpu-kind", networkPolicy={"enabled": False})), "NetworkPolicy") == {}
 
 
 @pytest.mark.parametrize("cidrs", [[], ["10.20.0.0/24"]])
-def test_a_redis_outside_is_reached_at_its_port_and_the_notes_say_where_it_may_be(cidrs: list[str]) -> None:
+def test_an_external_redis_is_permitted_at_its_port_and_the_notes_warn_of_open_addresses(cidrs: list[str]) -> None:
     values = changed("two-node-actor", redis__external__cidrs=cidrs)
     policies = of_kind(manifests(values), "NetworkPolicy")
     blocks = [{"ipBlock": {"cidr": cidr}} for cidr in cidrs or ["0.0.0.0/0", "::/0"]]

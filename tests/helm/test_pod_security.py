@@ -1,4 +1,7 @@
-"""Every pod meets Pod Security "restricted", and what Quartet asks for besides. The checks are those of the standard's page."""
+"""Every pod meets the Pod Security Standard "restricted" and further requirements of Quartet.
+
+The checks follow https://kubernetes.io/docs/concepts/security/pod-security-standards/.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ SYSCTLS = {
 
 
 def violations(template: Manifest) -> list[str]:
-    """Return what "restricted" finds fault with in a pod."""
-    return [*_of_the_pod(template), *_of_its_containers(template["spec"])]
+    """Return the violations of "restricted" in a pod template."""
+    return [*_pod_violations(template), *_container_violations(template["spec"])]
 
 
-def _of_the_pod(template: Manifest) -> Iterator[str]:
+def _pod_violations(template: Manifest) -> Iterator[str]:
     spec = template["spec"]
     context = spec.get("securityContext", {})
     for key in ("hostNetwork", "hostPID", "hostIPC"):
@@ -48,84 +51,88 @@ def _of_the_pod(template: Manifest) -> Iterator[str]:
         yield "AppArmor by annotation"
 
 
-def _of_its_containers(spec: Manifest) -> Iterator[str]:
+def _container_violations(spec: Manifest) -> Iterator[str]:
     pod = spec.get("securityContext", {})
     for kind in ("initContainers", "containers", "ephemeralContainers"):
         for container in spec.get(kind, []):
             own = container.get("securityContext", {})
-            where = f"{kind} {container['name']}"
+            name = f"{kind} {container['name']}"
             if own.get("allowPrivilegeEscalation") is not False:
-                yield f"{where}: allowPrivilegeEscalation"
+                yield f"{name}: allowPrivilegeEscalation"
             if own.get("privileged") or own.get("procMount", "Default") != "Default":
-                yield f"{where}: privileged or procMount"
+                yield f"{name}: privileged or procMount"
             capabilities = own.get("capabilities", {})
             if "ALL" not in capabilities.get("drop", []) or set(capabilities.get("add", [])) - {"NET_BIND_SERVICE"}:
-                yield f"{where}: capabilities"
-            both: dict[str, Any] = {**pod, **own}
-            if both.get("runAsNonRoot") is not True or both.get("runAsUser", 1) == 0 or pod.get("runAsUser", 1) == 0:
-                yield f"{where}: runs as root"
-            if both.get("seccompProfile", {}).get("type") not in SECCOMP:
-                yield f"{where}: seccompProfile"
-            options = both.get("seLinuxOptions", {})
-            if options.get("user") or options.get("role") or both.get("windowsOptions", {}).get("hostProcess"):
-                yield f"{where}: seLinuxOptions or hostProcess"
+                yield f"{name}: capabilities"
+            merged: dict[str, Any] = {**pod, **own}
+            if (
+                merged.get("runAsNonRoot") is not True
+                or merged.get("runAsUser", 1) == 0
+                or pod.get("runAsUser", 1) == 0
+            ):
+                yield f"{name}: runs as root"
+            if merged.get("seccompProfile", {}).get("type") not in SECCOMP:
+                yield f"{name}: seccompProfile"
+            options = merged.get("seLinuxOptions", {})
+            if options.get("user") or options.get("role") or merged.get("windowsOptions", {}).get("hostProcess"):
+                yield f"{name}: seLinuxOptions or hostProcess"
             if any(port.get("hostPort") for port in container.get("ports", [])):
-                yield f"{where}: hostPort"
+                yield f"{name}: hostPort"
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-                asked = container.get(probe, {})
-                if any(asked.get(way, {}).get("host") for way in ("httpGet", "tcpSocket")):
-                    yield f"{where}: {probe} asks another host"
+                settings = container.get(probe, {})
+                if any(settings.get(way, {}).get("host") for way in ("httpGet", "tcpSocket")):
+                    yield f"{name}: {probe} uses another host"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_pod_is_restricted(name: str) -> None:
     result = dict(pod_templates(manifests(example(name))))
     assert len(result) >= 6
-    for where, template in result.items():
-        assert violations(template) == [], where
+    for pod, template in result.items():
+        assert violations(template) == [], pod
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_pod_has_a_read_only_root_and_nothing_to_say_to_kubernetes(name: str) -> None:
-    for where, template in pod_templates(manifests(example(name))):
+def test_every_pod_has_a_read_only_root_and_no_service_account_token(name: str) -> None:
+    for pod, template in pod_templates(manifests(example(name))):
         spec = template["spec"]
-        assert spec["automountServiceAccountToken"] is False, where
-        # Addresses of Services in the environment could be taken for settings.
-        assert spec["enableServiceLinks"] is False, where
-        assert spec["serviceAccountName"] == "quartet", where
+        assert spec["automountServiceAccountToken"] is False, pod
+        # Variables with Service addresses could be mistaken for settings.
+        assert spec["enableServiceLinks"] is False, pod
+        assert spec["serviceAccountName"] == "quartet", pod
         written = {
             mount["mountPath"]
             for item in spec["containers"]
             for mount in item["volumeMounts"]
             if not mount.get("readOnly")
         }
-        assert written <= {"/tmp", "/dev/shm", "/quartet/runs", "/data", "/run/redis"}, where
+        assert written <= {"/tmp", "/dev/shm", "/quartet/runs", "/data", "/run/redis"}, pod
         for container in spec["containers"]:
-            assert container["securityContext"]["readOnlyRootFilesystem"] is True, where
-            assert container["resources"]["limits"]["memory"], where
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True, pod
+            assert container["resources"]["limits"]["memory"], pod
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_secrets_are_files_for_the_pods_user_alone(name: str) -> None:
-    for where, template in pod_templates(manifests(example(name))):
+def test_secrets_are_files_that_only_the_pod_user_reads(name: str) -> None:
+    for pod, template in pod_templates(manifests(example(name))):
         for volume in template["spec"]["volumes"]:
             source = volume.get("secret") or volume.get("projected")
-            assert source is None or source["defaultMode"] == 0o440, where
+            assert source is None or source["defaultMode"] == 0o440, pod
         for container in template["spec"]["containers"]:
             for variable in container.get("env", []):
-                assert variable["name"] in ("HOME", "NCCL_DEBUG"), where
+                assert variable["name"] in ("HOME", "NCCL_DEBUG"), pod
 
 
-def test_the_account_may_do_nothing() -> None:
+def test_the_service_account_has_no_permissions() -> None:
     result = manifests(example("cpu-kind"))
     assert of_kind(result, "ServiceAccount")["quartet"]["automountServiceAccountToken"] is False
     assert not {item["kind"] for item in result} & {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
 
 
-def test_threads_are_left_to_the_config() -> None:
-    for where, template in pod_templates(manifests(example("cpu-kind"))):
+def test_pods_do_not_set_the_number_of_threads() -> None:
+    for pod, template in pod_templates(manifests(example("cpu-kind"))):
         for container in template["spec"]["containers"]:
-            assert not [item for item in container.get("env", []) if item["name"].startswith("OMP")], where
+            assert not [item for item in container.get("env", []) if item["name"].startswith("OMP")], pod
 
 
 CHANGES: dict[str, tuple[list[str], Any]] = {
@@ -133,7 +140,7 @@ CHANGES: dict[str, tuple[list[str], Any]] = {
     "capabilities": (["containers", "0", "securityContext", "capabilities"], {"drop": ["ALL"], "add": ["SYS_ADMIN"]}),
     "kept capabilities": (["containers", "0", "securityContext", "capabilities"], {}),
     "root": (["securityContext", "runAsUser"], 0),
-    "perhaps root": (["securityContext", "runAsNonRoot"], None),
+    "possibly root": (["securityContext", "runAsNonRoot"], None),
     "seccomp": (["securityContext", "seccompProfile"], {"type": "Unconfined"}),
     "host path": (["volumes", "0"], {"name": "host", "hostPath": {"path": "/"}}),
     "host network": (["hostNetwork"], True),
@@ -143,11 +150,11 @@ CHANGES: dict[str, tuple[list[str], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_check_finds_what_is_not_restricted(change: str) -> None:
+def test_each_violation_is_detected(change: str) -> None:
     path, value = CHANGES[change]
     template = deepcopy(dict(pod_templates(manifests(changed("cpu-kind"))))["Deployment/quartet-actor"])
-    place: Any = template["spec"]
+    parent: Any = template["spec"]
     for key in path[:-1]:
-        place = place[int(key)] if isinstance(place, list) else place[key]
-    place[int(path[-1]) if isinstance(place, list) else path[-1]] = value
+        parent = parent[int(key)] if isinstance(parent, list) else parent[key]
+    parent[int(path[-1]) if isinstance(parent, list) else path[-1]] = value
     assert violations(template) != []

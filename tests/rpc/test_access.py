@@ -1,4 +1,4 @@
-"""Access rules over real connections, for every method and every kind of caller, authorized or not."""
+"""Access rules over real connections, for every method and every kind of caller."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ TOKEN = "a-token-of-these-services"
 HANDSHAKE = 5.0
 
 
-class Everything:
-    """Server core with every method. An admitted call fails as unimplemented, which differs from a refusal."""
+class AllServices:
+    """A servicer with every method. A permitted call fails as unimplemented, a refused call with another status."""
 
     role = Role.ACTOR
 
@@ -65,7 +65,7 @@ class Everything:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Certificates of all processes, of one that has expired, of a stranger, and of a process of two roles."""
+    """Certificates of all processes, an expired one, one of another authority, and one of a process with two roles."""
     folder = tmp_path_factory.mktemp("certificates")
     authority = Authority(timedelta(days=1))
     for process in PROCESSES:
@@ -74,14 +74,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     authority.issue(folder / "expired", ["orchestrator.quartet", "operator.quartet"], timedelta(minutes=-1))
     authority.issue(folder / "unknown", ["orchestrator.example", "orchestrator"])
     Authority(timedelta(days=1)).issue(folder / "forged", ["orchestrator.quartet", "operator.quartet"])
-    # The stranger trusts the right authority, and shows what another one signed.
+    # Trusts our authority, but presents a certificate that another authority signed.
     shutil.copy(folder / "actor" / "ca.crt", folder / "forged" / "ca.crt")
     return folder
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    server = Server([Everything()], "127.0.0.1:0", Credentials("actor", SecurityConfig(certificates=folder)))
+    server = Server([AllServices()], "127.0.0.1:0", Credentials("actor", SecurityConfig(certificates=folder)))
     yield server
     server.stop(0)
 
@@ -107,9 +107,9 @@ def test_every_method_has_a_permitted_caller_and_no_unknown_method_is_listed() -
 def test_a_process_may_call_only_its_permitted_methods(server: Server, folder: Path, process: str) -> None:
     with Credentials(process, SecurityConfig(certificates=folder)).channel(Role.ACTOR, server.address) as channel:
         results = {method: code(channel, method) for method in CALLERS}
-    admitted = {method for method, answer in results.items() if answer is not grpc.StatusCode.PERMISSION_DENIED}
-    assert admitted == {method for method, callers in CALLERS.items() if process in callers}
-    assert {results[method] for method in admitted} <= {grpc.StatusCode.OK, grpc.StatusCode.INTERNAL}
+    permitted = {method for method, status in results.items() if status is not grpc.StatusCode.PERMISSION_DENIED}
+    assert permitted == {method for method, callers in CALLERS.items() if process in callers}
+    assert {results[method] for method in permitted} <= {grpc.StatusCode.OK, grpc.StatusCode.INTERNAL}
 
 
 def test_scorers_call_no_service_and_only_the_orchestrator_updates_models() -> None:
@@ -123,9 +123,7 @@ def test_scorers_call_no_service_and_only_the_orchestrator_updates_models() -> N
 
 
 @pytest.mark.parametrize("caller", ["without a certificate", "in plaintext", "expired", "forged"])
-def test_whose_certificate_does_not_hold_gets_no_answer_to_any_method(
-    server: Server, folder: Path, caller: str
-) -> None:
+def test_callers_without_a_valid_certificate_cannot_call_any_method(server: Server, folder: Path, caller: str) -> None:
     options = [("grpc.ssl_target_name_override", "actor.quartet"), ("grpc.enable_http_proxy", 0)]
     if caller == "in plaintext":
         channel = grpc.insecure_channel(server.address, options)
@@ -133,25 +131,25 @@ def test_whose_certificate_does_not_hold_gets_no_answer_to_any_method(
         trusted = grpc.ssl_channel_credentials((folder / "actor" / "ca.crt").read_bytes())
         channel = grpc.secure_channel(server.address, trusted, options)
     else:
-        shown = grpc.ssl_channel_credentials(
+        presented = grpc.ssl_channel_credentials(
             *((folder / caller / name).read_bytes() for name in ("ca.crt", "tls.key", "tls.crt"))
         )
-        channel = grpc.secure_channel(server.address, shown, options)
+        channel = grpc.secure_channel(server.address, presented, options)
     with channel:
         assert {code(channel, method) for method in CALLERS} == {grpc.StatusCode.UNAVAILABLE}
 
 
-def test_a_caller_does_not_speak_to_a_process_of_another_role(server: Server, folder: Path) -> None:
-    peer = ServiceChannel(
+def test_a_caller_refuses_a_process_of_another_role(server: Server, folder: Path) -> None:
+    channel = ServiceChannel(
         Role.CRITIC, server.address, Credentials(Role.ORCHESTRATOR, SecurityConfig(certificates=folder))
     )
     with pytest.raises(ServiceUnavailable, match=r"critic at .*(actor\.quartet|Hostname)"):
-        peer.status(HANDSHAKE)
-    peer.close()
+        channel.status(HANDSHAKE)
+    channel.close()
 
 
-def test_a_process_of_two_roles_answers_for_both(folder: Path) -> None:
-    server = Server([Everything()], "127.0.0.1:0", Credentials("both", SecurityConfig(certificates=folder)))
+def test_a_process_with_two_roles_accepts_calls_for_both(folder: Path) -> None:
+    server = Server([AllServices()], "127.0.0.1:0", Credentials("both", SecurityConfig(certificates=folder)))
     try:
         for role in (Role.CRITIC, Role.REWARD):
             with Credentials(GATEWAY, SecurityConfig(certificates=folder)).channel(role, server.address) as channel:
@@ -162,11 +160,11 @@ def test_a_process_of_two_roles_answers_for_both(folder: Path) -> None:
 
 @pytest.fixture(params=[False, True], ids=["plaintext", "TLS"])
 def guarded(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Server, SecurityConfig]]:
-    """A server that asks for a token, with or without certificates."""
+    """A server that requires a token, with and without TLS."""
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
     security = SecurityConfig(token_file=file, certificates=folder if request.param else None)
-    server = Server([Everything()], "127.0.0.1:0", Credentials("actor", security))
+    server = Server([AllServices()], "127.0.0.1:0", Credentials("actor", security))
     yield server, security
     server.stop(0)
 
@@ -174,51 +172,51 @@ def guarded(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
 @pytest.mark.parametrize(
     "wrong", [None, "", "Bearer ", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", TOKEN, f"bearer {TOKEN}"]
 )
-def test_without_the_token_no_method_answers(guarded: tuple[Server, SecurityConfig], wrong: str | None) -> None:
+def test_without_the_token_every_method_is_refused(guarded: tuple[Server, SecurityConfig], wrong: str | None) -> None:
     server, security = guarded
-    without = Credentials(Role.ORCHESTRATOR, security.model_copy(update={"token_file": None}))
+    no_token = Credentials(Role.ORCHESTRATOR, security.model_copy(update={"token_file": None}))
     metadata = None if wrong is None else [("authorization", wrong)]
-    with without.channel(Role.ACTOR, server.address) as channel, capture_logs() as logs:
+    with no_token.channel(Role.ACTOR, server.address) as channel, capture_logs() as logs:
         assert {code(channel, method, metadata) for method in CALLERS} == {grpc.StatusCode.UNAUTHENTICATED}
     assert len(logs) == len(CALLERS)
     assert TOKEN not in str(logs)
 
 
-def test_with_the_token_calls_streams_and_health_are_answered(guarded: tuple[Server, SecurityConfig]) -> None:
+def test_with_the_token_calls_streams_and_health_checks_succeed(guarded: tuple[Server, SecurityConfig]) -> None:
     server, security = guarded
     credentials = Credentials(Role.ORCHESTRATOR, security)
-    peer = ServiceChannel(Role.ACTOR, server.address, credentials)
-    assert peer.status().version == __version__
-    status = status_pb2_grpc.StatusServiceStub(peer.grpc_channel)
-    pending = peer.start(status.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus")
+    channel = ServiceChannel(Role.ACTOR, server.address, credentials)
+    assert channel.status().version == __version__
+    status = status_pb2_grpc.StatusServiceStub(channel.grpc_channel)
+    pending = channel.start(status.GetStatus, status_pb2.GetStatusRequest(), 5, "GetStatus")
     assert pending.result().version == __version__
-    health = health_pb2_grpc.HealthStub(peer.grpc_channel)
-    news = health.Watch(health_pb2.HealthCheckRequest(), timeout=5, metadata=credentials.metadata)
-    assert next(iter(news)).status == health_pb2.HealthCheckResponse.SERVING
-    assert peer.responds(5)
-    peer.close()
+    health = health_pb2_grpc.HealthStub(channel.grpc_channel)
+    updates = health.Watch(health_pb2.HealthCheckRequest(), timeout=5, metadata=credentials.metadata)
+    assert next(iter(updates)).status == health_pb2.HealthCheckResponse.SERVING
+    assert channel.responds(5)
+    channel.close()
 
 
-def test_who_is_refused_is_told_what_to_mend(guarded: tuple[Server, SecurityConfig]) -> None:
+def test_a_refusal_names_the_setting_to_check(guarded: tuple[Server, SecurityConfig]) -> None:
     server, security = guarded
-    peer = ServiceChannel(
+    channel = ServiceChannel(
         Role.ACTOR, server.address, Credentials(OPERATOR, security.model_copy(update={"token_file": None}))
     )
     with pytest.raises(AccessRefused, match=r"GetStatus: refused \(the token .*missing.*check security\.token_file"):
-        peer.status()
-    peer.close()
+        channel.status()
+    channel.close()
 
 
-def test_health_has_a_port_of_its_own_that_tells_nothing_else(folder: Path) -> None:
+def test_the_health_port_serves_only_health_checks(folder: Path) -> None:
     credentials = Credentials("actor", SecurityConfig(certificates=folder))
-    server = Server([Everything()], "127.0.0.1:0", credentials, health_listen="127.0.0.1:0")
+    server = Server([AllServices()], "127.0.0.1:0", credentials, health_listen="127.0.0.1:0")
     assert server.health_address is not None
     try:
         assert is_serving(server.health_address)
         with grpc.insecure_channel(server.health_address) as channel:
-            answers = {method: code(channel, method) for method in CALLERS}
-        assert answers.pop("grpc.health.v1.Health/Check") is grpc.StatusCode.OK
-        assert set(answers.values()) == {grpc.StatusCode.UNIMPLEMENTED}
+            statuses = {method: code(channel, method) for method in CALLERS}
+        assert statuses.pop("grpc.health.v1.Health/Check") is grpc.StatusCode.OK
+        assert set(statuses.values()) == {grpc.StatusCode.UNIMPLEMENTED}
         command = [sys.executable, "-m", "quartet.rpc.health", server.health_address]
         assert subprocess.run(command, timeout=30, check=False).returncode == 0
     finally:
@@ -227,7 +225,7 @@ def test_health_has_a_port_of_its_own_that_tells_nothing_else(folder: Path) -> N
 
 
 @pytest.mark.parametrize("missing", ["tls.crt", "tls.key", "ca.crt"])
-def test_certificates_that_are_not_there_are_named(folder: Path, tmp_path: Path, missing: str) -> None:
+def test_missing_certificate_files_are_named(folder: Path, tmp_path: Path, missing: str) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "copy" / "critic" / missing).unlink()
     with pytest.raises(ConfigError, match=rf"security\.certificates: .*critic.{missing} cannot be read"):
@@ -235,15 +233,15 @@ def test_certificates_that_are_not_there_are_named(folder: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("token", ["", "short", "with spaces in it, so none", "x" * 5000])
-def test_a_token_that_could_be_guessed_is_refused_and_not_quoted(tmp_path: Path, token: str) -> None:
+def test_a_weak_token_is_refused_and_not_quoted(tmp_path: Path, token: str) -> None:
     (tmp_path / "token").write_text(token)
-    with pytest.raises(ConfigError, match=r"^security\.token_file .*expected") as refused:
+    with pytest.raises(ConfigError, match=r"^security\.token_file .*expected") as error:
         Credentials("critic", SecurityConfig(token_file=tmp_path / "token"))
-    assert not token or token not in str(refused.value)
+    assert not token or token not in str(error.value)
 
 
-def test_beyond_loopback_a_process_listens_with_certificates(folder: Path) -> None:
-    server = Server([Everything()], "0.0.0.0:0", Credentials("actor", SecurityConfig(certificates=folder)))
+def test_with_certificates_a_process_listens_beyond_loopback(folder: Path) -> None:
+    server = Server([AllServices()], "0.0.0.0:0", Credentials("actor", SecurityConfig(certificates=folder)))
     try:
         port = server.address.rpartition(":")[2]
         caller = Credentials(GATEWAY, SecurityConfig(certificates=folder))
@@ -253,7 +251,7 @@ def test_beyond_loopback_a_process_listens_with_certificates(folder: Path) -> No
         server.stop(0)
 
 
-def test_certificates_that_cannot_be_used_are_refused_before_anything_listens(folder: Path, tmp_path: Path) -> None:
+def test_invalid_certificates_are_refused_before_the_server_listens(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "actor", tmp_path / "actor")
     security = SecurityConfig(certificates=tmp_path)
     for name, content in (
@@ -271,19 +269,19 @@ def test_certificates_that_cannot_be_used_are_refused_before_anything_listens(fo
         Credentials("expired", SecurityConfig(certificates=folder))
 
 
-def test_a_service_that_refuses_is_not_waited_for(guarded: tuple[Server, SecurityConfig]) -> None:
+def test_waiting_ends_at_once_if_the_service_refuses_access(guarded: tuple[Server, SecurityConfig]) -> None:
     server, security = guarded
-    peer = ServiceChannel(
+    channel = ServiceChannel(
         Role.ACTOR, server.address, Credentials(OPERATOR, security.model_copy(update={"token_file": None}))
     )
     with pytest.raises(AccessRefused):
-        peer.wait_until_ready(600, known=True)
-    peer.close()
+        channel.wait_until_ready(600, known=True)
+    channel.close()
 
 
-def test_a_few_questions_that_are_never_finished_do_not_keep_probes_out(folder: Path) -> None:
+def test_incomplete_health_requests_do_not_block_probes(folder: Path) -> None:
     credentials = Credentials("actor", SecurityConfig(certificates=folder))
-    server = Server([Everything()], "127.0.0.1:0", credentials, health_listen="127.0.0.1:0")
+    server = Server([AllServices()], "127.0.0.1:0", credentials, health_listen="127.0.0.1:0")
     assert server.health_address is not None
     never = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The compute thread: one piece of work at a time, and none for a caller who is gone."""
+"""The compute thread: one task at a time, and none for a caller that has disconnected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quartet.types import Role
 
 
 class Call:
-    """A caller, as gRPC's context shows it."""
+    """A fake gRPC context of a caller."""
 
     def __init__(self, remaining: float | None = None) -> None:
         self._remaining = remaining
@@ -48,8 +48,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline
 
 
-def told(cancelled: Callable[[], bool]) -> bool:
-    """Works on until told to stop, but not for ever."""
+def wait_for_cancellation(cancelled: Callable[[], bool]) -> bool:
+    """Wait until the work is cancelled; return whether it was within the time limit."""
     deadline = time.monotonic() + 5
     while not cancelled():
         if time.monotonic() > deadline:
@@ -64,7 +64,7 @@ def compute() -> Iterator[ComputeThread]:
     thread.close()
 
 
-def test_work_gives_its_result_and_raises_its_error(compute: ComputeThread) -> None:
+def test_run_returns_the_result_and_raises_the_error_of_the_work(compute: ComputeThread) -> None:
     assert compute.run("a", Call(), lambda _: 7) == 7
 
     def fail(_: Callable[[], bool]) -> None:
@@ -77,15 +77,15 @@ def test_work_gives_its_result_and_raises_its_error(compute: ComputeThread) -> N
     assert min(busy.values()) > 0
 
 
-def test_work_runs_one_piece_at_a_time_in_the_order_of_its_arrival_on_one_thread(compute: ComputeThread) -> None:
-    begun, release, running, most, order, threads = threading.Event(), threading.Event(), 0, 0, [], set()
+def test_work_runs_one_task_at_a_time_in_arrival_order_on_one_thread(compute: ComputeThread) -> None:
+    started, release, running, max_running, order, threads = threading.Event(), threading.Event(), 0, 0, [], set()
 
     def work(number: int) -> None:
-        nonlocal running, most
+        nonlocal running, max_running
         running += 1
-        most = max(most, running)
+        max_running = max(max_running, running)
         if number == 0:
-            begun.set()
+            started.set()
             assert release.wait(10)
         order.append(number)
         threads.add(threading.current_thread().name)
@@ -97,26 +97,26 @@ def test_work_runs_one_piece_at_a_time_in_the_order_of_its_arrival_on_one_thread
             caller = Call()
             calls.append(callers.submit(compute.run, "w", caller, lambda _, n=number: work(n)))
             # The first call runs and is no longer queued. Each later call is made after the one before it is queued.
-            assert begun.wait(10)
+            assert started.wait(10)
             wait_until(lambda: compute._executor._work_queue.qsize() == number)  # noqa: B023
         release.set()
         for call in calls:
             call.result(timeout=10)
-    assert most == 1
+    assert max_running == 1
     assert order == list(range(MAX_PENDING_WORK))
     assert len(threads) == 1
 
 
-def test_more_callers_than_may_wait_are_sent_away_at_once(compute: ComputeThread) -> None:
-    release, begun = threading.Event(), threading.Event()
+def test_callers_beyond_the_limit_are_refused_at_once(compute: ComputeThread) -> None:
+    release, started = threading.Event(), threading.Event()
 
     def block(_: Callable[[], bool]) -> None:
-        begun.set()
+        started.set()
         assert release.wait(10)
 
     with ThreadPoolExecutor(MAX_PENDING_WORK) as callers:
         waiting = [callers.submit(compute.run, "w", Call(), block) for _ in range(MAX_PENDING_WORK)]
-        assert begun.wait(10)
+        assert started.wait(10)
         wait_until(lambda: compute._executor._work_queue.qsize() == MAX_PENDING_WORK - 1)
         with pytest.raises(ServiceBusy, match="calls are pending already"):
             compute.run("w", Call(), block)
@@ -126,31 +126,31 @@ def test_more_callers_than_may_wait_are_sent_away_at_once(compute: ComputeThread
     assert compute.run("w", Call(), lambda _: "free again") == "free again"
 
 
-def test_work_learns_that_its_caller_went_away(compute: ComputeThread) -> None:
-    call, begun = Call(), threading.Event()
+def test_work_is_cancelled_if_its_caller_disconnects(compute: ComputeThread) -> None:
+    call, started = Call(), threading.Event()
 
     def work(cancelled: Callable[[], bool]) -> str:
-        begun.set()
-        return "stopped early" if told(cancelled) else "never told"
+        started.set()
+        return "stopped early" if wait_for_cancellation(cancelled) else "not cancelled"
 
     with ThreadPoolExecutor(1) as callers:
-        answer = callers.submit(compute.run, "w", call, work)
-        assert begun.wait(10)
-        assert not answer.done()
+        pending = callers.submit(compute.run, "w", call, work)
+        assert started.wait(10)
+        assert not pending.done()
         call.end()
-        assert answer.result(timeout=10) == "stopped early"
+        assert pending.result(timeout=10) == "stopped early"
 
 
-def test_work_whose_caller_goes_away_before_it_begins_is_dropped(compute: ComputeThread) -> None:
-    release, begun, waiting, ran = threading.Event(), threading.Event(), Call(), []
+def test_queued_work_is_dropped_if_its_caller_disconnects(compute: ComputeThread) -> None:
+    release, started, waiting, ran = threading.Event(), threading.Event(), Call(), []
 
     def block(_: Callable[[], bool]) -> None:
-        begun.set()
+        started.set()
         assert release.wait(10)
 
     with ThreadPoolExecutor(2) as callers:
         first = callers.submit(compute.run, "block", Call(), block)
-        assert begun.wait(10)
+        assert started.wait(10)
         second = callers.submit(compute.run, "late", waiting, lambda _: ran.append(1))
         while not waiting._callbacks:
             assert not second.done()
@@ -163,7 +163,7 @@ def test_work_whose_caller_goes_away_before_it_begins_is_dropped(compute: Comput
     assert "late" not in compute.busy_seconds()
 
 
-def test_a_caller_who_is_gone_already_is_not_served(compute: ComputeThread) -> None:
+def test_work_of_a_disconnected_caller_never_starts(compute: ComputeThread) -> None:
     call, ran = Call(), []
     call.end()
     with pytest.raises(Cancelled):
@@ -171,11 +171,11 @@ def test_a_caller_who_is_gone_already_is_not_served(compute: ComputeThread) -> N
     assert ran == []
 
 
-def test_a_deadline_that_passes_frees_the_caller_and_tells_the_work(compute: ComputeThread) -> None:
+def test_a_passed_deadline_releases_the_caller_and_cancels_the_work(compute: ComputeThread) -> None:
     stopped = threading.Event()
 
     def work(cancelled: Callable[[], bool]) -> None:
-        if told(cancelled):
+        if wait_for_cancellation(cancelled):
             stopped.set()
 
     with pytest.raises(DeadlinePassed, match="w: the deadline passed"):
@@ -184,16 +184,16 @@ def test_a_deadline_that_passes_frees_the_caller_and_tells_the_work(compute: Com
     assert compute.run("w", Call(), lambda _: "continues") == "continues"
 
 
-def test_a_close_drops_what_has_not_begun_and_does_not_wait() -> None:
-    compute, release, begun, ran = ComputeThread(), threading.Event(), threading.Event(), []
+def test_close_drops_queued_work_and_does_not_wait() -> None:
+    compute, release, started, ran = ComputeThread(), threading.Event(), threading.Event(), []
 
     def block(_: Callable[[], bool]) -> None:
-        begun.set()
+        started.set()
         assert release.wait(10)
 
     with ThreadPoolExecutor(2) as callers:
         first = callers.submit(compute.run, "w", Call(), block)
-        assert begun.wait(10)
+        assert started.wait(10)
         second = callers.submit(compute.run, "w", Call(), lambda _: ran.append(1))
         wait_until(lambda: compute._executor._work_queue.qsize() == 1)
         compute.close()
@@ -205,25 +205,25 @@ def test_a_close_drops_what_has_not_begun_and_does_not_wait() -> None:
     assert ran == []
 
 
-@pytest.mark.parametrize("goes_first", [True, False])
-def test_work_that_goes_on_for_nobody_is_named_with_its_seconds_from_its_deadline_on(
-    compute: ComputeThread, goes_first: bool
+@pytest.mark.parametrize("disconnects", [True, False])
+def test_abandoned_work_is_reported_with_the_seconds_since_its_deadline(
+    compute: ComputeThread, disconnects: bool
 ) -> None:
-    caller, begun, end = Call(remaining=0.5), threading.Event(), threading.Event()
+    caller, started, end = Call(remaining=0.5), threading.Event(), threading.Event()
     start = time.monotonic()
 
     def work(_: Callable[[], bool]) -> None:
-        begun.set()
+        started.set()
         assert end.wait(10)
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(compute.run, "update", caller, work)
-        assert begun.wait(10)
-        if goes_first:
+        assert started.wait(10)
+        if disconnects:
             caller.end()
         wait_until(lambda: compute.abandoned()[1] > 0.01)
-        work_in_hand, seconds = compute.abandoned()
-        assert work_in_hand == "update"
+        name, seconds = compute.abandoned()
+        assert name == "update"
         assert seconds <= time.monotonic() - start - 0.5
         with pytest.raises(DeadlinePassed):
             waiting.result(10)
@@ -232,18 +232,18 @@ def test_work_that_goes_on_for_nobody_is_named_with_its_seconds_from_its_deadlin
 
 
 @pytest.mark.parametrize("remaining", [60.0, None])
-def test_work_whose_caller_goes_away_before_its_deadline_is_left_in_peace_until_then(
+def test_work_of_a_disconnected_caller_is_not_abandoned_before_its_deadline(
     compute: ComputeThread, remaining: float | None
 ) -> None:
-    caller, begun, end = Call(remaining), threading.Event(), threading.Event()
+    caller, started, end = Call(remaining), threading.Event(), threading.Event()
 
     def work(_: Callable[[], bool]) -> None:
-        begun.set()
+        started.set()
         assert end.wait(10)
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(compute.run, "update", caller, work)
-        assert begun.wait(10)
+        assert started.wait(10)
         caller.end()
         time.sleep(0.02)
         assert compute.abandoned() == ("", 0.0)
@@ -251,7 +251,7 @@ def test_work_whose_caller_goes_away_before_its_deadline_is_left_in_peace_until_
         waiting.result(10)
 
 
-def test_a_process_ends_itself_when_work_goes_on_for_a_stall_beyond_its_deadline(
+def test_a_process_exits_if_work_runs_too_long_after_its_deadline(
     compute: ComputeThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(services_main, "CHECK_INTERVAL", 0.01)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a service process, and the addresses at which they are served."""
+"""Prometheus metrics of a service process, and their listen address."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def calls(observability: Observability, code: str) -> float:
     return read(observability.address).get(("quartet_rpc_requests_total", frozenset(labels.items())), 0.0)
 
 
-def test_calls_in_hand_and_those_that_wait_are_seen(
+def test_metrics_count_calls_in_flight_and_pending_work(
     reference: ReferenceClient, gate: Gate, observability: Observability
 ) -> None:
     pending = [reference.log_probs(BATCH, 1.0) for _ in range(3)]
@@ -86,7 +86,7 @@ def test_calls_in_hand_and_those_that_wait_are_seen(
     ("failure", "code"),
     [(FailedPrecondition("not now"), "FAILED_PRECONDITION"), (RuntimeError("a fault"), "INTERNAL")],
 )
-def test_failures_count_by_their_code(
+def test_failures_are_counted_by_status_code(
     reference: ReferenceClient, gate: Gate, observability: Observability, failure: Exception, code: str
 ) -> None:
     gate.failure = failure
@@ -97,11 +97,11 @@ def test_failures_count_by_their_code(
     assert calls(observability, "OK") == 0
 
 
-def test_a_call_that_was_let_go_of_counts_as_cancelled(
+def test_a_cancelled_call_is_counted_as_cancelled(
     reference: ReferenceClient, gate: Gate, observability: Observability
 ) -> None:
     call = reference.log_probs(BATCH, 1.0)
-    assert gate.begun.wait(20)
+    assert gate.started.wait(20)
     call.cancel()
     with pytest.raises(Cancelled):
         call.result()
@@ -109,53 +109,55 @@ def test_a_call_that_was_let_go_of_counts_as_cancelled(
     wait_until(lambda: calls(observability, "CANCELLED") == 1, 20)
 
 
-def test_the_status_says_where_the_figures_are(reference: ReferenceClient, observability: Observability) -> None:
+def test_the_status_contains_the_metrics_address(reference: ReferenceClient, observability: Observability) -> None:
     stub = status_pb2_grpc.StatusServiceStub(reference.channel.grpc_channel)
-    answer = stub.GetStatus(status_pb2.GetStatusRequest(), timeout=5)
-    assert answer.metrics_address == observability.address
-    assert answer.metrics_address.startswith("127.0.0.1:")
-    assert not answer.metrics_address.endswith(":0")
+    status = stub.GetStatus(status_pb2.GetStatusRequest(), timeout=5)
+    assert status.metrics_address == observability.address
+    assert status.metrics_address.startswith("127.0.0.1:")
+    assert not status.metrics_address.endswith(":0")
 
 
-def test_figures_are_served_in_plaintext_on_loopback_only_unless_told_so(make_config: Callable[..., Config]) -> None:
+def test_metrics_beyond_loopback_require_allow_plaintext(make_config: Callable[..., Config]) -> None:
     section = {"reference": {"metrics_listen": "0.0.0.0:0"}}
     with pytest.raises(
         ConfigError, match=r"services\.reference\.metrics_listen: listen 0\.0\.0\.0:0: not a loopback address"
     ):
         Observability([Role.REFERENCE], make_config(services=section))
-    told = Observability([Role.REFERENCE], make_config(services=section, security={"allow_plaintext": True}))
-    told.start()
-    assert value(read(told.address.replace("0.0.0.0", "127.0.0.1")), "process_resident_memory_bytes") > 0
+    observability = Observability([Role.REFERENCE], make_config(services=section, security={"allow_plaintext": True}))
+    observability.start()
+    assert value(read(observability.address.replace("0.0.0.0", "127.0.0.1")), "process_resident_memory_bytes") > 0
 
 
 @pytest.fixture
-def taken() -> Iterator[str]:
+def address_in_use() -> Iterator[str]:
     """Yield a HOST:PORT that is already in use."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         yield f"127.0.0.1:{other.getsockname()[1]}"
 
 
-def test_a_configured_address_that_is_in_use_is_a_config_error(make_config: Callable[..., Config], taken: str) -> None:
-    observability = Observability([Role.CRITIC], make_config(services={"critic": {"metrics_listen": taken}}))
+def test_a_configured_address_that_is_in_use_is_a_config_error(
+    make_config: Callable[..., Config], address_in_use: str
+) -> None:
+    observability = Observability([Role.CRITIC], make_config(services={"critic": {"metrics_listen": address_in_use}}))
     with pytest.raises(
-        ConfigError, match=rf"^services\.critic\.metrics_listen {taken}: cannot listen there .*another port"
+        ConfigError, match=rf"^services\.critic\.metrics_listen {address_in_use}: cannot listen there .*another port"
     ):
         observability.start()
 
 
-def test_where_the_config_names_no_address_the_process_goes_on_without(
-    make_config: Callable[..., Config], taken: str, monkeypatch: pytest.MonkeyPatch
+def test_without_a_configured_address_a_process_continues_without_metrics(
+    make_config: Callable[..., Config], address_in_use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quartet.services.observability.DEFAULT_LISTEN", taken)
+    monkeypatch.setattr("quartet.services.observability.DEFAULT_LISTEN", address_in_use)
     observability = Observability([Role.CRITIC], make_config())
     with capture_logs() as logs:
         observability.start()
     assert observability.address == ""
     assert [(line["event"], line["log_level"]) for line in logs] == [("metrics are not served", "warning")]
-    assert f"metrics {taken}: cannot listen there" in logs[0]["error"]
+    assert f"metrics {address_in_use}: cannot listen there" in logs[0]["error"]
 
 
-def test_a_process_announces_its_figures_and_serves_them(
+def test_a_process_reports_its_metrics_address_and_serves_metrics(
     make_config: Callable[..., Config], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     config = make_config(telemetry={"otlp_endpoint": "http://127.0.0.1:9"})
@@ -172,12 +174,12 @@ def test_a_process_announces_its_figures_and_serves_them(
     os.close(writer)
     try:
         with os.fdopen(reader) as pipe:
-            said: dict[str, Any] = yaml.safe_load(pipe.readline())
-        with grpc.insecure_channel(said["address"]) as channel:
-            answer = status_pb2_grpc.StatusServiceStub(channel).GetStatus(status_pb2.GetStatusRequest(), timeout=10)
-        assert answer.metrics_address == said["metrics_address"]
-        result = read(said["metrics_address"])
-        assert value(result, "quartet_model_parameters", role="reference") == answer.roles[0].parameters > 0
+            ready: dict[str, Any] = yaml.safe_load(pipe.readline())
+        with grpc.insecure_channel(ready["address"]) as channel:
+            status = status_pb2_grpc.StatusServiceStub(channel).GetStatus(status_pb2.GetStatusRequest(), timeout=10)
+        assert status.metrics_address == ready["metrics_address"]
+        result = read(ready["metrics_address"])
+        assert value(result, "quartet_model_parameters", role="reference") == status.roles[0].parameters > 0
         labels = {"service": "quartet.v1.StatusService", "method": "GetStatus", "code": "OK"}
         assert value(result, "quartet_rpc_requests_total", **labels) == 1
     finally:
@@ -195,7 +197,7 @@ def test_a_process_announces_its_figures_and_serves_them(
         (grpc.StatusCode.ABORTED, False, "ABORTED"),
     ],
 )
-def test_a_failed_call_counts_as_cancelled_if_its_caller_left(
+def test_a_failed_call_is_counted_as_cancelled_if_its_caller_disconnected(
     set_code: grpc.StatusCode | None, active: bool, counted: str
 ) -> None:
     context: Any = SimpleNamespace(code=lambda: set_code, is_active=lambda: active)

@@ -1,4 +1,4 @@
-"""One server, one way to call it: addresses, drain, and what failures become on the caller's side."""
+"""The RPC server and its clients: listen addresses, drain, and the errors that a caller raises."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ BATCH = tiny.batch([3, 2], [4, 7])
 
 
 class Gate:
-    """In place of a model: answers when it is let to, or fails."""
+    """A fake model that blocks until the test releases it, and then returns or fails."""
 
     def __init__(self) -> None:
-        self.begun, self.release = threading.Event(), threading.Event()
+        self.started, self.release = threading.Event(), threading.Event()
         self.failure: Exception | None = None
 
     def log_probs(self, batch: TokenBatch, temperature: float) -> FloatArray:
-        self.begun.set()
+        self.started.set()
         assert self.release.wait(20)
         if self.failure is not None:
             raise self.failure
@@ -63,7 +63,7 @@ class Gate:
 
 @pytest.fixture
 def gate(services: Services) -> Iterator[Gate]:
-    # Opened before the services stop: they wait for what waits at it.
+    # Released before the services stop, because they wait for the pending work.
     result = Gate()
     yield result
     result.release.set()
@@ -79,22 +79,22 @@ def reference(gate: Gate, services: Services) -> ReferenceClient:
     return client
 
 
-def test_a_taken_port_is_refused(services: Services, gate: Gate) -> None:
+def test_a_port_in_use_is_refused(services: Services, gate: Gate) -> None:
     server = services.serve(gated(gate))
     with pytest.raises(ConfigError, match=f"listen {server.address}: the port is taken"):
         Server([gated(gate)], server.address)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"listen {address}: the port is taken"):
             Server([gated(gate)], address)
 
 
-def test_a_server_gives_its_port_back(gate: Gate) -> None:
+def test_a_stopped_server_releases_its_port(gate: Gate) -> None:
     server = Server([gated(gate)], "127.0.0.1:0")
     server.stop(0)
-    again = Server([gated(gate)], server.address)
-    assert again.address == server.address
-    again.stop(0)
+    second = Server([gated(gate)], server.address)
+    assert second.address == server.address
+    second.stop(0)
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "192.0.2.1:7000", "[::]:0", "example.com:1", ":7000", "7000", ""])
@@ -105,11 +105,11 @@ def test_listening_beyond_loopback_in_plaintext_is_refused_unless_allowed(listen
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.9.9.9:1", "[::1]:0", "localhost:0"])
-def test_loopback_is_fine(listen: str) -> None:
+def test_loopback_addresses_are_accepted(listen: str) -> None:
     check_listen_address(listen, allow_plaintext=False)
 
 
-def test_allowed_plaintext_listens_everywhere(gate: Gate) -> None:
+def test_with_allow_plaintext_a_server_listens_beyond_loopback(gate: Gate) -> None:
     server = Server([gated(gate)], "0.0.0.0:0", Credentials("reward", SecurityConfig(allow_plaintext=True)))
     client = ReferenceClient(f"127.0.0.1:{server.address.rpartition(':')[2]}", TIMEOUTS)
     assert client.wait_until_ready().role is Role.REFERENCE
@@ -117,18 +117,18 @@ def test_allowed_plaintext_listens_everywhere(gate: Gate) -> None:
     server.stop(0)
 
 
-def test_a_drain_finishes_the_call_in_hand_and_refuses_new_ones(gate: Gate) -> None:
+def test_a_drain_finishes_the_active_call_and_refuses_new_ones(gate: Gate) -> None:
     server = Server([gated(gate)], "127.0.0.1:0")
     client = ReferenceClient(server.address, TIMEOUTS)
     watch = health_pb2_grpc.HealthStub(client.channel.grpc_channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
     pending = client.log_probs(BATCH, 1.0)
-    assert gate.begun.wait(10)
+    assert gate.started.wait(10)
     with ThreadPoolExecutor(1) as executor:
         stopping = executor.submit(server.stop, 20.0)
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        # The health watch hears of the end a moment before the port is closed.
-        while is_served(server.address):
+        # The health watch reports the shutdown shortly before the port closes.
+        while accepts_calls(server.address):
             assert not stopping.done()
         assert not stopping.done()
         gate.release.set()
@@ -138,23 +138,23 @@ def test_a_drain_finishes_the_call_in_hand_and_refuses_new_ones(gate: Gate) -> N
     client.close()
 
 
-def is_served(address: str) -> bool:
-    """Return whether a newcomer's call is taken."""
+def accepts_calls(address: str) -> bool:
+    """Return whether the server accepts a call on a new connection."""
     client = ReferenceClient(address, TIMEOUTS)
     try:
         client.channel.is_serving(5)
-    except (ServiceUnavailable, NoResponse):  # Of one that comes as the port is closed, the call is cancelled.
+    except (ServiceUnavailable, NoResponse):  # A call during the close is cancelled.
         return False
     finally:
         client.close()
     return True
 
 
-def test_a_call_that_the_drain_cuts_off_is_a_failure_of_the_service_and_no_stop_on_demand(gate: Gate) -> None:
+def test_a_call_cut_off_by_the_drain_is_an_error_of_the_service(gate: Gate) -> None:
     server = Server([gated(gate)], "127.0.0.1:0")
     client = ReferenceClient(server.address, TIMEOUTS)
     pending = client.log_probs(BATCH, 1.0)
-    assert gate.begun.wait(10)
+    assert gate.started.wait(10)
     with ThreadPoolExecutor(1) as executor:
         stopping = executor.submit(server.stop, 0.05)
         with pytest.raises((ServiceFailed, ServiceUnavailable), match=r"^reference at "):
@@ -164,7 +164,7 @@ def test_a_call_that_the_drain_cuts_off_is_a_failure_of_the_service_and_no_stop_
     client.close()
 
 
-def test_a_caller_raises_the_class_that_the_service_raised(gate: Gate, reference: ReferenceClient) -> None:
+def test_a_caller_raises_the_error_class_of_the_service(gate: Gate, reference: ReferenceClient) -> None:
     gate.release.set()
     problems = []
     classes = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.QuartetError)]
@@ -181,31 +181,31 @@ def test_a_caller_raises_the_class_that_the_service_raised(gate: Gate, reference
             reference.log_probs(BATCH, 1.0).result()
         except errors.QuartetError as raised:
             text = str(raised)
-            named = text.startswith(f"reference at {reference.channel.address}: LogProbs: ")
-            if type(raised) is not expected or not named or "secret" in text:
+            has_prefix = text.startswith(f"reference at {reference.channel.address}: LogProbs: ")
+            if type(raised) is not expected or not has_prefix or "secret" in text:
                 problems.append(f"{failure!r} arrives as {raised!r}")
     assert problems == []
     gate.failure = None
     assert len(reference.log_probs(BATCH, 1.0).result()) == 11
 
 
-def test_a_cancelled_call_is_cancelled_for_its_caller(gate: Gate, reference: ReferenceClient) -> None:
+def test_a_cancelled_call_raises_cancelled(gate: Gate, reference: ReferenceClient) -> None:
     pending = reference.log_probs(BATCH, 1.0)
-    assert gate.begun.wait(10)
+    assert gate.started.wait(10)
     pending.cancel()
     with pytest.raises(Cancelled, match="reference: LogProbs: cancelled"):
         pending.result()
     assert pending.done()
 
 
-def test_a_passed_deadline_names_service_method_and_seconds(gate: Gate, services: Services) -> None:
+def test_a_passed_deadline_reports_service_method_and_seconds(gate: Gate, services: Services) -> None:
     timeouts = TIMEOUTS.model_copy(update={"score_seconds": 0.2})
     client = services.client(Role.REFERENCE, services.serve(gated(gate)), timeouts)
     with pytest.raises(ServiceFailed, match=r"^reference at 127.*: LogProbs: no response within 0\.2 s; if the work"):
         client.log_probs(BATCH, 1.0).result()
 
 
-def test_nobody_at_an_address_is_unavailable_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_server_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_channel, "FOREIGN_AFTER", 0.05)
     address = f"127.0.0.1:{free_port()}"
     client = RewardClient(address, TIMEOUTS)
@@ -225,21 +225,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_the_wrong_service_does_not_offer_the_method(reference: ReferenceClient, gate: Gate) -> None:
+def test_another_service_does_not_offer_the_method(reference: ReferenceClient, gate: Gate) -> None:
     critic = CriticClient(reference.channel.address, TIMEOUTS)
     with pytest.raises(MismatchError, match=r"critic at .*: Values: .*does not offer this method; check the address"):
         critic.values(BATCH).result()
     critic.close()
 
 
-def test_a_wait_for_readiness_may_be_given_up(services: Services) -> None:
+def test_a_wait_for_readiness_can_be_cancelled(services: Services) -> None:
     client = RewardClient(f"127.0.0.1:{free_port()}", TimeoutsConfig(load_seconds=60))
 
-    def gone() -> None:
+    def raise_cancelled() -> None:
         raise Cancelled("stopped")
 
     with pytest.raises(Cancelled, match="stopped"):
-        client.wait_until_ready(gone)
+        client.wait_until_ready(raise_cancelled)
     client.close()
 
 
@@ -254,7 +254,7 @@ def web_server() -> Iterator[str]:
     thread.join()
 
 
-def test_something_else_at_an_address_is_told_from_nobody(web_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_server_at_an_address_is_a_config_error(web_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_channel, "FOREIGN_AFTER", 0.5)
     client = RewardClient(web_server, TimeoutsConfig(load_seconds=60))
     expected = (
@@ -265,7 +265,7 @@ def test_something_else_at_an_address_is_told_from_nobody(web_server: str, monke
     client.close()
 
 
-def test_another_grpc_server_is_no_quartet_service() -> None:
+def test_another_grpc_server_is_not_a_quartet_service() -> None:
     with ThreadPoolExecutor(2) as executor:
         server = grpc.server(executor)
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -277,73 +277,75 @@ def test_another_grpc_server_is_no_quartet_service() -> None:
         server.stop(None).wait()
 
 
-def test_a_service_that_starts_late_is_waited_for(gate: Gate) -> None:
+def test_wait_until_ready_waits_for_a_late_service(gate: Gate) -> None:
     address = f"127.0.0.1:{free_port()}"
     client = ReferenceClient(address, TimeoutsConfig(load_seconds=30))
-    started: list[Server] = []
+    servers: list[Server] = []
 
-    def alive() -> None:
-        # Called before each attempt: no server listens at the first one.
+    def on_attempt() -> None:
+        # Called before each attempt. At the first attempt, no server listens.
         if attempts:
-            started or started.append(Server([gated(gate)], address))
+            servers or servers.append(Server([gated(gate)], address))
         attempts.append(1)
 
     attempts: list[int] = []
-    assert client.wait_until_ready(alive).role is Role.REFERENCE
+    assert client.wait_until_ready(on_attempt).role is Role.REFERENCE
     assert len(attempts) > 1
     client.close()
-    started[0].stop(0)
+    servers[0].stop(0)
 
 
-def test_an_actor_without_a_buffer_says_what_to_set(services: Services, make_config: Callable[..., Config]) -> None:
+def test_an_actor_without_a_buffer_url_is_a_config_error(
+    services: Services, make_config: Callable[..., Config]
+) -> None:
     config: Any = make_config(buffer={"url": None})
     with pytest.raises(ConfigError, match=r"buffer\.url: null;.*QUARTET_BUFFER_URL"):
         services.build(Role.ACTOR, config)
 
 
-def test_a_caller_that_sets_no_deadline_is_answered(services: Services, make_config: Callable[..., Config]) -> None:
+def test_calls_without_a_deadline_succeed(services: Services, make_config: Callable[..., Config]) -> None:
     config = make_config()
     server = services.serve(services.build(Role.ACTOR, config))
     with grpc.insecure_channel(server.address) as channel:
         stub = actor_pb2_grpc.ActorServiceStub(channel)
         request = actor_pb2.ActorServiceLogProbsRequest(batch=codec.batch_to_proto(BATCH), temperature=1.0)
         assert stub.LogProbs(request).log_probs.shape == [11]
-        save = update_pb2.SaveRequest(run="run", directory="kept", kind=update_pb2.SAVE_KIND_MODEL)
+        save = update_pb2.SaveRequest(run="run", directory="saved", kind=update_pb2.SAVE_KIND_MODEL)
         assert stub.Save(save).files
 
 
-def test_streams_are_bounded_so_that_health_and_status_always_answer(services: Services, gate: Gate) -> None:
+def test_streams_are_limited_so_that_health_and_status_respond(services: Services, gate: Gate) -> None:
     server = services.serve(ReferenceServicer(gate, ComputeThread(), 1))  # type: ignore[arg-type]
     with grpc.insecure_channel(server.address) as channel:
         health, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
         streams = [health.Watch(request, timeout=30) for _ in range(MAX_STREAMS)]
         for stream in streams:
             assert next(stream).status == health_pb2.HealthCheckResponse.SERVING
-        with pytest.raises(grpc.RpcError) as refused:
+        with pytest.raises(grpc.RpcError) as error:
             next(health.Watch(request, timeout=30))
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert refused.value.details() == "16 streams are open already; close one first"
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.value.details() == "16 streams are open already; close one first"
         for _ in range(3):
             assert health.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.SERVING
         for stream in streams:
             stream.cancel()
 
-        def again() -> bool:
+        def stream_opens() -> bool:
             try:
                 return bool(next(health.Watch(request, timeout=5)).status)
             except grpc.RpcError:
                 return False
 
-        assert wait_until(again, 10)
+        assert wait_until(stream_opens, 10)
 
 
-def test_what_may_wait_at_once_leaves_workers_for_health_and_status() -> None:
+def test_all_limits_together_leave_workers_for_health_and_status() -> None:
     # A reward service also waits for its function thread; actor and critic also wait for saves.
     assert 2 * MAX_PENDING_WORK + 2 * MAX_PENDING_SAVES + MAX_STREAMS < WORKERS
     assert WORKERS <= MAX_CONCURRENT_CALLS
 
 
-def test_the_longest_text_arrives_with_its_status(services: Services, gate: Gate) -> None:
+def test_a_very_long_error_message_arrives_with_its_status(services: Services, gate: Gate) -> None:
     server = services.serve(ReferenceServicer(gate, ComputeThread(), 1))  # type: ignore[arg-type]
     gate.failure = FailedPrecondition("\U0001f600" * 100_000)
     gate.release.set()
