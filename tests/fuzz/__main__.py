@@ -1,6 +1,6 @@
 """Mutated requests to every RPC method of real service processes: `make fuzz-rpc`, or python -m tests.fuzz.
 
-Exits 1 when a process ends, hangs or grows, a file appears where none may be, or an answer is none that a caller can be told.
+The exit status is 1 if a process ends, hangs or leaks, writes outside its run directory, or sends an invalid response.
 """
 
 from __future__ import annotations
@@ -16,48 +16,47 @@ from pathlib import Path
 import grpc
 
 from tests.fuzz.campaign import DEADLINE, Campaign
-from tests.fuzz.ground import processes
+from tests.fuzz.environment import processes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("build/fuzz"), help="logs, and requests that failed")
-    parser.add_argument("--replay", nargs=2, metavar=("ADDRESS", "FILE"), help="send a request that failed once more")
+    parser.add_argument("--folder", type=Path, default=Path("build/fuzz"), help="folder of logs and failed requests")
+    parser.add_argument("--replay", nargs=2, metavar=("ADDRESS", "FILE"), help="send a failed request again")
     options = parser.parse_args(arguments)
     if options.replay:
         return _replay(*options.replay)
     shutil.rmtree(options.folder, ignore_errors=True)
-    with processes(options.folder) as ground:
-        campaign = Campaign(ground, options.requests, options.seed)
+    with processes(options.folder) as environment:
+        campaign = Campaign(environment, options.requests, options.seed)
         started = time.monotonic()
         campaign.run()
         seconds = time.monotonic() - started
     lines = [*campaign.table(), *campaign.growth]
     lines.append(f"{options.requests} requests in {seconds:.0f} s, seed {options.seed}")
-    lines.append(f"health and status answered within {campaign.slowest:.2f} s")
+    lines.append(f"slowest response of health and status: {campaign.slowest:.2f} s")
     print("\n".join(lines))
     (options.folder / "report.txt").write_text("\n".join(lines) + "\n")
-    problems = campaign.problems + [f"{path}: no request was taken" for path in campaign.unreached()]
+    problems = campaign.problems + [f"{path}: no request succeeded" for path in campaign.unreached()]
     if campaign.failures:
-        problems.append(
-            f"{len(campaign.failures)} answers were improper; the requests are in {options.folder}/failures"
-        )
+        problems.append(f"{len(campaign.failures)} invalid responses; the requests are in {options.folder}/failures")
     for problem in problems[:50]:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 
 def _replay(address: str, file: str) -> int:
-    kept = json.loads(Path(file).read_text())
+    failure = json.loads(Path(file).read_text())
     with grpc.insecure_channel(address) as channel:
         try:
-            answer = channel.unary_unary(kept["method"], None, None)(bytes.fromhex(kept["request"]), timeout=DEADLINE)
+            call = channel.unary_unary(failure["method"], None, None)
+            response = call(bytes.fromhex(failure["request"]), timeout=DEADLINE)
         except grpc.RpcError as error:
             print(error.code().name, error.details())
             return 1
-    print(f"OK, {len(answer)} bytes")
+    print(f"OK, {len(response)} bytes")
     return 0
 
 

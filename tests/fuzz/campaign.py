@@ -1,4 +1,4 @@
-"""Sending mutated requests, and judging each answer. A request that was answered badly is kept in hexadecimal."""
+"""Fuzzing campaign: sends mutated requests, checks each response, and saves requests with invalid responses."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from quartet.rpc.call_interceptors import SUBSCRIPTIONS
 from quartet.rpc.limits import CHANNEL_OPTIONS
 from quartet.types import Role
 from quartet.v1 import orchestrator_pb2, status_pb2, status_pb2_grpc
-from tests.fuzz.ground import SEALED, Ground, Target
+from tests.fuzz.environment import SEALED, FuzzEnvironment, Target
 from tests.fuzz.methods import Method, all_methods
+from tests.fuzz.monitoring import Monitor
 from tests.fuzz.mutations import mutated
-from tests.fuzz.seeds import CHECKPOINT, RUN, SEEDS, Standing
-from tests.fuzz.watching import Watch
+from tests.fuzz.seeds import CHECKPOINT, RUN, SEEDS, ServiceState
 
 DEADLINE = 3.0
-"""Seconds that a request waits: more than any work that is not refused takes, unless the request asks for much."""
+"""Deadline of a request in seconds. Only valid requests for much work take longer."""
 SHORT = 0.005
-"""Seconds that some requests wait: their work continues after the deadline, or never starts."""
-PROPER = frozenset(
+"""Deadline of some requests in seconds, which ends before or during the work."""
+ALLOWED_CODES = frozenset(
     {
         grpc.StatusCode.OK,
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -37,25 +37,26 @@ PROPER = frozenset(
         grpc.StatusCode.NOT_FOUND,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.DATA_LOSS,  # ComputationFailed: what was asked for has no finite result.
+        grpc.StatusCode.DATA_LOSS,  # ComputationFailed: the result is not finite.
     }
 )
-"""Status codes that are allowed. Every other one is a defect."""
+"""Allowed status codes. Every other code is a defect."""
 MAX_TEXT = 2048
-"""Characters of an answer's text, at most."""
-SIGNS = ("\n", "Traceback", "metadata")
-"""Of what is not for callers, or of gRPC refusing an answer for the length of its text."""
-FEW = 0.25
-"""Weight of methods that write to the disk, or have little to mutate."""
-WEIGHTS = {"Save": FEW, "Restore": FEW, "GetStatus": FEW, "Check": FEW, "Watch": FEW, "WatchProgress": FEW}
-LOOK_EVERY = 20
-"""Requests after which a process is asked where it stands."""
+"""Maximum characters of an error text."""
+FORBIDDEN_TEXT = ("\n", "Traceback", "metadata")
+"""Text that callers must not see, or that gRPC returns instead of a response with too long a text."""
+LOW = 0.25
+"""Weight of methods that write to disk, or have few fields to mutate."""
+WEIGHTS = {"Save": LOW, "Restore": LOW, "GetStatus": LOW, "Check": LOW, "Watch": LOW, "WatchProgress": LOW}
+STATUS_EVERY = 20
+"""Requests between two status requests to a process."""
 CLEAN_EVERY = 500
+"""Requests between two deletions of unread trajectories."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A request that was not answered properly."""
+    """A request with an invalid response."""
 
     role: str
     method: str
@@ -65,18 +66,18 @@ class Failure:
 
     def __str__(self) -> str:
         shown = self.request.hex() if len(self.request) < 2000 else f"{self.request[:40].hex()}... (see the file)"
-        return f"{self.role} {self.method} answered {self.code}: {self.text[:500]}\n  request {shown}"
+        return f"{self.role} {self.method} returned {self.code}: {self.text[:500]}\n  request {shown}"
 
 
 @dataclass
 class Campaign:
-    """``requests`` requests to the targets of a ground. The seed determines their order and content."""
+    """``requests`` requests to all targets. The seed determines their order and content."""
 
-    ground: Ground
+    environment: FuzzEnvironment
     requests: int
     seed: int = 0
-    answers: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Number of answers by method path and status."""
+    responses: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Number of responses by method path and status."""
     failures: list[Failure] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     growth: list[str] = field(default_factory=list)
@@ -86,28 +87,31 @@ class Campaign:
     def run(self) -> None:
         """Send all requests, with one thread per target."""
         plan = self._plan()
-        targets = self.ground.targets
-        with Watch(targets, lambda: sum(self.answers.values())) as watch, ThreadPoolExecutor(len(targets)) as pool:
-            for ended in [pool.submit(self._fuzz, target, plan[target.role]) for target in targets]:
-                ended.result()
-        self.slowest = watch.slowest
-        self.problems += watch.problems
-        if any(target.pid for target in self.ground.targets):
-            self.growth, grown = watch.growth(self.requests)
-            self.problems += grown
-        self.problems += [f"file where none may be: {path}" for path in self.ground.strayed()]
+        targets = self.environment.targets
+        with (
+            Monitor(targets, lambda: sum(self.responses.values())) as monitor,
+            ThreadPoolExecutor(len(targets)) as pool,
+        ):
+            for future in [pool.submit(self._fuzz, target, plan[target.role]) for target in targets]:
+                future.result()
+        self.slowest = monitor.slowest
+        self.problems += monitor.problems
+        if any(target.pid for target in self.environment.targets):
+            self.growth, leaks = monitor.growth(self.requests)
+            self.problems += leaks
+        self.problems += [f"file outside the run directory: {path}" for path in self.environment.misplaced_files()]
 
     def _plan(self) -> dict[Role, list[tuple[int, Method]]]:
-        """Return what each target is sent: the number of each request, and its method."""
+        """Return the requests of each target: number and method."""
         offered = [
             (target.role, method)
-            for target in self.ground.targets
+            for target in self.environment.targets
             for method in all_methods().values()
             if method.service in target.services
         ]
         weights = [WEIGHTS.get(method.name, 1.0) for _, method in offered]
-        plan: dict[Role, list[tuple[int, Method]]] = {target.role: [] for target in self.ground.targets}
-        # Each at least once, however few they are.
+        plan: dict[Role, list[tuple[int, Method]]] = {target.role: [] for target in self.environment.targets}
+        # Every method gets at least one request.
         chosen = [*offered, *Random(self.seed).choices(offered, weights, k=max(0, self.requests - len(offered)))]
         for number, (role, method) in enumerate(chosen):
             plan[role].append((number, method))
@@ -117,60 +121,60 @@ class Campaign:
         with grpc.insecure_channel(target.address, options=CHANNEL_OPTIONS) as channel:
             sender = _Sender(target, channel)
             for count, (number, method) in enumerate(plan):
-                if count % LOOK_EVERY == 0:
-                    sender.look()
+                if count % STATUS_EVERY == 0:
+                    sender.update_state()
                 if count % CLEAN_EVERY == 0 and target.role is Role.ACTOR:
-                    self.ground.clean_buffer()
+                    self.environment.clean_buffer()
                 random = Random(f"{self.seed}/{number}")
-                data = _request(random, method, sender.standing)
+                data = _request(random, method, sender.state)
                 code, text = sender.send(method, data, SHORT if random.random() < 0.03 else DEADLINE)
                 self._note(target, method, data, code, text)
-            self._ask_properly(sender, {method.path: method for _, method in plan})
+            self._send_valid_requests(sender, {method.path: method for _, method in plan})
 
-    def _ask_properly(self, sender: _Sender, methods: dict[str, Method]) -> None:
-        """Send each method a request as it should be: a mutated one may ask for more time than it has, and these may not."""
-        sender.look()
+    def _send_valid_requests(self, sender: _Sender, methods: dict[str, Method]) -> None:
+        """Send a valid request to each method. Unlike mutated requests, these must not exceed their deadline."""
+        sender.update_state()
         for path, method in methods.items():
             if path != STOP:
-                data = SEEDS[path](Random(self.seed), sender.standing).SerializeToString()
+                data = SEEDS[path](Random(self.seed), sender.state).SerializeToString()
                 code, text = sender.send(method, data, 10 * DEADLINE)
-                if code not in PROPER - {grpc.StatusCode.DEADLINE_EXCEEDED}:
-                    self.problems.append(f"{path}: a proper request at the end was answered {code.name}: {text[:500]}")
+                if code not in ALLOWED_CODES - {grpc.StatusCode.DEADLINE_EXCEEDED}:
+                    self.problems.append(f"{path}: a valid request at the end returned {code.name}: {text[:500]}")
 
     def _note(self, target: Target, method: Method, data: bytes, code: grpc.StatusCode, text: str) -> None:
         with self._lock:
-            self.answers[method.path, code.name] += 1
-            if code in PROPER and len(text) <= MAX_TEXT and not any(sign in text for sign in SIGNS):
+            self.responses[method.path, code.name] += 1
+            if code in ALLOWED_CODES and len(text) <= MAX_TEXT and not any(part in text for part in FORBIDDEN_TEXT):
                 return
             failure = Failure(target.role, method.path, data, code.name, text)
             self.failures.append(failure)
-            folder = self.ground.folder / "failures"
+            folder = self.environment.folder / "failures"
             folder.mkdir(exist_ok=True)
-            kept = {"method": method.path, "code": code.name, "text": text, "request": data.hex()}
-            (folder / f"{len(self.failures):04}.json").write_text(json.dumps(kept))
+            content = {"method": method.path, "code": code.name, "text": text, "request": data.hex()}
+            (folder / f"{len(self.failures):04}.json").write_text(json.dumps(content))
         if len(self.failures) <= 20:
             print(failure, flush=True)
 
     def table(self) -> Iterator[str]:
-        """A line for each method: how often it was answered how."""
+        """Yield a line for each method with the number of responses by status."""
         for path in all_methods():
-            results = {code: count for (of, code), count in self.answers.items() if of == path}
-            told = ", ".join(f"{code} {count}" for code, count in sorted(results.items(), key=lambda item: -item[1]))
-            yield f"{path} {sum(results.values())}: {told}"
+            results = {code: count for (method, code), count in self.responses.items() if method == path}
+            codes = ", ".join(f"{code} {count}" for code, count in sorted(results.items(), key=lambda item: -item[1]))
+            yield f"{path} {sum(results.values())}: {codes}"
 
     def unreached(self) -> list[str]:
-        """Methods none of whose requests were taken: they would not be fuzzed in depth."""
-        return [path for path in all_methods() if not self.answers[path, "OK"] and path != STOP]
+        """Return the methods without a successful request, which are not fuzzed in depth."""
+        return [path for path in all_methods() if not self.responses[path, "OK"] and path != STOP]
 
 
 STOP = "/quartet.v1.OrchestratorService/Stop"
 
 
-def _request(random: Random, method: Method, standing: Standing) -> bytes:
-    others = [SEEDS[path](random, standing).SerializeToString() for path in random.sample(sorted(SEEDS), 2)]
+def _request(random: Random, method: Method, state: ServiceState) -> bytes:
+    others = [SEEDS[path](random, state).SerializeToString() for path in random.sample(sorted(SEEDS), 2)]
     while True:
-        data = mutated(random, SEEDS[method.path](random, standing), others)
-        # Stop has no fields: what is any message at all ends the run, as it is meant to.
+        data = mutated(random, SEEDS[method.path](random, state), others)
+        # Stop has no fields, so every valid message ends the run.
         if method.path != STOP or not _is_message(data):
             return data
 
@@ -190,10 +194,10 @@ class _Sender:
         self._target, self._channel = target, channel
         self._status = status_pb2_grpc.StatusServiceStub(channel)
         self._methods = all_methods()
-        self.standing = Standing()
+        self.state = ServiceState()
 
     def send(self, method: Method, data: bytes, deadline: float) -> tuple[grpc.StatusCode, str]:
-        """The status and the text of the answer; of a subscription its first message is enough."""
+        """Return status and text of the response. Of a subscription, only the first message is read."""
         kind: Any = self._channel.unary_stream if method.streams else self._channel.unary_unary
         call = kind(method.path, None, None)
         try:
@@ -207,22 +211,22 @@ class _Sender:
         except grpc.RpcError as error:
             return error.code(), error.details() or ""
 
-    def look(self) -> None:
-        """Ask where the target stands, and sets it back where nothing more could be done with it."""
+    def update_state(self) -> None:
+        """Query the state of the target, and restore it if it can accept no more updates."""
         try:
             role = self._status.GetStatus(status_pb2.GetStatusRequest(), timeout=DEADLINE).roles[0]
-        except grpc.RpcError:  # The watch says so.
+        except grpc.RpcError:  # The monitor reports it.
             return
-        self.standing = Standing(role.run, role.step, role.policy_version, max(1, role.leader_epoch), role.broken)
+        self.state = ServiceState(role.run, role.step, role.policy_version, max(1, role.leader_epoch), role.broken)
         if self._target.role not in (Role.ACTOR, Role.CRITIC):
             return
         lost = not (self._target.root / CHECKPOINT / "model.safetensors").exists()  # type: ignore[operator]
         if role.broken or lost or role.step >= SEALED or role.run not in ("", RUN):
-            self._set_back(save=lost)
+            self._restore(save=lost)
 
-    def _set_back(self, save: bool) -> None:
+    def _restore(self, save: bool) -> None:
         service = f"/quartet.v1.{self._target.role.capitalize()}Service"
-        epoch = self.standing.leader_epoch
+        epoch = self.state.leader_epoch
         requests: list[tuple[str, dict[str, Any]]] = [("Restore", {})]
         if save:
             requests.append(("Save", {"directory": CHECKPOINT, "kind": 1}))
@@ -230,4 +234,4 @@ class _Sender:
             method = self._methods[f"{service}/{name}"]
             request = method.request(run=RUN, leader_epoch=epoch, **fields)
             self.send(method, request.SerializeToString(), 10 * DEADLINE)
-        self.standing = Standing(RUN, 0, 0, epoch)
+        self.state = ServiceState(RUN, 0, 0, epoch)

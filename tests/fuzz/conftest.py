@@ -1,4 +1,4 @@
-"""The ground of ``make fuzz-rpc`` within this process: the same servers over TCP, without the seconds that processes take."""
+"""The servers of ``make fuzz-rpc`` in this process, over TCP, without the start-up time of separate processes."""
 
 from __future__ import annotations
 
@@ -16,32 +16,41 @@ from quartet.rpc.server import HostedRole, Server
 from quartet.services.factories import build_model_role
 from quartet.services.orchestrator.servicer import OrchestratorServicer
 from quartet.types import MODEL_ROLES, Role
-from tests.fuzz.ground import LIVE, Ground, Target, root_of, scored_by_both, tree
+from tests.fuzz.environment import (
+    LIVE,
+    FuzzEnvironment,
+    Target,
+    config_tree,
+    create_run_directory,
+    with_combined_reward,
+)
 from tests.training.runs import fleet, orchestrator
 
 
-def served(stack: ExitStack, role: HostedRole) -> str:
-    """Its address, until the stack ends."""
+def serve(stack: ExitStack, role: HostedRole) -> str:
+    """Serve a role until the stack ends. Return the address."""
     server = Server([role], "127.0.0.1:0")
     stack.callback(server.stop, 5.0)
     return server.address
 
 
 @pytest.fixture
-def ground(tmp_path: Path, redis_url: str) -> Iterator[Ground]:
+def environment(tmp_path: Path, redis_url: str) -> Iterator[FuzzEnvironment]:
     torch.set_num_threads(1)
-    result = Ground(tmp_path, redis_url)
+    result = FuzzEnvironment(tmp_path, redis_url)
     with ExitStack() as stack:
         for role in MODEL_ROLES:
-            config = tree(tmp_path, redis_url)
+            config = config_tree(tmp_path, redis_url)
             config["run"]["directory"] = str(tmp_path / f"runs-{role}")
-            built = build_model_role(role, parse_config(scored_by_both(config), "test"), ComputeThread(), threads=1)
-            result.targets.append(Target(role, served(stack, built), root_of(config, tmp_path)))
-        live = tree(tmp_path, redis_url)
+            built = build_model_role(
+                role, parse_config(with_combined_reward(config), "test"), ComputeThread(), threads=1
+            )
+            result.targets.append(Target(role, serve(stack, built), create_run_directory(config, tmp_path)))
+        live = config_tree(tmp_path, redis_url)
         live["run"]["name"] = LIVE
         services = stack.enter_context(fleet(parse_config(live, "test")))
-        going = stack.enter_context(orchestrator(services.config))
-        address = served(stack, OrchestratorServicer(going.board, going.control, going.live_settings))
+        active = stack.enter_context(orchestrator(services.config))
+        address = serve(stack, OrchestratorServicer(active.board, active.control, active.live_settings))
         result.targets.append(Target(Role.ORCHESTRATOR, address, services.config.run_directory))
         result.seal()
         yield result

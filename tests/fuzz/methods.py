@@ -1,4 +1,4 @@
-"""Every RPC method of Quartet, read from the descriptors: a new one is fuzzed without anybody remembering it."""
+"""Every RPC method of Quartet, read from the descriptors, so that new methods are fuzzed automatically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import quartet.v1
 
 @dataclass(frozen=True)
 class Method:
-    """One method. ``streams``: it answers with any number of messages."""
+    """An RPC method. ``streams``: its response is a stream of messages."""
 
     service: str
     name: str
@@ -38,8 +38,8 @@ def all_methods() -> dict[str, Method]:
     for module in (*modules, health_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
-                assert not method.client_streaming, f"{method.full_name}: fuzzing sends one request a call"
+                assert not method.client_streaming, f"{method.full_name}: fuzzing sends one request per call"
                 request = GetMessageClass(method.input_type)
-                known = Method(service.full_name, method.name, request, bool(method.server_streaming))
-                results[known.path] = known
+                result = Method(service.full_name, method.name, request, bool(method.server_streaming))
+                results[result.path] = result
     return results

@@ -1,4 +1,4 @@
-"""Changing a request: its bytes as they are on the wire, or its fields, found by the message's descriptor."""
+"""Mutations of a request: of its bytes on the wire, or of the fields in its descriptor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from quartet.v1 import tensor_pb2
 from tests.unit.models import tiny
 
 ESCAPE = "quartet-fuzz-escaped"
-"""Last part of every path that leads out of the run's directory: nothing of this name may ever be on the disk."""
+"""Last part of every path out of the run directory. No file of this name may exist outside."""
 LARGE = 8 * 1024 * 1024
-"""Bytes of the largest request; it is rare."""
+"""Bytes of the largest requests, which are rare."""
 
 _PATHS = (
     f"../{ESCAPE}",
@@ -75,7 +75,7 @@ _TYPES: dict[int, tuple[int, int]] = {
 
 
 def mutated(random: Random, request: Message, others: list[bytes]) -> bytes:
-    """A request made from a valid one: as it is, or changed, by its fields or its bytes. ``others`` are other methods'."""
+    """Return a valid request, or a mutation of its fields or bytes. ``others``: requests of other methods."""
     choice = random.random()
     if choice < 0.15:
         return request.SerializeToString()
@@ -89,23 +89,23 @@ def mutated(random: Random, request: Message, others: list[bytes]) -> bytes:
 
 
 def change_fields(random: Random, request: Message) -> bytes:
-    """One to three fields set to what is at an edge, or beyond it."""
+    """Set one to three fields to values at or beyond a limit."""
     for _ in range(random.choice((1, 1, 1, 2, 3))):
-        places = list(_places(request))
-        if places:
-            message, field = random.choice(places)
+        fields = list(_all_fields(request))
+        if fields:
+            message, field = random.choice(fields)
             _change(random, message, field)
     return request.SerializeToString()
 
 
-def _places(message: Message) -> Iterator[tuple[Message, Any]]:
-    """Every field of a message and of those in it, absent ones included."""
+def _all_fields(message: Message) -> Iterator[tuple[Message, Any]]:
+    """Yield every field of a message and of its nested messages, including absent ones."""
     for field in message.DESCRIPTOR.fields:
         yield message, field
         if field.type == FieldDescriptor.TYPE_MESSAGE and not _is_map(field):
             inner = getattr(message, field.name)
             for each in inner if field.is_repeated else [inner]:
-                yield from _places(each)
+                yield from _all_fields(each)
 
 
 def _is_map(field: Any) -> bool:
@@ -131,7 +131,7 @@ def _change(random: Random, message: Message, field: Any) -> None:
         setattr(message, field.name, _scalar(random, field, getattr(message, field.name)))
 
 
-def _scalar(random: Random, field: Any, now: Any = 0) -> Any:
+def _scalar(random: Random, field: Any, current: Any = 0) -> Any:
     if field.type == FieldDescriptor.TYPE_STRING:
         return random.choice(_STRINGS)
     if field.type == FieldDescriptor.TYPE_BOOL:
@@ -143,7 +143,7 @@ def _scalar(random: Random, field: Any, now: Any = 0) -> Any:
     if field.type == FieldDescriptor.TYPE_ENUM and random.random() < 0.7:
         return random.randrange(len(field.enum_type.values) + 1)
     low, high = _TYPES[field.type]
-    edges = [value for value in (*_UINTS, -1, low, high, high - 1, now + 1, now - 1) if low <= value <= high]
+    edges = [value for value in (*_UINTS, -1, low, high, high - 1, current + 1, current - 1) if low <= value <= high]
     return random.choice(edges)
 
 
@@ -173,7 +173,7 @@ def _change_list(random: Random, message: Message, field: Any) -> None:
 
 def _change_map(random: Random, values: Any, field: Any) -> None:
     key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
-    assert value.type != FieldDescriptor.TYPE_MESSAGE, "a map of messages in a request: say here how it is changed"
+    assert value.type != FieldDescriptor.TYPE_MESSAGE, "a map of messages in a request: add its mutation here"
     for name in list(values):
         if random.random() < 0.5:
             values[name] = _scalar(random, value)
@@ -184,24 +184,26 @@ def _change_map(random: Random, values: Any, field: Any) -> None:
             )
 
 
-def _bytes(random: Random, now: bytes) -> bytes:
+def _bytes(random: Random, current: bytes) -> bytes:
     return random.choice(
         (
             lambda: b"",
-            lambda: now[: random.randrange(len(now) + 1)],
-            lambda: now + b"\0" * random.choice((1, 4, 4096)),
-            lambda: b"\xff" * len(now),
-            lambda: random.randbytes(len(now)),
-            lambda: struct.pack("<f", random.choice((math.nan, math.inf, -math.inf, 3e38))) * (len(now) // 4),
-            lambda: struct.pack("<i", random.choice((0, -1, 2**31 - 1, -(2**31), tiny.VOCABULARY))) * (len(now) // 4),
+            lambda: current[: random.randrange(len(current) + 1)],
+            lambda: current + b"\0" * random.choice((1, 4, 4096)),
+            lambda: b"\xff" * len(current),
+            lambda: random.randbytes(len(current)),
+            lambda: struct.pack("<f", random.choice((math.nan, math.inf, -math.inf, 3e38))) * (len(current) // 4),
+            lambda: (
+                struct.pack("<i", random.choice((0, -1, 2**31 - 1, -(2**31), tiny.VOCABULARY))) * (len(current) // 4)
+            ),
         )
     )()
 
 
-def tensor(random: Random, now: tensor_pb2.Tensor) -> tensor_pb2.Tensor:
-    """Another tensor: one that is whole in itself but does not fit the rest, or one that is not."""
+def tensor(random: Random, current: tensor_pb2.Tensor) -> tensor_pb2.Tensor:
+    """Return another tensor: a valid one that does not match the rest of the request, or an invalid one."""
     result = tensor_pb2.Tensor()
-    result.CopyFrom(now)
+    result.CopyFrom(current)
     change = random.randrange(8)
     if change == 0:
         result.dtype = random.choice((0, 1, 2, 3, -1))  # type: ignore[assignment]
@@ -214,15 +216,15 @@ def tensor(random: Random, now: tensor_pb2.Tensor) -> tensor_pb2.Tensor:
                 [2**62],
                 [2**63 - 1],
                 [-(2**63)],
-                [1, len(now.data) // 4],
-                [len(now.data) // 4, 1],
+                [1, len(current.data) // 4],
+                [len(current.data) // 4, 1],
                 [1] * 5000,
             )
         )
     elif change == 2:
-        result.data = _bytes(random, now.data)
+        result.data = _bytes(random, current.data)
     else:
-        values = np.frombuffer(now.data[: len(now.data) // 4 * 4], "<i4").copy()
+        values = np.frombuffer(current.data[: len(current.data) // 4 * 4], "<i4").copy()
         values = _elements(random, values)
         result.dtype, result.data = tensor_pb2.DATA_TYPE_INT32, values.astype("<i4").tobytes()
         result.shape[:] = [len(values)]
@@ -249,7 +251,7 @@ def _elements(random: Random, values: Any) -> Any:
 
 
 def change_bytes(random: Random, data: bytes, others: list[bytes]) -> bytes:
-    """Bytes that may or may not be a message."""
+    """Mutate bytes. The result may be no valid message."""
     return random.choice(_BYTE_CHANGES)(random, data, others)[:LARGE]
 
 
@@ -289,7 +291,7 @@ def _foreign(random: Random, data: bytes, others: list[bytes]) -> bytes:
 
 
 def _length(random: Random, data: bytes, _: list[bytes]) -> bytes:
-    """A field that claims to be as long as there is memory, or longer."""
+    """Insert a field with a huge declared length."""
     at = random.randrange(len(data) + 1)
     tag = bytes([random.randrange(1, 16) << 3 | 2])
     claimed = _varint(random.choice((2**20, 2**31 - 1, 2**31, 2**32, 2**63, 2**64 - 1)))
@@ -297,7 +299,7 @@ def _length(random: Random, data: bytes, _: list[bytes]) -> bytes:
 
 
 def _nest(random: Random, data: bytes, _: list[bytes]) -> bytes:
-    """Messages in messages, or groups in groups, deeper than any parser follows."""
+    """Nest messages or groups deeper than a parser allows."""
     if random.random() < 0.5:
         return bytes([random.randrange(1, 12) << 3 | 3]) * random.choice((10, 101, 50_000))
     field, result = random.randrange(1, 12) << 3 | 2, data

@@ -1,4 +1,4 @@
-"""The reward function of the fuzzed reward service: it looks at the prompt's own fields, as users' functions do."""
+"""Reward function of the fuzzed reward service. It reads the fields of the prompt, as users' functions do."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def score(prompt: str, response: str, fields: dict[str, Any]) -> float:
-    """1 where the answer is in the response. Fails where the field is not what it expects, as users' functions do."""
+    """Return 1 if the answer is in the response. Fails if the field has another type, as users' functions do."""
     return float(fields.get("answer", "") in response)

@@ -1,4 +1,4 @@
-"""A request for every method that the service takes as it stands: mutations of it get deep."""
+"""A valid request for every method. Its mutations pass the first checks of the service."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.unit.models import tiny
 
 RUN = "fuzz"
 CHECKPOINT = "checkpoints/first"
-"""Directory of a checkpoint of the initial model, by Restore's and Save's reckoning."""
+"""Directory of a checkpoint of the initial model, as in requests of Restore and Save."""
 CHECKPOINT_EVERY = 4
 """Steps between the checkpoints of the run whose orchestrator is fuzzed."""
 
 
 @dataclass(frozen=True)
-class Standing:
+class ServiceState:
     """State of a process that valid requests must match."""
 
     run: str = ""
@@ -55,12 +55,12 @@ def _batch(random: Random) -> trajectory_pb2.TokenBatch:
     return codec.batch_to_proto(batch)
 
 
-def _generate(random: Random, now: Standing) -> Message:
+def _generate(random: Random, state: ServiceState) -> Message:
     lengths = [random.randint(1, 6) for _ in range(random.randint(1, 3))]
     return actor_pb2.GenerateRequest(
         run=RUN,
-        step=now.step + 1,
-        leader_epoch=now.leader_epoch,
+        step=state.step + 1,
+        leader_epoch=state.leader_epoch,
         prompt_ids=ints([random.randrange(tiny.VOCABULARY) for _ in range(sum(lengths))]),
         prompt_lengths=ints(lengths),
         prompts=random.sample(range(1000), len(lengths)),
@@ -69,7 +69,7 @@ def _generate(random: Random, now: Standing) -> Message:
             max_response_tokens=random.randint(1, 6), temperature=1.0, top_p=0.9, top_k=random.choice([0, 5])
         ),
         seed=1,
-        policy_version=now.policy_version,
+        policy_version=state.policy_version,
     )
 
 
@@ -84,7 +84,7 @@ def _optimization(random: Random) -> update_pb2.OptimizationSettings:
     )
 
 
-def _actor_update(random: Random, now: Standing) -> Message:
+def _actor_update(random: Random, state: ServiceState) -> Message:
     loss = update_pb2.PolicyLossSettings(
         temperature=1.0,
         clip_low=0.2,
@@ -96,81 +96,85 @@ def _actor_update(random: Random, now: Standing) -> Message:
         policy_loss="clipped",
     )
     return update_pb2.UpdateRequest(
-        run=RUN, step=now.step + 1, leader_epoch=now.leader_epoch, optimization=_optimization(random), policy_loss=loss
+        run=RUN,
+        step=state.step + 1,
+        leader_epoch=state.leader_epoch,
+        optimization=_optimization(random),
+        policy_loss=loss,
     )
 
 
-def _critic_update(random: Random, now: Standing) -> Message:
+def _critic_update(random: Random, state: ServiceState) -> Message:
     return update_pb2.UpdateRequest(
         run=RUN,
-        step=now.step + 1,
-        leader_epoch=now.leader_epoch,
+        step=state.step + 1,
+        leader_epoch=state.leader_epoch,
         optimization=_optimization(random),
         value_loss=update_pb2.ValueLossSettings(value_clip=0.2),
     )
 
 
-def _save(random: Random, now: Standing) -> Message:
+def _save(random: Random, state: ServiceState) -> Message:
     return update_pb2.SaveRequest(
         run=RUN,
-        leader_epoch=now.leader_epoch,
+        leader_epoch=state.leader_epoch,
         directory=f"saved/{random.randrange(3)}",
         kind=random.choice([update_pb2.SAVE_KIND_CHECKPOINT, update_pb2.SAVE_KIND_MODEL, update_pb2.SAVE_KIND_ADAPTER]),
-        **({"step": now.step} if random.random() < 0.5 else {}),
+        **({"step": state.step} if random.random() < 0.5 else {}),
     )
 
 
-def _restore(random: Random, now: Standing) -> Message:
+def _restore(random: Random, state: ServiceState) -> Message:
     checkpoint = {} if random.random() < 0.5 else {"step": 1, "directory": CHECKPOINT}
-    return update_pb2.RestoreRequest(run=RUN, leader_epoch=now.leader_epoch, **checkpoint)
+    return update_pb2.RestoreRequest(run=RUN, leader_epoch=state.leader_epoch, **checkpoint)
 
 
-def _log_probs(kind: Callable[..., Message]) -> Callable[[Random, Standing], Message]:
-    return lambda random, now: kind(batch=_batch(random), temperature=random.choice([1.0, 0.7]))
+def _log_probs(kind: Callable[..., Message]) -> Callable[[Random, ServiceState], Message]:
+    return lambda random, state: kind(batch=_batch(random), temperature=random.choice([1.0, 0.7]))
 
 
-def _score(random: Random, now: Standing) -> Message:
+def _score(random: Random, state: ServiceState) -> Message:
     batch = _batch(random)
     sequences = len(batch.prompt_lengths.data) // 4
     fields = ['{"answer": "7"}', "{}", '{"nested": {"list": [1, null]}}']
     return reward_pb2.ScoreRequest(batch=batch, fields=[random.choice(fields) for _ in range(sequences)])
 
 
-def _change_settings(random: Random, now: Standing) -> Message:
+def _change_settings(random: Random, state: ServiceState) -> Message:
     values = {"kl_coefficient": random.random(), "actor.learning_rate": random.random() * 1e-3}
     return orchestrator_pb2.ChangeSettingsRequest(values=values, user="fuzz")
 
 
-def _roll_back(random: Random, now: Standing) -> Message:
-    return orchestrator_pb2.RollBackRequest(step=now.step // CHECKPOINT_EVERY * CHECKPOINT_EVERY)
+def _roll_back(random: Random, state: ServiceState) -> Message:
+    return orchestrator_pb2.RollBackRequest(step=state.step // CHECKPOINT_EVERY * CHECKPOINT_EVERY)
 
 
-def _constant(message: Message) -> Callable[[Random, Standing], Message]:
-    return lambda random, now: type(message).FromString(message.SerializeToString())
+def _constant(message: Message) -> Callable[[Random, ServiceState], Message]:
+    return lambda random, state: type(message).FromString(message.SerializeToString())
 
 
 _SERVICES = ("", "quartet.v1.ActorService", "quartet.v1.OrchestratorService", "quartet.v1.RewardService")
 
 
-def _health(random: Random, now: Standing) -> Message:
+def _health(random: Random, state: ServiceState) -> Message:
     return health_pb2.HealthCheckRequest(service=random.choice(_SERVICES))
 
 
-SEEDS: dict[str, Callable[[Random, Standing], Message]] = {
+SEEDS: dict[str, Callable[[Random, ServiceState], Message]] = {
     "/quartet.v1.ActorService/Generate": _generate,
     "/quartet.v1.ActorService/LogProbs": _log_probs(actor_pb2.ActorServiceLogProbsRequest),
     "/quartet.v1.ActorService/Update": _actor_update,
     "/quartet.v1.ActorService/Save": _save,
     "/quartet.v1.ActorService/Restore": _restore,
-    "/quartet.v1.CriticService/Values": lambda random, now: critic_pb2.ValuesRequest(batch=_batch(random)),
+    "/quartet.v1.CriticService/Values": lambda random, state: critic_pb2.ValuesRequest(batch=_batch(random)),
     "/quartet.v1.CriticService/Update": _critic_update,
     "/quartet.v1.CriticService/Save": _save,
     "/quartet.v1.CriticService/Restore": _restore,
     "/quartet.v1.RewardService/Score": _score,
     "/quartet.v1.ReferenceService/LogProbs": _log_probs(reference_pb2.ReferenceServiceLogProbsRequest),
     "/quartet.v1.OrchestratorService/GetProgress": _constant(orchestrator_pb2.GetProgressRequest()),
-    "/quartet.v1.OrchestratorService/WatchProgress": lambda random, now: orchestrator_pb2.WatchProgressRequest(
-        after_step=max(0, now.step - random.randrange(3))
+    "/quartet.v1.OrchestratorService/WatchProgress": lambda random, state: orchestrator_pb2.WatchProgressRequest(
+        after_step=max(0, state.step - random.randrange(3))
     ),
     "/quartet.v1.OrchestratorService/Stop": _constant(orchestrator_pb2.StopRequest()),
     "/quartet.v1.OrchestratorService/Pause": _constant(orchestrator_pb2.PauseRequest()),

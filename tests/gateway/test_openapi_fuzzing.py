@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from quartet.gateway.__main__ import OPERATOR_TOKEN_VARIABLE
-from tests.fuzz.watching import Look, look
+from tests.fuzz.monitoring import ResourceUsage, resource_usage
 from tests.gateway.live_runs import eventually, live
 from tests.gateway.serving import TOKEN, Gateway, serving
 from tests.gateway.test_process import Process
@@ -89,17 +89,17 @@ def test_ten_thousand_requests_do_not_leak_resources(ended: Run, make: MakeConfi
             return wholes + send_generated_requests(address, "going", lambda path: path in OF_A_LIVE_RUN, examples)
 
         send(max(1, examples // 5))
-        before = look(pid, 0)
+        before = resource_usage(pid, 0)
         with answering(address) as late:
             answered = send(examples)
-        after = look(pid, len(answered))
+        after = resource_usage(pid, len(answered))
     counts = Counter(status for _, status in answered)
     print(f"{len(answered)} requests, by status {dict(counts)}; before {before}, after {after}")
     assert len(answered) >= ENOUGH
     assert late == []
     assert all(status < 500 or status == 503 for status in counts)
-    assert isinstance(before, Look)
-    assert isinstance(after, Look), "the gateway's process has ended"
+    assert isinstance(before, ResourceUsage)
+    assert isinstance(after, ResourceUsage), "the gateway's process has ended"
     assert after.memory - before.memory < MORE_MEMORY
     assert after.files - before.files <= MORE_FILES
     assert after.threads <= before.threads + MORE_THREADS

@@ -28,15 +28,15 @@ from tests.unit.models import tiny
 
 LIVE = "live"
 SEALED = 40
-"""Steps whose experience is in the buffer; from there on models go back to their beginning."""
-WHERE = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
+"""Steps with experience in the buffer. After the last of them, the fuzzer restores the initial models."""
+IMPORT_PATH = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
 """Import path of the reward function."""
 STATUS, HEALTH = "quartet.v1.StatusService", "grpc.health.v1.Health"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A process, or a server within this one, that is fuzzed. ``root`` is where it may write; None: nowhere."""
+    """A fuzzed process, or server in this process. ``root``: the directory that it may write to, or None."""
 
     role: Role
     address: str
@@ -49,15 +49,15 @@ class Target:
 
 
 @dataclass
-class Ground:
-    """All targets, the buffer that they share, and the folder in which everything lies."""
+class FuzzEnvironment:
+    """All targets, their common buffer, and the folder of all files."""
 
     folder: Path
     redis_url: str
     targets: list[Target] = field(default_factory=list)
 
     def clean_buffer(self) -> None:
-        """Delete unread trajectories from the buffer. In a real run the orchestrator does that."""
+        """Delete unread trajectories from the buffer. In a real run the orchestrator does this."""
         client = connect(self.redis_url)
         for key in client.scan_iter(match="quartet:*", count=1000):
             if not key.startswith((f"quartet:{RUN}:experience:".encode(), f"quartet:{LIVE}:".encode())):
@@ -72,19 +72,19 @@ class Ground:
             store.seal(experience(RUN, step))
         client.close()
 
-    def strayed(self) -> list[str]:
-        """Files that lie where no service may write."""
+    def misplaced_files(self) -> list[str]:
+        """Return the files at paths to which no service may write."""
         roots = [target.root.resolve() for target in self.targets if target.root is not None]
         outside = list((self.folder / "outside").rglob("*"))
-        named = [path for path in (Path("/tmp") / ESCAPE, Path.cwd() / ESCAPE, Path.home() / ESCAPE) if path.exists()]
+        files = [path for path in (Path("/tmp") / ESCAPE, Path.cwd() / ESCAPE, Path.home() / ESCAPE) if path.exists()]
         for path in self.folder.rglob(f"*{ESCAPE}*"):
             if not any(root in path.resolve().parents for root in roots):
-                named.append(path)
-        return [str(path) for path in (*outside, *named)]
+                files.append(path)
+        return [str(path) for path in (*outside, *files)]
 
 
-def tree(folder: Path, redis_url: str, **changes: Any) -> dict[str, Any]:
-    """A config over tiny models with random weights, which it writes where they are not there yet."""
+def config_tree(folder: Path, redis_url: str, **changes: Any) -> dict[str, Any]:
+    """Return a config with tiny models of random weights, and write the models if they do not exist."""
     models = {kind: folder / "models" / kind for kind in ("policy", "scorer")}
     if not models["scorer"].exists():
         tiny.saved(tiny.causal("llama", seed=3), models["policy"])
@@ -119,14 +119,14 @@ REWARD = {
 }
 
 
-def scored_by_both(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with a reward of a model and a function: what fields hold matters then."""
+def with_combined_reward(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with a reward from a model and a function. The function reads the fields of the prompt."""
     parts = [{**part, **({"model": config["reward"]["model"]} if "model" in part else {})} for part in REWARD["parts"]]
     return {**config, "reward": {**REWARD, "parts": parts}}
 
 
-def root_of(config: dict[str, Any], folder: Path) -> Path:
-    """The run's directory, with a link in it that leads out."""
+def create_run_directory(config: dict[str, Any], folder: Path) -> Path:
+    """Create the run directory, with a symbolic link that leads out of it."""
     root = Path(config["run"]["directory"]) / config["run"]["name"]
     root.mkdir(parents=True)
     (root / "out").symlink_to(folder / "outside")
@@ -134,50 +134,52 @@ def root_of(config: dict[str, Any], folder: Path) -> Path:
 
 
 @contextmanager
-def processes(folder: Path) -> Iterator[Ground]:
-    """Five processes to fuzz, and one with all models for the run of the fifth, the orchestrator."""
+def processes(folder: Path) -> Iterator[FuzzEnvironment]:
+    """Start the five fuzzed processes: four model services, and an orchestrator whose run has its own model services."""
     folder = folder.absolute()
     folder.mkdir(parents=True)
     with ExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis(folder / "redis", folder / "redis.log"))
-        ground = Ground(folder, redis.url)
+        environment = FuzzEnvironment(folder, redis.url)
         started = {}
         for role in MODEL_ROLES:
-            config = tree(folder, redis.url)
+            config = config_tree(folder, redis.url)
             config["run"]["directory"] = str(folder / f"runs-{role}")
-            started[role] = config, stack.enter_context(_service(folder, scored_by_both(config), [role]))
-        live = tree(folder, redis.url)
+            started[role] = config, stack.enter_context(_service(folder, with_combined_reward(config), [role]))
+        live = config_tree(folder, redis.url)
         live["run"] = {**live["run"], "name": LIVE}
-        _, read = stack.enter_context(_service(folder, live, list(MODEL_ROLES)))
-        for role, (config, (pid, ready)) in started.items():
-            ground.targets.append(Target(role, ready()["address"], root_of(config, folder), pid))
-        beside = read()["address"]
-        live["services"] = {role: {"num_threads": 1, "address": beside} for role in MODEL_ROLES}
-        ground.targets.append(stack.enter_context(_orchestrator(folder, live)))
-        ground.seal()
-        yield ground
+        _, ready = stack.enter_context(_service(folder, live, list(MODEL_ROLES)))
+        for role, (config, (pid, wait_until_ready)) in started.items():
+            environment.targets.append(
+                Target(role, wait_until_ready()["address"], create_run_directory(config, folder), pid)
+            )
+        model_services = ready()["address"]
+        live["services"] = {role: {"num_threads": 1, "address": model_services} for role in MODEL_ROLES}
+        environment.targets.append(stack.enter_context(_orchestrator(folder, live)))
+        environment.seal()
+        yield environment
 
 
 @contextmanager
 def _service(folder: Path, config: dict[str, Any], roles: list[Role]) -> Iterator[tuple[int, Any]]:
-    """Its process id, and what waits until it is ready and tells what it said then."""
+    """Start a service process. Yield its id, and a function that waits for its ready message and returns it."""
     name = "-".join(roles)
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(json.loads(json.dumps(config))))
     reader, writer = os.pipe()
     command = [sys.executable, "-m", "quartet.services", *roles, "--config", str(path), "--listen", "127.0.0.1:0"]
-    # As deep as the paths climb: what gets out of the run's directory is still in the folder.
-    place = folder / "work" / "a" / "b" / "c"
-    place.mkdir(parents=True, exist_ok=True)
+    # As deep as the fuzzed paths climb, so that files outside the run directory stay in the folder.
+    directory = folder / "work" / "a" / "b" / "c"
+    directory.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             tied_to_parent([*command, "--ready-fd", str(writer)]),
-            cwd=place,
+            cwd=directory,
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,
             pass_fds=(writer,),
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, WHERE))},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, IMPORT_PATH))},
         )
     os.close(writer)
     with os.fdopen(reader) as pipe:
@@ -205,7 +207,7 @@ def _orchestrator(folder: Path, config: dict[str, Any]) -> Iterator[Target]:
     files = RunFiles(folder / "runs" / LIVE)
     command = Command(QUARTET, "train", path, cwd=folder / "work")
     try:
-        # Until there is a checkpoint to go back to.
+        # RollBack needs a checkpoint.
         command.wait_for(lambda: any(files.checkpoints.glob("step-*/manifest.json")))
         address = json.loads(files.services.read_text())[Role.ORCHESTRATOR]
         yield Target(Role.ORCHESTRATOR, address, files.root, command.child(Role.ORCHESTRATOR))
