@@ -1,7 +1,7 @@
-"""Kill, or suspend for a while, every process at every point of a step: `make chaos`, or python -m tests.chaos.
+"""Kill or suspend every process at every moment of a step: `make chaos`, or python -m tests.chaos.
 
 Each case is one run of `quartet train` that must be bit-identical to an undisturbed run. Writes the table in
-docs/durability.md after all cases have been run. Exits with status 1 if a case fails.
+docs/durability.md after all cases have run. The exit status is 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="run the cases one step off-policy, in a separate folder; no table is written",
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("build/chaos"), help="where results and common runs are kept"
+        "--folder", type=Path, default=Path("build/chaos"), help="folder of results and undisturbed runs"
     )
-    parser.add_argument("--page", type=Path, default=Path("docs/durability.md"), help="where the table goes")
+    parser.add_argument("--page", type=Path, default=Path("docs/durability.md"), help="page of the table")
     options = parser.parse_args(arguments)
     if options.list:
         print("\n".join(case.name for case in CASES))
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             page.rewritten(options.page.read_text(encoding="utf-8"), results, about), encoding="utf-8"
         )
         print(f"wrote {options.page}")
-    print(f"{len(chosen) - len(failed)} of {len(chosen)} cases came to the undisturbed run's bits")
+    print(f"{len(chosen) - len(failed)} of {len(chosen)} cases are bit-identical to the undisturbed run")
     for case in failed:
         print(f"failed: python -m tests.chaos --only {case.name}", file=sys.stderr)
     return 1 if failed else 0
@@ -82,29 +82,29 @@ def _chosen(names: Sequence[str]) -> tuple[Case, ...]:
 
 
 def _read(path: Path) -> dict[str, Result]:
-    """The last result of each case, by name; of cases that there still are."""
+    """Return the last result of each existing case, by name."""
     known = {case.name for case in CASES}
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     results = {}
     for line in lines:
-        actual = json.loads(line)
-        if actual["case"] in known:
-            results[actual["case"]] = Result(
-                actual["case"],
-                actual["recoveries"],
-                actual["seconds"],
-                actual["total_seconds"],
-                tuple(actual["problems"]),
+        record = json.loads(line)
+        if record["case"] in known:
+            results[record["case"]] = Result(
+                record["case"],
+                record["recoveries"],
+                record["seconds"],
+                record["total_seconds"],
+                tuple(record["problems"]),
             )
     return results
 
 
 def _show(number: str, result: Result) -> None:
     seconds = "never" if result.seconds is None else f"{result.seconds:.1f} s"
-    verdict = "FAILED" if result.problems else "same bits"
+    verdict = "FAILED" if result.problems else "bit-identical"
     print(
         f"{number} {result.case}: {verdict}, {result.recoveries} recoveries, recovered after {seconds}, "
-        f"{result.total_seconds:.0f} s in all",
+        f"{result.total_seconds:.0f} s in total",
         flush=True,
     )
     for problem in result.problems:

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 STEPS = 6
 CHECKPOINT_EVERY = 2
 KEPT = (4, 6)
-"""The steps whose checkpoints are there at the end."""
+"""Steps of the checkpoints that exist at the end."""
 PROMPTS_PER_STEP = 12
 SCORE_BATCH = 4
 MINI_BATCHES = 3
 FLUSHES = 2
-"""Times that the actor writes to the stream in a step: it does so for 8 trajectories, and at the end."""
+"""Writes of the actor to the stream per step: after 8 trajectories, and at the end."""
 
 PROCESSES = ("orchestrator", "actor", "critic", "reward", "reference", "redis")
-"""Those that a run needs; the launcher starts, watches and restarts them."""
+"""Processes that a run needs. The launcher starts, monitors and restarts them."""
 GATEWAY = "gateway"
-"""The same of one that a run does not need."""
+"""A process that the launcher restarts, but that a run does not need."""
 EVERYTHING = "everything"
-"""The launcher, and with it every process that it started; the run is resumed by hand."""
+"""The launcher with every process that it started. The suite then runs `quartet train --resume`."""
 KILL, STOP = "SIGKILL", "SIGSTOP"
 STOPPED_SECONDS = 1.5
 """Seconds between SIGSTOP and SIGCONT."""
@@ -29,30 +29,31 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Moment:
-    """A boundary of the step's transaction. ``failpoint`` is where the run is held there, unless the victim has its own.
+    """A moment of the step's transaction, at which a failpoint holds the run.
 
-    ``per_step`` is how often a step passes it, ``nth`` which of these is meant; those of checkpoints are passed once for each.
+    ``by_process`` has the failpoints of processes that do not use ``failpoint``. A step passes the failpoint ``per_step`` times,
+    and the ``nth`` time is the moment. If ``of_checkpoint`` is set, only a checkpoint passes it, once.
     """
 
     name: str
     failpoint: str
-    own: Mapping[str, str] = field(default_factory=dict)
+    by_process: Mapping[str, str] = field(default_factory=dict)
     per_step: int = 1
     nth: int = 1
     of_checkpoint: bool = False
 
     def setting(self, victim: str, seed: int) -> str:
-        """The failpoint's setting: where to hold, and at which passing."""
+        """Return the setting of the failpoint: its name, and the pass at which it holds the run."""
         step = self.step(seed)
         passed = step // CHECKPOINT_EVERY - 1 if self.of_checkpoint else (step - 1) * self.per_step
         return f"{self.failpoint_of(victim)}=hold@{passed + self.nth}"
 
     def failpoint_of(self, victim: str) -> str:
-        """Return where the run is held."""
-        return self.own.get(victim, self.failpoint)
+        """Return the name of the failpoint that holds the run."""
+        return self.by_process.get(victim, self.failpoint)
 
     def step(self, seed: int) -> int:
-        """The step of which it is: before the first checkpoint, right after it, or with a step to replay behind it."""
+        """Return the step of the fault: before the first checkpoint, right after it, or one committed step after it."""
         return (2, 4, 2)[seed] if self.of_checkpoint else (2, 3, 4)[seed]
 
 
@@ -77,12 +78,12 @@ MOMENTS = (
     Moment("manifest_written", "orchestrator.manifest_written", of_checkpoint=True),
     Moment("checkpointed", "orchestrator.checkpointed", of_checkpoint=True),
 )
-"""In the order of a step; docs/durability.md says what each means."""
+"""Moments in the order of a step. docs/durability.md describes each."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One fault."""
+    """One fault at one moment."""
 
     process: str
     fault: str
@@ -95,7 +96,7 @@ class Case:
 
     @property
     def setting(self) -> str:
-        """Of the failpoint that holds the run at the moment."""
+        """Return the setting of the failpoint that holds the run at the moment."""
         return self.moment.setting(self.process, self.seed)
 
 
@@ -104,7 +105,7 @@ PAIRS = [
     (EVERYTHING, KILL),
     *((GATEWAY, fault) for fault in (KILL, STOP)),
 ]
-# Each row begins with another seed, so every pair and every moment meets every seed.
+# Each row starts with another seed, so every pair and every moment is tested with every seed.
 CASES = tuple(
     Case(process, fault, moment, (row + column) % len(SEEDS))
     for row, moment in enumerate(MOMENTS)

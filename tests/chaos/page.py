@@ -12,16 +12,16 @@ BEGIN, END = "<!-- chaos: what follows is written by make chaos -->", "<!-- chao
 
 
 def rewritten(page: str, results: Mapping[str, Result], about: str) -> str:
-    """``page`` with the results by the cases' names between its marks. ``about`` says on what they were run."""
-    before, actual, rest = page.partition(BEGIN)
+    """Return ``page`` with new results between its marks. ``about``: duration and machine of the suite."""
+    before, mark, rest = page.partition(BEGIN)
     _, closed, after = rest.partition(END)
-    if not actual or not closed:
+    if not mark or not closed:
         raise ValueError(f"the page has lost a mark: expected {BEGIN} and then {END}")
     return f"{before}{BEGIN}\n\n{_tables(results, about)}\n{END}{after}"
 
 
 def cells(page: str) -> dict[str, str]:
-    """Return what ``page`` says of each case, by name."""
+    """Return the table cell of each case on ``page``, by name."""
     rows = [line.strip("|").split("|") for line in page.partition(BEGIN)[2].partition(END)[0].splitlines()]
     table = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows if len(row) == 1 + len(PAIRS)}
     return {
@@ -33,11 +33,11 @@ def cells(page: str) -> dict[str, str]:
 
 def _tables(results: Mapping[str, Result], about: str) -> str:
     failed = sum(bool(result.problems) for result in results.values())
-    verdict = "every one came to the undisturbed run's bits" if not failed else f"**{failed} failed**"
+    verdict = "every run is bit-identical to the undisturbed one" if not failed else f"**{failed} failed**"
     lines = [
         f"{len(results)} of {len(CASES)} cases, {about}: {verdict}.",
         "",
-        "| process | fault | cases | recoveries | seconds to recover, median | longest | same bits |",
+        "| process | fault | cases | recoveries | seconds to recover, median | maximum | bit-identical |",
         "|---|---|---|---|---|---|---|",
     ]
     for process, fault in PAIRS:

@@ -1,4 +1,4 @@
-"""Execution of a chaos case: one `quartet train`, disturbed at its moment, compared with the undisturbed run."""
+"""Execution of a chaos case: one `quartet train` with a fault, compared with the undisturbed run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from tests.e2e.commands import QUARTET, Command, CommandResult, wait_until
 from tests.e2e.conftest import MINIATURE
 
 RUN = "chaos"
-PATIENCE = 120.0
-"""Seconds that a run may take, faults and recovery included; then it hangs."""
+TIMEOUT = 120.0
+"""Maximum duration of a run in seconds, faults and recovery included."""
 POLL = 0.01
 
 
@@ -44,8 +44,8 @@ POLL = 0.01
 class Result:
     """Result of a case.
 
-    ``recoveries`` counts processes restarted, and returns of the run to its last commit; ``seconds`` are from the signal to the
-    commit of the second step after it, None when there was none; ``problems`` are empty when every property holds.
+    ``recoveries``: restarted processes, and returns of the run to its last commit. ``seconds``: from the signal to the commit of
+    the second step after it, or None if there is none. ``problems``: one message per violated property.
     """
 
     case: str
@@ -56,17 +56,17 @@ class Result:
 
 
 class ChaosSetup:
-    """The toy task, the config, and the undisturbed run of each seed: what all cases have in common, kept in one folder."""
+    """Folder with the toy task, the config, and the undisturbed run of each seed, which all cases share."""
 
     def __init__(self, folder: Path, stale: bool = False) -> None:
-        """``stale``: the runs are one step off-policy."""
+        """``stale``: train one step off-policy."""
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         toy_task = self._toy_task()
         tree = {
             "run": {"name": RUN, "steps": STEPS},
             "data": {"prompts": str(toy_task.prompts), "max_prompt_tokens": 24},
-            # Of all that can be on, what a resumed run could forget: an adaptive KL coefficient and moments of the scores.
+            # An adaptive KL coefficient and running score statistics are state that a resumed run could lose.
             "algorithm": {
                 "num_mini_batches": MINI_BATCHES,
                 "kl_controller": {"kind": "adaptive"},
@@ -83,7 +83,7 @@ class ChaosSetup:
             "reward": {"model": str(toy_task.reward)},
             "checkpoint": {"every_steps": CHECKPOINT_EVERY, "keep_last": len(KEPT)},
             "recovery": {"backoff_seconds": 0.05},
-            # The same arithmetic wherever the other services are.
+            # One thread each, because the number of threads changes the arithmetic.
             "services": {role: {"num_threads": 1} for role in ("actor", "critic", "reward", "reference")},
         }
         self.config = self.folder / "chaos.yaml"
@@ -93,14 +93,14 @@ class ChaosSetup:
         return make_toy_task(self.folder / "toy-task", recipe=MINIATURE)
 
     def undisturbed(self, seed: int) -> Path:
-        """The directory of the run that nothing happened to; it is run when it is first asked for."""
+        """Return the directory of the undisturbed run of a seed. The first call runs it."""
         folder = self.folder / f"undisturbed-{seed}"
         directory, done = folder / "runs" / RUN, folder / "done"
         if not done.exists():
             folder.mkdir(exist_ok=True)
             command = Command(QUARTET, *train(self.config, seed), "--overwrite", cwd=folder)
             try:
-                result = command.wait(PATIENCE)
+                result = command.wait(TIMEOUT)
             finally:
                 command.clean_up()
             assert (result.code, result.leftovers) == (0, []), result
@@ -109,17 +109,17 @@ class ChaosSetup:
 
 
 def train(config: Path, seed: int) -> list[str | Path]:
-    """Arguments of the command."""
+    """Return the arguments of ``quartet``."""
     return ["train", config, "--set", f"run.seed={seed}"]
 
 
 def disturb(case: Case, setup: ChaosSetup) -> Result:
-    """Run a case to its end and looks at what it left."""
+    """Run a case to its end, and compare its files with those of the undisturbed run."""
     expected = setup.undisturbed(case.seed)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
-        disturbed = _Disturbed(case, setup.config, folder)
+        disturbed = _DisturbedRun(case, setup.config, folder)
         try:
             disturbed.run()
             problems = [*disturbed.problems, *differences(disturbed.directory, expected)]
@@ -128,19 +128,19 @@ def disturb(case: Case, setup: ChaosSetup) -> Result:
         finally:
             disturbed.clean_up()
         if problems and disturbed.directory.exists():
-            kept = shutil.copytree(disturbed.directory, setup.folder / "failed" / case.name, dirs_exist_ok=True)
-            problems.append(f"what it left, with every process's log: {kept}")
-        lasted = time.monotonic() - started
-        return Result(case.name, disturbed.recoveries, disturbed.seconds, lasted, tuple(problems))
+            copy = shutil.copytree(disturbed.directory, setup.folder / "failed" / case.name, dirs_exist_ok=True)
+            problems.append(f"its files and logs are in {copy}")
+        total = time.monotonic() - started
+        return Result(case.name, disturbed.recoveries, disturbed.seconds, total, tuple(problems))
 
 
-class _Disturbed:
-    """One run, its fault, and how it came back."""
+class _DisturbedRun:
+    """One run with a fault."""
 
     def __init__(self, case: Case, config: Path, folder: Path) -> None:
         self._case, self._config, self._folder = case, config, folder
-        self._points = folder / "failpoints"
-        self._points.mkdir()
+        self._failpoints = folder / "failpoints"
+        self._failpoints.mkdir()
         self.directory = folder / "runs" / RUN
         self.problems: list[str] = []
         self.recoveries = 0
@@ -148,32 +148,34 @@ class _Disturbed:
         self._commands: list[Command] = []
 
     def run(self) -> None:
-        """Start, holds, disturbs, releases, waits for the end. Raises AssertionError for what keeps it from its end."""
+        """Hold the run at the failpoint, inject the fault, and wait for the end. Raises AssertionError if it does not end."""
         command = self._start()
         failpoint = self._case.moment.failpoint_of(self._case.process)
-        command.wait_for((self._points / f"{failpoint}.reached").exists)
-        command = self._hit(command, self._points / f"{failpoint}.go")
-        result = command.wait(PATIENCE)
-        self._judge(result)
+        command.wait_for((self._failpoints / f"{failpoint}.reached").exists)
+        command = self._inject(command, self._failpoints / f"{failpoint}.go")
+        result = command.wait(TIMEOUT)
+        self._check(result)
 
     def clean_up(self) -> None:
-        """End what is left."""
+        """End all remaining processes."""
         for command in self._commands:
             command.clean_up()
 
     def _start(self, *options: str) -> Command:
-        environment = {VARIABLE: self._case.setting, FOLDER_VARIABLE: str(self._points)}
+        environment = {VARIABLE: self._case.setting, FOLDER_VARIABLE: str(self._failpoints)}
         arguments = [*train(self._config, self._case.seed), *options]
         self._commands.append(Command(QUARTET, *arguments, cwd=self._folder, environment=environment))
         return self._commands[-1]
 
-    def _hit(self, command: Command, release: Path) -> Command:
+    def _inject(self, command: Command, release: Path) -> Command:
         """Inject the fault. Return the command that continues the run."""
-        before, at = last_step(self.directory), time.monotonic()
+        before, started = last_step(self.directory), time.monotonic()
         if self._case.process == EVERYTHING:
             command.process.kill()
             command.process.wait()
-            assert wait_until(lambda: not command.processes(), 10), f"outlived the launcher: {command.processes()}"
+            assert wait_until(lambda: not command.processes(), 10), (
+                f"still running without the launcher: {command.processes()}"
+            )
             release.touch()
             command = self._start("--resume")
         elif self._case.fault == KILL:
@@ -186,13 +188,15 @@ class _Disturbed:
             time.sleep(STOPPED_SECONDS)
             os.kill(victim, signal.SIGCONT)
         # The current step may end without the victim. The next one needs every process from its first token.
-        command.wait_for(lambda: last_step(self.directory) >= before + 2, PATIENCE)
-        self.seconds = time.monotonic() - at
+        command.wait_for(lambda: last_step(self.directory) >= before + 2, TIMEOUT)
+        self.seconds = time.monotonic() - started
         return command
 
-    def _judge(self, result: CommandResult) -> None:
+    def _check(self, result: CommandResult) -> None:
         if (result.code, result.err, result.leftovers) != (0, "", []):
-            self.problems.append(f"ended with {result.code}, left {result.leftovers}, said {result.err.strip()!r}")
+            self.problems.append(
+                f"status {result.code}, remaining processes {result.leftovers}, stderr {result.err.strip()!r}"
+            )
         restarts = len(re.findall(r"restarted \(\d+ of", result.out))
         log = (self.directory / "logs" / "orchestrator.log").read_text(errors="replace")
         self.recoveries = restarts + log.count("event='recovering'") + len(self._commands) - 1
@@ -201,7 +205,7 @@ class _Disturbed:
 
 
 def last_step(run: Path) -> int:
-    """The last step in the run's metrics, 0 before the first."""
+    """Return the last step in the run's metrics, or 0."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     try:
@@ -211,14 +215,14 @@ def last_step(run: Path) -> int:
 
 
 def differences(run: Path, expected: Path) -> Iterator[str]:
-    """Every property of the disturbed ``run`` that does not hold against the undisturbed one, in words."""
+    """Yield a message for each difference between the disturbed ``run`` and the undisturbed one."""
     if not (run / "policy" / "model.safetensors").exists():
         yield "there is no policy"
         return
-    result, wanted = digests(run), digests(expected)
-    for name in sorted(result.keys() | wanted.keys()):
-        if result.get(name) != wanted.get(name):
-            yield f"{name}: SHA-256 {result.get(name)}, undisturbed {wanted.get(name)}"
+    result, expected_digests = digests(run), digests(expected)
+    for name in sorted(result.keys() | expected_digests.keys()):
+        if result.get(name) != expected_digests.get(name):
+            yield f"{name}: SHA-256 {result.get(name)}, undisturbed {expected_digests.get(name)}"
     steps = step_metrics(run)
     if [step["step"] for step in steps] != list(range(1, STEPS + 1)):
         yield f"metrics.jsonl has the steps {[step['step'] for step in steps]}"
@@ -231,16 +235,18 @@ def differences(run: Path, expected: Path) -> Iterator[str]:
 
 
 def _trajectory_differences(run: Path, expected: Path) -> Iterator[str]:
-    result, wanted = trajectories(run), trajectories(expected)
+    result, undisturbed = trajectories(run), trajectories(expected)
     ids = [line["id"] for lines in result.values() for line in lines]
-    if len(set(ids)) != len(ids) or sorted(ids) != sorted(line["id"] for lines in wanted.values() for line in lines):
+    if len(set(ids)) != len(ids) or sorted(ids) != sorted(
+        line["id"] for lines in undisturbed.values() for line in lines
+    ):
         yield f"not every trajectory was trained on once: {len(ids)} lines, {len(set(ids))} ids"
     for step, lines in result.items():
         versions = {line["policy_version"] for line in lines}
-        if max(versions) >= step or versions != {line["policy_version"] for line in wanted.get(step, [])}:
+        if max(versions) >= step or versions != {line["policy_version"] for line in undisturbed.get(step, [])}:
             yield f"step {step} trained on policy versions {sorted(versions)}"
-        if lines != wanted.get(step):
-            yield f"step {step}: other trajectories than undisturbed"
+        if lines != undisturbed.get(step):
+            yield f"step {step}: trajectories differ from the undisturbed run"
 
 
 def _manifest_differences(run: Path) -> Iterator[str]:
@@ -249,25 +255,25 @@ def _manifest_differences(run: Path) -> Iterator[str]:
         yield f"checkpoints are of the steps {[manifest['step'] for manifest in manifests]}"
     epochs = [manifest["leader_epoch"] for manifest in manifests]
     if epochs != sorted(epochs):
-        yield f"leader epochs fall from one checkpoint to the next: {epochs}"
+        yield f"leader epochs decrease between checkpoints: {epochs}"
     if leftovers := [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]:
-        yield f"half a checkpoint was left: {leftovers}"
+        yield f"incomplete checkpoints: {leftovers}"
 
 
 def digests(run: Path) -> dict[str, str]:
-    """SHA-256 of the final policy's weights, and of all weights and optimizers in its checkpoints, by path."""
+    """Return the SHA-256 of the final weights, and of all weights and optimizers in checkpoints, by path."""
     files = [run / "policy" / "model.safetensors", *(run / "checkpoints").glob("step-*/*/*.safetensors")]
     return {file.relative_to(run).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def step_metrics(run: Path) -> list[dict[str, float]]:
-    """The metrics of every step, but for those that say how long it took."""
+    """Return the metrics of every step, except durations."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: step[name] for name in step if not name.endswith("seconds")} for step in steps]
 
 
 def trajectories(run: Path) -> dict[int, list[dict[str, Any]]]:
-    """The lines of every file of trajectories, by step."""
+    """Return the lines of every trajectory file, by step."""
     return {
         int(path.stem.removeprefix("step-")): [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted((run / "trajectories").glob("step-*.jsonl"))

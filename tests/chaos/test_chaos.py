@@ -25,8 +25,8 @@ CHAOS_SEED = os.environ.get("CHAOS_SEED") or datetime.datetime.now(datetime.UTC)
 PART = 0.1
 
 
-def part_of_the_suite(seed: str) -> list[Case]:
-    """Every case with probability ``PART``."""
+def sample_of_the_suite(seed: str) -> list[Case]:
+    """Return every case with probability ``PART``."""
     draws = random.Random(seed)
     return [case for case in CASES if draws.random() < PART]
 
@@ -37,7 +37,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> ChaosSetup:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=f"CHAOS_SEED={CHAOS_SEED}-{case.name}") for case in part_of_the_suite(CHAOS_SEED)]
+    "case", [pytest.param(case, id=f"CHAOS_SEED={CHAOS_SEED}-{case.name}") for case in sample_of_the_suite(CHAOS_SEED)]
 )
 @pytest.mark.sampled(4)
 def test_a_disturbed_run_is_bit_identical_to_the_undisturbed_one(case: Case, setup: ChaosSetup) -> None:
@@ -46,9 +46,9 @@ def test_a_disturbed_run_is_bit_identical_to_the_undisturbed_one(case: Case, set
 
 
 def test_the_sample_is_a_tenth_and_depends_only_on_the_seed() -> None:
-    assert part_of_the_suite("2026-01-01") == part_of_the_suite("2026-01-01")
-    assert part_of_the_suite("2026-01-01") != part_of_the_suite("2026-01-02")
-    parts = [len(part_of_the_suite(str(seed))) for seed in range(200)]
+    assert sample_of_the_suite("2026-01-01") == sample_of_the_suite("2026-01-01")
+    assert sample_of_the_suite("2026-01-01") != sample_of_the_suite("2026-01-02")
+    parts = [len(sample_of_the_suite(str(seed))) for seed in range(200)]
     assert 0.09 * len(CASES) < sum(parts) / len(parts) < 0.11 * len(CASES)
 
 
@@ -64,7 +64,7 @@ def test_cases_cover_every_process_fault_and_moment() -> None:
 
 def test_every_moment_is_a_failpoint_two_steps_before_the_end() -> None:
     for moment in MOMENTS:
-        assert {moment.failpoint, *moment.own.values()} <= FAILPOINTS.keys()
+        assert {moment.failpoint, *moment.by_process.values()} <= FAILPOINTS.keys()
         assert all(1 < moment.step(seed) <= STEPS - 2 for seed in SEEDS)
     scoring = next(moment for moment in MOMENTS if moment.name == "scoring")
     assert scoring.setting("critic", 1) == "critic.scoring=hold@8"  # Step 3: two steps of 3 batches, and the second.
@@ -103,63 +103,67 @@ def lower_epoch(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "damage", "said"),
+    ("file", "damage", "message"),
     [
         ("policy/model.safetensors", flip_a_bit, "policy/model.safetensors: SHA-256"),
         ("policy/model.safetensors", Path.unlink, "there is no policy"),
         ("checkpoints/step-000006/critic/model.safetensors", flip_a_bit, "critic/model.safetensors: SHA-256"),
         ("checkpoints/step-000006/actor/optimizer.safetensors", flip_a_bit, "actor/optimizer.safetensors: SHA-256"),
         ("checkpoints/step-000006", shutil.rmtree, "checkpoints are of the steps [4]"),
-        ("checkpoints/step-000006/manifest.json", lower_epoch, "leader epochs fall"),
+        ("checkpoints/step-000006/manifest.json", lower_epoch, "leader epochs decrease"),
         ("metrics.jsonl", repeat_first_line, "metrics.jsonl has the steps [1, 1, 2, 3, 4, 5, 6]"),
         ("metrics.jsonl", drop_last_line, "metrics.jsonl has the steps [1, 2, 3, 4, 5]"),
         ("metrics.jsonl", lambda path: edit_line(path, 2, kl_coefficient=0.5), "step 3: metrics differ"),
         ("trajectories/step-000004.jsonl", repeat_first_line, "not every trajectory was trained on once"),
         ("trajectories/step-000004.jsonl", drop_last_line, "not every trajectory was trained on once"),
         ("trajectories/step-000002.jsonl", lambda path: edit_line(path, 0, policy_version=0), "policy versions [0, 1]"),
-        ("trajectories/step-000002.jsonl", lambda path: edit_line(path, 0, response="x"), "step 2: other trajectories"),
+        (
+            "trajectories/step-000002.jsonl",
+            lambda path: edit_line(path, 0, response="x"),
+            "step 2: trajectories differ",
+        ),
     ],
 )
 def test_the_suite_detects_every_kind_of_damage(
-    file: str, damage: Callable[[Path], None], said: str, setup: ChaosSetup, tmp_path: Path
+    file: str, damage: Callable[[Path], None], message: str, setup: ChaosSetup, tmp_path: Path
 ) -> None:
     undisturbed = setup.undisturbed(0)
     run = shutil.copytree(undisturbed, tmp_path / "run")
     assert list(differences(run, undisturbed)) == []
     damage(run / file)
-    assert said in " ".join(differences(run, undisturbed))
+    assert message in " ".join(differences(run, undisturbed))
 
 
-def test_the_page_keeps_its_text_and_shows_every_case() -> None:
+def test_the_page_shows_every_case_and_keeps_its_other_text() -> None:
     results = {case.name: Result(case.name, 1, 2.5, 10.0, ()) for case in CASES}
     failed = CASES[17].name
-    results[failed] = Result(failed, 0, None, 10.0, ("other bits",))
+    results[failed] = Result(failed, 0, None, 10.0, ("weights differ",))
     before = f"above\n{page.BEGIN}\nold\n{page.END}\nbelow\n"
     written = page.rewritten(before, results, "9 minutes on 2 CPU cores")
     assert written.startswith("above\n")
     assert written.endswith("\nbelow\n")
     assert "old" not in written
     assert f"{len(CASES)} cases, 9 minutes on 2 CPU cores: **1 failed**." in written
-    said = page.cells(written)
-    assert said[failed] == f"**failed** ({CASES[17].seed})"
-    assert {said[case.name] for case in CASES if case.name != failed} == {"2.5 (0)", "2.5 (1)", "2.5 (2)"}
+    cells = page.cells(written)
+    assert cells[failed] == f"**failed** ({CASES[17].seed})"
+    assert {cells[case.name] for case in CASES if case.name != failed} == {"2.5 (0)", "2.5 (1)", "2.5 (2)"}
     assert page.rewritten(written, results, "9 minutes on 2 CPU cores") == written
     with pytest.raises(ValueError, match="lost a mark"):
         page.rewritten("no marks", results, "")
 
 
 def test_the_committed_page_shows_every_case_and_no_failure() -> None:
-    said = page.cells(DOCS.read_text(encoding="utf-8"))
-    assert said.keys() == {case.name for case in CASES}
-    assert not [name for name, cell in said.items() if "failed" in cell or "not run" in cell]
+    cells = page.cells(DOCS.read_text(encoding="utf-8"))
+    assert cells.keys() == {case.name for case in CASES}
+    assert not [name for name, cell in cells.items() if "failed" in cell or "not run" in cell]
 
 
 def test_an_interrupted_suite_resumes_and_writes_the_page_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = tmp_path / "durability.md"
-    here.write_text(f"by hand\n{page.BEGIN}\n{page.END}\n")
-    arguments = ["--folder", str(tmp_path / "chaos"), "--page", str(here)]
+    target = tmp_path / "durability.md"
+    target.write_text(f"by hand\n{page.BEGIN}\n{page.END}\n")
+    arguments = ["--folder", str(tmp_path / "chaos"), "--page", str(target)]
     failing, interrupted = {CASES[2].name}, CASES[5].name
     run: list[str] = []
 
@@ -168,19 +172,19 @@ def test_an_interrupted_suite_resumes_and_writes_the_page_at_the_end(
             run.append(case.name)
             raise KeyboardInterrupt
         run.append(case.name)
-        return Result(case.name, 1, 2.0, 9.0, ("other bits",) if case.name in failing else ())
+        return Result(case.name, 1, 2.0, 9.0, ("weights differ",) if case.name in failing else ())
 
     monkeypatch.setattr(command, "disturb", fake)
     with pytest.raises(KeyboardInterrupt):
         command.main(arguments)
-    assert page.cells(here.read_text()) == {}
+    assert page.cells(target.read_text()) == {}
     assert command.main([*arguments, "--resume"]) == 1
     assert run[6:] == [CASES[2].name, *(case.name for case in CASES[5:])]
     assert f"python -m tests.chaos --only {CASES[2].name}" in capsys.readouterr().err
-    assert page.cells(here.read_text())[CASES[2].name] == f"**failed** ({CASES[2].seed})"
+    assert page.cells(target.read_text())[CASES[2].name] == f"**failed** ({CASES[2].seed})"
     failing.clear()
     assert command.main([*arguments, "--resume", "--only", CASES[2].name]) == 0
     assert run[-1] == CASES[2].name
-    assert "failed" not in here.read_text()
+    assert "failed" not in target.read_text()
     assert command.main([*arguments, "--resume"]) == 0
     assert run[-1] == CASES[2].name
