@@ -1,10 +1,10 @@
-"""The toy task of tests/training, a network that can fail, and the run that nothing happens to."""
+"""Fixtures of the fault tests: the toy task of tests/training, and a run without faults."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.faults.network import SHORT
+from tests.faults.network import SETTINGS
 from tests.training.conftest import MakeConfig, _one_thread, make, toy_task, toy_task_tree
 from tests.training.runs import Run, run_to_the_end
 
@@ -13,4 +13,4 @@ __all__ = ["_one_thread", "make", "toy_task", "toy_task_tree"]
 
 @pytest.fixture(scope="session")
 def undisturbed(make: MakeConfig) -> Run:
-    return run_to_the_end(make(**SHORT))
+    return run_to_the_end(make(**SETTINGS))

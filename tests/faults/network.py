@@ -1,4 +1,4 @@
-"""A run of which every part talks to every other through a network that can fail, and what must be true of it afterwards."""
+"""A run with a proxy in every network link, and faults at a moment of a step."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from tests.faults.proxy import Proxy
 from tests.training.runs import Fleet, fleet
 
 STEPS = 4
-STRUCK = 3
-"""The step in which faults strike: after a checkpoint, so that there is something to replay and something to lose."""
-SHORT: dict[str, Any] = {
+FAULT_STEP = 3
+"""Step in which faults happen. It comes after a checkpoint, so the run has steps to replay and steps to lose."""
+SETTINGS: dict[str, Any] = {
     "run": {"steps": STEPS},
     "checkpoint": {"every_steps": 2},
     "algorithm": {"score": {"normalize": "running"}},
 }
-BUFFER_OF_THE_SERVICES = "buffer-of-the-services"
-LINKS = (*map(str, MODEL_ROLES), "buffer", BUFFER_OF_THE_SERVICES)
-"""From the orchestrator to each service and to Redis; from actor and critic to Redis."""
+SERVICES_TO_BUFFER = "services-to-buffer"
+LINKS = (*map(str, MODEL_ROLES), "buffer", SERVICES_TO_BUFFER)
+"""Links from the orchestrator to each service and to Redis, and from actor and critic to Redis."""
 MOMENTS = {"generate": "_prepare", "update": "_update", "commit": "_commit"}
+"""Methods of StepTransaction, by the name of the moment."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,14 @@ def network(config: Config) -> Iterator[Network]:
     assert config.buffer.url is not None
     socket = config.buffer.url.removeprefix("unix://")
     with ExitStack() as stack:
-        links = {name: stack.enter_context(Proxy(socket)) for name in ("buffer", BUFFER_OF_THE_SERVICES)}
-        theirs = config.model_copy(update={"buffer": _at(config, links[BUFFER_OF_THE_SERVICES])})
-        services = stack.enter_context(fleet(theirs))
+        links = {name: stack.enter_context(Proxy(socket)) for name in ("buffer", SERVICES_TO_BUFFER)}
+        services_config = config.model_copy(update={"buffer": _at(config, links[SERVICES_TO_BUFFER])})
+        services = stack.enter_context(fleet(services_config))
         for role in MODEL_ROLES:
             links[str(role)] = stack.enter_context(Proxy(getattr(services.config.services, role).address))
         overrides = [f"services.{role}.address={links[str(role)].address}" for role in MODEL_ROLES]
-        ours = load_config(RunFiles(config.run_directory).config, overrides)
-        yield Network(services, ours.model_copy(update={"buffer": _at(config, links["buffer"])}), links)
+        orchestrator_config = load_config(RunFiles(config.run_directory).config, overrides)
+        yield Network(services, orchestrator_config.model_copy(update={"buffer": _at(config, links["buffer"])}), links)
 
 
 def _at(config: Config, proxy: Proxy) -> Any:
@@ -61,24 +62,24 @@ def _at(config: Config, proxy: Proxy) -> Any:
 
 
 @contextmanager
-def struck(moment: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let ``strike`` happen once, right before a moment of step STRUCK."""
+def fault_at(moment: str, inject: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Call ``inject`` once, right before a moment of step FAULT_STEP."""
     method = MOMENTS[moment]
-    real, left = getattr(StepTransaction, method), [strike]
+    original, pending = getattr(StepTransaction, method), [inject]
 
     def before(self: Any, step: int, *arguments: Any) -> Any:
-        if step == STRUCK and left:
-            left.pop()()
-        return real(self, step, *arguments)
+        if step == FAULT_STEP and pending:
+            pending.pop()()
+        return original(self, step, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(StepTransaction, method, before)
         yield
-    assert not left, "the fault did not strike"
+    assert not pending, "no fault was injected"
 
 
 def heal_after(seconds: float, proxy: Proxy) -> None:
-    """Restore the network after so many seconds."""
+    """End the faults of a proxy after some seconds, in a separate thread."""
     timer = threading.Timer(seconds, proxy.heal)
     timer.daemon = True
     timer.start()

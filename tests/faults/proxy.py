@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 
 CHUNK = 65536
-"""Bytes that pass at once."""
+"""Bytes of a portion."""
 
 
 class Proxy:
-    """Passes bytes on, both ways, until a fault is asked for. A context manager, or call ``close``."""
+    """Proxy that forwards bytes in both directions, and injects faults on request. A context manager, or call ``close``."""
 
     def __init__(self, target: str) -> None:
         """``target`` is HOST:PORT or the path of a unix socket."""
@@ -25,22 +25,22 @@ class Proxy:
         self._held = self._refusing = self._closed = False
         self._connections: set[_Connection] = set()
         self.delay = 0.0
-        """Seconds by which every portion is late, each way."""
-        self.before_answer: Callable[[], None] | None = None
-        """Called once, right before the next portion from the server is passed on: a request has arrived there by then."""
+        """Seconds by which every portion is delayed, in each direction."""
+        self.before_response: Callable[[], None] | None = None
+        """Called once, right before the proxy forwards the next portion from the server, which has then received a request."""
         threading.Thread(target=self._accept, name=f"proxy of {target}", daemon=True).start()
 
     def silence(self) -> None:
-        """Nothing passes any more, either way, and no connection breaks: packets are lost until ``heal``, then sent again."""
+        """Forward nothing until ``heal``, and keep connections open, like a network that loses all packets."""
         self._set(held=True)
 
     def reset(self) -> None:
-        """Every connection breaks at once, and new ones are refused until ``heal``."""
+        """Reset every connection, and refuse new ones until ``heal``."""
         self._set(refusing=True)
         self._break(self._all())
 
     def forget(self) -> None:
-        """On the connections that there are nothing passes ever again, and none is told; new ones work."""
+        """Forward nothing more on existing connections and keep them open. New connections work."""
         for connection in self._all():
             connection.forgotten = True
 
@@ -49,7 +49,7 @@ class Proxy:
         self._set(held=False, refusing=False)
 
     def close(self) -> None:
-        """Break every connection and listens no more."""
+        """Reset every connection and stop listening."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -93,25 +93,25 @@ class Proxy:
                 return
             self._wait_while_held(connection)
             connection.server = _connect(self._target)
-            answers = threading.Thread(target=self._pass_answers, args=(connection,), daemon=True)
-            answers.start()
-            self._pass(connection, client, connection.server)
-            answers.join()
+            responses = threading.Thread(target=self._forward_responses, args=(connection,), daemon=True)
+            responses.start()
+            self._forward(connection, client, connection.server)
+            responses.join()
         except OSError:
             pass
         finally:
             self._end(connection)
 
-    def _pass_answers(self, connection: _Connection) -> None:
+    def _forward_responses(self, connection: _Connection) -> None:
         assert connection.server is not None
-        self._pass(connection, connection.server, connection.client)
+        self._forward(connection, connection.server, connection.client)
 
-    def _pass(self, connection: _Connection, source: socket.socket, sink: socket.socket) -> None:
-        """Until one end is gone; then both are."""
+    def _forward(self, connection: _Connection, source: socket.socket, sink: socket.socket) -> None:
+        """Forward until one end closes, then close both."""
         with contextlib.suppress(OSError):
             while portion := source.recv(CHUNK):
                 if source is connection.server:
-                    self._strike()
+                    self._inject()
                 if self.delay:
                     time.sleep(self.delay)
                 self._wait_while_held(connection)
@@ -119,45 +119,45 @@ class Proxy:
                     sink.sendall(portion)
         self._end(connection)
 
-    def _strike(self) -> None:
+    def _inject(self) -> None:
         with self._changed:
-            strike, self.before_answer = self.before_answer, None
-        if strike is not None:
-            strike()
+            inject, self.before_response = self.before_response, None
+        if inject is not None:
+            inject()
 
     def _wait_while_held(self, connection: _Connection) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._held or connection.broken or self._closed)
 
     def _end(self, connection: _Connection) -> None:
-        # Where nothing passes, the end of one side does not reach the other either.
+        # On a forgotten connection, the end of one side does not reach the other.
         if not connection.forgotten or self._closed:
             self._break([connection])
 
     def _break(self, connections: list[_Connection]) -> None:
         for connection in connections:
-            connection.break_off()
+            connection.reset()
             with self._changed:
                 self._connections.discard(connection)
                 self._changed.notify_all()
 
 
 class _Connection:
-    """One client's connection, and the one to the server that goes with it."""
+    """A connection of a client, and the matching connection to the server."""
 
     def __init__(self, client: socket.socket) -> None:
         self.client = client
         self.server: socket.socket | None = None
         self.forgotten = self.broken = False
 
-    def break_off(self) -> None:
-        """Both ends see a connection that was reset."""
+    def reset(self) -> None:
+        """Reset the connection at both ends."""
         self.broken = True
         for end in (self.client, self.server):
             if end is None:
                 continue
             with contextlib.suppress(OSError):
-                # To linger for no time at all is to reset; the shutdown wakes the thread that reads.
+                # Closing with a linger time of 0 resets the connection. The shutdown wakes the reading thread.
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 end.shutdown(socket.SHUT_RD)
             end.close()

@@ -1,4 +1,4 @@
-"""Messages that are too large, come twice, come late, or are none: refused or recognised, and the run ends with the same bits."""
+"""Oversized, repeated, stale and invalid messages: they are refused or recognised, and the run stays bit-identical."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quartet.rpc.clients import RewardClient
 from quartet.rpc.limits import MAX_MESSAGE_BYTES
 from quartet.rpc.security import credentials
 from quartet.types import TokenBatch, Trajectory
-from tests.faults.network import SHORT, STRUCK
+from tests.faults.network import FAULT_STEP, SETTINGS
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, run_to_the_end
 
@@ -27,7 +27,7 @@ def test_a_service_refuses_a_message_above_the_size_limit_and_continues(make: Ma
     with fleet(config) as services:
         address = services.config.services.reward.address
         assert address is not None
-        # A client that keeps to no limit.
+        # A client without a size limit.
         with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
             score = channel.unary_unary("/quartet.v1.RewardService/Score", lambda data: data, lambda data: data)
             with pytest.raises(grpc.RpcError) as refused:
@@ -41,7 +41,7 @@ def test_a_service_refuses_a_message_above_the_size_limit_and_continues(make: Ma
 def test_a_client_neither_sends_nor_retries_a_message_above_the_size_limit(
     make: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The path is the same for a smaller limit.
+    # A smaller limit takes the same code path.
     limit = {**dict(credentials.CHANNEL_OPTIONS), "grpc.max_send_message_length": 1_000_000}
     monkeypatch.setattr(credentials, "CHANNEL_OPTIONS", tuple(limit.items()))
     with fleet(make()) as services:
@@ -54,7 +54,7 @@ def test_a_client_neither_sends_nor_retries_a_message_above_the_size_limit(
 
 
 def batch_of(tokens: int) -> TokenBatch:
-    """Two sequences of so many tokens together, each a prompt of one token."""
+    """Return two sequences with about this many tokens together. Each prompt has one token."""
     half = tokens // 2 + 1
     return TokenBatch(np.ones(2 * half, np.int32), np.array([1, 1], np.int32), np.array([half - 1, half - 1], np.int32))
 
@@ -62,58 +62,62 @@ def batch_of(tokens: int) -> TokenBatch:
 def test_trajectories_that_are_delivered_twice_are_trained_on_once(
     make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch, redis_client: Redis
 ) -> None:
-    real = RolloutStream.append
+    append = RolloutStream.append
 
     def twice(self: RolloutStream, trajectories: Iterable[Trajectory], leader_epoch: int = 0) -> None:
-        # The repeat of each comes before the next one, while the step still waits.
-        real(self, [trajectory for trajectory in trajectories for _ in range(2)], leader_epoch)
+        # Each repeat comes before the next trajectory, while the step still waits.
+        append(self, [trajectory for trajectory in trajectories for _ in range(2)], leader_epoch)
 
     monkeypatch.setattr(RolloutStream, "append", twice)
-    config = make(**SHORT)
+    config = make(**SETTINGS)
     run = run_to_the_end(config)
     assert_same(run, undisturbed)
     assert run.progress.recoveries == 0, run.progress.notes
     assert redis_client.xlen(f"quartet:{config.run.name}:rollouts") == 0
 
 
-def stale(stream: RolloutStream, written: list[Trajectory], epoch: int, redis: Redis) -> None:
+def append_stale(stream: RolloutStream, written: list[Trajectory], epoch: int, redis: Redis) -> None:
     stream.append([replace(written[0], policy_version=written[0].policy_version - 1)], epoch)
 
 
-def no_trajectory(stream: RolloutStream, written: list[Trajectory], epoch: int, redis: Redis) -> None:
+def append_invalid_bytes(stream: RolloutStream, written: list[Trajectory], epoch: int, redis: Redis) -> None:
     redis.xadd(stream.key, {"id": str(written[0].id), "trajectory": b"\xff\xff\xff", "leader_epoch": epoch})
 
 
-def cut_off(stream: RolloutStream, written: list[Trajectory], epoch: int, redis: Redis) -> None:
+def append_partial_entry(stream: RolloutStream, written: list[Trajectory], epoch: int, redis: Redis) -> None:
     redis.xadd(stream.key, {"id": str(written[0].id), "leader_epoch": epoch})
 
 
 @pytest.mark.parametrize(
-    ("intruder", "said"),
-    [(stale, "was not requested"), (no_trajectory, "not a trajectory"), (cut_off, "not a trajectory")],
+    ("append_unexpected", "message"),
+    [
+        (append_stale, "was not requested"),
+        (append_invalid_bytes, "not a trajectory"),
+        (append_partial_entry, "not a trajectory"),
+    ],
     ids=["a trajectory of an older policy version", "bytes that are no message", "an entry without its trajectory"],
 )
 def test_an_unexpected_entry_is_not_trained_on_and_the_step_is_repeated(
-    intruder: Callable[[RolloutStream, list[Trajectory], int, Redis], None],
-    said: str,
+    append_unexpected: Callable[[RolloutStream, list[Trajectory], int, Redis], None],
+    message: str,
     make: MakeConfig,
     undisturbed: Run,
     monkeypatch: pytest.MonkeyPatch,
     redis_client: Redis,
 ) -> None:
-    real, left = RolloutStream.append, [intruder]
+    original, pending = RolloutStream.append, [append_unexpected]
 
     def append(self: RolloutStream, trajectories: Iterable[Trajectory], leader_epoch: int = 0) -> None:
         written = list(trajectories)
-        if left and written[0].id.step == STRUCK:
-            left.pop()(self, written, leader_epoch, redis_client)
-        real(self, written, leader_epoch)
+        if pending and written[0].id.step == FAULT_STEP:
+            pending.pop()(self, written, leader_epoch, redis_client)
+        original(self, written, leader_epoch)
 
     monkeypatch.setattr(RolloutStream, "append", append)
-    run = run_to_the_end(make(**SHORT))
+    run = run_to_the_end(make(**SETTINGS))
     assert_same(run, undisturbed)
     assert run.progress.recoveries == 1
-    assert any(said in note for note in run.progress.notes), run.progress.notes
+    assert any(message in note for note in run.progress.notes), run.progress.notes
 
 
 def test_an_update_that_arrives_twice_is_applied_once(
@@ -121,13 +125,13 @@ def test_an_update_that_arrives_twice_is_applied_once(
 ) -> None:
     from quartet.services.orchestrator.algorithm import update_request
 
-    real = update_request.start_update
+    start_update = update_request.start_update
 
     def twice(client: Any, *arguments: Any) -> Any:
-        first = real(client, *arguments).result()
-        second = real(client, *arguments)
+        first = start_update(client, *arguments).result()
+        second = start_update(client, *arguments)
         assert second.result() == first
         return second
 
     monkeypatch.setattr(update_request, "start_update", twice)
-    assert_same(run_to_the_end(make(**SHORT)), undisturbed)
+    assert_same(run_to_the_end(make(**SETTINGS)), undisturbed)

@@ -1,4 +1,4 @@
-"""A network that fails for a while, or is slow, costs time and nothing else: the run ends with the undisturbed run's bits."""
+"""A network that fails for a while or is slow only delays a run, which stays bit-identical."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from quartet.services.orchestrator.algorithm.update_request import start_update
 from quartet.services.orchestrator.service_clients import ServiceClients
 from quartet.types import Role
 from tests.e2e.commands import wait_until
-from tests.faults.network import BUFFER_OF_THE_SERVICES, SHORT, heal_after, network, struck
+from tests.faults.network import SERVICES_TO_BUFFER, SETTINGS, fault_at, heal_after, network
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, orchestrator
 
 LIMIT = 120.0
-"""Seconds that a run may take, whatever the network does for 30 of them; then it hangs."""
-CUTS = [
+"""Maximum duration of a run in seconds, with network faults of up to 30 seconds."""
+LINKS_AND_MOMENTS = [
     ("actor", "generate"),
     ("actor", "update"),
     ("critic", "generate"),
@@ -26,13 +26,13 @@ CUTS = [
     ("reference", "generate"),
     ("buffer", "generate"),
     ("buffer", "commit"),
-    (BUFFER_OF_THE_SERVICES, "generate"),
-    (BUFFER_OF_THE_SERVICES, "update"),
+    (SERVICES_TO_BUFFER, "generate"),
+    (SERVICES_TO_BUFFER, "update"),
 ]
-"""Which link is cut, and what it carries then."""
+"""Faulty links, each with the moment of the fault."""
 
 
-def cut_and_run(
+def run_with_fault(
     link: str,
     moment: str,
     how: str,
@@ -41,43 +41,46 @@ def cut_and_run(
     monkeypatch: pytest.MonkeyPatch,
     **recovery: float,
 ) -> Run:
-    """A run of which one link is cut for a while, right after a request has crossed it and before its answer does."""
-    cuts: list[str] = []
-    with network(make(**SHORT, recovery={"backoff_seconds": 0.2, **recovery})) as parts:
+    """Run training with a fault in one link, after the link has carried a request and before it carries the response.
+
+    ``how``: the method of ``Proxy`` that injects the fault.
+    """
+    faulty: list[str] = []
+    with network(make(**SETTINGS, recovery={"backoff_seconds": 0.2, **recovery})) as parts:
         proxy = parts.links[link]
 
-        def cut() -> None:
-            cuts.append(link)
+        def inject() -> None:
+            faulty.append(link)
             heal_after(seconds, proxy)
             getattr(proxy, how)()
 
-        def strike() -> None:
-            proxy.before_answer = cut
+        def before_next_response() -> None:
+            proxy.before_response = inject
 
-        with struck(moment, strike, monkeypatch), orchestrator(parts.config) as going:
-            run = going.finish(LIMIT)
-    assert cuts, "nothing crossed the link"
+        with fault_at(moment, before_next_response, monkeypatch), orchestrator(parts.config) as active:
+            run = active.finish(LIMIT)
+    assert faulty, "nothing crossed the link"
     return run
 
 
-@pytest.mark.parametrize(("link", "moment"), CUTS)
+@pytest.mark.parametrize(("link", "moment"), LINKS_AND_MOMENTS)
 @pytest.mark.sampled(3)
 def test_a_one_second_network_outage_delays_the_run_and_changes_nothing(
     link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = time.monotonic()
-    run = cut_and_run(link, moment, "silence", 1.0, make, monkeypatch)
+    run = run_with_fault(link, moment, "silence", 1.0, make, monkeypatch)
     assert_same(run, undisturbed)
     assert run.progress.recoveries == 0, run.progress.notes
     assert time.monotonic() - start > 1.0
 
 
-@pytest.mark.parametrize(("link", "moment"), CUTS)
+@pytest.mark.parametrize(("link", "moment"), LINKS_AND_MOMENTS)
 @pytest.mark.sampled(3)
 def test_broken_connections_are_reconnected_and_the_step_is_repeated(
     link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = cut_and_run(link, moment, "reset", 0.2, make, monkeypatch)
+    run = run_with_fault(link, moment, "reset", 0.2, make, monkeypatch)
     assert_same(run, undisturbed)
     assert run.progress.recoveries >= 1
 
@@ -86,17 +89,17 @@ def test_broken_connections_are_reconnected_and_the_step_is_repeated(
 def test_the_run_waits_for_a_buffer_that_is_unreachable_for_longer_than_all_retries(
     moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = BUFFER_OF_THE_SERVICES
-    run = cut_and_run(link, moment, "reset", 2.0, make, monkeypatch, backoff_seconds=0.01, max_recoveries=3)
+    link = SERVICES_TO_BUFFER
+    run = run_with_fault(link, moment, "reset", 2.0, make, monkeypatch, backoff_seconds=0.01, max_recoveries=3)
     assert_same(run, undisturbed)
     assert run.progress.recoveries >= 1
 
 
 def test_a_service_reports_an_unreachable_buffer_until_it_reaches_it_again(make: MakeConfig) -> None:
-    with network(make(**SHORT)) as parts:
-        service_clients, proxy = ServiceClients(parts.config), parts.links[BUFFER_OF_THE_SERVICES]
+    with network(make(**SETTINGS)) as parts:
+        service_clients, proxy = ServiceClients(parts.config), parts.links[SERVICES_TO_BUFFER]
 
-        def cut_off() -> set[Role]:
+        def roles_without_buffer() -> set[Role]:
             start = time.monotonic()
             statuses = [
                 client.wait_until_ready()
@@ -106,42 +109,42 @@ def test_a_service_reports_an_unreachable_buffer_until_it_reaches_it_again(make:
             assert time.monotonic() - start < 1.0
             return {status.role for status in statuses if status.buffer_unreachable}
 
-        assert cut_off() == set()
+        assert roles_without_buffer() == set()
         proxy.reset()
         for client in service_clients.trained:
             with pytest.raises(ServiceUnavailable, match="rollout buffer"):
                 start_update(client, parts.config, 1, 1).result()
-        assert cut_off() == {Role.ACTOR, Role.CRITIC}
+        assert roles_without_buffer() == {Role.ACTOR, Role.CRITIC}
         proxy.heal()
-        assert wait_until(lambda: cut_off() == set(), 20)
+        assert wait_until(lambda: roles_without_buffer() == set(), 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [5.0, 30.0])
-@pytest.mark.parametrize(("link", "moment"), CUTS)
+@pytest.mark.parametrize(("link", "moment"), LINKS_AND_MOMENTS)
 def test_the_run_waits_for_the_end_of_a_longer_network_outage(
     link: str, moment: str, seconds: float, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_same(cut_and_run(link, moment, "silence", seconds, make, monkeypatch), undisturbed)
+    assert_same(run_with_fault(link, moment, "silence", seconds, make, monkeypatch), undisturbed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("link", "moment"), CUTS)
+@pytest.mark.parametrize(("link", "moment"), LINKS_AND_MOMENTS)
 def test_connections_that_stay_silent_are_given_up_within_a_minute(
     link: str, moment: str, make: MakeConfig, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = time.monotonic()
-    run = cut_and_run(link, moment, "forget", 0.0, make, monkeypatch)
+    run = run_with_fault(link, moment, "forget", 0.0, make, monkeypatch)
     assert_same(run, undisturbed)
-    # A service is missed after 30 seconds (10 without a word, 20 for an answer to a ping), Redis after 10.
+    # gRPC detects this after 30 seconds (10 without data, 20 without a response to a ping), the Redis client after 10.
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.parametrize("link", ["buffer", BUFFER_OF_THE_SERVICES])
+@pytest.mark.parametrize("link", ["buffer", SERVICES_TO_BUFFER])
 def test_a_slow_redis_changes_nothing(link: str, make: MakeConfig, undisturbed: Run) -> None:
-    with network(make(**SHORT)) as parts:
+    with network(make(**SETTINGS)) as parts:
         parts.links[link].delay = 0.02
-        with orchestrator(parts.config) as going:
-            run = going.finish(LIMIT)
+        with orchestrator(parts.config) as active:
+            run = active.finish(LIMIT)
     assert_same(run, undisturbed)
     assert run.progress.recoveries == 0, run.progress.notes

@@ -1,4 +1,4 @@
-"""The table of faults in docs/durability.md names tests that there are."""
+"""The table of faults in docs/durability.md names existing tests, and every test of a fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service that computes ten times slower than it did: the run takes longer, nothing is recovered, the bits are the same."""
+"""A service that computes ten times slower delays a run, which has no recovery and stays bit-identical."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from quartet.rpc.compute_thread import Caller, ComputeThread, Result
 from quartet.types import MODEL_ROLES, Role
-from tests.faults.network import SHORT
+from tests.faults.network import SETTINGS
 from tests.training.conftest import MakeConfig
 from tests.training.runs import Run, assert_same, fleet, orchestrator
 
-TIMES = 10
+SLOWDOWN = 10
 
 
 class SlowCompute(ComputeThread):
@@ -29,9 +29,9 @@ class SlowCompute(ComputeThread):
         def slowly(cancelled: Callable[[], bool]) -> Result:
             start = time.perf_counter()
             result = work(cancelled)
-            more = (TIMES - 1) * (time.perf_counter() - start)
-            time.sleep(more)
-            self.added += more
+            extra = (SLOWDOWN - 1) * (time.perf_counter() - start)
+            time.sleep(extra)
+            self.added += extra
             return result
 
         return super().run(kind, caller, slowly)
@@ -43,11 +43,11 @@ def test_a_ten_times_slower_service_delays_the_run_and_changes_nothing(
     role: Role, make: MakeConfig, undisturbed: Run
 ) -> None:
     compute = SlowCompute()
-    with fleet(make(**SHORT)) as services:
+    with fleet(make(**SETTINGS)) as services:
         services.lose(role)
         services.start(role, compute=compute)
-        with orchestrator(services.config) as going:
-            run = going.finish()
+        with orchestrator(services.config) as active:
+            run = active.finish()
     assert_same(run, undisturbed)
     assert run.progress.recoveries == 0, run.progress.notes
     assert compute.added > 0.0
