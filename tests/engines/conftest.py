@@ -1,4 +1,4 @@
-"""Engines by name, each over the same tiny policy with an adapter; servers that live as long as the session."""
+"""Fixtures of the engine tests: every engine with the same tiny policy and adapter, and a server per session."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from quartet.models.generation.detached_torch import DetachedTorchEngine
 from quartet.models.generation.engine import Engine, Policy
 from quartet.models.generation.torch_engine import TorchEngine
 from quartet.models.weights.lora import add_adapter
-from tests.engines import stand_in
-from tests.engines.triton_server import Model, TritonServer, is_here
+from tests.engines import fake_tensorrt_llm
+from tests.engines.triton_server import Model, TritonServer, is_available
 from tests.unit.models import tiny
 
 SERVED = (
@@ -31,7 +31,7 @@ SERVED = (
     Model("seedless", without=("seed",)),
 )
 EOS = 32
-"""A token that the policy is fond of, so that some responses end early, greedy ones as well."""
+"""A token with a high probability, so that some responses end early, including greedy ones."""
 ENGINES = (
     "torch",
     "torch-static",
@@ -43,21 +43,21 @@ ENGINES = (
     "triton-silent",
     "triton-text",
 )
-ENGINES = (*ENGINES, "tensorrt-llm", "tensorrt-llm-stand-in")
+ENGINES = (*ENGINES, "tensorrt-llm", "tensorrt-llm-fake")
 
 
 def policy(seed: int = 3) -> Policy:
-    """A tiny Llama with an adapter that does something, its one stop token the EOS."""
+    """Return a tiny Llama with a random adapter and EOS as its only stop token."""
     model = tiny.causal("llama")
     adapter = add_adapter(model, "base", rank=2, alpha=3.0, seed=seed)
-    turn(model, seed)
+    change_adapter(model, seed)
     return Policy(
         model, tokenizer(), adapter, frozenset({EOS}), lambda batch, t: response_log_probs(model, batch, t, 4096)
     )
 
 
-def turn(model: torch.nn.Module, seed: int) -> None:
-    """Return the adapter other weights, as an update does."""
+def change_adapter(model: torch.nn.Module, seed: int) -> None:
+    """Give the adapter other weights, as an update does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -66,7 +66,7 @@ def turn(model: torch.nn.Module, seed: int) -> None:
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Words w0, w1, …; no token but the EOS is left out of texts."""
+    """Return a tokenizer of the words w0, w1, ... Decoding leaves out EOS only."""
     words = {f"w{index}": index for index in range(tiny.VOCABULARY)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -75,7 +75,7 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The policy without its adapter, as the servers have it."""
+    """Write the policy without its adapter, as the servers load it."""
     folder = tmp_path_factory.mktemp("checkpoint")
     tiny.saved(tiny.causal("llama"), folder)
     tokenizer().save_pretrained(folder)
@@ -84,8 +84,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A real tritonserver with every model."""
-    if not is_here():
+    """Start a real tritonserver with every model."""
+    if not is_available():
         pytest.skip("needs nvidia-pytriton and tritonclient: make engines")
     server = TritonServer(tmp_path_factory.mktemp("triton"), checkpoint, SERVED)
     server.start()
@@ -95,31 +95,31 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def subject() -> Policy:
-    """The policy of one test."""
+    """Return the policy of a test."""
     return policy()
 
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, subject: Policy, tmp_path: Path, checkpoint: Path) -> Iterator[Engine]:
-    """One engine after another over the subject."""
+    """Return each engine in turn with the policy of the test."""
     name: str = request.param
-    made: Engine
+    result: Engine
     if name == "torch-detached":
-        made = DetachedTorchEngine(subject.model, subject.stop_ids, 32, "cpu")
+        result = DetachedTorchEngine(subject.model, subject.stop_ids, 32, "cpu")
     elif name.startswith("torch"):
-        made = TorchEngine(subject.model, subject.stop_ids, 32, static=name == "torch-static")
+        result = TorchEngine(subject.model, subject.stop_ids, 32, static=name == "torch-static")
     elif name.startswith("triton-"):
         from tests.engines.triton_engines import engine_of
 
-        made = engine_of(request.getfixturevalue("server"), name.removeprefix("triton-"), subject, tmp_path)
+        result = engine_of(request.getfixturevalue("server"), name.removeprefix("triton-"), subject, tmp_path)
     else:
-        if name.endswith("stand-in"):
-            stand_in.install(request.getfixturevalue("monkeypatch"))
+        if name.endswith("fake"):
+            fake_tensorrt_llm.install(request.getfixturevalue("monkeypatch"))
         elif importlib.util.find_spec("tensorrt_llm") is None:
             pytest.skip("needs tensorrt_llm, and so a GPU")
         from quartet.models.generation.tensorrt_llm import TensorRTLLM, TensorRTLLMEngine
 
         settings = TensorRTLLM(str(checkpoint), tmp_path / "engine", 32, 0.2, True, lora_rank=2)
-        made = TensorRTLLMEngine(settings, subject)
-    yield made
-    made.close()
+        result = TensorRTLLMEngine(settings, subject)
+    yield result
+    result.close()

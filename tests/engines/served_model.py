@@ -1,7 +1,7 @@
-"""A model for Triton's Python backend with the tensors of the TensorRT-LLM backend, over a plain transformers loop.
+"""A model for Triton's Python backend with the tensors of the TensorRT-LLM backend. It generates with transformers.
 
-Runs inside a real tritonserver, as model.py. Which names it speaks, its parameters in config.pbtxt say. Prompts that begin with
-one of the FAULTS make it fail in that way.
+Runs inside a real tritonserver, as model.py. Parameters in config.pbtxt select the tensor names. A prompt whose first token is in
+FAULTS causes that fault.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODULES = {
 
 
 class TritonPythonModel:
-    """Interface that the backend calls."""
+    """Class with the interface of Triton's Python backend."""
 
     def initialize(self, args: dict[str, str]) -> None:
         config = json.loads(args["model_config"])
@@ -66,10 +66,10 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse([], pb_utils.TritonError(str(error)))
 
     def _generate(self, request: Any, cancelled: Any) -> Any:
-        """The outputs of one response after another: each token's, or all at the end."""
+        """Yield the output tensors: one list per token, or a single list at the end."""
         text = self.parameters["names"] == "text"
-        asked = self._text_request(request) if text else self._token_request(request)
-        fault = FAULTS.get(asked["prompt"][0])
+        parsed = self._text_request(request) if text else self._token_request(request)
+        fault = FAULTS.get(parsed["prompt"][0])
         if fault == "crash":
             os._exit(1)
         if fault == "error":
@@ -82,29 +82,29 @@ class TritonPythonModel:
             yield []
             return
         if fault == "endless":
-            asked |= {"limit": 10**6, "stops": []}
+            parsed |= {"limit": 10**6, "stops": []}
         ids: list[int] = []
         log_probs: list[float] = []
         model = self._with_adapter(request, text)
-        generator = torch.Generator().manual_seed(asked["seed"])
-        while len(ids) < asked["limit"] and not (ids and ids[-1] in asked["stops"]) and not cancelled():
-            token, log_prob = _next(model, asked, ids, generator)
+        generator = torch.Generator().manual_seed(parsed["seed"])
+        while len(ids) < parsed["limit"] and not (ids and ids[-1] in parsed["stops"]) and not cancelled():
+            token, log_prob = _next(model, parsed, ids, generator)
             ids.append(token)
             log_probs.append(log_prob if fault != "nan" else float("nan"))
-            if asked["streaming"]:
+            if parsed["streaming"]:
                 yield self._tokens([token], log_probs)
             if fault == "cut":
                 break
-            self._note("tokens")
+            self._count("tokens")
         if text:
-            yield self._text(ids, asked)
-        elif not asked["streaming"]:
-            shown = ids if _value(request, "exclude_input_in_output") else [*asked["prompt"], *ids]
+            yield self._text(ids, parsed)
+        elif not parsed["streaming"]:
+            shown = ids if _value(request, "exclude_input_in_output") else [*parsed["prompt"], *ids]
             yield self._tokens(shown, log_probs)
 
-    def _note(self, what: str) -> None:
-        """A byte for each, so that a test can see how many there were."""
-        with open(os.path.join(self.parameters["notes"], what), "ab") as file:
+    def _count(self, name: str) -> None:
+        """Count an event: append a byte to a file that a test can read."""
+        with open(os.path.join(self.parameters["counts"], name), "ab") as file:
             file.write(b".")
 
     def _token_request(self, request: Any) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class TritonPythonModel:
         if stops is not None:
             assert stops.shape[:2] == (1, 2)
             assert stops[0, 1].tolist() == list(range(1, stops.shape[2] + 1)), "each stop word is one token"
-        # No end_id may hide a token.
+        # An end_id would remove a token from the output.
         assert _value(request, "end_id") in (None, -1)
         seed = "random_seed" if self.parameters["names"] == "older" else "seed"
         return {
@@ -140,7 +140,7 @@ class TritonPythonModel:
         }
 
     def _tokens(self, ids: list[int], log_probs: list[float]) -> list[Any]:
-        # As the backend does: new tokens, and the log-probs of all so far.
+        # As in the backend: the new tokens, and the log-probs of all tokens so far.
         outputs = {
             "output_ids": np.array([[ids]], np.int32),
             "sequence_length": np.array([[len(ids)]], np.int32),
@@ -149,8 +149,8 @@ class TritonPythonModel:
             outputs["output_log_probs"] = np.array([[log_probs]], np.float32)
         return [pb_utils.Tensor(name, value) for name, value in outputs.items()]
 
-    def _text(self, ids: list[int], asked: dict[str, Any]) -> list[Any]:
-        stopped = ids[-1] in asked["stops"]
+    def _text(self, ids: list[int], parsed: dict[str, Any]) -> list[Any]:
+        stopped = ids[-1] in parsed["stops"]
         text = self.tokenizer.decode(ids[:-1] if stopped else ids)
         if self.parameters["log_probs"] == "garbled":
             text += " nonsense"
@@ -163,7 +163,7 @@ class TritonPythonModel:
             return self.model if path is None else self._from_path(_value(request, "lora_id"), path.decode())
         task, weights = _value(request, "lora_task_id"), _array(request, "lora_weights")
         if weights is not None:
-            self._note("adapters")
+            self._count("adapters")
         if task is None:
             return self.model
         if task not in self.adapted:
@@ -191,12 +191,12 @@ class TritonPythonModel:
         return self.adapted[task]
 
 
-def _next(model: Any, asked: dict[str, Any], ids: list[int], generator: torch.Generator) -> tuple[int, float]:
+def _next(model: Any, parsed: dict[str, Any], ids: list[int], generator: torch.Generator) -> tuple[int, float]:
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*asked["prompt"], *ids]])).logits[0, -1].double()
-    log_probs = torch.log_softmax(logits if asked["greedy"] else logits / asked["temperature"], 0)
-    drawn = log_probs.argmax() if asked["greedy"] else torch.multinomial(log_probs.exp(), 1, generator=generator)
-    return int(drawn), float(log_probs[drawn])
+        logits = model(input_ids=torch.tensor([[*parsed["prompt"], *ids]])).logits[0, -1].double()
+    log_probs = torch.log_softmax(logits if parsed["greedy"] else logits / parsed["temperature"], 0)
+    token = log_probs.argmax() if parsed["greedy"] else torch.multinomial(log_probs.exp(), 1, generator=generator)
+    return int(token), float(log_probs[token])
 
 
 def _array(request: Any, name: str) -> Any:

@@ -12,21 +12,21 @@ from quartet.errors import Cancelled, InvalidRequest
 from quartet.models.generation.engine import Engine, Policy
 from quartet.models.generation.triton_server import TritonEngine
 from quartet.types import FinishReason, GenerationRequest, SamplingParameters, TokenBatch, Trajectory, TrajectoryId
-from tests.engines.conftest import EOS, turn
+from tests.engines.conftest import EOS, change_adapter
 from tests.unit.models import tiny
 
 
 def requests(count: int, first: int = 0) -> list[GenerationRequest]:
-    """Prompts of several lengths. Ids of 55 and more mean faults to the tests' server."""
+    """Return requests with prompts of several lengths. The tests' server treats ids of 55 and more as faults."""
     generator = np.random.default_rng(0)
     prompts = [generator.integers(2, 55, generator.integers(1, 9)).astype(np.int32) for _ in range(first + count)]
     return [GenerationRequest(TrajectoryId("run", 0, i, 0), prompts[i]) for i in range(first, first + count)]
 
 
-def run(engine: Engine, asked: list[GenerationRequest], seed: int = 0, **sampling: Any) -> list[Trajectory]:
-    """The trajectories by id."""
+def run(engine: Engine, batch: list[GenerationRequest], seed: int = 0, **sampling: Any) -> list[Trajectory]:
+    """Generate, and return the trajectories in the order of their ids."""
     parameters = SamplingParameters(**{"max_response_tokens": 10, "temperature": 0.8, **sampling})
-    return sorted(engine.generate(asked, parameters, seed, 7, lambda: False), key=lambda result: result.id)
+    return sorted(engine.generate(batch, parameters, seed, 7, lambda: False), key=lambda result: result.id)
 
 
 def tokens(result: list[Trajectory]) -> list[list[int]]:
@@ -34,7 +34,7 @@ def tokens(result: list[Trajectory]) -> list[list[int]]:
 
 
 def greedy(policy: Policy, request: GenerationRequest, limit: int = 10) -> list[int]:
-    """A plain loop over the model: no cache, no batch."""
+    """Return the greedy response, computed without cache and batching."""
     ids = request.prompt_ids.tolist()
     for _ in range(limit):
         with torch.no_grad():
@@ -44,35 +44,35 @@ def greedy(policy: Policy, request: GenerationRequest, limit: int = 10) -> list[
     return ids[len(request.prompt_ids) :]
 
 
-def test_greedy_tokens_are_those_of_a_plain_loop(engine: Engine, subject: Policy) -> None:
-    asked = requests(12)
-    result = run(engine, asked, temperature=0.0)
-    assert tokens(result) == [greedy(subject, request) for request in asked]
-    assert [t.id for t in result] == [r.id for r in asked]
-    assert all((t.prompt_ids == r.prompt_ids).all() for t, r in zip(result, asked, strict=True))
+def test_greedy_tokens_are_those_without_cache_and_batching(engine: Engine, subject: Policy) -> None:
+    batch = requests(12)
+    result = run(engine, batch, temperature=0.0)
+    assert tokens(result) == [greedy(subject, request) for request in batch]
+    assert [t.id for t in result] == [r.id for r in batch]
+    assert all((t.prompt_ids == r.prompt_ids).all() for t, r in zip(result, batch, strict=True))
     assert {t.policy_version for t in result} == {7}
     assert len({len(t.response_ids) for t in result}) > 1  # some stopped early
 
 
-def test_log_probs_are_near_the_trainers(engine: Engine, subject: Policy) -> None:
+def test_log_probs_are_close_to_those_of_the_trainer(engine: Engine, subject: Policy) -> None:
     for temperature in (0.0, 0.7):
         result = run(engine, requests(8), temperature=temperature)
         expected = subject.score(TokenBatch.of(result), temperature or 1.0)
         assert np.allclose(np.concatenate([t.log_probs for t in result]), expected, atol=1e-3)
 
 
-def test_the_seed_decides_and_the_company_does_not(engine: Engine) -> None:
-    asked = requests(10)
-    first = tokens(run(engine, asked))
-    assert tokens(run(engine, asked)) == first
-    assert tokens(run(engine, asked[3:6])) == first[3:6]
-    assert tokens(run(engine, asked, seed=1)) != first
+def test_responses_depend_on_the_seed_and_not_on_the_batch(engine: Engine) -> None:
+    batch = requests(10)
+    first = tokens(run(engine, batch))
+    assert tokens(run(engine, batch)) == first
+    assert tokens(run(engine, batch[3:6])) == first[3:6]
+    assert tokens(run(engine, batch, seed=1)) != first
 
 
 def test_samples_of_one_prompt_differ(engine: Engine) -> None:
     prompt = requests(1)[0].prompt_ids
-    asked = [GenerationRequest(TrajectoryId("run", 0, 0, sample), prompt) for sample in range(6)]
-    assert len({tuple(response) for response in tokens(run(engine, asked))}) > 1
+    batch = [GenerationRequest(TrajectoryId("run", 0, 0, sample), prompt) for sample in range(6)]
+    assert len({tuple(response) for response in tokens(run(engine, batch))}) > 1
 
 
 def test_a_response_ends_with_its_stop_token_or_at_the_limit(engine: Engine) -> None:
@@ -95,27 +95,27 @@ def test_stop_tokens_can_be_ignored(engine: Engine, request: pytest.FixtureReque
     assert {len(t.response_ids) for t in run(engine, requests(12), ignore_eos=True)} == {10}
 
 
-def test_new_weights_are_used_at_once(engine: Engine, subject: Policy) -> None:
-    asked = requests(8)
-    before = run(engine, asked, temperature=0.0)
+def test_new_weights_apply_to_the_next_generation(engine: Engine, subject: Policy) -> None:
+    batch = requests(8)
+    before = run(engine, batch, temperature=0.0)
     engine.release()
-    turn(subject.model, seed=11)
+    change_adapter(subject.model, seed=11)
     engine.weights_changed()
-    after = run(engine, asked, temperature=0.0)
-    assert tokens(after) == [greedy(subject, request) for request in asked]
+    after = run(engine, batch, temperature=0.0)
+    assert tokens(after) == [greedy(subject, request) for request in batch]
     assert tokens(after) != tokens(before)
 
 
-def test_cancellation_is_seen_and_the_engine_is_good_afterwards(engine: Engine) -> None:
-    asked = requests(8)
+def test_the_engine_works_after_a_cancelled_generation(engine: Engine) -> None:
+    batch = requests(8)
     calls = iter([False, False])
-    running = engine.generate(asked, SamplingParameters(40), 0, 0, lambda: next(calls, True))
+    running = engine.generate(batch, SamplingParameters(40), 0, 0, lambda: next(calls, True))
     with pytest.raises(Cancelled):
         list(running)
-    assert len(run(engine, asked)) == 8
+    assert len(run(engine, batch)) == 8
 
 
-def test_whoever_stops_reading_leaves_the_engine_good(engine: Engine) -> None:
+def test_the_engine_works_after_a_caller_stops_reading(engine: Engine) -> None:
     running = engine.generate(requests(8), SamplingParameters(20), 0, 0, lambda: False)
     next(running)
     getattr(running, "close")()  # noqa: B009
@@ -132,23 +132,23 @@ def test_whoever_stops_reading_leaves_the_engine_good(engine: Engine) -> None:
         ([3], 0, "max_response_tokens"),
     ],
 )
-def test_what_cannot_be_met_is_refused_at_the_call(engine: Engine, prompt: list[int], limit: int, message: str) -> None:
-    asked = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(prompt, np.int32))]
+def test_an_invalid_request_is_refused_at_the_call(engine: Engine, prompt: list[int], limit: int, message: str) -> None:
+    batch = [GenerationRequest(TrajectoryId("r", 0, 0, 0), np.array(prompt, np.int32))]
     with pytest.raises(InvalidRequest, match=message):
-        engine.generate(asked, SamplingParameters(limit), 0, 0, lambda: False)
+        engine.generate(batch, SamplingParameters(limit), 0, 0, lambda: False)
 
 
-def test_nothing_asked_is_nothing_given(engine: Engine) -> None:
+def test_no_requests_give_no_trajectories(engine: Engine) -> None:
     assert run(engine, []) == []
 
 
-def test_a_triton_engine_cancels_what_the_server_computes(engine: Engine, request: pytest.FixtureRequest) -> None:
+def test_a_triton_engine_cancels_requests_on_the_server(engine: Engine, request: pytest.FixtureRequest) -> None:
     if not isinstance(engine, TritonEngine):
-        pytest.skip("of servers")
+        pytest.skip("only for servers")
     server = request.getfixturevalue("server")
     before = server.count("tokens")
     running = engine.generate(requests(32), SamplingParameters(50, ignore_eos=False), 0, 0, lambda: False)
     next(running)
     getattr(running, "close")()  # noqa: B009
-    run(engine, requests(1), max_response_tokens=1)  # Behind what was not cancelled, if anything.
+    run(engine, requests(1), max_response_tokens=1)  # The server runs this after requests that were not cancelled.
     assert server.count("tokens") - before < 32 * 10

@@ -1,4 +1,4 @@
-"""Whole runs over a real Triton server: every service behind its own server, with a real Redis."""
+"""Complete runs with a real Triton server, real gRPC services and a real Redis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def triton(server: TritonServer, toy_task: ToyTask, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """Serve the run's own initial policy. ``server`` is asked for so that without the wheel the tests are skipped."""
+    """Serve the initial policy of the run. The fixture ``server`` skips the tests without the wheel."""
     del server
     result = TritonServer(
         tmp_path_factory.mktemp("served"), Path(toy_task.policy), (Model("current"), Model("silent", log_probs="no"))
@@ -34,7 +34,7 @@ def rollout(triton: TritonServer, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model", ["current", "silent"])
-def test_a_run_with_adapters_trains_on_what_its_policy_sampled(
+def test_a_run_with_adapters_trains_on_samples_of_its_own_policy(
     make: MakeConfig, triton: TritonServer, model: str
 ) -> None:
     run = run_to_the_end(
@@ -46,13 +46,13 @@ def test_a_run_with_adapters_trains_on_what_its_policy_sampled(
     )
     assert [step["step"] for step in run.metrics] == list(range(1, STEPS + 1))
     assert max(step["rollout_mismatch_kl"] for step in run.metrics) < 1e-6
-    # The sent adapters moved away from the reference, so the server did not keep using the first one.
+    # The policy moved away from the reference, so the server did not keep the first adapter.
     assert run.metrics[0]["kl_mean"] == pytest.approx(0.0, abs=1e-3)
     assert abs(run.metrics[-1]["kl_mean"]) > 1e-3
     assert not (run.files.root / "engine").exists() or not list((run.files.root / "engine").iterdir())
 
 
-def test_a_run_with_static_weights_reports_how_far_its_policy_has_gone(make: MakeConfig, triton: TritonServer) -> None:
+def test_a_run_with_static_weights_reports_the_mismatch_of_its_policy(make: MakeConfig, triton: TritonServer) -> None:
     run = run_to_the_end(make(run={"steps": STEPS}, rollout=rollout(triton, weights="static")))
     mismatch = [step["rollout_mismatch_kl"] for step in run.metrics]
     assert mismatch[0] < 1e-6
@@ -60,16 +60,16 @@ def test_a_run_with_static_weights_reports_how_far_its_policy_has_gone(make: Mak
     assert run.metrics[-1]["importance_weight"] != 1.0
 
 
-def test_a_run_waits_for_a_server_that_went_away(make: MakeConfig, triton: TritonServer) -> None:
+def test_a_run_waits_for_a_stopped_server(make: MakeConfig, triton: TritonServer) -> None:
     config = make(
         actor={"lora": {"rank": 4}}, rollout=rollout(triton), recovery={"max_recoveries": 100, "backoff_seconds": 0.1}
     )
     triton.stop()
-    with fleet(config) as started, orchestrator(started.config) as going:
-        while not going.board.current().recoveries:
-            going.thread.join(0.02)
-            assert going.thread.is_alive(), going.board.current()
+    with fleet(config) as started, orchestrator(started.config) as active:
+        while not active.board.current().recoveries:
+            active.thread.join(0.02)
+            assert active.thread.is_alive(), active.board.current()
         triton.start(triton.port)
-        run = going.finish()
+        run = active.finish()
     assert run.code == 0, run.progress.error
     assert [step["step"] for step in run.metrics] == [1, 2]

@@ -1,4 +1,4 @@
-"""The Triton engine against a real server that fails, lies, hangs, dies, asks for certificates, or is not there."""
+"""The Triton engine with a real server that fails, returns invalid output, hangs, crashes, needs certificates, or is absent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quartet.types import (
     Trajectory,
     TrajectoryId,
 )
-from tests.engines.conftest import policy, turn
+from tests.engines.conftest import change_adapter, policy
 from tests.engines.test_contract import greedy, requests, run, tokens
 from tests.engines.triton_engines import engine_of
 from tests.engines.triton_server import Model, TritonServer, free_port
@@ -40,7 +40,7 @@ from tests.engines.triton_server import Model, TritonServer, free_port
 
 @pytest.fixture
 def own_server(checkpoint: Path, server: TritonServer, tmp_path: Path) -> Iterator[Callable[..., TritonServer]]:
-    """Start a server that a test may end. ``server`` is asked for so that without the wheel the test is skipped."""
+    """Start a server that a test may stop. The fixture ``server`` skips the test without the wheel."""
     del server
     started = []
 
@@ -55,8 +55,8 @@ def own_server(checkpoint: Path, server: TritonServer, tmp_path: Path) -> Iterat
         each.stop()
 
 
-def beginning_with(token: int) -> list[GenerationRequest]:
-    """A good request, and one whose prompt means a fault to the server."""
+def with_fault(token: int) -> list[GenerationRequest]:
+    """Return a valid request, and one whose first token causes a fault in the server."""
     return [*requests(1), GenerationRequest(TrajectoryId("run", 0, 99, 0), np.array([token, 3, 4], np.int32))]
 
 
@@ -71,24 +71,24 @@ def beginning_with(token: int) -> list[GenerationRequest]:
     ],
     ids=["error", "nothing", "cut", "nan", "endless"],
 )
-def test_what_the_server_could_not_generate_is_an_error(
+def test_an_invalid_response_of_the_server_is_an_error(
     server: TritonServer, subject: Policy, tmp_path: Path, token: int, error: type[QuartetError], message: str
 ) -> None:
     engine = engine_of(server, "current", subject, tmp_path)
     with pytest.raises(error, match=message):
-        run(engine, beginning_with(token))
+        run(engine, with_fault(token))
     assert len(run(engine, requests(4))) == 4
 
 
-def test_text_that_is_not_its_tokens_is_an_error(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+def test_text_that_does_not_match_its_tokens_is_an_error(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     with pytest.raises(ComputationFailed, match="tokenized text does not decode to the same text"):
         run(engine_of(server, "garbled", subject, tmp_path), requests(2))
 
 
-def test_a_server_that_says_nothing_is_unavailable(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+def test_a_server_without_a_response_is_unavailable(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     engine = engine_of(server, "current", subject, tmp_path, timeout=0.5)
     with pytest.raises(ServiceUnavailable, match=r"no response for 0\.5 s; raise rollout\.triton\.timeout"):
-        run(engine, beginning_with(57))
+        run(engine, with_fault(57))
 
 
 def test_a_model_that_crashes_is_an_error(
@@ -96,10 +96,10 @@ def test_a_model_that_crashes_is_an_error(
 ) -> None:
     engine = engine_of(own_server(Model("current")), "current", subject, tmp_path, timeout=5.0)
     with pytest.raises((ServiceFailed, ServiceUnavailable)):
-        run(engine, beginning_with(60))
+        run(engine, with_fault(60))
 
 
-def test_a_server_that_is_killed_is_unavailable_and_one_that_is_back_is_used_again(
+def test_a_killed_server_is_unavailable_and_is_used_again_after_its_restart(
     own_server: Callable[..., TritonServer], subject: Policy, tmp_path: Path
 ) -> None:
     server = own_server(Model("current"))
@@ -112,12 +112,12 @@ def test_a_server_that_is_killed_is_unavailable_and_one_that_is_back_is_used_aga
     with pytest.raises(ServiceUnavailable, match=r"rollout\.triton\.url"):
         run(engine, requests(2))
     server.start(server.port)
-    # It knows no adapter any more: the first request of every generation brings it.
+    # The server has lost the adapter. The first request of every generation sends it.
     result = run(engine, requests(4), temperature=0.0)
     assert tokens(result) == [greedy(subject, request) for request in requests(4)]
 
 
-def test_a_server_that_is_not_there_is_named(subject: Policy, tmp_path: Path, checkpoint: Path) -> None:
+def test_the_error_names_an_unreachable_server(subject: Policy, tmp_path: Path, checkpoint: Path) -> None:
     pytest.importorskip("tritonclient.grpc")
     unreachable = TritonServer(tmp_path, checkpoint, ())
     unreachable.port = free_port()
@@ -126,7 +126,7 @@ def test_a_server_that_is_not_there_is_named(subject: Policy, tmp_path: Path, ch
 
 
 @pytest.mark.parametrize(("model", "message"), [("absent", "unknown model"), ("seedless", "no random_seed")])
-def test_a_model_that_is_another_is_a_mismatch(
+def test_a_model_with_other_inputs_is_a_mismatch(
     server: TritonServer, subject: Policy, tmp_path: Path, model: str, message: str
 ) -> None:
     with pytest.raises(MismatchError, match=message) as refused:
@@ -134,12 +134,12 @@ def test_a_model_that_is_another_is_a_mismatch(
     assert "rollout.triton.model names the model" in str(refused.value)
 
 
-def test_few_at_once_are_as_good_as_many(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+def test_max_in_flight_does_not_change_the_tokens(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     few, many = (engine_of(server, "current", subject, tmp_path, max_in_flight=limit) for limit in (2, 32))
     assert tokens(run(few, requests(9))) == tokens(run(many, requests(9)))
 
 
-def test_static_weights_stay_and_their_mismatch_is_reported_and_corrected(
+def test_the_mismatch_of_static_weights_is_reported_and_corrected(
     server: TritonServer, subject: Policy, tmp_path: Path
 ) -> None:
     engine = engine_of(server, "current", subject, tmp_path, weights="static")
@@ -149,21 +149,23 @@ def test_static_weights_stay_and_their_mismatch_is_reported_and_corrected(
         base = subject.score(TokenBatch.of(result), 1.0)
     assert np.allclose(np.concatenate([t.log_probs for t in result]), base, atol=1e-3)
 
-    metrics = updated(subject, result)
+    metrics = update_metrics(subject, result)
     assert metrics["rollout_mismatch_kl"] > 0.01
     assert 0.1 < metrics["importance_weight"] < 1.0
 
 
-def test_of_an_adapter_that_is_sent_along_only_rounding_is_left(
+def test_with_sent_adapters_the_mismatch_is_only_rounding(
     server: TritonServer, subject: Policy, tmp_path: Path
 ) -> None:
-    metrics = updated(subject, run(engine_of(server, "current", subject, tmp_path), requests(24), temperature=1.0))
+    metrics = update_metrics(
+        subject, run(engine_of(server, "current", subject, tmp_path), requests(24), temperature=1.0)
+    )
     assert metrics["rollout_mismatch_kl"] < 1e-6
     assert metrics["importance_weight"] == pytest.approx(1.0, abs=1e-4)
 
 
-def updated(subject: Policy, result: list[Trajectory]) -> dict[str, float]:
-    """Return what an update reports that looks and learns nothing."""
+def update_metrics(subject: Policy, result: list[Trajectory]) -> dict[str, float]:
+    """Return the metrics of an update without optimizer steps."""
     batch = TokenBatch.of(result)
     count = int(batch.response_lengths.sum())
     flat = {name: np.zeros(count, np.float32) for name in ("reference_log_probs", "values", "advantages", "returns")}
@@ -183,7 +185,7 @@ def test_static_weights_need_log_probs(server: TritonServer, subject: Policy, tm
         run(engine_of(server, "silent", subject, tmp_path, weights="static"), requests(1))
 
 
-def test_an_adapter_is_sent_once_for_each_generation(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+def test_an_adapter_is_sent_once_per_generation(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     engine = engine_of(server, "current", subject, tmp_path)
     before = server.count("adapters")
     for generation in (1, 2):
@@ -191,18 +193,18 @@ def test_an_adapter_is_sent_once_for_each_generation(server: TritonServer, subje
         assert server.count("adapters") == before + generation
 
 
-def test_two_policies_on_one_server_do_not_meet(server: TritonServer, tmp_path: Path) -> None:
+def test_two_policies_on_one_server_do_not_mix(server: TritonServer, tmp_path: Path) -> None:
     one, other = policy(3), policy(4)
-    asked = requests(6)
+    batch = requests(6)
     for subject in (one, other, one):
         engine = engine_of(server, "current", subject, tmp_path)
-        assert tokens(run(engine, asked, temperature=0.0)) == [greedy(subject, request) for request in asked]
+        assert tokens(run(engine, batch, temperature=0.0)) == [greedy(subject, request) for request in batch]
 
 
-def test_an_adapter_on_disk_is_the_newest_alone(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+def test_only_the_newest_adapter_is_on_disk(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     engine = engine_of(server, "text", subject, tmp_path)
     run(engine, requests(2))
-    turn(subject.model, 5)
+    change_adapter(subject.model, 5)
     engine.weights_changed()
     run(engine, requests(2))
     assert len(list((tmp_path / "engine").iterdir())) == 1
@@ -210,7 +212,7 @@ def test_an_adapter_on_disk_is_the_newest_alone(server: TritonServer, subject: P
     assert not (tmp_path / "engine").exists()
 
 
-def test_with_certificates_both_sides_are_known(
+def test_server_and_client_authenticate_with_certificates(
     own_server: Callable[..., TritonServer], subject: Policy, tmp_path: Path
 ) -> None:
     folder = tmp_path / "certificates"
@@ -222,15 +224,15 @@ def test_with_certificates_both_sides_are_known(
         name: (folder / "actor" / file).read_bytes()
         for name, file in (("authority", "ca.crt"), ("certificate", "tls.crt"), ("key", "tls.key"))
     }
-    asked = requests(2)
-    result = run(engine_of(server, "current", subject, tmp_path, encrypted=True, **files), asked, temperature=0.0)
-    assert tokens(result) == [greedy(subject, request) for request in asked]
-    for lacking in ({"encrypted": True, "authority": files["authority"]}, {"encrypted": False}):
+    batch = requests(2)
+    result = run(engine_of(server, "current", subject, tmp_path, encrypted=True, **files), batch, temperature=0.0)
+    assert tokens(result) == [greedy(subject, request) for request in batch]
+    for incomplete in ({"encrypted": True, "authority": files["authority"]}, {"encrypted": False}):
         with pytest.raises(ServiceUnavailable):
-            run(engine_of(server, "current", subject, tmp_path, timeout=3.0, **lacking), asked)
+            run(engine_of(server, "current", subject, tmp_path, timeout=3.0, **incomplete), batch)
 
 
-def test_no_thread_is_left_behind(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
+def test_generations_leave_no_threads(server: TritonServer, subject: Policy, tmp_path: Path) -> None:
     engine = engine_of(server, "current", subject, tmp_path)
 
     def cut_short() -> None:

@@ -1,4 +1,4 @@
-"""Triton engines of the tests' servers."""
+"""Triton engines for the tests' servers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from tests.engines.triton_server import TritonServer
 
 
 def engine_of(server: TritonServer, model: str, policy: Policy, folder: Path, **changes: Any) -> TritonEngine:
-    """An engine of one of the server's models."""
+    """Return an engine for one of the server's models."""
     settings: dict[str, Any] = {"timeout": 20.0, "weights": "lora", "max_in_flight": 32, **changes}
     return TritonEngine(Target(f"127.0.0.1:{server.port}", model, adapters=folder / "engine", **settings), policy)

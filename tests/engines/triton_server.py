@@ -14,9 +14,9 @@ from pathlib import Path
 
 MODEL = Path(__file__).with_name("served_model.py")
 PYTHON = "QUARTET_TRITON_PYTHON"
-"""Path of a Python with the wheel, the dependencies of the model, and NumPy below 2, which the wheel's backend needs."""
-START = 60.0
-"""Seconds for the server and its model."""
+"""Variable with the path of a Python that has the wheel, the dependencies of the model, and NumPy below 2 for the wheel."""
+START_TIMEOUT = 60.0
+"""Seconds until the server and its models must be ready."""
 
 TOKEN_INPUTS = {
     "input_ids": ("INT32", "-1", False),
@@ -55,7 +55,7 @@ TEXT_OUTPUTS = dict.fromkeys(("text_output", "finish_reason", "stop_reason"), ("
 
 @dataclass(frozen=True)
 class Model:
-    """Dialect of one served model. ``names``: current, older or text."""
+    """A served model and its tensors. ``names``: the set of tensor names: current, older or text."""
 
     name: str
     names: str = "current"
@@ -64,14 +64,14 @@ class Model:
     without: tuple[str, ...] = ()
 
 
-def is_here() -> bool:
-    """Return whether there is a server, and a client for it."""
+def is_available() -> bool:
+    """Return whether server and client are installed."""
     return PYTHON in os.environ and importlib.util.find_spec("tritonclient") is not None
 
 
 @dataclass
 class TritonServer:
-    """Serve ``models`` with the ``checkpoint`` out of ``folder``. ``tls``: a folder with tls.crt, tls.key and ca.crt."""
+    """Server of ``models`` with a ``checkpoint``. ``folder``: its files. ``tls``: a folder with tls.crt, tls.key and ca.crt."""
 
     folder: Path
     checkpoint: Path
@@ -80,11 +80,11 @@ class TritonServer:
     port: int = field(default=0, init=False)
 
     def start(self, port: int | None = None) -> None:
-        """Return when all models are ready."""
+        """Start the server, and wait until all models are ready."""
         python = Path(os.environ[PYTHON]).absolute()
         version, wheel = _wheel(python)
         backends = self.folder / "backends"
-        if not backends.exists():  # What is left of a server that was killed may still run from there.
+        if not backends.exists():  # Stubs of a killed server may still run from this folder.
             shutil.copytree(wheel / "tritonserver" / "backends", backends)
             stub = wheel / "tritonserver" / "python_backend_stubs" / version / "triton_python_backend_stub"
             shutil.copy(stub, backends / "python")
@@ -111,7 +111,7 @@ class TritonServer:
                 f"--grpc-server-key={self.tls / 'tls.key'}",
                 f"--grpc-root-cert={self.tls / 'ca.crt'}",
             ]
-        # The backend embeds the distribution's Python, which ignores PYTHONPATH and takes its packages from the first python3.
+        # The backend embeds the distribution's Python, which ignores PYTHONPATH and uses the packages of the first python3.
         environment = os.environ | {
             "PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", "")]),
             "LD_LIBRARY_PATH": str(wheel.parent / "nvidia_pytriton.libs"),
@@ -125,20 +125,20 @@ class TritonServer:
         )
         self._wait()
 
-    def count(self, what: str) -> int:
-        """Return how many ``tokens`` the models have computed, or ``adapters`` they were sent."""
-        path = self.folder / what
+    def count(self, name: str) -> int:
+        """Return the number of ``tokens`` that the models computed, or of ``adapters`` that they received."""
+        path = self.folder / name
         return path.stat().st_size if path.exists() else 0
 
     def stop(self, number: int = signal.SIGKILL) -> None:
-        """End it and what it has started."""
+        """Stop the server and its child processes."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, number)
         self.process.wait()
         self.log.close()
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + START
+        deadline = time.monotonic() + START_TIMEOUT
         ready = self.folder / "server.log"
         while b"Started GRPCInferenceService" not in ready.read_bytes():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -164,7 +164,7 @@ class TritonServer:
             "names": model.names,
             "log_probs": model.log_probs,
             "checkpoint": str(self.checkpoint),
-            "notes": str(self.folder),
+            "counts": str(self.folder),
         }
         lines = [f'name: "{model.name}"', 'backend: "python"', "max_batch_size: 8"]
         lines.append(f"model_transaction_policy {{ decoupled: {str(model.decoupled).lower()} }}")
@@ -185,14 +185,14 @@ class TritonServer:
 
 
 def _wheel(python: Path) -> tuple[str, Path]:
-    """The version of a Python, and where its pytriton is."""
+    """Return the version of a Python, and the path of its pytriton."""
     code = "import sys, sysconfig; print('%d.%d' % sys.version_info[:2], sysconfig.get_path('purelib'))"
     result = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     return result[0], Path(result[1]) / "pytriton"
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

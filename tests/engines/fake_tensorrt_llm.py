@@ -1,6 +1,6 @@
-"""A stand-in for tensorrt_llm, which needs a GPU: the calls that the engine makes, over a plain transformers loop.
+"""A fake of tensorrt_llm, which needs a GPU, with the calls that the engine makes. It generates with transformers.
 
-It shows that the engine's own code runs, and nothing of how TensorRT-LLM itself behaves.
+It tests the code of the engine, not the behaviour of TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import transformers
 
 @dataclass
 class SamplingParams:
-    """The parameters that the engine gives; any other is an error."""
+    """The parameters that the engine passes. Any other parameter is an error."""
 
     max_tokens: int
     temperature: float
@@ -48,7 +48,7 @@ class LoRARequest:
 
 
 class Future:
-    """A response that is computed when it is asked for."""
+    """A response that ``result`` computes."""
 
     def __init__(self, llm: LLM, prompt: list[int], parameters: SamplingParams, lora: LoRARequest | None) -> None:
         self._llm, self._prompt, self._parameters, self._lora = llm, prompt, parameters, lora
@@ -56,7 +56,7 @@ class Future:
         self.outputs: list[Any] = []
 
     def result(self, timeout: float | None = None) -> Future:
-        """Itself, with its outputs."""
+        """Compute the outputs and return this object."""
         if not self._llm.running:
             raise RuntimeError("the engine was shut down")
         parameters, ids, log_probs = self._parameters, list[int](), []
@@ -66,10 +66,10 @@ class Future:
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([[*self._prompt, *ids]])).logits[0, -1].double()
             values = torch.log_softmax(logits / parameters.temperature, 0)
-            drawn = (
+            token = (
                 values.argmax() if parameters.top_k == 1 else torch.multinomial(values.exp(), 1, generator=generator)
             )
-            ids.append(int(drawn))
+            ids.append(int(token))
             log_probs.append({ids[-1]: types.SimpleNamespace(logprob=float(values[ids[-1]]))})
         reason = "stop" if ids[-1] in stops else "length"
         self.outputs = [types.SimpleNamespace(token_ids=ids, logprobs=log_probs, finish_reason=reason)]
@@ -77,24 +77,24 @@ class Future:
         return self
 
     def abort(self) -> None:
-        """Nothing: it has not begun."""
+        """Do nothing, because the computation has not started."""
 
 
 class LLM:
-    """Load a checkpoint, and adapters on request."""
+    """Model of a checkpoint, with an adapter per request."""
 
     def __init__(self, model: str, lora_config: Any = None, **_: Any) -> None:
         self._path = model
         self._model = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
         self._adapted: dict[int, Any] = {}
-        self._takes_adapters = lora_config is not None
+        self._supports_adapters = lora_config is not None
         self.running = True
 
     def adapted(self, lora: LoRARequest | None) -> Any:
-        """The model with an adapter, kept by its number as the library does."""
+        """Return the model with an adapter, cached by its number as in the library."""
         if lora is None:
             return self._model
-        assert self._takes_adapters
+        assert self._supports_adapters
         if lora.number not in self._adapted:
             base = transformers.AutoModelForCausalLM.from_pretrained(self._path)
             self._adapted[lora.number] = peft.PeftModel.from_pretrained(base, lora.path).eval()
@@ -103,16 +103,16 @@ class LLM:
     def generate_async(
         self, inputs: dict[str, list[int]], parameters: SamplingParams, lora_request: LoRARequest | None = None
     ) -> Future:
-        """One request."""
+        """Return the response to one request."""
         return Future(self, inputs["prompt_token_ids"], parameters, lora_request)
 
     def shutdown(self) -> None:
-        """The end."""
+        """Mark the engine as stopped."""
         self.running = False
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put it where the engine imports the library from."""
+    """Replace the modules that the engine imports."""
     for name, content in {
         "tensorrt_llm": {"LLM": LLM, "SamplingParams": SamplingParams},
         "tensorrt_llm.llmapi": {"KvCacheConfig": types.SimpleNamespace},
