@@ -120,6 +120,7 @@ def test_a_model_without_tokenizer_is_refused_and_leaves_no_folder(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow  # tests/unit/models loads damaged weights.
 def test_a_model_with_truncated_weights_is_refused(
     refuse: Refuse, toy_task: ToyTask, frozen: Service, copy: Callable[[Path], Path]
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_language_model_as_reward_model_is_refused(refuse: Refuse, toy_task: T
     refuse(f"reward.model={toy_task.policy}", options=options, mentioned=wrong)
 
 
+@pytest.mark.slow  # tests/unit/models loads such a classifier.
 def test_a_classifier_with_two_outputs_as_reward_model_is_refused(
     refuse: Refuse, toy_task: ToyTask, frozen: Service, copy: Callable[[Path], Path]
 ) -> None:

@@ -37,7 +37,7 @@ def wait_for_steps(command: Command, folder: Path, steps: int = 1) -> None:
         ("redis", "redis: killed by SIGKILL; the last lines of"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_without_restarts_a_dead_process_ends_the_run_and_its_log_is_shown(
     victim: str, message: str, start: Start, config: Path, frozen: Service, tmp_path: Path
 ) -> None:

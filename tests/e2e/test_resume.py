@@ -47,6 +47,7 @@ def test_resume_refuses_a_missing_run_and_changed_settings(
     assert weights(tmp_path / "runs" / "tiny") == weights(uninterrupted_run.directory)
 
 
+@pytest.mark.slow  # tests/training/test_resume.py resumes a stopped run in one process.
 def test_a_finished_run_resumes_with_more_steps(
     start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
 ) -> None:
@@ -76,6 +77,7 @@ def test_checkpoints_are_listed_and_verified(start: Start, uninterrupted_run: Ru
     assert "available steps: 6, 8" in start("rollback", run, "5").wait().err
 
 
+@pytest.mark.slow  # tests/training/test_live_control.py rolls back in one process.
 def test_a_run_resumes_bit_identically_after_a_rollback(
     start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
 ) -> None:
@@ -89,6 +91,7 @@ def test_a_run_resumes_bit_identically_after_a_rollback(
     assert deterministic_metrics(Run(result, run)) == deterministic_metrics(uninterrupted_run)
 
 
+@pytest.mark.slow  # tests/training/test_fork.py forks in one process.
 def test_a_fork_continues_from_an_old_checkpoint_with_other_settings(
     start: Start, uninterrupted_run: Run, tmp_path: Path
 ) -> None:
@@ -158,6 +161,7 @@ def test_checkpoints_can_be_tagged_and_untagged(start: Start, run_copy: Path) ->
     )
 
 
+@pytest.mark.slow  # tests/services/orchestrator/checkpointing keeps tagged checkpoints.
 def test_a_tagged_checkpoint_is_kept_regardless_of_keep_last(start: Start, config: Path, run_copy: Path) -> None:
     assert start("checkpoints", "tag", run_copy, "6", "best").wait().code == 0
     longer = settings("run.steps=13", "checkpoint.every_steps=3")
@@ -213,6 +217,7 @@ def test_export_refuses_a_non_empty_directory_and_a_damaged_checkpoint(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow  # tests/unit/models/test_lora_files.py merges adapters.
 def test_an_exported_adapter_is_merged_like_the_final_policy(start: Start, config: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
     adapted = settings("actor.lora.rank=2", "actor.learning_rate=0.01", "run.steps=2", "checkpoint.every_steps=1")
@@ -225,6 +230,7 @@ def test_an_exported_adapter_is_merged_like_the_final_policy(start: Start, confi
     assert contents(tmp_path / "earlier")["model.safetensors"] != contents(run / "policy")["model.safetensors"]
 
 
+@pytest.mark.slow  # tests/training/test_checkpointing.py fails to write checkpoints.
 def test_a_run_completes_without_room_for_checkpoints_and_resumes_when_there_is_room(
     config: Path, uninterrupted_run: Run, start: Start, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def wait_for_start(command: Command, name: str) -> int:
     return command.child(name)
 
 
+@pytest.mark.slow  # A faster test below kills a process at every start.
 def test_a_run_starts_although_processes_are_killed_while_they_load(
     start: Start, config: Path, uninterrupted_run: Run, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_process_killed_at_every_start_ends_the_run_at_the_restart_limit(
     assert re.match(r"error: critic: given up after 1 restart in \d+ s; killed by SIGKILL; ", result.err), result.err
 
 
+@pytest.mark.slow  # tests/unit/launcher/test_supervision.py hangs a process.
 def test_a_hung_process_is_restarted_and_a_short_pause_is_tolerated(
     start: Start, config: Path, frozen: Service, uninterrupted_run: Run, tmp_path: Path
 ) -> None:
@@ -160,6 +162,7 @@ def test_ctrl_c_during_a_backoff_stops_everything_at_once(
     assert (result.code, result.err, result.leftovers) == (130, "stopped\n", [])
 
 
+@pytest.mark.slow  # tests/training/test_resume.py damages the experience.
 def test_a_damaged_buffer_is_moved_away_on_resume_and_the_run_is_bit_identical(
     start: Start, config: Path, frozen: Service, uninterrupted_run: Run, tmp_path: Path
 ) -> None:
