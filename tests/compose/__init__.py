@@ -1,1 +1,1 @@
-"""docker-compose.yml and its overlays: as files, and brought up."""
+"""Tests of docker-compose.yml and its overlays, as files and as a running stack."""

@@ -1,4 +1,4 @@
-"""The files of Docker, held against one another, the config and the code. No Docker is needed here."""
+"""Consistency of the Docker files with each other, the config and the code. These tests need no Docker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.compose.stack import SECRETS
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENT = ROOT / "docker/deployment"
-OURS = ("setup", *Role, "gateway")
+QUARTET_SERVICES = ("setup", *Role, "gateway")
 """Services that run Quartet's image."""
 
 POLICY = "{data: {prompts: data/p.jsonl}, actor: {model: models/policy%s}, reward: {model: models/reward}%s}"
@@ -43,8 +43,8 @@ TLS = read("docker/compose.tls.yaml")
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 
 
-PLACE = r"(?:\$\{[^}]*\}|[^:$])*"
-"""A path, of which a part may be the user's to set."""
+PATH = r"(?:\$\{[^}]*\}|[^:$])*"
+"""Pattern of a path, which may contain variables."""
 
 
 def mounts(service: dict[str, Any]) -> dict[str, str]:
@@ -52,7 +52,7 @@ def mounts(service: dict[str, Any]) -> dict[str, str]:
     results = {}
     for mount in service.get("volumes", ()):
         if isinstance(mount, str):
-            source, target = re.fullmatch(rf"({PLACE}):({PLACE})(?::ro)?", mount).groups()
+            source, target = re.fullmatch(rf"({PATH}):({PATH})(?::ro)?", mount).groups()
         else:
             source, target = mount["source"], mount["target"]
         results[target] = source
@@ -60,7 +60,7 @@ def mounts(service: dict[str, Any]) -> dict[str, str]:
 
 
 def writable(service: dict[str, Any]) -> set[str]:
-    """Places in the container that may be written."""
+    """Return the writable paths in the container."""
     return {
         mount.split(":")[1] if isinstance(mount, str) else mount["target"]
         for mount in service.get("volumes", ())
@@ -69,7 +69,7 @@ def writable(service: dict[str, Any]) -> set[str]:
 
 
 def deployment(tmp_path: Path, run: str, *layers: str) -> Config:
-    """A run's config with what containers lay over it."""
+    """Return the config of a run with the layers that the containers add."""
     (tmp_path / "config.yaml").write_text(CONFIGS[run])
     return load_config(
         tmp_path / "config.yaml", [], [DEPLOYMENT / f"{layer}.yaml" for layer in ("services", run, *layers)]
@@ -103,11 +103,11 @@ def test_images_are_pinned() -> None:
     chart = yaml.safe_load((ROOT / "helm/quartet/values.yaml").read_text())
     assert f"redis:{chart['redis']['image']['tag']}" in images
     version = yaml.safe_load((ROOT / "helm/quartet/Chart.yaml").read_text())["appVersion"]
-    assert {SERVICES[name]["image"] for name in OURS} == {f"quartet:{version}-cuda"}
-    assert {CPU["services"][name]["image"] for name in OURS} == {f"quartet:{version}-cpu"}
+    assert {SERVICES[name]["image"] for name in QUARTET_SERVICES} == {f"quartet:{version}-cuda"}
+    assert {CPU["services"][name]["image"] for name in QUARTET_SERVICES} == {f"quartet:{version}-cpu"}
 
 
-def test_nothing_is_published_beyond_this_machine() -> None:
+def test_ports_are_published_on_loopback_only() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert published.keys() == {"gateway", "grafana"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
@@ -117,17 +117,17 @@ def test_nothing_is_published_beyond_this_machine() -> None:
     assert SERVICES["setup"]["network_mode"] == "none"
 
 
-def test_a_service_sees_the_secrets_that_it_needs_and_no_others() -> None:
-    seen = {
-        name: {place.rpartition("/")[2] for place in mounts(service) if place.startswith("/run/secrets/")}
+def test_a_service_has_only_the_secrets_that_it_needs() -> None:
+    visible = {
+        name: {path.rpartition("/")[2] for path in mounts(service) if path.startswith("/run/secrets/")}
         for name, service in SERVICES.items()
     }
-    assert seen == SECRETS
+    assert visible == SECRETS
     for service in SERVICES.values():
         assert not re.search("(?i)(token|password|secret)(?!.*__FILE)", " ".join(service.get("environment", {})))
 
 
-def test_a_service_writes_its_run_or_its_own_volume_and_nothing_else() -> None:
+def test_a_service_may_write_only_the_runs_or_its_volume() -> None:
     assert {name: writable(service) for name, service in SERVICES.items() if name != "setup"} == {
         **{name: {"/quartet/runs"} for name in ("actor", "critic", "orchestrator", "gateway")},
         "reward": set(),
@@ -138,26 +138,26 @@ def test_a_service_writes_its_run_or_its_own_volume_and_nothing_else() -> None:
     }
 
 
-def test_a_service_holds_its_own_certificate_and_no_other() -> None:
+def test_a_service_has_only_its_own_certificate() -> None:
     for name, service in TLS["services"].items():
-        places = {place: source for place, source in mounts(service).items() if "/certificates/" in place}
+        paths = {path: source for path, source in mounts(service).items() if "/certificates/" in path}
         if name == "setup":
-            assert places == {
-                f"/setup/certificates/{one}": f"certificates-{one}" for one in set(PROCESSES) - {"operator"}
+            assert paths == {
+                f"/setup/certificates/{name}": f"certificates-{name}" for name in set(PROCESSES) - {"operator"}
             }
         else:
-            assert places == {f"/run/certificates/{name}": f"certificates-{name}"}
+            assert paths == {f"/run/certificates/{name}": f"certificates-{name}"}
     assert TLS["services"].keys() == SERVICES.keys() - {"grafana"}
-    assert {f"certificates-{one}" for one in set(PROCESSES) - {"operator"}} == TLS["volumes"].keys()
+    assert {f"certificates-{name}" for name in set(PROCESSES) - {"operator"}} == TLS["volumes"].keys()
 
 
-def test_overlays_take_the_place_of_what_they_are_laid_over() -> None:
+def test_the_mounts_of_overlays_replace_mounts_of_the_base() -> None:
     for overlay in (CPU, TLS):
         for name, service in overlay["services"].items():
             base = mounts(SERVICES[name])
-            for place, source in mounts(service).items():
+            for path, source in mounts(service).items():
                 if source.startswith("./"):
-                    assert place in base, f"{name}: {place} takes nothing's place"
+                    assert path in base, f"{name}: {path} replaces no mount"
                     assert (ROOT / source).is_file()
 
 
@@ -168,9 +168,9 @@ def test_deployments_fit_every_kind_of_run(tmp_path: Path, run: str, devices: st
     config = deployment(tmp_path, run, devices, security)
     used = model_roles(config)
     for role in (*used, Role.ORCHESTRATOR):
-        place = getattr(config.services, role)
-        assert (place.address, place.listen) == (f"{role}:50051", "0.0.0.0:50051")
-        assert (place.metrics_listen, place.health_listen) == ("0.0.0.0:9100", "0.0.0.0:9101")
+        service = getattr(config.services, role)
+        assert (service.address, service.listen) == (f"{role}:50051", "0.0.0.0:50051")
+        assert (service.metrics_listen, service.health_listen) == ("0.0.0.0:9100", "0.0.0.0:9101")
     for role in used:
         assert getattr(config.services, role).devices == ((0,) if devices == "gpu" else ())
     assert (config.security.certificates is None) == (security == "plaintext") == config.security.allow_plaintext
@@ -185,14 +185,14 @@ def test_deployments_fit_every_kind_of_run(tmp_path: Path, run: str, devices: st
     assert run in (ROOT / ".env.example").read_text()
 
 
-def test_a_deployment_that_is_not_the_runs_is_refused(tmp_path: Path) -> None:
+def test_a_deployment_for_other_roles_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIGS["critic-free"])
     with pytest.raises(Exception, match=r"ppo.yaml.*services.critic.address"):
         load_config(tmp_path / "config.yaml", [], [DEPLOYMENT / "services.yaml", DEPLOYMENT / "ppo.yaml"])
 
 
 def run_script(name: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """One of the image's scripts, on this machine; ``python`` only says what it was asked for."""
+    """Run a script of the image on this machine, with a ``python`` that only prints its arguments."""
     (cwd / "bin").mkdir()
     (cwd / "bin/python").write_text('#!/bin/sh\necho "$@"\n')
     (cwd / "bin/python").chmod(0o700)
@@ -201,32 +201,32 @@ def run_script(name: str, *arguments: str, cwd: Path, **environment: str) -> sub
     return subprocess.run(command, cwd=cwd, env=paths, capture_output=True, text=True, check=False)
 
 
-def test_every_layer_is_laid_over_the_config(tmp_path: Path) -> None:
+def test_every_layer_is_passed_to_quartet(tmp_path: Path) -> None:
     (tmp_path / "deployment").mkdir()
     for name in ("2-roles-ppo.yaml", "1-services.yaml"):
         (tmp_path / "deployment" / name).touch()
-    ended = run_script("entrypoint.sh", "services", "actor", cwd=tmp_path)
+    result = run_script("entrypoint.sh", "services", "actor", cwd=tmp_path)
     layers = "--config config.yaml --config deployment/1-services.yaml --config deployment/2-roles-ppo.yaml"
-    assert ended.stdout == f"-m quartet.services actor {layers}\n"
+    assert result.stdout == f"-m quartet.services actor {layers}\n"
 
 
-def test_a_layer_that_is_not_there_is_named(tmp_path: Path) -> None:
-    # Docker makes a folder in the place of a file that it is to mount and does not find.
+def test_the_error_names_a_missing_layer(tmp_path: Path) -> None:
+    # Docker creates a folder if a file to mount does not exist.
     (tmp_path / "deployment/2-roles-pro.yaml").mkdir(parents=True)
-    ended = run_script("entrypoint.sh", "services", "actor", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith("error: deployment/2-roles-pro.yaml: is a folder")
-    assert "correct QUARTET_ROLES in .env" in ended.stderr
+    result = run_script("entrypoint.sh", "services", "actor", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: deployment/2-roles-pro.yaml: is a folder")
+    assert "correct QUARTET_ROLES in .env" in result.stderr
     assert "/quartet/deployment/2-roles-${QUARTET_ROLES:-ppo}.yaml" in mounts(SERVICES["actor"])
 
 
-def test_certificates_are_not_renewed_where_there_are_none(tmp_path: Path) -> None:
-    ended = run_script("setup.sh", "renew-certificates", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert "add docker/compose.tls.yaml to COMPOSE_FILE" in ended.stderr
+def test_renewing_certificates_without_tls_is_an_error(tmp_path: Path) -> None:
+    result = run_script("setup.sh", "renew-certificates", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "add docker/compose.tls.yaml to COMPOSE_FILE" in result.stderr
 
 
-def test_on_the_cpu_model_services_share_the_cores() -> None:
+def test_model_services_on_the_cpu_have_a_core_limit() -> None:
     limited = {name for name, service in CPU["services"].items() if "cpus" in service}
     assert limited == {role.value for role in MODEL_ROLES}
 
@@ -243,19 +243,19 @@ def test_ports_and_paths_agree(tmp_path: Path) -> None:
     files = (config.buffer.password_file, config.security.token_file)
     for file in (*files, config.gateway.token_file, config.gateway.viewer_token_file):
         assert str(file).removeprefix("/run/secrets/") in setup
-    made = set(re.search(r"for volume in ([\w ]+);", dockerfile)[1].split())
-    assert {f"/setup/secrets/{one}" for one in made} == writable(SERVICES["setup"])
-    made = set(re.search(r"for process in ([\w ]+);", dockerfile)[1].split())
-    assert {f"/setup/certificates/{one}" for one in made} == writable(TLS["services"]["setup"])
+    created = set(re.search(r"for volume in ([\w ]+);", dockerfile)[1].split())
+    assert {f"/setup/secrets/{name}" for name in created} == writable(SERVICES["setup"])
+    created = set(re.search(r"for process in ([\w ]+);", dockerfile)[1].split())
+    assert {f"/setup/certificates/{name}" for name in created} == writable(TLS["services"]["setup"])
     for name, service in SERVICES.items():
-        for place, source in mounts(service).items():
+        for path, source in mounts(service).items():
             if source.startswith("./") and "$" not in source:
-                assert (ROOT / source).exists(), f"{name}: {place}"
+                assert (ROOT / source).exists(), f"{name}: {path}"
             elif not source.startswith(("./", "${")):
-                assert source in COMPOSE["volumes"], f"{name}: {place}"
+                assert source in COMPOSE["volumes"], f"{name}: {path}"
 
 
-def test_prometheus_finds_what_containers_serve() -> None:
+def test_prometheus_scrapes_every_container() -> None:
     plain, tls = (
         read(f"docker/monitoring/{name}")["scrape_configs"] for name in ("prometheus.yml", "prometheus.tls.yml")
     )
@@ -281,24 +281,24 @@ def test_prometheus_finds_what_containers_serve() -> None:
         assert jobs[-1]["authorization"]["credentials_file"] == "/run/secrets/viewer/gateway_viewer_token"
 
 
-def test_what_users_set_is_in_the_example_and_nothing_else() -> None:
+def test_the_example_has_exactly_the_variables_of_the_compose_files() -> None:
     names = ("docker-compose.yml", "docker/compose.cpu.yaml", "docker/compose.tls.yaml")
     text = "".join((ROOT / name).read_text() for name in names)
-    asked = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", text))
+    used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", text))
     shown = dict(re.findall(r"^(?:# )?(QUARTET_\w+)=(.*)$", (ROOT / ".env.example").read_text(), re.M))
-    assert shown == asked
+    assert shown == used
     assert "$QUARTET" not in text
 
 
-def test_the_build_is_given_what_it_copies_and_no_more() -> None:
+def test_the_build_context_has_only_the_files_that_images_copy() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    assert "*" in ignored, "all is left out but what is named"
-    named = {line[1:] for line in ignored if line.startswith("!")}
+    assert "*" in ignored, "the file must exclude everything and then include single paths"
+    included = {line[1:] for line in ignored if line.startswith("!")}
     copied = {
         source
         for path in ("docker/Dockerfile", "docker/Dockerfile.tensorrt-llm", "docker/redis/Dockerfile")
         for line in re.findall(r"^COPY (?!--from)(.*) \S+$", (ROOT / path).read_text(), re.M)
         for source in line.split()
     }
-    assert {one for one in copied if not one.startswith("docker/redis/")} | {"docker/redis"} == named
-    assert all((ROOT / one).exists() for one in copied)
+    assert {name for name in copied if not name.startswith("docker/redis/")} | {"docker/redis"} == included
+    assert all((ROOT / name).exists() for name in copied)

@@ -1,6 +1,6 @@
-"""The stack, brought up on the CPU: a run trained to its end, a service killed and back, nothing lost, nothing left.
+"""The Compose stack on the CPU: complete runs, killed services, and a clean shutdown.
 
-``make e2e-compose``. Needs Docker with compose, and the base images or a way to them; it builds ours.
+``make e2e-compose``. Needs Docker with Compose and access to the base images. Builds the images of Quartet.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ FILES = ["docker-compose.yml", "docker/compose.cpu.yaml"]
 IMAGES = ("quartet:0.1.0-cpu", "quartet-redis:0.1.0")
 SERVICES = ("redis", "actor", "critic", "reward", "reference", "orchestrator", "gateway")
 
-# From within the network of the services, without a certificate. Each says what became of it.
-STRANGER = """
+# Clients without a certificate in the network of the services. Prints the outcome of each call.
+UNAUTHENTICATED_CALLS = """
 import json, ssl, sys, urllib.request
 import grpc, redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 trust = open('/run/certificates/gateway/ca.crt').read()
-said = {}
+outcomes = {}
 with grpc.secure_channel('actor:50051', grpc.ssl_channel_credentials(trust.encode()),
                          options=[('grpc.ssl_target_name_override', 'actor.quartet')]) as channel:
     try:
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
-        said['actor'] = 'answered'
+        outcomes['actor'] = 'accepted'
     except grpc.RpcError as error:
-        said['actor'] = error.code().name
-def tried(name, call):
+        outcomes['actor'] = error.code().name
+def attempt(name, call):
     try:
         call()
-        said[name] = 'answered'
+        outcomes[name] = 'accepted'
     except Exception as error:
-        said[name] = type(error).__name__
+        outcomes[name] = type(error).__name__
 password = open('/run/secrets/redis/redis_password').read().strip()
-tried('redis', redis.Redis('redis', username='quartet', password=password, ssl=True, ssl_ca_data=trust).ping)
-tried('plain redis', redis.Redis('redis', username='quartet', password=password).ping)
+attempt('redis', redis.Redis('redis', username='quartet', password=password, ssl=True, ssl_ca_data=trust).ping)
+attempt('plain redis', redis.Redis('redis', username='quartet', password=password).ping)
 context = ssl.create_default_context(cadata=trust)
 context.check_hostname = False
-tried('metrics', lambda: urllib.request.urlopen('https://actor:9100/metrics', timeout=10, context=context).read())
-print(json.dumps(said))
+attempt('metrics', lambda: urllib.request.urlopen('https://actor:9100/metrics', timeout=10, context=context).read())
+print(json.dumps(outcomes))
 """
 
 
 @pytest.fixture(scope="module", autouse=True)
 def engine() -> None:
-    """Without it, what is missing is said before anything else."""
-    missing = ""
+    """Fail early with the reason if Docker or Compose is missing."""
+    problem = ""
     try:
         compose_command()
     except RuntimeError as error:
-        missing = str(error)
-    if missing:
-        pytest.fail(missing, pytrace=False)
+        problem = str(error)
+    if problem:
+        pytest.fail(problem, pytrace=False)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def settings(engine: None) -> Iterator[tuple[Path, int]]:
 
 
 def critic_free_lora(settings: Path) -> Path:
-    """The same .env for a run that has neither critic nor reference."""
+    """Write another .env, for a run without critic and reference."""
     config = yaml.safe_load((settings.parent / "config.yaml").read_text())
     config["run"]["steps"] = 3
     config["algorithm"] = {"estimator": "reinforce"}
@@ -127,7 +127,7 @@ def critic_free_lora(settings: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def images(settings: tuple[Path, int]) -> None:
-    """Built, and their sizes told."""
+    """Build the images and print their sizes."""
     started = time.monotonic()
     Stack("quartet-e2e-build", FILES, *settings).compose("build")
     print(f"\nimages built in {time.monotonic() - started:.0f} s")
@@ -154,56 +154,56 @@ def stack(request: pytest.FixtureRequest, settings: tuple[Path, int], images: No
 @pytest.mark.parametrize(
     ("stack", "victims"), [("plaintext", ["actor", "orchestrator"]), ("tls", ["critic", "redis"])], indirect=["stack"]
 )
-def test_a_run_goes_to_its_end_over_the_loss_of_services_and_nothing_is_lost(
+def test_a_run_survives_killed_services_and_its_data_survive_a_restart(
     stack: Stack, victims: list[str], request: pytest.FixtureRequest
 ) -> None:
     started = time.monotonic()
 
-    def tell(what: str) -> None:
-        print(f"{time.monotonic() - started:6.1f} s  {what}", flush=True)
+    def log(event: str) -> None:
+        print(f"{time.monotonic() - started:6.1f} s  {event}", flush=True)
 
     stack.compose("up", "--detach")
-    tell("up")
+    log("up")
     token = stack.token()
     wait_for(lambda: stack.inspect("gateway")["State"]["Health"]["Status"] == "healthy", "the gateway's health")
-    assert stack.ask("/api/v1/runs", None)[0] == 401
-    assert "<html" in stack.ask("/", None)[1]
+    assert stack.get("/api/v1/runs", None)[0] == 401
+    assert "<html" in stack.get("/", None)[1]
     wait_for(lambda: steps(stack, token) >= 7, "seven steps")
-    tell(f"{steps(stack, token)} steps; {' and '.join(victims)} are killed")
+    log(f"{steps(stack, token)} steps; {' and '.join(victims)} are killed")
 
-    check_what_the_processes_may(stack)
+    check_permissions(stack)
     for victim in victims:
-        # `docker kill` counts as wanted, and is not followed by a restart.
+        # Docker does not restart a container after `docker kill`.
         stack.run_in(victim, "sh", "-c", "kill -KILL -1")
-    wait_for(lambda: all(stack.inspect(one)["RestartCount"] >= 1 for one in victims), f"restarts of {victims}")
-    assert steps(stack, token) < STEPS, "it was over before: take more steps"
+    wait_for(lambda: all(stack.inspect(victim)["RestartCount"] >= 1 for victim in victims), f"restarts of {victims}")
+    assert steps(stack, token) < STEPS, "the run ended before the restart: use more steps"
     if "tls" in request.node.callspec.id:
-        check_that_strangers_are_refused(stack)
+        check_authentication(stack)
 
     wait_for(lambda: stack.inspect("orchestrator")["State"]["Status"] == "exited", "the end of the run")
-    tell("the run has ended")
+    log("the run has ended")
     assert stack.inspect("orchestrator")["State"]["ExitCode"] == 0, stack.logs("orchestrator")
-    said = stack.logs("orchestrator")
-    assert ("run resumed" if "orchestrator" in victims else "recovery started") in said
+    log_text = stack.logs("orchestrator")
+    assert ("run resumed" if "orchestrator" in victims else "recovery started") in log_text
     assert steps(stack, token) == STEPS
     assert stack.run_in("gateway", "ls", "runs/tiny/policy/model.safetensors").returncode == 0
-    still = [service for service in SERVICES if stack.inspect(service)["State"]["Status"] == "running"]
-    assert still == [service for service in SERVICES if service != "orchestrator"]
+    running = [service for service in SERVICES if stack.inspect(service)["State"]["Status"] == "running"]
+    assert running == [service for service in SERVICES if service != "orchestrator"]
 
     stack.compose("down", "--timeout", "20")
-    assert not [one for one in stack.left() if not one.startswith("volume")]
+    assert not [name for name in stack.resources() if not name.startswith("volume")]
     stack.compose("up", "--detach")
-    tell("down, and up again")
+    log("down, and up again")
     wait_for(lambda: stack.inspect("gateway")["State"]["Health"]["Status"] == "healthy", "the gateway's health")
     assert stack.token() == token
-    assert [run["name"] for run in stack.ask("/api/v1/runs", token)[1]["items"]] == ["tiny"]
+    assert [run["name"] for run in stack.get("/api/v1/runs", token)[1]["items"]] == ["tiny"]
     assert steps(stack, token) == STEPS
-    wait_for(lambda: stack.inspect("orchestrator")["State"]["Status"] == "exited", "the end of a run that has ended")
+    wait_for(lambda: stack.inspect("orchestrator")["State"]["Status"] == "exited", "the end of a completed run")
     assert stack.inspect("orchestrator")["State"]["ExitCode"] == 0, stack.logs("orchestrator")
 
     stack.compose("down", "--volumes", "--timeout", "20")
-    assert stack.left() == []
-    tell("down, with its volumes")
+    assert stack.resources() == []
+    log("down, with its volumes")
 
 
 @pytest.mark.parametrize("stack", ["critic-free-lora"], indirect=True)
@@ -219,29 +219,29 @@ def test_a_run_without_critic_and_reference_starts_neither(stack: Stack) -> None
 
 
 def steps(stack: Stack, token: str) -> int:
-    """Step that the run has committed, as the API tells."""
-    status, run = stack.ask("/api/v1/runs/tiny", token)
+    """Return the last committed step in the API."""
+    status, run = stack.get("/api/v1/runs/tiny", token)
     return int(run["step"]) if status == 200 else 0
 
 
-def check_what_the_processes_may(stack: Stack) -> None:
-    """Write below the run and in /tmp, see their own secrets, and no more."""
+def check_permissions(stack: Stack) -> None:
+    """Check that processes have no capabilities, a read-only file system, and only their own secrets."""
     for service in SERVICES:
-        assert stack.run_in(service, "touch", "/etc/there").returncode != 0, f"{service} may write anywhere"
+        assert stack.run_in(service, "touch", "/etc/there").returncode != 0, f"{service} may write to /etc"
         assert stack.run_in(service, "id", "-u").stdout.strip() == "10001"
         capabilities = stack.run_in(service, "grep", "CapEff", "/proc/self/status").stdout
         assert capabilities.split()[1].strip("0") == "", f"{service} has capabilities"
-    seen = {service: set(stack.run_in(service, "ls", "/run/secrets").stdout.split()) for service in SERVICES}
-    assert seen == {service: SECRETS[service] for service in SERVICES}
+    visible = {service: set(stack.run_in(service, "ls", "/run/secrets").stdout.split()) for service in SERVICES}
+    assert visible == {service: SECRETS[service] for service in SERVICES}
     assert stack.run_in("redis", "redis-cli", "ping").stdout.strip() != "PONG"
 
 
-def check_that_strangers_are_refused(stack: Stack) -> None:
+def check_authentication(stack: Stack) -> None:
     """Check that a caller without a certificate is refused by services, Redis and metrics, even if it has the password."""
     for service in SERVICES:
         assert stack.run_in(service, "ls", "/run/certificates").stdout.split() == [service]
-    said = stack.run_in("gateway", "python", "-c", STRANGER)
-    assert said.returncode == 0, said.stderr
-    answers = yaml.safe_load(said.stdout)
-    assert answers.keys() == {"actor", "redis", "plain redis", "metrics"}
-    assert "answered" not in answers.values(), answers
+    result = stack.run_in("gateway", "python", "-c", UNAUTHENTICATED_CALLS)
+    assert result.returncode == 0, result.stderr
+    outcomes = yaml.safe_load(result.stdout)
+    assert outcomes.keys() == {"actor", "redis", "plain redis", "metrics"}
+    assert "accepted" not in outcomes.values(), outcomes

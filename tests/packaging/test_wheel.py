@@ -1,4 +1,4 @@
-"""The wheel holds one package, also when it is built from the source distribution, and runs outside a checkout."""
+"""Contents of the wheel, built from a checkout or from the source distribution, and the demo outside a checkout."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def build(source: Path, hook: str, target: Path) -> Path:
     """Build a wheel or a source distribution from a source tree, and return its path."""
     target.mkdir(exist_ok=True)
     command = [sys.executable, "-c", BUILD, hook, str(target)]
-    built = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    return target / built.stdout.split()[-1]
+    result = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return target / result.stdout.split()[-1]
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the files that git tracks, so that no earlier build can leave modules in the wheel."""
+    """Copy the files that git tracks, so that earlier builds leave no modules in the wheel."""
     copy = tmp_path_factory.mktemp("checkout")
     git = shutil.which("git")
     if git is None or not (ROOT / ".git").exists():
@@ -47,16 +47,16 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def members(wheel: Path) -> set[str]:
-    """The files of a wheel, without the record of the wheel itself."""
+    """Return the files of a wheel, without its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-def test_the_wheel_holds_one_top_level_package(wheel: Path) -> None:
+def test_the_wheel_has_one_top_level_package(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in members(wheel)} == {"quartet"}
 
 
-def test_the_wheel_holds_every_module_and_data_file(wheel: Path, checkout: Path) -> None:
+def test_the_wheel_has_every_module_and_data_file(wheel: Path, checkout: Path) -> None:
     expected = set()
     for folder, inside in (("src/quartet", ""), ("services", "services/"), ("gateway", "gateway/")):
         for path in (checkout / folder).rglob("*"):
@@ -105,9 +105,9 @@ def test_the_demo_runs_from_the_wheel_in_an_empty_environment(wheel: Path, tmp_p
     elsewhere.mkdir()
     (packages / "dependencies.pth").write_text(dependencies + "\n")
     command = [environment / "bin" / "quartet", "demo", "--set", "run.steps=2", "--set", "rollout.prompts_per_step=4"]
-    ended = subprocess.run(command, cwd=elsewhere, env=clean, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "the same prompts, before and after" in ended.stdout
+    result = subprocess.run(command, cwd=elsewhere, env=clean, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "the same prompts, before and after" in result.stdout
     located = subprocess.run(
         [python, "-c", "import quartet; print(quartet.__file__)"],
         cwd=elsewhere,
